@@ -1,0 +1,44 @@
+"""Turn pydantic's findings into lines a person can act on: where, what was found, what was expected."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
+    """One line a problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
+    return "\n".join(_line(problem, model, where) for problem in error.errors())
+
+
+def _line(problem: Any, model: type[BaseModel], where: str) -> str:
+    location = tuple(problem["loc"])
+    place = ".".join(str(part) for part in ((where,) if where else ()) + location) or "configuration"
+    if problem["type"] == "extra_forbidden":
+        known = sorted(_fields_at(model, location[:-1]))
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'none'}"
+        return f"{place}: unknown key; {hint}"
+    if problem["type"] == "missing":
+        return f"{place}: required, and nothing was given"
+    found = f" (got {problem['input']!r})" if not isinstance(problem["input"], dict) else ""
+    return f"{place}: {problem['msg'].removeprefix('Value error, ')}{found}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
+    """The field names of the table at ``location``, following nested models and tuples of models."""
+    current: type[BaseModel] | None = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        info = current.model_fields.get(part) if current else None
+        current = _model_in(info.annotation) if info else None
+    return set(current.model_fields) if current else set()
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)

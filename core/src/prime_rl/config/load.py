@@ -1,0 +1,108 @@
+"""From TOML files and command-line overrides to a ``RunConfig``.
+
+Files compose left to right: tables merge key by key, lists are replaced whole. ``--dotted.key value`` comes last;
+a number in the path (``--orchestrator.train.env.0.group_size 4``) names an entry of a list.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from prime_rl.config.explain import explain
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.errors import ConfigError
+
+
+def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConfig:
+    """Read, compose, override and validate. Raises ``ConfigError`` that says which file or key and why."""
+    table: dict[str, Any] = {}
+    for file in files:
+        table = merge(table, read_toml(file))
+    for path, value in parse_overrides(overrides):
+        set_at(table, path, value)
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(explain(error, RunConfig)) from error
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """One file as a table."""
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file. Give the path of a TOML config.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(f"{file}: not a TOML file: {error}") from error
+
+
+def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """``above`` laid over ``below``."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        both = isinstance(old, dict) and isinstance(value, dict)
+        result[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
+    """``["--a.b-c", "3", "--flag", "--no-other"]`` -> ``[(["a", "b_c"], 3), (["flag"], True), (["other"], False)]``."""
+    result: list[tuple[list[str], Any]] = []
+    rest = list(arguments)
+    while rest:
+        name = rest.pop(0)
+        if not name.startswith("--") or len(name) == 2:
+            raise ConfigError(
+                f"{name!r}: expected --dotted.key value. Config files come before the overrides."
+            )
+        name, equals, inline = name[2:].partition("=")
+        if equals:
+            value: Any = parse_value(inline)
+        elif rest and not rest[0].startswith("--"):
+            value = parse_value(rest.pop(0))
+        else:
+            value = not name.startswith("no-")
+            name = name.removeprefix("no-")
+        result.append((name.replace("-", "_").split("."), value))
+    return result
+
+
+def parse_value(text: str) -> Any:
+    """A TOML value (number, bool, list, inline table); ``None`` is null; anything else is a string."""
+    if text == "None":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Write ``value`` at a dotted path. Raises ``ConfigError`` if the path runs through something not a table."""
+    *parents, last = path
+    current: Any = table
+    for depth, part in enumerate(parents):
+        if isinstance(current, list):
+            current = current[_index(current, part, path[: depth + 1])]
+        else:
+            current = current.setdefault(part, {})
+        if not isinstance(current, dict | list):
+            raise ConfigError(f"--{'.'.join(path)}: {'.'.join(path[: depth + 1])} is not a table")
+    if isinstance(current, list):
+        current[_index(current, last, path)] = value
+    else:
+        current[last] = value
+
+
+def _index(entries: list[Any], part: str, path: Sequence[str]) -> int:
+    if not part.isdigit() or int(part) >= len(entries):
+        raise ConfigError(
+            f"--{'.'.join(path)}: expected the number of an entry, 0 to {len(entries) - 1}, got {part!r}"
+        )
+    return int(part)

@@ -1,0 +1,171 @@
+"""``[orchestrator]``: what is sampled, how it is credited, filtered and batched."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from prime_rl.config.base import Settings
+
+
+class PluginTable(Settings):
+    """A table whose ``type`` names an installed plugin class; its other keys belong to that class."""
+
+    model_config = Settings.model_config | {"extra": "allow"}
+
+    type: str
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys the plugin validates."""
+        return dict(self.model_extra or {})
+
+
+class AlgoConfig(PluginTable):
+    """``[orchestrator.algo]`` or one env's ``algo``: the per-token training signal."""
+
+    type: str = "grpo"
+    """Name of an installed algorithm."""
+
+
+class SamplerConfig(PluginTable):
+    """``[orchestrator.sampler]``: which example is sampled next."""
+
+    type: str = "standard"
+    """Name of an installed sampler."""
+
+
+class FilterConfig(PluginTable):
+    """One entry of a filter slot."""
+
+    enforce: bool = True
+    """False: count what it would drop, and drop nothing."""
+
+
+class SamplingConfig(Settings):
+    """How rollouts are sampled. Training needs the distribution whole: no top_p, top_k or min_p here."""
+
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    max_completion_tokens: PositiveInt | None = None
+    """None: up to the context's end."""
+    extra_body: dict[str, Any] = {}
+    """Further keys of the engine's sampling parameters."""
+
+
+class EvalSamplingConfig(Settings):
+    """How held-out rollouts are sampled. None: the engine's default."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: int | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    max_completion_tokens: PositiveInt | None = None
+    extra_body: dict[str, Any] = {}
+
+
+class EnvConfig(Settings):
+    """``[[orchestrator.train.env]]``: one verifiers environment."""
+
+    id: str
+    """The taskset's id, as verifiers resolves it."""
+    name: str | None = None
+    """Label in metrics and files. None: the id."""
+    args: dict[str, Any] = {}
+    """The taskset's own settings."""
+    harness: dict[str, Any] | None = None
+    """The verifiers harness (``id`` and its settings). None: the one the taskset brings."""
+    algo: AlgoConfig | None = None
+    """This env's algorithm. None: ``[orchestrator.algo]``."""
+    ratio: PositiveFloat | None = None
+    """Share of groups, relative to the other envs' ratios."""
+    group_size: PositiveInt | None = None
+    """None: ``orchestrator.group_size``."""
+    sampling: SamplingConfig | None = None
+    """None: ``[orchestrator.train.sampling]``."""
+    timeout: PositiveFloat | None = 600.0
+    """Seconds one rollout may take before it counts as failed. None: no bound."""
+    max_turns: PositiveInt | None = None
+
+    @property
+    def label(self) -> str:
+        """The name metrics and files carry."""
+        return self.name or self.id
+
+
+class EvalEnvConfig(EnvConfig):
+    """``[[orchestrator.eval.env]]``: held-out examples of one environment."""
+
+    num_examples: PositiveInt = 64
+    """How many examples are evaluated, from the first."""
+    group_size: PositiveInt | None = 1
+    """Rollouts an example; the reward reported is their mean."""
+    sampling: EvalSamplingConfig | None = None  # type: ignore[assignment]
+
+
+class TrainConfig(Settings):
+    """``[orchestrator.train]``"""
+
+    env: tuple[EnvConfig, ...] = ()
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class EvalConfig(Settings):
+    """``[orchestrator.eval]``"""
+
+    env: tuple[EvalEnvConfig, ...] = ()
+    sampling: EvalSamplingConfig = EvalSamplingConfig()
+    interval: PositiveInt | None = None
+    """Evaluate every so many steps. None: before the first and after the last step only."""
+
+
+class RendererConfig(Settings):
+    """``[orchestrator.renderer]``: messages to tokens. Other keys belong to the renderer."""
+
+    model_config = Settings.model_config | {"extra": "allow"}
+
+    name: str = "auto"
+    """Name of an installed renderer; ``auto`` resolves it from the model."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys the renderer validates."""
+        return dict(self.model_extra or {})
+
+
+class OrchestratorConfig(Settings):
+    """``[orchestrator]``"""
+
+    batch_size: PositiveInt = 128
+    """Rollouts a step. Must be a multiple of every env's group size."""
+    group_size: PositiveInt = 8
+    """Rollouts sampled for one example."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """How many versions behind the weights it trains a rollout may be, counted from its start."""
+    oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
+    """Groups in flight, as a multiple of what the batch still needs, so that filters do not starve it."""
+    max_inflight_rollouts: PositiveInt | None = None
+    """Bound on rollouts being sampled at once. None: ``batch_size * oversampling_factor``."""
+    algo: AlgoConfig = AlgoConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    renderer: RendererConfig = RendererConfig()
+    train: TrainConfig = TrainConfig()
+    eval: EvalConfig = EvalConfig()
+    pre_batch_filters: tuple[FilterConfig, ...] = (
+        FilterConfig(type="gibberish", enforce=False),
+        FilterConfig(type="repetition", enforce=False),
+        FilterConfig(type="zero_advantage", enforce=False),
+    )
+    """Asked when a group is scored; what they enforce takes no place in the batch. Setting it replaces it."""
+    post_batch_filters: tuple[FilterConfig, ...] = (
+        FilterConfig(type="gibberish", enforce=False),
+        FilterConfig(type="repetition", enforce=False),
+        FilterConfig(type="zero_advantage", enforce=True),
+    )
+    """Asked of the batch; what they drop is back-filled. Setting it replaces it."""
+    max_empty_batches: PositiveInt = 10
+    """Stop the run after so many batches' worth of rollouts in a row left nothing to train."""
+    save_rollouts: bool = True
+    """Write every step's rollouts to the run directory."""
+    weights_timeout: NonNegativeFloat = 1200.0
+    """Seconds to wait for new weights before the run is declared stuck."""

@@ -1,0 +1,87 @@
+"""The whole TOML of a run."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from prime_rl.config.base import Settings
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.trainer import TrainerConfig
+
+
+class ModelConfig(Settings):
+    """``[model]``: the policy. Other keys belong to the model maker, if ``name`` names one."""
+
+    model_config = Settings.model_config | {"extra": "allow"}
+
+    name: str
+    """A Hugging Face folder or id, or the name of a model that an installed plugin makes here."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys the model maker validates."""
+        return dict(self.model_extra or {})
+
+
+class TransportConfig(Settings):
+    """``[rollout_transport]``: how micro batches reach the trainer."""
+
+    type: Literal["zmq", "filesystem"] = "zmq"
+    host: str = "127.0.0.1"
+    port: int | None = Field(default=None, ge=1, le=65535)
+    """None: a free port is chosen."""
+    hwm: PositiveInt = 4
+    """Batches that may wait for a slow trainer before the orchestrator waits too."""
+
+
+class WeightBroadcastConfig(Settings):
+    """``[weight_broadcast]``: how weights reach the engines."""
+
+    type: Literal["filesystem"] = "filesystem"
+
+
+class RunDirConfig(Settings):
+    """``[run]``"""
+
+    name: str | None = None
+    """Name of the run directory. None: environments, model and a number that is free."""
+
+
+class PluginsConfig(Settings):
+    """``[plugins]``"""
+
+    disabled: tuple[str, ...] = ()
+    """Entry-point names of installed plugins that this run leaves out."""
+
+
+class LogConfig(Settings):
+    """``[log]``"""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class RunConfig(Settings):
+    """Everything a run is told. Tables compose left to right over several files."""
+
+    model: ModelConfig
+    orchestrator: OrchestratorConfig = OrchestratorConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    inference: InferenceConfig = InferenceConfig()
+    rollout_transport: TransportConfig = TransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
+    plugins: PluginsConfig = PluginsConfig()
+    monitors: dict[str, dict[str, Any]] = {"file": {}}
+    """One table a monitor, by the name an installed plugin offers."""
+    log: LogConfig = LogConfig()
+    run: RunDirConfig = RunDirConfig()
+    seq_len: PositiveInt = 2048
+    """Longest sample, in tokens; also the default of the engine's context and of a packed row."""
+    max_steps: PositiveInt
+    """Optimizer steps to take."""
+    seed: NonNegativeInt = 0
+    """Seeds model making, the sampler and the engine."""
+    output_dir: str = "outputs"
+    """Run directories are made in here."""

@@ -1,0 +1,67 @@
+"""``[trainer]``: how the weights are updated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from prime_rl.config.base import Settings
+
+
+class OptimConfig(Settings):
+    """``[trainer.optim]``: AdamW and gradient clipping."""
+
+    type: Literal["adamw"] = "adamw"
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    eps: PositiveFloat = 1e-8
+    max_norm: PositiveFloat | None = 1.0
+    """Clip the global gradient norm to this. None: no clipping."""
+
+
+class SchedulerConfig(Settings):
+    """``[trainer.scheduler]``: the learning rate over steps."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to ``max_steps``."""
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt | None = None
+    """Steps of the final decay of ``linear``. None: everything after warm-up."""
+    min_lr: NonNegativeFloat = 0.0
+    """The rate at the end of the decay."""
+
+
+class LossConfig(Settings):
+    """``[trainer.loss]``: the loss of the rl component. Its other keys belong to the loss plugin."""
+
+    model_config = Settings.model_config | {"extra": "allow"}
+
+    type: str = "default"
+    """Name of an installed loss."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The keys the loss plugin validates."""
+        return dict(self.model_extra or {})
+
+
+class TrainerConfig(Settings):
+    """``[trainer]``"""
+
+    optim: OptimConfig = OptimConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    loss: LossConfig = LossConfig()
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of weights and compute."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Capacity of one packed row, in tokens. None: ``seq_len``."""
+    attention: Literal["auto", "varlen", "mask"] = "auto"
+    """How documents of a packed row are kept apart: ``varlen`` computes each document by itself,
+    ``mask`` builds a dense block mask. ``auto`` takes the faster one for the device."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    keep_broadcasts: PositiveInt = 2
+    """How many published weight versions stay on disk."""

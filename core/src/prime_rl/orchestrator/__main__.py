@@ -1,0 +1,111 @@
+"""``python -m prime_rl.orchestrator RUN_DIR``: the orchestrator's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from prime_rl.config.run import RunConfig
+from prime_rl.inference.client import EngineAdmin
+from prime_rl.orchestrator import build
+from prime_rl.orchestrator.loop import Orchestrator
+from prime_rl.orchestrator.summary import write_summary
+from prime_rl.plugins.errors import PrimeRLError
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.run.launch import ADMIN_KEY, Launch, wait_for_model
+from prime_rl.run.processes import exit_with_parent
+from prime_rl.run.status import Status
+from prime_rl.wire.transport import make_sender
+
+
+def main() -> int:
+    """Run one run's orchestrator; 0 when every step was taken."""
+    exit_with_parent()
+    run_dir = Path(sys.argv[1])
+    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
+    logging.basicConfig(
+        level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        asyncio.run(_supervised(run_dir, config))
+    except PrimeRLError as error:
+        logging.getLogger("prime_rl").error("%s: %s", type(error).__name__, error)
+        return 1
+    except asyncio.CancelledError:
+        return 0
+    return 0
+
+
+async def _supervised(run_dir: Path, config: RunConfig) -> None:
+    """SIGTERM cancels the run, so that everything is closed in order."""
+    task = asyncio.ensure_future(_run(run_dir, config))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task
+
+
+async def _run(run_dir: Path, config: RunConfig) -> None:
+    launch = Launch.read(run_dir)
+    status = Status(run_dir / "status" / "orchestrator.json")
+    status.report("loading plugins and verifiers")
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
+
+    if launch.wait_for_model:
+        status.report("waiting", waiting_for="model (being made)")
+        await wait_for_model(Path(launch.model_path))
+    async with AsyncExitStack() as stack:
+        orchestrator = await _build(stack, run_dir, config, launch, hooks, status)
+        results = await orchestrator.run()
+    status.report("writing the summary")
+    write_summary(run_dir, config, results)
+    status.report("done")
+
+
+async def _build(
+    stack: AsyncExitStack,
+    run_dir: Path,
+    config: RunConfig,
+    launch: Launch,
+    hooks: build.Hooks,
+    status: Status,
+) -> Orchestrator:
+    envs = build.build_train_envs(config, hooks, launch)
+    eval_envs = build.build_eval_envs(config, hooks, launch)
+    for env in [*envs, *eval_envs]:
+        await stack.enter_async_context(env.environment)
+    for env in envs:
+        stack.push_async_callback(env.algorithm.close)
+        await env.algorithm.setup()
+    monitors = build.build_monitors(config, hooks, run_dir)
+    for monitor in monitors:
+        stack.callback(monitor.close)
+    sender = make_sender(launch, run_dir)
+    stack.callback(sender.close)
+    admin = EngineAdmin(launch.engine_urls, os.environ.get(ADMIN_KEY, ""))
+    stack.push_async_callback(admin.close)
+    status.report("waiting", waiting_for="inference (engine start)")
+    await admin.wait_ready(config.inference.ready_timeout)
+    return Orchestrator(
+        config=config,
+        launch=launch,
+        run_dir=run_dir,
+        hooks=hooks,
+        envs=envs,
+        eval_envs=eval_envs,
+        sampler=build.build_sampler(config, hooks, envs),
+        assembler=build.build_assembler(config, hooks, launch),
+        monitors=monitors,
+        sender=sender,
+        admin=admin,
+        endpoint=build.build_endpoint(launch),
+        status=status,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""From scored groups to a batch: first in first out, stale ones out, filters asked, the size kept by back-fill."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.plugins.errors import RunError
+from prime_rl.rollout import Rollout
+
+
+@dataclass
+class Batch:
+    """The rollouts of one optimizer step, and everything that was finished on the way to it."""
+
+    step: int
+    kept: list[Rollout] = field(default_factory=list)
+    """What trains."""
+    seen: list[Rollout] = field(default_factory=list)
+    """Every scored rollout since the last batch, dropped ones included."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """Why, by ``id()`` of the rollout: the slot that objected, or ``stale``."""
+
+
+class BatchAssembler:
+    """Holds scored rollouts until a batch is full."""
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        max_off_policy_steps: int,
+        pre: FilterSlot,
+        post: FilterSlot,
+        max_empty_batches: int,
+        first_step: int = 1,
+    ) -> None:
+        self._size = batch_size
+        self._max_off_policy = max_off_policy_steps
+        self._pre, self._post = pre, post
+        self._patience = max_empty_batches * batch_size
+        self._pending: deque[Rollout] = deque()
+        self._fruitless = 0
+        self._reasons: Counter[str] = Counter()
+        self.batch = Batch(first_step)
+
+    @property
+    def num_buffered(self) -> int:
+        """Rollouts that have, or will compete for, a place in a batch."""
+        return len(self._pending) + len(self.batch.kept)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.batch.kept) == self._size
+
+    def add(self, rollouts: Iterable[Rollout]) -> None:
+        """Take in a scored group. What a pre-batch filter enforces never takes a place."""
+        for rollout in rollouts:
+            self.batch.seen.append(rollout)
+            if self._pre.objects(rollout):
+                self._drop(rollout, "pre_batch_filters")
+            else:
+                self._pending.append(rollout)
+        self.fill()
+
+    def note_failed(self, count: int) -> None:
+        """Rollouts that came to nothing also count as fruitless."""
+        self._count_fruitless(count, "failed")
+
+    def fill(self) -> None:
+        """Move pending rollouts into the batch until it is full; drop what is stale or filtered."""
+        while self._pending and not self.is_full:
+            rollout = self._pending.popleft()
+            if self.staleness(rollout) > self._max_off_policy:
+                self._drop(rollout, "stale")
+            elif self._post.objects(rollout):
+                self._drop(rollout, "post_batch_filters")
+            else:
+                self.batch.kept.append(rollout)
+                self._fruitless = 0
+                self._reasons.clear()
+
+    def staleness(self, rollout: Rollout) -> int:
+        """Versions between the weights this batch trains and those the rollout started under, queue time included."""
+        return (self.batch.step - 1) - rollout.policy_version
+
+    def take(self) -> Batch:
+        """The full batch, in the order rollouts were dispatched; assembling the next one begins."""
+        batch, self.batch = self.batch, Batch(self.batch.step + 1)
+        batch.kept.sort(key=lambda rollout: rollout.group_id)
+        self.fill()
+        return batch
+
+    def take_metrics(self) -> dict[str, float]:
+        """Both slots' shares since the last call."""
+        return self._pre.take_metrics() | self._post.take_metrics()
+
+    def _drop(self, rollout: Rollout, reason: str) -> None:
+        self.batch.dropped[id(rollout)] = reason
+        self._count_fruitless(1, reason)
+
+    def _count_fruitless(self, count: int, reason: str) -> None:
+        self._fruitless += count
+        self._reasons[reason] += count
+        if self._fruitless >= self._patience:
+            reasons = ", ".join(f"{name} {n}" for name, n in self._reasons.most_common())
+            raise RunError(
+                f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to train ({reasons}). "
+                "If zero_advantage drops them, every group's rewards are equal: the task is too easy or too hard for "
+                "the policy. orchestrator.max_empty_batches sets the patience."
+            )

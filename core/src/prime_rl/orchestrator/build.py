@@ -1,0 +1,177 @@
+"""Set-up of the orchestrator: named builders, one for each thing the loop holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config.orchestrator import EnvConfig, EvalSamplingConfig, SamplingConfig
+from prime_rl.config.run import RunConfig
+from prime_rl.orchestrator.batch import BatchAssembler
+from prime_rl.orchestrator.env import Environment, EnvSettings, ModelEndpoint, SamplingSettings
+from prime_rl.orchestrator.evals import EvalEnv
+from prime_rl.orchestrator.filters import FilterSlot, build_filters
+from prime_rl.plugins.base import Algorithm, Monitor, SampledEnv, Sampler
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.offers import (
+    ALGORITHM,
+    FILTER,
+    MONITOR,
+    RENDERER,
+    SAMPLER,
+    collect,
+    select,
+    settings_of,
+)
+from prime_rl.run.launch import ENGINE_KEY, Launch
+
+
+@dataclass(frozen=True, eq=False)
+class TrainEnv:
+    """One training environment: where rollouts come from, and who credits them."""
+
+    name: str
+    environment: Environment
+    algorithm: Algorithm
+    hooks: Hooks
+    """This env's scope: every installed plugin and its own algorithm."""
+    sampling: SamplingSettings
+    temperature: float
+    group_size: int
+
+
+def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
+    """Each env's own algorithm, in the order of the envs."""
+    offers = collect(hooks, ALGORITHM)
+    built = []
+    for env in config.orchestrator.train.env:
+        algo = env.algo or config.orchestrator.algo
+        where = f"env {env.label!r}: algo"
+        cls = select(ALGORITHM, algo.type, offers, where)
+        built.append(cls(settings_of(cls, ALGORITHM, algo.settings, where)))
+    return built
+
+
+def build_renderer(config: RunConfig, hooks: Hooks, model_path: str) -> Any:
+    """The ``renderers`` config object every env renders with."""
+    table = config.orchestrator.renderer
+    cls = select(RENDERER, table.name, collect(hooks, RENDERER), "orchestrator.renderer")
+    settings = settings_of(cls, RENDERER, table.settings, "orchestrator.renderer")
+    return cls(settings).build(Path(model_path), settings.model_dump())
+
+
+def build_train_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[TrainEnv]:
+    """Every training env with its scope."""
+    renderer = build_renderer(config, hooks, launch.model_path)
+    algorithms = build_algorithms(config, hooks)
+    envs = []
+    for env, algorithm in zip(config.orchestrator.train.env, algorithms, strict=True):
+        sampling = env.sampling or config.orchestrator.train.sampling
+        envs.append(
+            TrainEnv(
+                name=env.label,
+                environment=_environment(env, renderer, launch),
+                algorithm=algorithm,
+                hooks=scope(env.label, hooks, [algorithm]),
+                sampling=train_sampling(sampling),
+                temperature=sampling.temperature,
+                group_size=env.group_size or config.orchestrator.group_size,
+            )
+        )
+    return envs
+
+
+def build_eval_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[EvalEnv]:
+    """Every held-out env."""
+    renderer = build_renderer(config, hooks, launch.model_path)
+    return [
+        EvalEnv(
+            name=env.label,
+            environment=_environment(env, renderer, launch),
+            sampling=eval_sampling(env.sampling or config.orchestrator.eval.sampling),
+            num_examples=env.num_examples,
+            group_size=env.group_size,
+        )
+        for env in config.orchestrator.eval.env
+    ]
+
+
+def _environment(env: EnvConfig, renderer: Any, launch: Launch) -> Environment:
+    return Environment(
+        EnvSettings(
+            id=env.id,
+            name=env.label,
+            args=env.args,
+            harness=env.harness,
+            timeout=env.timeout,
+            max_turns=env.max_turns,
+            renderer=renderer,
+            tokenizer_path=Path(launch.model_path),
+        )
+    )
+
+
+def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
+    """The whole distribution at one temperature: what the trainer can reproduce."""
+    return SamplingSettings(
+        temperature=sampling.temperature,
+        top_p=1.0,
+        max_completion_tokens=sampling.max_completion_tokens,
+        extra_body=sampling.extra_body,
+    )
+
+
+def eval_sampling(sampling: EvalSamplingConfig) -> SamplingSettings:
+    """As configured; None is the engine's default."""
+    return SamplingSettings(**sampling.model_dump())
+
+
+def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:
+    """The sampler, told of the envs."""
+    table, where = config.orchestrator.sampler, "orchestrator.sampler"
+    cls = select(SAMPLER, table.type, collect(hooks, SAMPLER), where)
+    settings = settings_of(cls, SAMPLER, table.settings, where)
+    known = [
+        SampledEnv(env.name, env.environment.num_examples, configured.ratio)
+        for env, configured in zip(envs, config.orchestrator.train.env, strict=True)
+    ]
+    return cls(settings, known, config.seed)
+
+
+def build_assembler(config: RunConfig, hooks: Hooks, launch: Launch) -> BatchAssembler:
+    """Both filter slots and the batch they guard."""
+    offers = collect(hooks, FILTER)
+    slots = [
+        FilterSlot(label, hooks, build_filters(configs, offers, f"orchestrator.{label}"))
+        for label, configs in (
+            ("pre_batch_filters", config.orchestrator.pre_batch_filters),
+            ("post_batch_filters", config.orchestrator.post_batch_filters),
+        )
+    ]
+    return BatchAssembler(
+        batch_size=config.orchestrator.batch_size,
+        max_off_policy_steps=config.orchestrator.max_off_policy_steps,
+        pre=slots[0],
+        post=slots[1],
+        max_empty_batches=config.orchestrator.max_empty_batches,
+        first_step=launch.first_step,
+    )
+
+
+def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monitor]:
+    """Every monitor that has a table."""
+    offers, monitors = collect(hooks, MONITOR), []
+    for name, table in config.monitors.items():
+        where = f"monitors.{name}"
+        cls = select(MONITOR, name, offers, where)
+        monitors.append(cls(settings_of(cls, MONITOR, table, where), run_dir))
+    return monitors
+
+
+def build_endpoint(launch: Launch) -> ModelEndpoint:
+    """Where rollouts are sampled."""
+    os.environ.setdefault(ENGINE_KEY, "EMPTY")
+    return ModelEndpoint(launch.served_model_name, f"{launch.engine_urls[0]}/v1", ENGINE_KEY)

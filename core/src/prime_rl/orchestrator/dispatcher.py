@@ -1,0 +1,185 @@
+"""Keeps rollouts in flight: whole groups, bounded, never further ahead of the weights than allowed.
+
+Each dispatched rollout is accounted for exactly once: it arrives finished, it arrives failed, or its group is
+cancelled. A group is handed on when all its members are accounted for; a stale group is voided whole.
+
+Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the present version.
+With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag = min(max_off_policy_steps, LEAD)``: while step n
+trains (v = n - 1), batch n + 1 is sampled. ``max_off_policy_steps = 0`` is the synchronous run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from prime_rl.rollout import Rollout
+
+LEAD = 1
+"""How many batches beyond the one in training may be sampled."""
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """What one dispatched rollout came to: a failure is data."""
+
+    rollouts: tuple[Rollout, ...] = ()
+    """One for each trainable agent of the episode; none if it failed."""
+    error_type: str | None = None
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error_type is None
+
+
+@dataclass(eq=False)
+class OpenGroup:
+    """A group on its way: what was asked for, and what came back so far."""
+
+    group_id: int
+    env_index: int
+    example_index: int
+    size: int
+    policy_version: int
+    """The version when it was opened; its prefix cache is salted with it and its staleness counts from it."""
+    members: dict[int, Member] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    cancelled: bool = False
+
+    @property
+    def complete(self) -> bool:
+        return len(self.members) == self.size
+
+    @property
+    def survivors(self) -> list[Rollout]:
+        """The rollouts that finished, in the order of their members."""
+        return [r for _, member in sorted(self.members.items()) for r in member.rollouts]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What the loop needs next, as the dispatcher asks for it."""
+
+    step: int
+    """The batch being assembled."""
+    max_steps: int
+    batch_size: int
+    buffered: int
+    """Rollouts that wait for a batch."""
+
+
+RunRollout = Callable[[OpenGroup, int], Awaitable[Member]]
+"""Sample member ``index`` of a group. Failures come back as data."""
+
+
+class Dispatcher:
+    """Opens groups, runs their rollouts, hands complete groups to ``arrivals``."""
+
+    def __init__(
+        self,
+        *,
+        next_group: Callable[[], tuple[int, int, int]],
+        run_rollout: RunRollout,
+        pace: Callable[[], Pace],
+        version: Callable[[], int],
+        max_off_policy_steps: int,
+        oversampling_factor: float,
+        max_inflight: int,
+    ) -> None:
+        self._next_group = next_group
+        self._run_rollout = run_rollout
+        self._pace = pace
+        self._version = version
+        self._lag = min(max_off_policy_steps, LEAD)
+        self._max_off_policy = max_off_policy_steps
+        self._oversampling = oversampling_factor
+        self._max_inflight = max_inflight
+        self._wake = asyncio.Event()
+        self._open: dict[int, OpenGroup] = {}
+        self._opened = 0
+        self._crash: BaseException | None = None
+        self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
+        self.counts: Counter[str] = Counter()
+        """Rollouts: dispatched = finished + failed + cancelled + in flight."""
+
+    @property
+    def num_inflight(self) -> int:
+        """Rollouts being sampled now."""
+        return sum(len(group.tasks) for group in self._open.values())
+
+    def wake(self) -> None:
+        """Something changed that may let more groups open: a version, a batch shipped, a rollout dropped."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Open groups whenever the pace allows it, until cancelled. Raises what a member raised: a bug, or a
+        plugin's exception; failures of an environment are data and raise nothing."""
+        while self._crash is None:
+            while self.room() > 0:
+                self._open_group()
+            self._wake.clear()
+            await self._wake.wait()
+        raise self._crash
+
+    def room(self) -> int:
+        """How many more rollouts may be dispatched now (a group is opened while this is positive)."""
+        pace = self._pace()
+        last_batch = min(self._version() + 1 + self._lag, pace.max_steps)
+        batches = last_batch - pace.step + 1
+        if batches <= 0:
+            return 0
+        # A group counts whole until it is handed on: members that came back early still belong to its batch.
+        committed = pace.buffered + sum(group.size for group in self._open.values())
+        wanted = int(batches * pace.batch_size * self._oversampling) - committed
+        return min(wanted, self._max_inflight - self.num_inflight)
+
+    def _open_group(self) -> None:
+        env_index, example_index, size = self._next_group()
+        group = OpenGroup(self._opened, env_index, example_index, size, self._version())
+        self._opened += 1
+        self._open[group.group_id] = group
+        self.counts["dispatched"] += size
+        for index in range(size):
+            task = asyncio.create_task(self._member(group, index))
+            group.tasks.add(task)
+            task.add_done_callback(group.tasks.discard)
+
+    async def _member(self, group: OpenGroup, index: int) -> None:
+        try:
+            member = await self._run_rollout(group, index)
+        except Exception as error:
+            self._crash = error
+            self._wake.set()
+            return
+        group.members[index] = member
+        self.counts["finished" if member.ok else "failed"] += 1
+        if group.complete and not group.cancelled:
+            del self._open[group.group_id]
+            self.arrivals.put_nowait(group)
+        self._wake.set()
+
+    async def drop_stale(self, version: int) -> int:
+        """Void the groups in flight that would be too old for any batch trained on ``version``; returns how many rollouts."""
+        oldest = version - self._max_off_policy
+        stale = [group for group in self._open.values() if group.policy_version < oldest]
+        for group in stale:
+            await self._cancel(group)
+        self._wake.set()
+        return sum(group.size for group in stale)
+
+    async def close(self) -> None:
+        """Cancel everything in flight and wait until it is gone."""
+        for group in list(self._open.values()):
+            await self._cancel(group)
+
+    async def _cancel(self, group: OpenGroup) -> None:
+        group.cancelled = True
+        self._open.pop(group.group_id, None)
+        pending = list(group.tasks)
+        for task in pending:
+            task.cancel()
+        outcomes = await asyncio.gather(*pending, return_exceptions=True)
+        self.counts["cancelled"] += sum(isinstance(o, asyncio.CancelledError) for o in outcomes)

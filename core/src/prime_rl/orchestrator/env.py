@@ -1,0 +1,526 @@
+"""The one module that knows verifiers: an environment as examples in, finished rollouts out.
+
+    settings -> Environment -> examples            what may be sampled
+                            -> run(example, ...)   one episode -> a RolloutResult a trace
+
+verifiers is imported when an ``Environment`` is made, not before (it costs seconds). What fails
+inside an episode is data: ``run`` returns results that say ``ok = False`` and why, and raises
+nothing but ``CancelledError``.
+
+Facts about verifiers that this module keeps to itself: a taskset and a harness are found by
+importing a module of their id; the default runtime is a remote sandbox and the default harness runs
+the model's code here, so both are always set; an agent that ran out of time is ``ok`` to verifiers
+and is not to us; per-token floats are exact only in memory.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.plugins.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verifiers.v1 import Episode, ModelContext, Task, Trace
+
+DEFAULT_HARNESS = "in-process"
+"""Harness of a taskset that brings none; a module of that name must be installed."""
+
+DEFAULT_HARNESS_PACKAGE = "prime-rl-environments"
+
+VERSIONS_KEY = "weight_versions"
+"""Key of ``trace.info`` under which a harness may leave ``{node index: [(policy version, start,
+end)]}``."""
+
+QUIET_LOGGERS = {
+    "httpx": logging.WARNING,
+    "aiohttp.access": logging.WARNING,
+    "openai": logging.WARNING,
+    "renderers": logging.WARNING,
+    "verifiers": logging.CRITICAL,  # its failures come back as results, and are logged from there
+}
+
+
+@dataclass(frozen=True)
+class EnvSettings:
+    """One environment, as configured."""
+
+    id: str
+    """The taskset's id, as verifiers resolves it."""
+    name: str = ""
+    """Label in errors. Empty: the id."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """The taskset's settings, and the env's own where it has some."""
+    harness: Mapping[str, Any] | None = None
+    """``id`` and settings. None: the taskset's own, else ``DEFAULT_HARNESS``."""
+    timeout: float | None = None
+    """Seconds an episode may take before it counts as failed."""
+    max_turns: int | None = None
+    renderer: Any = None
+    """A config object of the ``renderers`` package. None: it guesses from the tokenizer's name."""
+    tokenizer_path: Path | None = None
+    """Folder the renderer loads its tokenizer from. None: the model's name is used."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id
+
+
+@dataclass(frozen=True)
+class ModelEndpoint:
+    """Who answers."""
+
+    name: str
+    base_url: str
+    """Ends in ``/v1``."""
+    api_key_var: str = "PRIME_RL_ENGINE_API_KEY"
+    """Environment variable with the bearer key; unset means no key."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How it answers. None: the engine's default."""
+
+    temperature: float | None = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_completion_tokens: int | None = None
+    """Per turn. None: up to the context's end."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further sampling parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One row of the environment."""
+
+    id: int
+    """Its index in ``Environment.examples``."""
+    task: Task
+
+
+@dataclass(frozen=True, eq=False)
+class BranchTokens:
+    """One token sequence of a trace, columns of length T. Branches of one trace may share
+    leading nodes."""
+
+    token_ids: list[int]
+    sampled_mask: list[bool]
+    logprobs: list[float]
+    """log μ of sampled tokens, at the temperature they were sampled at; 0.0 elsewhere."""
+    roles: list[str]
+    """Role of the message each token belongs to."""
+    is_content: list[bool | None]
+    """Body or scaffold of its message; None where the renderer cannot tell."""
+    node_ids: list[int]
+    """The trace's node each token belongs to: equal ids in two branches are the same sampling
+    event."""
+    policy_versions: list[int] | None
+    """Policy that sampled each token; -1 off the mask, or unknown. None: the engine or harness
+    does not tell."""
+    trainable: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutResult:
+    """What one agent's run in one episode came to."""
+
+    ok: bool
+    """It finished, scored, and has sampled tokens; and so did its siblings in the episode."""
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named reward terms, each before its weight."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    num_turns: int = 0
+    is_truncated: bool = False
+    stop_condition: str | None = None
+    error_type: str | None = None
+    """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
+    error: str | None = None
+    """What went wrong, in one line or more."""
+    agent: str = "agent"
+    """The env's seat that ran."""
+    trainable: bool = True
+    """False: a fixed opponent or judge; never trains."""
+    branches: list[BranchTokens] = field(default_factory=list)
+    trace: Trace | None = None
+    timing: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage: setup, agent, model (part of agent), scoring."""
+
+    @property
+    def messages(self) -> list[tuple[str, str]]:
+        """The conversation for people: ``(role, text)`` of the last branch."""
+        if self.trace is None:
+            return []
+        return [(message.role, str(message.content or "")) for message in self.trace.messages]
+
+
+class Examples:
+    """The environment's rows by index; finite, or generated without end."""
+
+    KEPT = 8192
+    """Rows of an endless env kept for a second look; older ones are generated again."""
+
+    def __init__(self, taskset: Any) -> None:
+        self._taskset = taskset
+        self._tasks: OrderedDict[int, Task] = OrderedDict()
+        self._stream: Iterator[tuple[int, Task]] = iter(())
+        self._next = 0
+        if taskset.bounded:
+            self._tasks.update(enumerate(taskset))
+        self.count: int | None = len(self._tasks) if taskset.bounded else None
+        """None: without end."""
+
+    def __len__(self) -> int:
+        if self.count is None:
+            raise TypeError("the environment generates examples without end: it has no length")
+        return self.count
+
+    def __getitem__(self, index: int) -> Example:
+        """Raises ``IndexError`` beyond a finite env's end."""
+        if index not in self._tasks:
+            if self.count is not None or index < 0:
+                raise IndexError(f"example {index} of {self.count}")
+            self._generate(index)
+        return Example(index, self._tasks[index])
+
+    def _generate(self, index: int) -> None:
+        """Advance the stream up to ``index``, from the start if that row went by and was let go."""
+        if index < self._next or self._next == 0:
+            self._stream, self._next = enumerate(self._taskset), 0
+        for position, task in itertools.islice(self._stream, index + 1 - self._next):
+            self._tasks[position] = task
+            if len(self._tasks) > self.KEPT:
+                self._tasks.popitem(last=False)
+        self._next = index + 1
+
+
+class Environment:
+    """One verifiers environment, run in this process. Use ``async with``, or ``start`` and
+    ``close``."""
+
+    def __init__(self, settings: EnvSettings) -> None:
+        """Import verifiers, find the taskset, load its rows. Raises ``ConfigError`` if that
+        cannot work."""
+        self.settings = settings
+        self._vf = import_verifiers(settings)
+        self._env = load_environment(self._vf, settings)
+        self.examples = Examples(self._env.taskset)
+        if self.examples.count == 0:
+            raise ConfigError(
+                f"env {settings.label!r}: the taskset has no examples; check its args"
+            )
+        self._stack = AsyncExitStack()
+        self._clients: dict[ModelEndpoint, Any] = {}
+
+    @property
+    def num_examples(self) -> int | None:
+        """None: the env generates examples without end."""
+        return self.examples.count
+
+    async def start(self) -> None:
+        """Bring up what episodes share: interception, shared tool servers."""
+        await self._stack.enter_async_context(self._env.serving())
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def __aenter__(self) -> Environment:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def run(
+        self,
+        example: Example,
+        *,
+        model: ModelEndpoint,
+        sampling: SamplingSettings,
+        group_id: int = 0,
+        cache_salt: str | None = None,
+        seed: int | None = None,
+    ) -> list[RolloutResult]:
+        """Run one episode; at least one result, one for each trace.
+
+        ``cache_salt`` keeps the engine's prefix cache apart by policy version; ``seed`` makes
+        sampling repeatable. Raises ``CancelledError`` only: whatever else happens is in the
+        results.
+        """
+        try:
+            context = self._context(model, sampling, cache_salt, seed)
+            (slot,) = self._env.slots(example.task, 1)
+            episode = await self._env.run_slot(slot, context)
+            return results_of(episode)
+        except Exception as error:  # not the run's business how an environment fails
+            return [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
+
+    def _context(
+        self, model: ModelEndpoint, sampling: SamplingSettings, salt: str | None, seed: int | None
+    ) -> ModelContext:
+        """Model, client and sampling of one episode, in verifiers' terms."""
+        values = {
+            **sampling.extra_body,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "max_tokens": sampling.max_completion_tokens,
+            "seed": seed,
+            "cache_salt": salt,  # verifiers moves it to the top level of the engine's request
+        }
+        known = {key: value for key, value in values.items() if value is not None}
+        return self._vf.ModelContext(
+            model=model.name,
+            client=self._client(model),
+            sampling=self._vf.SamplingConfig(**known),
+        )
+
+    def _client(self, model: ModelEndpoint) -> Any:
+        if model not in self._clients:
+            path = self.settings.tokenizer_path
+            self._clients[model] = self._vf.TrainClientConfig(
+                base_url=model.base_url,
+                api_key_var=model.api_key_var,
+                renderer=self.settings.renderer,
+                renderer_model_name=None if path is None else str(path),
+            )
+        return self._clients[model]
+
+
+def import_verifiers(settings: EnvSettings) -> ModuleType:
+    """verifiers' v1 API, its chatter turned down. Raises ``ConfigError`` if it is not installed."""
+    for name, level in QUIET_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ConfigError(
+            f"env {settings.label!r}: verifiers cannot be imported ({error}). "
+            "pip install 'prime-rl-core[run]'"
+        ) from error
+    return vf  # type: ignore[no-any-return]
+
+
+def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
+    """Resolve and construct the environment. Raises ``ConfigError`` naming the env and what is
+    wrong with it."""
+    from pydantic import ValidationError
+
+    where = f"env {settings.label!r}"
+    try:
+        env = vf.load_environment(vf.resolve_env_config(environment_table(settings)))
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+        )
+        raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
+    except (AttributeError, TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    check_tools(env, where)
+    return env
+
+
+def environment_table(settings: EnvSettings) -> dict[str, Any]:
+    """The env's table in verifiers' own layout: taskset, seats, timeouts."""
+    from verifiers.v1.configs.env import EnvConfig
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type
+
+    config_class = env_config_type(settings.id)
+    own = set(config_class.model_fields) - set(EnvConfig.model_fields)
+    seats = {name for name in own if is_seat(config_class.model_fields[name].default)}
+    harness = settings.harness
+    if harness is None and default_harness_id(settings.id) != settings.id:
+        harness = {"id": default_harness(settings)}
+    table: dict[str, Any] = {key: settings.args[key] for key in (own - seats) & set(settings.args)}
+    table["taskset"] = {"id": settings.id} | {
+        key: value for key, value in settings.args.items() if key not in own
+    }
+    table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
+    for name in seats:
+        default = config_class.model_fields[name].default
+        table[name] = seat_table(settings, default, harness) | dict(settings.args.get(name, {}))
+    return table
+
+
+def is_seat(default: Any) -> bool:
+    """Whether an env's field is an agent: verifiers tells by its default."""
+    from verifiers.v1.configs.agent import AgentConfig
+
+    return isinstance(default, AgentConfig)
+
+
+def seat_table(
+    settings: EnvSettings, default: Any, harness: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """One agent's settings: ours, where the env's author has not pinned his own."""
+    table: dict[str, Any] = {"max_turns": settings.max_turns}
+    if "runtime" not in default.model_fields_set:
+        table["runtime"] = {"type": "subprocess"}
+    if harness is not None and default.harness is None:
+        table["harness"] = dict(harness)
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def default_harness(settings: EnvSettings) -> str:
+    """``DEFAULT_HARNESS``. Raises ``ConfigError`` if nobody brings it: verifiers' default would
+    run code here."""
+    if importlib.util.find_spec(DEFAULT_HARNESS.replace("-", "_")) is None:
+        raise ConfigError(
+            f"env {settings.label!r}: the taskset brings no harness, and {DEFAULT_HARNESS!r} is "
+            f"not installed. pip install {DEFAULT_HARNESS_PACKAGE}, or set the env's harness = "
+            "{id = ...}."
+        )
+    return DEFAULT_HARNESS
+
+
+def check_tools(env: Any, where: str) -> None:
+    """Refuse at start-up what verifiers refuses at every rollout: tool servers and a harness
+    without MCP."""
+    task = type(env.taskset).task_type()
+    tools = [
+        *env.taskset.toolsets(env.taskset.config),
+        *task.toolsets(env.taskset.config.task),
+    ]
+    for harness in env._harnesses.values():
+        if tools and not harness.SUPPORTS_MCP:
+            raise ConfigError(
+                f"{where}: the taskset serves tools over MCP, which harness "
+                f"{harness.config.id!r} cannot call; set harness = {{id = ...}} to one that can."
+            )
+
+
+# -- verifiers' episode to our results ---------------------------------------------------
+
+
+def results_of(episode: Episode) -> list[RolloutResult]:
+    """One result a trace. If any failed, all are failed: half an episode does not train."""
+    failure = episode_failure(episode)
+    if not episode.traces:
+        kind, text = failure or ("NoTrace", "the episode ran no agent")
+        return [RolloutResult(ok=False, error_type=kind, error=text)]
+    failures = [failure or trace_failure(trace) for trace in episode.traces]
+    sibling = next((found for found in failures if found), None)
+    return [
+        result_of(trace, own or sibling)
+        for trace, own in zip(episode.traces, failures, strict=True)
+    ]
+
+
+def episode_failure(episode: Episode) -> tuple[str, str] | None:
+    """``(class, text)`` of a failure of the episode itself: a hook of the env raised, or it took
+    too long."""
+    if episode.errors:
+        return episode.errors[-1].type, episode.errors[-1].message
+    return ("TimeoutError", "the episode timed out") if episode.is_timeout else None
+
+
+def trace_failure(trace: Trace) -> tuple[str, str] | None:
+    """``(class, text)`` of why a trace must not train, or None."""
+    if not trace.ok:
+        error = trace.last_error
+        return (error.type, error.message) if error else ("Failed", f"{trace.stop_condition}")
+    if trace.is_timeout:
+        return "TimeoutError", f"{trace.stop_condition}"
+    if trace.agent.trainable and not any(node.sampled and any(node.mask) for node in trace.nodes):
+        return "NoTokens", f"no tokens were sampled (stopped by {trace.stop_condition})"
+    return None
+
+
+def result_of(trace: Trace, failure: tuple[str, str] | None) -> RolloutResult:
+    """The result of one trace; a failed one carries no tokens."""
+    info = dict(trace.info)
+    versions = info.pop(VERSIONS_KEY, None)
+    return RolloutResult(
+        ok=failure is None,
+        reward=trace.reward,
+        rewards={name: term.score for name, term in trace.rewards.items() if term is not None},
+        metrics={name: value for name, value in trace.metrics.items() if value is not None},
+        info=info,
+        num_turns=trace.num_turns,
+        is_truncated=trace.is_truncated,
+        stop_condition=trace.stop_condition,
+        error_type=failure[0] if failure else None,
+        error=failure[1] if failure else None,
+        agent=trace.agent.name,
+        trainable=trace.agent.trainable,
+        branches=[] if failure else branches_of(trace, versions),
+        trace=trace,
+        timing=timing_of(trace),
+    )
+
+
+def branches_of(
+    trace: Trace, versions: Mapping[str, list[tuple[int, int, int]]] | None
+) -> list[BranchTokens]:
+    """Every root-to-leaf path as aligned columns."""
+    index = {id(node): position for position, node in enumerate(trace.nodes)}
+    return [branch_tokens(branch, index, versions) for branch in trace.branches]
+
+
+def branch_tokens(
+    branch: Any,
+    index: Mapping[int, int],
+    versions: Mapping[str, list[tuple[int, int, int]]] | None,
+) -> BranchTokens:
+    """Columns of one branch; ``index`` finds a node's place in the trace by the node's ``id()``."""
+    roles: list[str] = []
+    content: list[bool | None] = []
+    node_ids: list[int] = []
+    policy: list[int] = []
+    for node in branch.nodes:
+        length, position = len(node.token_ids), index[id(node)]
+        roles += [node.message.role] * length
+        content += node.is_content or [None] * length
+        node_ids += [position] * length
+        policy += node_versions(node.mask, (versions or {}).get(str(position), ()))
+    return BranchTokens(
+        token_ids=branch.token_ids,
+        sampled_mask=branch.sampled_mask,
+        logprobs=branch.logprobs,
+        roles=roles,
+        is_content=content,
+        node_ids=node_ids,
+        policy_versions=None if versions is None else policy,
+        trainable=branch.trainable,
+    )
+
+
+def node_versions(mask: list[bool], spans: Any) -> list[int]:
+    """Policy version by token of one node; the spans count its sampled tokens, which end the
+    node."""
+    column = [-1] * len(mask)
+    first = len(mask) - sum(mask)
+    for version, start, end in spans:
+        for position in range(first + start, min(first + end, len(mask))):
+            column[position] = version
+    return column
+
+
+def timing_of(trace: Trace) -> dict[str, float]:
+    """Seconds by stage."""
+    timing = trace.timing
+    return {
+        "setup": timing.boot.duration + timing.setup.duration,
+        "agent": timing.agent.duration,
+        "model": timing.agent.model.duration,
+        "scoring": timing.finalize.duration + timing.scoring.duration,
+    }

@@ -1,0 +1,81 @@
+"""Filter slots: everyone is asked about every rollout, every objection is counted, a monitoring filter hides nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from prime_rl.config.orchestrator import FilterConfig
+from prime_rl.plugins.base import Filter
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.offers import FILTER, Offered, select, settings_of
+from prime_rl.rollout import Rollout
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One participant: a filter of the slot, or an installed plugin that implements ``filter_rollout``."""
+
+    name: str
+    enforce: bool
+    call: Any
+
+
+class FilterSlot:
+    """The filters of one slot, each with every installed plugin's wrappers around it."""
+
+    def __init__(self, label: str, shared: Hooks, filters: Sequence[tuple[Filter, bool]]) -> None:
+        self.label = label
+        self.seen = 0
+        self.dropped = 0
+        self.objections: Counter[str] = Counter()
+        enforce = {id(filter): flag for filter, flag in filters}
+        hooks = scope(label, shared, [filter for filter, _ in filters])
+        impls = [
+            i for i in hooks.hook.filter_rollout.get_hookimpls() if not (i.wrapper or i.hookwrapper)
+        ]
+        everyone = [impl.plugin for impl in impls]
+        self._asked = [
+            _Asked(
+                getattr(impl.plugin, "name", impl.plugin_name),
+                enforce.get(id(impl.plugin), True),
+                hooks.subset_hook_caller(
+                    "filter_rollout", [other for other in everyone if other is not impl.plugin]
+                ),
+            )
+            for impl in impls
+        ]
+
+    def objects(self, rollout: Rollout) -> bool:
+        """Ask everyone; True if an enforcing filter objects."""
+        self.seen += 1
+        fired = [asked for asked in self._asked if asked.call(rollout=rollout)]
+        self.objections.update(asked.name for asked in fired)
+        drop = any(asked.enforce for asked in fired)
+        self.dropped += drop
+        return drop
+
+    def take_metrics(self) -> dict[str, float]:
+        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``; the counters start anew."""
+        seen = max(self.seen, 1)
+        metrics = {
+            f"filters/{self.label}/{asked.name}": self.objections[asked.name] / seen
+            for asked in self._asked
+        }
+        metrics[f"filters/{self.label}/dropped"] = self.dropped / seen
+        self.seen, self.dropped = 0, 0
+        self.objections.clear()
+        return metrics
+
+
+def build_filters(
+    configs: Sequence[FilterConfig], offers: dict[str, Offered[Filter]], where: str
+) -> list[tuple[Filter, bool]]:
+    """The filters of one slot with their ``enforce`` flags. Raises ``ConfigError``."""
+    built = []
+    for config in configs:
+        cls = select(FILTER, config.type, offers, where)
+        built.append((cls(settings_of(cls, FILTER, config.settings, where)), config.enforce))
+    return built

@@ -1,0 +1,354 @@
+"""The loop. Read this first: eight words go by, each a module of this package or the process it names.
+
+    sampler -> rollout -> algorithm -> filters -> packer -> wire -> trainer -> weights
+       ^                                                                         |
+       +-------------------------------------------------------------------------+
+
+    sampler    ``sampler.next_example`` says which example of which env; ``dispatcher`` opens a group for it
+    rollout    ``env`` runs the episodes against the engine; ``trajectory`` cuts them into samples
+    algorithm  ``scoring``: score_rollout as one arrives, score_group when its siblings are there
+    filters    ``batch``: pre- and post-batch slots, staleness, back-fill
+    packer     ``packer``: samples laid end to end in rows
+    wire       ``prime_rl.wire``: binary columns to the trainer
+    trainer    another process; algorithm-blind
+    weights    ``policy``: the watcher swaps each new version in while rollouts go on
+
+While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prime_rl.config.run import RunConfig
+from prime_rl.inference.client import EngineAdmin
+from prime_rl.monitor.console import Console
+from prime_rl.monitor.metrics import (
+    group_metrics,
+    off_policy_metrics,
+    rollout_metrics,
+)
+from prime_rl.orchestrator.batch import Batch, BatchAssembler
+from prime_rl.orchestrator.build import TrainEnv
+from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
+from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult
+from prime_rl.orchestrator.evals import EvalEnv, EvalResult, evaluate
+from prime_rl.orchestrator.packer import pack, truncate
+from prime_rl.orchestrator.policy import Policy, TrainerStep, WeightWatcher
+from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.store import write_rollouts
+from prime_rl.orchestrator.trajectory import build_rollout
+from prime_rl.plugins.base import Monitor, Sampler
+from prime_rl.plugins.manager import Hooks
+from prime_rl.rollout import Rollout
+from prime_rl.run.launch import Launch
+from prime_rl.run.status import Status
+from prime_rl.wire import MicroBatch, encode_batch
+from prime_rl.wire.transport import Sender
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Running totals, and what happened since the last step."""
+
+    started: float = field(default_factory=time.perf_counter)
+    step_started: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
+    rollouts: int = 0
+    groups: list[list[float]] = field(default_factory=list)
+    errors: dict[str, int] = field(default_factory=dict)
+    stale: int = 0
+    truncated: int = 0
+
+
+class Orchestrator:
+    """Holds what the loop needs and runs it."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        launch: Launch,
+        run_dir: Path,
+        hooks: Hooks,
+        envs: Sequence[TrainEnv],
+        eval_envs: Sequence[EvalEnv],
+        sampler: Sampler,
+        assembler: BatchAssembler,
+        monitors: Sequence[Monitor],
+        sender: Sender,
+        admin: EngineAdmin,
+        endpoint: ModelEndpoint,
+        status: Status,
+    ) -> None:
+        self.config, self.launch, self.run_dir = config, launch, run_dir
+        self.hooks, self.envs, self.eval_envs = hooks, envs, eval_envs
+        self.sampler, self.assembler, self.monitors = sampler, assembler, monitors
+        self.sender, self.admin, self.endpoint, self.status = sender, admin, endpoint, status
+        self.policy = Policy(launch.first_step - 1)
+        self.progress = Progress()
+        self.console = Console(config.max_steps)
+        self.watcher = WeightWatcher(
+            run_dir,
+            self.policy,
+            admin,
+            on_pending=self._on_version_pending,
+            on_version=self._on_version,
+            on_step=self._on_trainer_step,
+        )
+        self.dispatcher = Dispatcher(
+            next_group=self._next_group,
+            run_rollout=self._run_rollout,
+            pace=self._pace,
+            version=lambda: self.policy.version,
+            max_off_policy_steps=config.orchestrator.max_off_policy_steps,
+            oversampling_factor=config.orchestrator.oversampling_factor,
+            max_inflight=config.orchestrator.max_inflight_rollouts
+            or int(config.orchestrator.batch_size * config.orchestrator.oversampling_factor),
+        )
+
+    # -- the loop ---------------------------------------------------------------------------
+
+    async def run(self) -> dict[str, list[EvalResult]]:
+        """Every step of the run, between an evaluation before and one after."""
+        background = [asyncio.create_task(self.watcher.run())]
+        try:
+            before = await self._evaluate("before")
+            background.append(asyncio.create_task(self.dispatcher.run()))
+            for _ in range(self.launch.first_step, self.config.max_steps + 1):
+                await self._step(background)
+            await self._finish(background)
+            after = await self._evaluate("after")
+        finally:
+            await self.dispatcher.close()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+        return {"before": before, "after": after}
+
+    async def _step(self, background: Sequence[asyncio.Task[None]]) -> None:
+        """One batch: assembled, packed, shipped."""
+        self.progress.step_started = time.perf_counter()
+        while not self.assembler.is_full:
+            self._report_sampling()
+            await self._take_in(await self._next_arrival(background))
+        batch = self.assembler.take()
+        self.dispatcher.wake()
+        frames = self._pack(batch)
+        shipping = asyncio.create_task(self.sender.send(batch.step, frames))
+        self.status.report("shipping", waiting_for=f"trainer (room for batch {batch.step})")
+        await self._or_crash(shipping, background)
+        self._log_step(batch, len(frames[0]))
+
+    async def _take_in(self, group: OpenGroup) -> None:
+        """A complete group: its survivors are credited, stamped and compete for a place in the batch."""
+        env, rollouts = self.envs[group.env_index], group.survivors
+        failed = group.size - sum(member.ok for member in group.members.values())
+        if failed:
+            self.assembler.note_failed(failed)
+        if rollouts:
+            await score_group(env.hooks, rollouts)
+            self.sampler.observe(rollouts)
+            self.progress.groups.append([rollout.reward for rollout in rollouts])
+            for rollout in rollouts:
+                stamp(rollout, env.algorithm.action_loss)
+            self.assembler.add(rollouts)
+        self.dispatcher.wake()
+
+    def _pack(self, batch: Batch) -> list[bytes]:
+        """The batch as one frame a trainer rank."""
+        samples, envs = [], []
+        for rollout in batch.kept:
+            for sample in rollout.samples:
+                self.progress.truncated += len(sample) > self.config.seq_len
+                samples.append(truncate(sample, self.config.seq_len))
+                envs.append(rollout.env)
+        self.hooks.batch_packed(batch.step, samples)
+        capacity = self.config.trainer.micro_batch_tokens or self.config.seq_len
+        rows: list[MicroBatch] = pack(samples, envs, capacity)
+        return [encode_batch(batch.step, rows)]
+
+    async def _finish(self, background: Sequence[asyncio.Task[None]]) -> None:
+        """Wait until the engines have the last weights."""
+        last = self.config.max_steps
+        self.status.report("finishing", waiting_for=f"trainer (weights of step {last})")
+        waiting = asyncio.create_task(
+            self.policy.wait_for(last, self.config.orchestrator.weights_timeout)
+        )
+        await self._or_crash(waiting, background)
+
+    # -- what the dispatcher asks for ---------------------------------------------------------
+
+    def _next_group(self) -> tuple[int, int, int]:
+        env_index, example_index = self.sampler.next_example()
+        return env_index, example_index, self.envs[env_index].group_size
+
+    def _pace(self) -> Pace:
+        return Pace(
+            step=self.assembler.batch.step,
+            max_steps=self.config.max_steps,
+            batch_size=self.config.orchestrator.batch_size,
+            buffered=self.assembler.num_buffered,
+        )
+
+    async def _run_rollout(self, group: OpenGroup, index: int) -> Member:
+        """Sample one member, and score what needs no siblings."""
+        env = self.envs[group.env_index]
+        example = env.environment.examples[group.example_index]
+        results = await env.environment.run(
+            example,
+            model=self.endpoint,
+            sampling=env.sampling,
+            group_id=group.group_id,
+            cache_salt=str(group.policy_version),
+            seed=self._sampling_seed(group, index),
+        )
+        if failure := next((result for result in results if not result.ok), None):
+            return self._failed(env, group, failure)
+        rollouts = [self._rollout(env, group, result) for result in results if result.trainable]
+        for rollout in rollouts:
+            await score_rollout(env.hooks, rollout)
+        return Member(tuple(rollouts))
+
+    def _rollout(self, env: TrainEnv, group: OpenGroup, result: RolloutResult) -> Rollout:
+        return build_rollout(
+            result,
+            env=env.name,
+            example_id=group.example_index,
+            group_id=group.group_id,
+            policy_version=group.policy_version,
+            temperature=env.temperature,
+        )
+
+    def _failed(self, env: TrainEnv, group: OpenGroup, result: RolloutResult) -> Member:
+        kind = result.error_type or "unknown"
+        log.warning(
+            "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
+            env.name, group.example_index, group.group_id, kind, result.error,
+        )  # fmt: skip
+        self.progress.errors[kind] = self.progress.errors.get(kind, 0) + 1
+        return Member((), kind, result.error)
+
+    def _sampling_seed(self, group: OpenGroup, index: int) -> int:
+        """Distinct for every member of every group, the same in every run of one seed."""
+        return (self.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
+
+    # -- weights --------------------------------------------------------------------------------
+
+    async def _on_version_pending(self, version: int) -> None:
+        """Before the engines pause: what would be too old anyway is cancelled, so that nobody waits for it."""
+        self.progress.stale += await self.dispatcher.drop_stale(version)
+
+    def _on_version(self, version: int) -> None:
+        self.hooks.weights_published(version)
+        self.dispatcher.wake()
+
+    def _on_trainer_step(self, step: TrainerStep) -> None:
+        metrics = {name: float("nan") if v is None else v for name, v in step.metrics.items()}
+        self._log(step.step, metrics)
+        self.hooks.step_finished(step.step, metrics)
+
+    # -- evaluation -----------------------------------------------------------------------------
+
+    async def _evaluate(self, when: str) -> list[EvalResult]:
+        results = []
+        for env in self.eval_envs:
+            result = await evaluate(
+                env,
+                self.endpoint,
+                self.policy.version,
+                seed=self.config.seed,
+                max_inflight=self.config.orchestrator.batch_size,
+                progress=lambda share: self.status.report(
+                    f"evaluating {when} training", progress=share
+                ),
+            )
+            log.info("eval %s %s training: reward %.4f", result.env, when, result.reward)
+            self._log(self.policy.version, result.as_metrics())
+            results.append(result)
+        return results
+
+    # -- waiting, and not waiting for the dead ---------------------------------------------------
+
+    async def _next_arrival(self, background: Sequence[asyncio.Task[None]]) -> OpenGroup:
+        arrivals = self.dispatcher.arrivals
+        if not arrivals.empty():
+            return arrivals.get_nowait()
+        arrival = asyncio.create_task(arrivals.get())
+        await self._or_crash(arrival, background)
+        return arrival.result()
+
+    async def _or_crash(
+        self, task: asyncio.Task[OpenGroup] | asyncio.Task[None], background: Sequence[asyncio.Task[None]]
+    ) -> None:
+        """Until ``task`` is done; if a background task dies first, raise what it died of."""
+        try:
+            await asyncio.wait([task, *background], return_when=asyncio.FIRST_COMPLETED)
+            for other in background:
+                if other.done():
+                    other.result()
+            await task
+        finally:
+            task.cancel()
+
+    # -- reporting --------------------------------------------------------------------------------
+
+    def _report_sampling(self) -> None:
+        have, size = self.assembler.num_buffered, self.config.orchestrator.batch_size
+        step, inflight = self.assembler.batch.step, self.dispatcher.num_inflight
+        waiting = None if inflight else f"trainer (weights of step {self.policy.version + 1})"
+        self.status.report(
+            f"sampling batch {step}",
+            waiting_for=waiting,
+            inflight=inflight,
+            buffered=f"{min(have, size)}/{size}",
+        )
+
+    def _log_step(self, batch: Batch, frame_bytes: int) -> None:
+        progress, now = self.progress, time.perf_counter()
+        progress.tokens += sum(rollout.num_tokens for rollout in batch.seen)
+        progress.rollouts += len(batch.seen)
+        staleness = [batch.step - 1 - rollout.policy_version for rollout in batch.kept]
+        metrics = {
+            **rollout_metrics(batch.seen, "all"),
+            **rollout_metrics(batch.kept, "effective"),
+            **group_metrics(progress.groups, "train/agg/all"),
+            **off_policy_metrics(staleness),
+            **self.assembler.take_metrics(),
+            **self._dispatcher_metrics(),
+            **{f"curriculum/{name}": value for name, value in self.sampler.metrics().items()},
+            "off_policy/dropped": float(progress.stale),
+            "batch/truncated_samples": float(progress.truncated),
+            "progress/total_tokens": float(progress.tokens),
+            "progress/total_rollouts": float(progress.rollouts),
+            "progress/seconds": now - progress.started,
+            "time/step": now - progress.step_started,
+            "watcher/policy_version": float(self.policy.version),
+            "watcher/last_update_weights_time": self.watcher.update_seconds,
+            "wire/bytes": float(frame_bytes),
+        }
+        self._log(batch.step, metrics)
+        self.console.step(batch.step, metrics)
+        if self.config.orchestrator.save_rollouts:
+            path = self.run_dir / "rollouts" / f"step_{batch.step}.msgpack"
+            write_rollouts(path, batch.step, batch.seen, batch.dropped)
+        progress.groups, progress.errors, progress.stale, progress.truncated = [], {}, 0, 0
+
+    def _dispatcher_metrics(self) -> dict[str, float]:
+        counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
+        errors = {f"train/agg/all/error/{k}": float(n) for k, n in self.progress.errors.items()}
+        return counts | errors | {"dispatcher/inflight/train": float(self.dispatcher.num_inflight)}
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for monitor in self.monitors:
+            try:
+                monitor.log(step, metrics)
+            except Exception:
+                log.exception("monitor %r failed at step %d; the run goes on", monitor.name, step)

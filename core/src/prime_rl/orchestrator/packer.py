@@ -1,0 +1,96 @@
+"""Lay samples end to end in rows of bounded length: best-fit decreasing.
+
+Longest sample first, each into the fullest row that still has room; rows are kept sorted by free space, so a row is
+found by bisection. Samples of any mix of algorithms share a row: a stream that some member carries is filled for the
+others with what its absence means (rl 1.0, everything else 0.0).
+
+Shapes: T = tokens of a row, S = its sequences.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_rl.plugins.errors import StreamError
+from prime_rl.rollout import STREAMS, Sample
+from prime_rl.wire import MicroBatch
+
+FILL = {"rl_weights": 1.0}
+"""What an absent stream means where a neighbour carries it; every other stream means 0.0."""
+
+
+def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of ``lengths`` by row, no row over ``capacity``. Raises ``StreamError`` if one alone is over it."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    if order and lengths[order[0]] > capacity:
+        raise StreamError(
+            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise seq_len or "
+            "trainer.micro_batch_tokens, or truncate before packing."
+        )
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, row), sorted: the fullest row that fits is the first not below
+    for index in order:
+        length = lengths[index]
+        at = bisect_left(room, (length, -1))
+        if at == len(room):
+            rows.append([index])
+            free, row = capacity - length, len(rows) - 1
+        else:
+            free, row = room.pop(at)
+            rows[row].append(index)
+            free -= length
+        if free:
+            insort(room, (free, row))
+    return rows
+
+
+def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[MicroBatch]:
+    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Columns stay aligned (asserted)."""
+    rows = plan_rows([len(sample) for sample in samples], capacity)
+    return [_row([samples[i] for i in row], [envs[i] for i in row]) for row in rows]
+
+
+def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:
+    names = sorted(set(envs))
+    micro_batch = MicroBatch(
+        token_ids=np.concatenate([s.token_ids for s in samples]),
+        loss_mask=np.concatenate([s.loss_mask for s in samples]),
+        inference_logprobs=np.concatenate([s.inference_logprobs for s in samples]),
+        sequence_lengths=np.array([len(s) for s in samples], np.int32),
+        temperatures=np.array([s.temperature for s in samples], np.float32),
+        env_ids=np.array([names.index(env) for env in envs], np.uint16),
+        envs=tuple(names),
+        **{name: _stream(samples, name) for name in STREAMS},
+    )
+    micro_batch.check()
+    return micro_batch
+
+
+def _stream(samples: Sequence[Sample], name: str) -> npt.NDArray[Any] | None:
+    columns = [getattr(sample, name) for sample in samples]
+    if all(column is None for column in columns):
+        return None
+    fill = np.float32(FILL.get(name, 0.0))
+    return np.concatenate(
+        [
+            np.full(len(sample), fill, np.float32) if column is None else column
+            for sample, column in zip(samples, columns, strict=True)
+        ]
+    )
+
+
+def truncate(sample: Sample, limit: int) -> Sample:
+    """The first ``limit`` tokens of a sample, every column alike."""
+    if len(sample) <= limit:
+        return sample
+    cut = {
+        name: None if (column := getattr(sample, name)) is None else column[:limit]
+        for name in ("token_ids", "loss_mask", "inference_logprobs", "roles", "is_content")
+        + ("policy_versions", *STREAMS)
+    }
+    return Sample(**cut, temperature=sample.temperature)

@@ -1,0 +1,130 @@
+"""The live policy: which version samples now, and the watcher that swaps new weights in while rollouts go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+
+from prime_rl.inference.client import EngineAdmin
+from prime_rl.plugins.errors import RunError
+
+STABLE = "STABLE"
+"""Marker file in a broadcast folder whose weights are whole."""
+
+POLL_SECONDS = 0.02
+
+
+class TrainerStep(msgspec.Struct):
+    """One line of the trainer's own metrics file."""
+
+    step: int
+    time: float
+    metrics: dict[str, float | None]
+
+
+class Policy:
+    """Knows the version every engine samples from; others wait on it."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+        self._changed = asyncio.Condition()
+
+    async def advance(self, version: int) -> None:
+        """Note that the engines sample from ``version`` now, and wake who waits for it."""
+        async with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+    async def wait_for(self, version: int, timeout: float) -> None:
+        """Until the engines sample from ``version`` or a later one. Raises ``RunError`` after ``timeout`` seconds."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._changed.wait_for(lambda: self.version >= version)
+            except TimeoutError:
+                raise RunError(
+                    f"waited {timeout:.0f} s for weights of version {version}, the engines have {self.version}. "
+                    "See logs/latest/trainer.log; orchestrator.weights_timeout sets the bound."
+                ) from None
+
+
+class WeightWatcher:
+    """Takes the newest published version to the engines, as soon as it is whole."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        policy: Policy,
+        admin: EngineAdmin,
+        *,
+        on_pending: Callable[[int], Awaitable[None]],
+        on_version: Callable[[int], None],
+        on_step: Callable[[TrainerStep], None],
+    ) -> None:
+        self._broadcasts = run_dir / "broadcasts"
+        self._steps = TrainerLog(run_dir / "trainer.jsonl")
+        self._policy = policy
+        self._admin = admin
+        self._on_pending = on_pending
+        self._on_version = on_version
+        self._on_step = on_step
+        self.update_seconds = 0.0
+        self.update_count = 0
+
+    async def run(self) -> None:
+        """Poll until cancelled. Versions may be skipped: the newest one counts."""
+        while True:
+            newest = newest_version(self._broadcasts)
+            if newest is not None and newest > self._policy.version:
+                await self._update(newest)
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+
+    async def _update(self, version: int) -> None:
+        for step in self._steps.read_new():
+            self._on_step(step)
+        await self._on_pending(version)
+        self.update_seconds = await self._admin.update_weights(
+            self._broadcasts / f"step_{version}", version
+        )
+        self.update_count += 1
+        await self._policy.advance(version)
+        self._on_version(version)
+
+
+class TrainerLog:
+    """Follows the trainer's metrics file line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read_new(self) -> list[TrainerStep]:
+        """Whole lines written since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [msgspec.json.decode(line, type=TrainerStep) for line in whole.splitlines() if line]
+
+
+def newest_version(broadcasts: Path) -> int | None:
+    """The highest version whose folder is whole; None if there is none. Stray names are passed over."""
+    try:
+        names = [entry.name for entry in broadcasts.iterdir()]
+    except FileNotFoundError:
+        return None
+    versions = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
+    for version in sorted(versions, reverse=True):
+        if (broadcasts / f"step_{version}" / STABLE).exists():
+            return version
+    return None
+
+

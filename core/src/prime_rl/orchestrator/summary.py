@@ -1,0 +1,86 @@
+"""What a run came to: ``summary.json``, and the learning curve as a PNG."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config.run import RunConfig
+from prime_rl.orchestrator.evals import EvalResult
+
+REWARD = "train/agg/all/reward/mean"
+WINDOW = 10
+"""Steps averaged for "first" and "last" in the summary."""
+
+
+def write_summary(
+    run_dir: Path, config: RunConfig, results: Mapping[str, Sequence[EvalResult]]
+) -> None:
+    """Write ``summary.json`` and ``learning_curve.png`` into the run directory."""
+    rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
+    values = [value for _, value in rewards]
+    summary = {
+        "steps": len(values),
+        "sampled_reward": {
+            "first": _mean(values[:WINDOW]),
+            "last": _mean(values[-WINDOW:]),
+            "window": min(WINDOW, len(values)),
+        },
+        "eval": {
+            when: [result.as_dict() for result in listed] for when, listed in results.items()
+        },
+        "plot": "learning_curve.png",
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_curve(run_dir / "learning_curve.png", rewards, results, title=run_dir.name)
+
+
+def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
+    """``(step, value)`` of every line of ``metrics.jsonl`` that has this metric."""
+    if not path.exists():
+        return []
+    rows = (json.loads(line) for line in path.read_text().splitlines())
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+
+
+def plot_curve(
+    path: Path,
+    rewards: Sequence[tuple[int, float]],
+    results: Mapping[str, Sequence[EvalResult]],
+    title: str,
+) -> None:
+    """Sampled reward over steps, its running mean, and the held-out evaluations."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
+    steps, values = [s for s, _ in rewards], [v for _, v in rewards]
+    axes.plot(steps, values, color="#9db4d8", linewidth=1, label="sampled reward (each step)")
+    axes.plot(steps, _running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
+    _mark_evals(axes, results)
+    axes.set(xlabel="step", ylabel="reward", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def _mark_evals(axes: Any, results: Mapping[str, Sequence[EvalResult]]) -> None:
+    by_env: dict[str, list[tuple[int, float]]] = {}
+    for listed in results.values():
+        for result in listed:
+            by_env.setdefault(result.env, []).append((result.policy_version, result.reward))
+    for env, points in sorted(by_env.items()):
+        axes.plot(*zip(*points, strict=True), "o--", markersize=6, label=f"held out: {env}")
+
+
+def _running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    return [_mean(values[max(0, i + 1 - window) : i + 1]) or 0.0 for i in range(len(values))]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

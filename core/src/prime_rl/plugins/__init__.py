@@ -1,0 +1,1 @@
+"""The contract between prime-rl's core and its plugins."""

@@ -1,0 +1,80 @@
+"""Refuse what pluggy would accept and then never call."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prime_rl.plugins import hookspecs
+from prime_rl.plugins.errors import PluginError
+from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+
+CONTRACT_VERSION = 1
+"""Version of the plugin contract: hooks, base classes, streams."""
+
+SPECS: dict[str, Callable[..., Any]] = {
+    name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, f"{PROJECT}_spec")
+}
+ASYNC_HOOKS = {name for name, spec in SPECS.items() if inspect.iscoroutinefunction(spec)}
+TRAINER_HOOKS = {"register_losses"}
+
+_MARK = f"{PROJECT}_impl"
+
+
+def check_plugin(plugin: object, where: str, group: str) -> None:
+    """Raise ``PluginError`` on the first thing that would fail in silence; ``where`` names plugin and distribution."""
+    _check_version(plugin, where)
+    for name, function in _functions(plugin):
+        marked = hasattr(function, _MARK)
+        if name in SPECS and not marked:
+            raise PluginError(
+                f"plugin {where}: {name!r} has a hook's name but no @hookimpl, so it would never be called. "
+                "Decorate it (an override needs it too) or rename it."
+            )
+        if marked:
+            _check_hook(name, function, where, group)
+
+
+def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name in dir(plugin):
+        found = inspect.getattr_static(plugin, name, None)
+        function = getattr(found, "__func__", found)  # static and class methods
+        if inspect.isroutine(function):
+            yield name, function
+
+
+def _check_version(plugin: object, where: str) -> None:
+    asked = getattr(plugin, "prime_rl_contract", CONTRACT_VERSION)
+    if asked != CONTRACT_VERSION:
+        newer = isinstance(asked, int) and asked > CONTRACT_VERSION
+        way_out = "Upgrade prime-rl-core" if newer else "Upgrade the plugin"
+        raise PluginError(
+            f"plugin {where} asks for contract version {asked}, this prime-rl-core speaks {CONTRACT_VERSION}. "
+            f"{way_out}, or list the plugin under plugins.disabled."
+        )
+
+
+def _check_hook(name: str, function: Callable[..., Any], where: str, group: str) -> None:
+    if name not in SPECS:
+        close = difflib.get_close_matches(name, SPECS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f". Hooks: {', '.join(SPECS)}."
+        raise PluginError(f"plugin {where}: {name!r} is not a hook{hint}")
+    wanted = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
+    if wanted != group:
+        raise PluginError(
+            f"plugin {where}: {name!r} is never called from the entry-point group {group!r}. "
+            f'Offer it under [project.entry-points."{wanted}"].'
+        )
+    if inspect.iscoroutinefunction(function) and name not in ASYNC_HOOKS:
+        raise PluginError(
+            f"plugin {where}: {name!r} is a sync hook, so an 'async def' would never be awaited. "
+            "Do model I/O in 'score_rollout' or 'score_group', which are async."
+        )
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.default is not parameter.empty:
+            raise PluginError(
+                f"plugin {where}: argument {parameter.name!r} of {name!r} has a default, and pluggy then never "
+                "passes it. Remove the default."
+            )

@@ -1,0 +1,152 @@
+# mypy: disable-error-code="empty-body"
+"""Every hook, in the order a run meets them.
+
+    sampler -> rollout -> [score_rollout] [observation_weights] -> [score_group] -> [filter_rollout]
+            -> packer -> [batch_packed] -> wire -> trainer -> [step_finished]
+            -> weights -> [weights_published] -> sampler
+
+A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any subset of the
+arguments, by name. Four rules:
+
+* ``async def`` here: implementations may be sync or async, and the caller awaits. ``def`` here: implementations must be
+  sync; ``async def`` is refused.
+* Every implementation runs. The last registered runs first; ``tryfirst`` and ``trylast`` move one. No hook stops at
+  the first result.
+* An exception stops the run. What may fail must handle its own failures.
+* Hooks run per rollout, per group or per step; never per token.
+
+Scoring and filtering happen in a scope: the env's own algorithm, or one filter slot's own filters, plus every
+installed plugin, which may add to them or wrap them (``@hookimpl(wrapper=True)``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pluggy
+
+if TYPE_CHECKING:
+    from prime_rl.plugins.base import (
+        Algorithm,
+        Engine,
+        Filter,
+        Loss,
+        ModelMaker,
+        Monitor,
+        RendererOffer,
+        Sampler,
+    )
+    from prime_rl.rollout import Group, Rollout, Sample
+
+PROJECT = "prime_rl"
+TRAINER_GROUP = "prime_rl.trainer"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# -- registration: called once, at start-up; every answer is collected ------------------
+
+
+@hookspec
+def register_algorithms() -> Iterable[type[Algorithm]]:
+    """Offer algorithms, selected by ``algo.type``. Two classes of one ``name`` stop the run."""
+
+
+@hookspec
+def register_filters() -> Iterable[type[Filter]]:
+    """Offer filters, selected by ``type`` in a filter slot."""
+
+
+@hookspec
+def register_renderers() -> Iterable[type[RendererOffer]]:
+    """Offer renderers, selected by ``orchestrator.renderer.name``."""
+
+
+@hookspec
+def register_samplers() -> Iterable[type[Sampler]]:
+    """Offer samplers, selected by ``orchestrator.sampler.type``."""
+
+
+@hookspec
+def register_engines() -> Iterable[type[Engine]]:
+    """Offer inference engines, selected by ``inference.engine``."""
+
+
+@hookspec
+def register_monitors() -> Iterable[type[Monitor]]:
+    """Offer monitors, selected by a table ``[monitors.<name>]``."""
+
+
+@hookspec
+def register_models() -> Iterable[type[ModelMaker]]:
+    """Offer models that are made on this machine, selected by ``model.name``."""
+
+
+@hookspec
+def register_losses() -> Iterable[type[Loss]]:
+    """Offer losses of the rl component, selected by ``trainer.loss.type``.
+
+    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
+    """
+
+
+# -- scoring: called in the scope of one env ---------------------------------------------
+
+
+@hookspec
+async def score_rollout(rollout: Rollout) -> None:
+    """Score one rollout as it arrives, before its siblings are known.
+
+    The place for model I/O (a teacher's logprobs, a judge's verdict) and for credit that needs no baseline. A
+    rollout filtered later has paid for it.
+    """
+
+
+@hookspec
+def observation_weights(rollout: Rollout) -> Sequence[np.ndarray | Sequence[float] | None] | None:
+    """Weigh env-provided tokens for the ce component: one array per sample of the rollout, one weight per token.
+
+    ``None``, for a sample or altogether, leaves observations masked out. Answers of several plugins combine by the
+    larger weight of each token. Called on arrival, after ``score_rollout``.
+    """
+
+
+@hookspec
+async def score_group(group: Group) -> None:
+    """Score a complete group: group-relative credit, by ``rollout.assign_advantages``.
+
+    Runs once, after ``score_rollout`` has finished for every member. Expect fewer than ``group_size`` members: the
+    ones that failed are not here.
+    """
+
+
+# -- filtering: called in the scope of one filter slot -------------------------------------
+
+
+@hookspec
+def filter_rollout(rollout: Rollout) -> str | None:
+    """Say why to drop the rollout, or None to keep it.
+
+    Everyone is asked even after one objects, so that each rate can be logged.
+    """
+
+
+# -- observation: called once per step; answers are ignored ---------------------------------
+
+
+@hookspec
+def batch_packed(step: int, samples: Sequence[Sample]) -> None:
+    """A batch is about to leave for the trainer. Read it; it is frozen."""
+
+
+@hookspec
+def step_finished(step: int, metrics: Mapping[str, float]) -> None:
+    """The trainer took optimizer step ``step``; these are its metrics."""
+
+
+@hookspec
+def weights_published(version: int) -> None:
+    """Inference samples from policy ``version`` from now on."""

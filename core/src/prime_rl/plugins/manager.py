@@ -1,0 +1,170 @@
+"""Find plugins, check them, and give each env its own hooks.
+
+pluggy is lenient: a misspelt hook is never called, an ``async def`` is never awaited. Here each such silence is an
+error at start-up that names the plugin, its distribution, the fault and the way out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+
+import numpy as np
+import pluggy
+
+from prime_rl.plugins import hookspecs
+from prime_rl.plugins.checks import check_plugin
+from prime_rl.plugins.errors import PluginError
+from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.rollout import Group, Rollout, Sample
+
+UNKNOWN = "unknown distribution"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a plugin came from."""
+
+    plugin: str
+    """Entry-point name."""
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.plugin!r} ({self.distribution} {self.version})".replace(" )", ")")
+
+
+class Hooks(pluggy.PluginManager):
+    """A pluggy manager that turns pluggy's silences into errors, and the typed front of every hook."""
+
+    def __init__(self, group: str = PROJECT) -> None:
+        super().__init__(PROJECT)
+        self.group = group
+        self.sources: dict[str, Source] = {}
+        self.add_hookspecs(hookspecs)
+
+    def register(self, plugin: object, name: str | None = None) -> str | None:
+        """Add a plugin. Raises ``PluginError`` for anything pluggy would accept and never call."""
+        label = name or self.get_canonical_name(plugin)
+        where = str(self.sources.get(label, repr(label)))
+        check_plugin(plugin, where, self.group)
+        try:
+            return super().register(plugin, name)
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise PluginError(f"plugin {where}: {error}") from error
+
+    # The only places hooks are called by name: typed once, awaited once.
+
+    async def score_rollout(self, rollout: Rollout) -> None:
+        """Run every ``score_rollout``, one after the other."""
+        for result in self.hook.score_rollout(rollout=rollout):
+            if inspect.isawaitable(result):
+                await result
+
+    async def score_group(self, group: Group) -> None:
+        """Run every ``score_group``, one after the other."""
+        for result in self.hook.score_group(group=group):
+            if inspect.isawaitable(result):
+                await result
+
+    def observation_weights(self, rollout: Rollout) -> list[np.ndarray | None]:
+        """The ce weights of each sample: the largest that any plugin gives each token, None where nobody does.
+
+        Raises ``PluginError`` if an answer does not have one array per sample, each as long as its tokens.
+        """
+        combined: list[np.ndarray | None] = [None] * len(rollout.samples)
+        for answer in self.hook.observation_weights(rollout=rollout):
+            if len(answer) != len(rollout.samples):
+                raise PluginError(
+                    f"env {rollout.env!r}: observation_weights gave {len(answer)} arrays, expected one for each of "
+                    f"the rollout's {len(rollout.samples)} samples"
+                )
+            for index, (sample, weights) in enumerate(zip(rollout.samples, answer, strict=True)):
+                if weights is not None:
+                    column = _weights(rollout, sample, weights)
+                    before = combined[index]
+                    combined[index] = column if before is None else np.maximum(before, column)
+        return combined
+
+    def batch_packed(self, step: int, samples: Sequence[Sample]) -> None:
+        """Tell everyone that a batch leaves for the trainer."""
+        self.hook.batch_packed(step=step, samples=samples)
+
+    def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Tell everyone that the trainer took a step."""
+        self.hook.step_finished(step=step, metrics=metrics)
+
+    def weights_published(self, version: int) -> None:
+        """Tell everyone that inference samples from new weights."""
+        self.hook.weights_published(version=version)
+
+
+def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.ndarray:
+    column = np.asarray(weights, np.float32)
+    if column.shape != sample.token_ids.shape or not np.isfinite(column).all() or (column < 0).any():
+        raise PluginError(
+            f"env {rollout.env!r}: observation_weights must give one finite weight >= 0 per token: "
+            f"got shape {column.shape}, expected {sample.token_ids.shape}"
+        )
+    return column
+
+
+def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks:
+    """Load every installed plugin of an entry-point group, in name order. Raises ``PluginError``."""
+    hooks, skip = Hooks(group), frozenset(disabled)
+    for entry in sorted(_entries(group), key=lambda entry: entry.name):
+        if entry.name in skip:
+            continue
+        source = _source(entry)
+        first = hooks.sources.get(entry.name)
+        if first is not None:
+            raise PluginError(
+                f"two distributions name a plugin {entry.name!r}: {first.distribution} {first.version} and "
+                f"{source.distribution} {source.version}. Uninstall one, or list the name under plugins.disabled."
+            )
+        hooks.sources[entry.name] = source
+        hooks.register(_load(entry, source), entry.name)
+    return hooks
+
+
+def _entries(group: str) -> Iterable[EntryPoint]:
+    """Entry points of a group; an editable install may be listed twice, so equal ones count once."""
+    found = {(e.name, e.value, e.dist.name if e.dist else ""): e for e in entry_points(group=group)}
+    return found.values()
+
+
+def _source(entry: EntryPoint) -> Source:
+    if entry.dist is None:
+        return Source(entry.name, UNKNOWN, "")
+    return Source(entry.name, entry.dist.name, entry.dist.version)
+
+
+def _load(entry: EntryPoint, source: Source) -> object:
+    try:
+        return entry.load()
+    except Exception as error:
+        raise PluginError(
+            f"plugin {source} failed to import: {type(error).__name__}: {error}. "
+            f"Mend or uninstall {source.distribution}, or list {entry.name!r} under plugins.disabled."
+        ) from error
+
+
+def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
+    """The shared plugins plus one env's (or one filter slot's) own.
+
+    One manager per scope: isolation comes from construction, not from a list of other scopes' plugins to leave out.
+    """
+    hooks = Hooks(shared.group)
+    hooks.sources |= shared.sources
+    for name, plugin in shared.list_name_plugin():
+        if plugin is not None:
+            hooks.register(plugin, name)
+    for plugin in own:
+        hooks.register(plugin, f"{label}:{getattr(plugin, 'name', type(plugin).__name__)}")
+    return hooks
+
+
+GROUPS = (PROJECT, TRAINER_GROUP)
+"""Every entry-point group a plugin may be found in."""

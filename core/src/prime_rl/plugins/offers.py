@@ -1,0 +1,139 @@
+"""From a name in the TOML to a validated instance of a class that some plugin registered."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from prime_rl.config.explain import explain
+from prime_rl.plugins.base import (
+    Algorithm,
+    Engine,
+    Filter,
+    Loss,
+    ModelMaker,
+    Monitor,
+    Offer,
+    PluginConfig,
+    RendererOffer,
+    Sampler,
+)
+from prime_rl.plugins.errors import ConfigError, PluginError
+from prime_rl.plugins.manager import Hooks, Source
+
+AnyOffer = TypeVar("AnyOffer", bound=Offer)
+
+
+@dataclass(frozen=True)
+class Kind(Generic[AnyOffer]):
+    """One sort of thing a plugin may offer."""
+
+    name: str
+    """In messages: ``algorithm``."""
+    hook: str
+    base: type[AnyOffer]
+    key: str
+    """What selects it in the TOML, as a user writes it."""
+
+    @property
+    def plural(self) -> str:
+        return f"{self.name}es" if self.name.endswith("s") else f"{self.name}s"
+
+
+ALGORITHM = Kind("algorithm", "register_algorithms", Algorithm, "algo.type")
+FILTER = Kind("filter", "register_filters", Filter, "type")
+RENDERER = Kind("renderer", "register_renderers", RendererOffer, "orchestrator.renderer.name")
+SAMPLER = Kind("sampler", "register_samplers", Sampler, "orchestrator.sampler.type")
+ENGINE = Kind("engine", "register_engines", Engine, "inference.engine")
+MONITOR = Kind("monitor", "register_monitors", Monitor, "monitors.<name>")
+MODEL = Kind("model", "register_models", ModelMaker, "model.name")
+LOSS = Kind("loss", "register_losses", Loss, "trainer.loss.type")
+
+KINDS: tuple[Kind[Any], ...] = (
+    ALGORITHM,
+    FILTER,
+    RENDERER,
+    SAMPLER,
+    ENGINE,
+    MONITOR,
+    MODEL,
+    LOSS,
+)
+
+
+@dataclass(frozen=True)
+class Offered(Generic[AnyOffer]):
+    """A registered class and who registered it."""
+
+    cls: type[AnyOffer]
+    source: Source
+
+
+def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
+    """Every class of one kind, by name. Raises ``PluginError`` if two share a name or one breaks the contract."""
+    found: dict[str, Offered[AnyOffer]] = {}
+    for impl in getattr(hooks.hook, kind.hook).get_hookimpls():
+        source = hooks.sources.get(impl.plugin_name) or Source(impl.plugin_name, "not installed", "")
+        for cls in impl.function():
+            _check_class(cls, kind, source)
+            first = found.setdefault(cls.name, Offered(cls, source))
+            if first.cls is not cls:
+                raise PluginError(
+                    f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and by plugin "
+                    f"{source}. Uninstall one, or list its plugin under plugins.disabled."
+                )
+    return dict(sorted(found.items()))
+
+
+def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, kind.base)):
+        raise PluginError(
+            f"plugin {source}: {kind.hook} must give subclasses of {kind.base.__name__}, got {cls!r}"
+        )
+    if not isinstance(getattr(cls, "name", None), str) or not cls.name:
+        raise PluginError(f"plugin {source}: class {cls.__qualname__} needs a class attribute 'name'")
+    config_class = getattr(cls, "config_class", None)
+    if not (isinstance(config_class, type) and issubclass(config_class, PluginConfig)):
+        raise PluginError(
+            f"plugin {source}: {cls.__qualname__}.config_class must be a subclass of PluginConfig, "
+            f"got {config_class!r}"
+        )
+
+
+def select(
+    kind: Kind[AnyOffer], name: str, offers: Mapping[str, Offered[AnyOffer]], where: str
+) -> type[AnyOffer]:
+    """The class called ``name``. Raises ``ConfigError`` naming what is installed and the package that brings it."""
+    if name in offers:
+        return offers[name].cls
+    installed = ", ".join(offers) or "none"
+    close = difflib.get_close_matches(name, offers, n=1)
+    way_out = f"Did you mean {close[0]!r}?" if close else _bringer(kind.name, name)
+    raise ConfigError(
+        f"{where}: no installed plugin offers the {kind.name} {name!r} (installed: {installed}). {way_out}"
+    )
+
+
+def settings_of(
+    cls: type[Offer], kind: Kind[Any], settings: Mapping[str, Any], where: str
+) -> PluginConfig:
+    """Validate a table by the config class its plugin brought. Raises ``ConfigError``."""
+    try:
+        return cls.config_class.model_validate(dict(settings))
+    except ValidationError as error:
+        place = f"{where} ({kind.name} {cls.name!r})"
+        raise ConfigError(explain(error, cls.config_class, place)) from error
+
+
+def _bringer(kind: str, name: str) -> str:
+    """Which package brings it, as installed index packages declare under ``prime_rl.known``; else by convention."""
+    for entry in entry_points(group="prime_rl.known"):
+        if entry.name == f"{kind}.{name}":
+            return f"Install the package that brings it: pip install {entry.value.replace('_', '-')}"
+    guess = f"prime-rl-{name.replace('_', '-')}"
+    return f"Install the package that brings it; by convention: pip install {guess}"

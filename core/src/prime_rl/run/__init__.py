@@ -1,0 +1,1 @@
+"""What surrounds a run: its directory, its processes, what a user sees of them."""

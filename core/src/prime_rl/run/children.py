@@ -1,0 +1,90 @@
+"""The processes of a run: started with their own log and session, watched, and ended together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.run.launch import PARENT_PID
+
+QUIET_CPU = {
+    # One thread a process: spinning OpenMP threads of several processes on few cores cost up to 30x.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Defaults of every child's environment; what the user has set stays."""
+
+GRACE_SECONDS = 10.0
+"""Between asking a child to end and making it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Child:
+    """One running process."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; -N if signal N ended it."""
+        return self.process.poll()
+
+    def last_lines(self, count: int = 15) -> list[str]:
+        """The end of its log."""
+        with suppress(FileNotFoundError):
+            return self.log.read_text(errors="replace").splitlines()[-count:]
+        return []
+
+
+def start(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Child:
+    """Start a child in its own session, so that Ctrl-C reaches it through us only, in order."""
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**QUIET_CPU, **os.environ, **env, PARENT_PID: str(os.getpid())},
+        )
+    return Child(name, process, log)
+
+
+def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
+    """Ask every child to end; after ``grace`` seconds, make them, with whatever they started."""
+    for child in children:
+        if child.exit_code is None:
+            _signal(child, signal.SIGTERM)
+    deadline = time.monotonic() + grace
+    for child in children:
+        with suppress(subprocess.TimeoutExpired):
+            child.process.wait(max(0.0, deadline - time.monotonic()))
+    for child in children:
+        _signal(child, signal.SIGKILL)  # the whole session: grandchildren included
+        child.process.wait()
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.process.pid, number)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Ports nobody listens on now, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((host, 0))
+        return [each.getsockname()[1] for each in sockets]

@@ -1,0 +1,67 @@
+"""The run directory: made once, never shared.
+
+    <output_dir>/<run>/
+      configs/run.json, launch.json       what was asked, as resolved
+      logs/attempt_1/NAME.log             one a process; logs/latest points to the newest attempt
+      status/NAME.json                    what each process does now
+      metrics.jsonl, trainer.jsonl        one line a step
+      rollouts/step_N.msgpack             rollouts with exact floats
+      broadcasts/step_N/                  published weights
+      weights/                            the final model, a Hugging Face folder
+      summary.json, learning_curve.png    what it came to
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.errors import ConfigError
+
+SUBFOLDERS = ("configs", "logs/attempt_1", "status", "rollouts", "broadcasts")
+
+
+def make_run_dir(config: RunConfig) -> Path:
+    """Make a fresh run directory and write the resolved config into it.
+
+    Raises ``ConfigError`` if ``run.name`` is taken: a second run never writes into the first one's directory.
+    """
+    parent = Path(config.output_dir)
+    run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
+    for folder in SUBFOLDERS:
+        (run_dir / folder).mkdir(parents=True)
+    (run_dir / "logs" / "latest").symlink_to("attempt_1")
+    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
+    return run_dir
+
+
+def _named(parent: Path, name: str) -> Path:
+    run_dir = parent / name
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a free one, "
+            "or remove the folder."
+        ) from None
+    return run_dir
+
+
+def _numbered(parent: Path, config: RunConfig) -> Path:
+    envs = "-".join(env.label for env in config.orchestrator.train.env)
+    stem = re.sub(r"[^a-z0-9._-]+", "-", f"{envs}--{Path(config.model.name).name}".lower())[:80]
+    for number in itertools.count(1):
+        run_dir = parent / f"{stem}--{number}"
+        try:
+            run_dir.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return run_dir
+    raise AssertionError("unreachable")
+
+
+def log_dir(run_dir: Path) -> Path:
+    """Where this attempt's logs go."""
+    return run_dir / "logs" / "attempt_1"

@@ -1,0 +1,56 @@
+"""What a run says when it is over."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def print_summary(console: Console, run_dir: Path) -> None:
+    """Reward before and after, a few rollouts before and after, and where everything is."""
+    path = run_dir / "summary.json"
+    if not path.exists():
+        return
+    summary = json.loads(path.read_text())
+    sampled = summary["sampled_reward"]
+    console.print()
+    if sampled["first"] is not None:
+        console.print(
+            f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
+            f"[dim]mean of the first and last {sampled['window']} steps[/]"
+        )
+    for before, after in zip(summary["eval"]["before"], summary["eval"]["after"], strict=True):
+        _print_eval(console, before, after)
+    console.print(f"Run directory   {run_dir}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Learning curve  {run_dir / summary['plot']}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_eval(console: Console, before: dict[str, Any], after: dict[str, Any]) -> None:
+    console.print(
+        f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
+        f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]"
+    )
+    table = Table(box=None, header_style="dim", padding=(0, 2))
+    for title in ("prompt", "before", "", "after", ""):
+        table.add_column(title, overflow="fold")
+    for first, second in zip(before["shown"], after["shown"], strict=False):
+        table.add_row(
+            Text(_last(first["messages"], "user"), "bold"),
+            Text(_last(first["messages"], "assistant")),
+            Text(f"{first['reward']:.2f}", "yellow"),
+            Text(_last(second["messages"], "assistant")),
+            Text(f"{second['reward']:.2f}", "green"),
+        )
+    console.print(table)
+
+
+def _last(messages: list[list[str]], role: str) -> str:
+    """The last message of a role, on one line and not too long."""
+    texts = [text for spoken_by, text in messages if spoken_by == role]
+    line = " ".join(texts[-1].split()) if texts else ""
+    return line if len(line) <= 60 else line[:57] + "..."

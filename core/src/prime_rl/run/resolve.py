@@ -1,0 +1,159 @@
+"""Everything that can be known to fail before a process is started: names, plugin settings, sizes that don't divide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from prime_rl.config.orchestrator import EnvConfig, FilterConfig
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.base import Algorithm, Engine, ModelMaker
+from prime_rl.plugins.errors import ConfigError
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.plugins.offers import (
+    ALGORITHM,
+    ENGINE,
+    FILTER,
+    LOSS,
+    MODEL,
+    MONITOR,
+    RENDERER,
+    SAMPLER,
+    Kind,
+    Offered,
+    collect,
+    select,
+    settings_of,
+)
+
+RESERVED_LABELS = ("agg", "all", "effective")
+"""Names that metrics use for what is over all envs."""
+
+
+def check(config: RunConfig) -> Hooks:
+    """Validate what needs plugins. Returns the loaded plugins; raises ``ConfigError`` or ``PluginError``."""
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    _check_envs(config)
+    _check_algorithms(config, hooks)
+    _check_filters(config, hooks)
+    orchestrator = config.orchestrator
+    _check(SAMPLER, orchestrator.sampler.type, orchestrator.sampler.settings, hooks)
+    _check(RENDERER, orchestrator.renderer.name, orchestrator.renderer.settings, hooks)
+    for name, table in config.monitors.items():
+        _check(MONITOR, name, table, hooks, f"monitors.{name}")
+    build_engine(config, hooks)
+    build_model_maker(config, hooks)
+    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
+    return hooks
+
+
+def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
+    """The engine plugin with its settings. Raises ``ConfigError``."""
+    inference = config.inference
+    cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
+    if inference.unread:
+        raise ConfigError(
+            f"inference.{inference.unread[0]}: unknown key; the engine's own settings go into "
+            f"[inference.{inference.engine}]"
+        )
+    where = f"inference.{inference.engine}"
+    return cls(settings_of(cls, ENGINE, inference.settings, where))
+
+
+def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
+    """The plugin that makes ``model.name`` here, or None if it is a checkpoint. Raises ``ConfigError``."""
+    offers, model = collect(hooks, MODEL), config.model
+    if model.name in offers and not Path(model.name).exists():
+        cls = offers[model.name].cls
+        return cls(settings_of(cls, MODEL, model.settings, "model"))
+    if model.settings:
+        raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
+    is_path = model.name.startswith((".", "/", "~"))
+    if Path(model.name).is_dir():
+        _check_folder(Path(model.name))
+    elif is_path or "/" not in model.name:
+        made = ", ".join(offers) or "none"
+        raise ConfigError(
+            f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model that an "
+            f"installed plugin makes (those are: {made})"
+        )
+    return None
+
+
+def _check_folder(folder: Path) -> None:
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"model.name: {folder} has no config.json; expected a Hugging Face folder")
+
+
+def _check_envs(config: RunConfig) -> None:
+    orchestrator = config.orchestrator
+    if not orchestrator.train.env:
+        raise ConfigError(
+            "orchestrator.train.env: the run has no training environment. Add a table "
+            "[[orchestrator.train.env]] with an id."
+        )
+    for label, envs in (("train", orchestrator.train.env), ("eval", orchestrator.eval.env)):
+        _check_labels(label, envs)
+    for env in orchestrator.train.env:
+        size = env.group_size or orchestrator.group_size
+        if orchestrator.batch_size % size:
+            raise ConfigError(
+                f"env {env.label!r}: group_size {size} does not divide orchestrator.batch_size "
+                f"{orchestrator.batch_size}. Make the batch a multiple of every group size."
+            )
+
+
+def _check_labels(where: str, envs: Sequence[EnvConfig]) -> None:
+    counts = Counter(env.label for env in envs)
+    for label, count in counts.items():
+        if count > 1:
+            raise ConfigError(
+                f"orchestrator.{where}.env: {count} envs are called {label!r}. Give each its own name."
+            )
+        if label in RESERVED_LABELS:
+            raise ConfigError(f"orchestrator.{where}.env: the name {label!r} is taken by metrics")
+
+
+def _check_algorithms(config: RunConfig, hooks: Hooks) -> None:
+    offers = collect(hooks, ALGORITHM)
+    for env in config.orchestrator.train.env:
+        algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
+        cls = select(ALGORITHM, algo.type, offers, where)
+        settings_of(cls, ALGORITHM, algo.settings, where)
+        _check_group_size(config, env, cls)
+
+
+def _check_group_size(config: RunConfig, env: EnvConfig, cls: type[Algorithm]) -> None:
+    size = env.group_size or config.orchestrator.group_size
+    if cls.group_relative and size == 1:
+        raise ConfigError(
+            f"env {env.label!r}: algorithm {cls.name!r} credits a rollout relative to its siblings, so with "
+            "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 or more."
+        )
+
+
+def _check_filters(config: RunConfig, hooks: Hooks) -> None:
+    offers = collect(hooks, FILTER)
+    for name in ("pre_batch_filters", "post_batch_filters"):
+        slot: tuple[FilterConfig, ...] = getattr(config.orchestrator, name)
+        _check_slot(f"orchestrator.{name}", slot, offers)
+
+
+def _check_slot(where: str, slot: Sequence[FilterConfig], offers: dict[str, Offered]) -> None:  # type: ignore[type-arg]
+    counts = Counter(filter.type for filter in slot)
+    for filter in slot:
+        if counts[filter.type] > 1:
+            raise ConfigError(f"{where}: filter {filter.type!r} is listed {counts[filter.type]} times")
+        cls = select(FILTER, filter.type, offers, where)
+        settings_of(cls, FILTER, filter.settings, where)
+
+
+def _check(
+    kind: Kind, name: str, settings: dict, hooks: Hooks, where: str | None = None  # type: ignore[type-arg]
+) -> None:
+    place = where or kind.key
+    cls = select(kind, name, collect(hooks, kind), place)
+    settings_of(cls, kind, settings, place)

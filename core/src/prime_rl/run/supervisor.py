@@ -1,0 +1,154 @@
+"""``prime-rl run``: start every process of a run, show what they do, and end them all together.
+
+    model maker (if the model is made here)
+    inference engine      HTTP on a free loopback port; admin routes need the run's key
+    trainer               receives micro batches, publishes weights
+    orchestrator          everything in between; when it is done, the run is done
+
+A child that dies ends the run with its name, exit code and last log lines; none is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.base import EngineLaunch
+from prime_rl.plugins.errors import RunError
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.run.children import Child, end, free_ports, start
+from prime_rl.run.directory import log_dir
+from prime_rl.run.launch import ADMIN_KEY, Launch
+from prime_rl.run.models import model_path
+from prime_rl.run.resolve import build_engine
+from prime_rl.run.view import View
+
+TICK_SECONDS = 0.25
+TRAINER_GRACE = 120.0
+"""Seconds the trainer may take to write the final weights after the orchestrator is done."""
+
+
+def run(config: RunConfig, run_dir: Path, view: View) -> None:
+    """Train. Raises ``RunError`` when a child dies, ``KeyboardInterrupt`` when the user stops it."""
+    launch = _plan(config)
+    launch.write(run_dir)
+    key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
+    children: list[Child] = []
+    with _sigterm_is_ctrl_c():
+        try:
+            children += _start(config, launch, run_dir, key)
+            _watch(children, view)
+        finally:
+            with _uninterrupted():
+                end(children)
+
+
+def _plan(config: RunConfig) -> Launch:
+    """Ports, paths and names of this launch."""
+    path, to_make = model_path(config)
+    engine_port, wire_port = free_ports(2)
+    engine_port = config.inference.port or engine_port
+    return Launch(
+        model_path=path,
+        wait_for_model=to_make,
+        served_model_name=config.model.name,
+        engine_urls=[f"http://{config.inference.host}:{engine_port}"],
+        transport_type=config.rollout_transport.type,
+        transport_host=config.rollout_transport.host,
+        transport_ports=[config.rollout_transport.port or wire_port],
+        transport_hwm=config.rollout_transport.hwm,
+    )
+
+
+def _start(config: RunConfig, launch: Launch, run_dir: Path, key: str) -> Iterator[Child]:
+    """Every process at once: they import and wait for one another, which is quicker than in turn."""
+    env = {ADMIN_KEY: key}
+    if launch.wait_for_model or Path(launch.model_path).is_dir():
+        env["HF_HUB_OFFLINE"] = "1"
+    logs = log_dir(run_dir)
+
+    def module(name: str, module: str) -> Child:
+        return start(name, [sys.executable, "-m", module, str(run_dir)], env, logs / f"{name}.log")
+
+    if launch.wait_for_model:
+        yield module("model", "prime_rl.run.models")
+    engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
+    command = engine.command(_engine_launch(config, launch, run_dir, key))
+    yield start("inference", command.argv, env | dict(command.env), logs / "inference.log")
+    yield module("trainer", "prime_rl.trainer")
+    yield module("orchestrator", "prime_rl.orchestrator")
+
+
+def _engine_launch(config: RunConfig, launch: Launch, run_dir: Path, key: str) -> EngineLaunch:
+    return EngineLaunch(
+        model_path=Path(launch.model_path),
+        wait_for_model=launch.wait_for_model,
+        served_model_name=launch.served_model_name,
+        host=config.inference.host,
+        port=int(launch.engine_urls[0].rsplit(":", 1)[1]),
+        max_model_len=config.inference.max_model_len or config.seq_len,
+        seed=config.seed,
+        admin_key=key,
+        status_path=run_dir / "status" / "inference.json",
+    )
+
+
+def _watch(children: list[Child], view: View) -> None:
+    """Until the orchestrator and the trainer are done. Raises ``RunError`` if anyone dies before."""
+    by_name = {child.name: child for child in children}
+    orchestrator, trainer = by_name["orchestrator"], by_name["trainer"]
+    deadline: float | None = None
+    while orchestrator.exit_code is None or trainer.exit_code is None:
+        for child in children:
+            _check_alive(child, may_be_done=child.name != "inference")
+        if orchestrator.exit_code == 0:
+            deadline = deadline or time.monotonic() + TRAINER_GRACE
+            if time.monotonic() > deadline:
+                raise RunError(f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step")
+        view.refresh()
+        time.sleep(TICK_SECONDS)
+    for child in (orchestrator, trainer):
+        _check_alive(child, may_be_done=True)
+    view.refresh()
+
+
+def _check_alive(child: Child, *, may_be_done: bool) -> None:
+    code = child.exit_code
+    if code is None or (code == 0 and may_be_done):
+        return
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    tail = "\n".join(f"    {line}" for line in child.last_lines())
+    raise RunError(f"{child.name} {how}. The end of its log ({child.log}):\n{tail}")
+
+
+@contextmanager
+def _sigterm_is_ctrl_c() -> Iterator[None]:
+    """Being asked to end is treated like Ctrl-C: clean up, leave nobody behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C does not cut the clean-up short."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)

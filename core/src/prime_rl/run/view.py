@@ -1,0 +1,194 @@
+"""What a user sees while a run goes on: step, reward with a sparkline, speed, and what each process does or waits for.
+
+Everything is read from the run directory, so the view can neither slow nor stop a run. On a terminal it is drawn in
+place; elsewhere (a pipe, CI) it prints a line whenever there is news.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from prime_rl.run.status import StatusReport, read_status
+
+PROCESSES = ("model", "inference", "trainer", "orchestrator")
+BARS = "▁▂▃▄▅▆▇█"
+REWARD = "train/agg/all/reward/mean"
+
+
+class View:
+    """Draws one run. Use as a context manager around the run."""
+
+    def __init__(self, console: Console, run_dir: Path, max_steps: int) -> None:
+        self.console = console
+        self.run_dir = run_dir
+        self.max_steps = max_steps
+        self.metrics = MetricsTail(run_dir / "metrics.jsonl")
+        self.started = time.monotonic()
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._printed: dict[str, str] = {}
+
+    def __enter__(self) -> View:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live:
+            self._live.update(self.render(), refresh=True)
+            self._live.stop()
+
+    def refresh(self) -> None:
+        """Show the present state."""
+        self.metrics.read_new()
+        if self._live:
+            self._live.update(self.render(), refresh=True)
+        else:
+            self._print_news()
+
+    def render(self) -> RenderableType:
+        """The whole view."""
+        return Panel(
+            Group(self._headline(), Text(), self._processes()),
+            title=f"prime-rl · {self.run_dir.name}",
+            subtitle=str(self.run_dir),
+            border_style="blue",
+            expand=False,
+            width=min(self.console.width, 110),
+        )
+
+    def _headline(self) -> RenderableType:
+        latest, rewards = self.metrics.latest, self.metrics.rewards
+        step = self.metrics.step
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", justify="right")
+        table.add_column()
+        bar = ProgressBar(total=self.max_steps, completed=step, width=40)
+        seconds = time.monotonic() - self.started
+        table.add_row("step", _row(Text(f"{step}/{self.max_steps}"), bar, Text(clock(seconds), "dim")))
+        if rewards:
+            table.add_row("reward", Text.assemble((f"{rewards[-1]:.3f} ", "bold"), (sparkline(rewards), "green")))
+        table.add_row("tokens/s", f"{self.metrics.tokens_per_second:,.0f}")
+        table.add_row("off-policy", _off_policy(latest))
+        kl = latest.get("mismatch_kl/all/mean")
+        if kl is not None:
+            table.add_row("mismatch KL", f"{kl:.1e}")
+        return table
+
+    def _processes(self) -> RenderableType:
+        table = Table(box=None, header_style="dim", padding=(0, 2))
+        for title in ("process", "does", "waits for", ""):
+            table.add_column(title)
+        for name in PROCESSES:
+            report = read_status(self.run_dir / "status" / f"{name}.json")
+            if report is not None:
+                table.add_row(Text(name, "bold"), *_status_cells(report))
+        return table
+
+    def _print_news(self) -> None:
+        """One line for each process that does something new, and one for every few steps."""
+        for name in PROCESSES:
+            report = read_status(self.run_dir / "status" / f"{name}.json")
+            news = _news(report) if report else None
+            if news and self._printed.get(name) != news and not self.metrics.step:
+                self._printed[name] = news
+                self.console.print(f"{name}: {news}", markup=False, highlight=False)
+        step = self.metrics.step
+        if step and self._printed.get("step") != str(step) and (step % 10 == 0 or step == self.max_steps):
+            self._printed["step"] = str(step)
+            self.console.print(
+                f"step {step}/{self.max_steps} | reward {self.metrics.rewards[-1]:.3f} | "
+                f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy {_off_policy(self.metrics.latest)}",
+                markup=False,
+                highlight=False,
+            )
+
+
+class MetricsTail:
+    """Follows ``metrics.jsonl``."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.latest: dict[str, Any] = {}
+        self.rewards: list[float] = []
+        self.step = 0
+        self._clock: list[tuple[float, float]] = []
+
+    def read_new(self) -> None:
+        """Take in whole lines written since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            self._take(json.loads(line))
+
+    def _take(self, row: dict[str, Any]) -> None:
+        self.latest |= row
+        if row.get(REWARD) is not None:
+            self.rewards.append(row[REWARD])
+            self.step = row["step"]
+            self._clock.append((row["progress/seconds"], row["progress/total_tokens"]))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Over the last twenty steps."""
+        if len(self._clock) < 2:
+            return 0.0
+        (t0, n0), (t1, n1) = self._clock[max(-len(self._clock), -20)], self._clock[-1]
+        return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+
+def sparkline(values: Sequence[float], width: int = 48) -> str:
+    """Values as bars, averaged down to at most ``width`` of them, scaled between their least and greatest."""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        chunks = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        values = [sum(chunk) / len(chunk) for chunk in chunks]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(BARS[int((value - low) / span * (len(BARS) - 1) + 0.5)] for value in values)
+
+
+def clock(seconds: float) -> str:
+    """``83`` -> ``1:23``."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def _row(*cells: RenderableType) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_row(*cells)
+    return grid
+
+
+def _off_policy(latest: dict[str, Any]) -> str:
+    mean, most = latest.get("off_policy/mean"), latest.get("off_policy/max")
+    return "-" if mean is None or most is None else f"{mean:.2f} steps (max {most:.0f})"
+
+
+def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:
+    waiting = report.waiting_for or ""
+    detail = "  ".join(f"{name} {value}" for name, value in report.detail.items())
+    last: RenderableType = Text(detail, "dim")
+    if report.progress is not None and report.progress < 1:
+        last = _row(ProgressBar(total=1.0, completed=report.progress, width=20), f"{report.progress:4.0%}")
+    return Text(report.state), Text(waiting, "yellow"), last
+
+
+def _news(report: StatusReport) -> str:
+    return f"{report.state}" + (f" (waits for {report.waiting_for})" if report.waiting_for else "")

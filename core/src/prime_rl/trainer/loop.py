@@ -1,0 +1,167 @@
+"""The trainer's loop. Algorithm-blind: it sees tokens, streams and three loss components.
+
+    wire -> micro batches of step n -> [forward, loss, backward] each
+         -> clip -> optimizer -> weights, version n -> metrics of step n -> version n announced
+
+Weights that make version n are written, then step n's metrics, then the version is announced:
+whoever sees a version can read its metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.base import Loss
+from prime_rl.plugins.errors import RunError, WireError
+from prime_rl.run.status import Status
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.loss import row_loss
+from prime_rl.trainer.metrics import MetricsFile, StepMetrics, peak_memory
+from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
+from prime_rl.trainer.row import count_members, make_row
+from prime_rl.trainer.weights import Publisher, export
+from prime_rl.wire.micro_batch import MicroBatch, decode_batch
+from prime_rl.wire.transport import Receiver
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS = 1.0
+
+
+@dataclass
+class Trainer:
+    """The policy and everything that updates it."""
+
+    model: PreTrainedModel
+    loss: Loss
+    config: TrainerConfig
+    max_steps: int
+
+    def __post_init__(self) -> None:
+        self.device = self.model.device
+        self.optimizer = make_optimizer(self.model.parameters(), self.config.optim)
+        self.learning_rate = make_schedule(
+            self.config.scheduler, self.config.optim.lr, self.max_steps
+        )
+
+    def train_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """One optimizer step; its metrics.
+
+        Raises ``RunError`` if the batch trains nothing, or if the gradient is not finite.
+        """
+        started = time.perf_counter()
+        metrics = self.forward_backward(step, micro_batches)
+        norm = float(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
+        seconds = time.perf_counter() - started  # the norm has waited for the device
+        if not math.isfinite(norm):
+            raise RunError(
+                f"step {step}: the gradient norm is {norm}. The weights of version {step - 1} are "
+                "intact. Lower trainer.optim.lr, or look for a logprob_gap/max that grows."
+            )
+        rate = self.optimizer_step(step)
+        return metrics.result() | {
+            "optim/lr": rate,
+            "optim/grad_norm": norm,
+            "perf/throughput": sum(map(len, micro_batches)) / seconds,
+            "perf/peak_memory": peak_memory(self.device),
+            "time/forward_backward": seconds,
+        }
+
+    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> StepMetrics:
+        """Accumulate the gradients of the step's loss."""
+        counts = count_members(micro_batches)
+        if not any(counts.values()):
+            raise RunError(
+                f"step {step}: none of the batch's {sum(map(len, micro_batches))} tokens trains "
+                "anything: no component has a member"
+            )
+        metrics = StepMetrics(counts)
+        for micro_batch in micro_batches:
+            row = make_row(micro_batch, self.device)
+            logprobs, entropies = token_logprobs(self.model, row)
+            loss = row_loss(row, logprobs, self.loss, counts)
+            loss.loss.backward()  # type: ignore[no-untyped-call]
+            metrics.observe(row, logprobs.detach(), entropies, loss)
+        return metrics
+
+    def optimizer_step(self, step: int) -> float:
+        """Move the weights along the gradients and drop those; the learning rate it took."""
+        rate = self.learning_rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return rate
+
+
+def train(
+    trainer: Trainer, receiver: Receiver, run_dir: Path, first_step: int, status: Status
+) -> None:
+    """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number."""
+    publisher = Publisher(run_dir / "broadcasts", trainer.config.keep_broadcasts)
+    metrics_file = MetricsFile(run_dir / "trainer.jsonl")
+    for step in range(first_step, trainer.max_steps + 1):
+        started = time.perf_counter()
+        micro_batches = wait_for_batch(receiver, step, status)
+        received = time.perf_counter()
+        status.report("training", step=step)
+        metrics = trainer.train_step(step, micro_batches)
+        trained = time.perf_counter()
+        status.report("publishing weights", step=step)
+        publisher.write(trainer.model, step)
+        written = time.perf_counter()
+        metrics |= {
+            "time/wait_for_batch": received - started,
+            "time/broadcast_weights": written - trained,
+            "time/step": written - started,
+        }
+        metrics_file.append(step, metrics)
+        publisher.announce(step)
+        log_step(step, metrics)
+
+
+def wait_for_batch(receiver: Receiver, step: int, status: Status) -> list[MicroBatch]:
+    """The micro batches of step ``step``. Raises ``WireError`` if another step's come."""
+    status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
+    while (frame := receiver.receive(WAIT_SECONDS)) is None:
+        pass
+    found, micro_batches = decode_batch(frame)
+    if found != step:
+        raise WireError(
+            f"got the micro batches of step {found}, expected step {step}: "
+            "a batch was lost or sent twice"
+        )
+    return micro_batches
+
+
+def log_step(step: int, metrics: dict[str, float]) -> None:
+    """One line for the process's log."""
+    logger.info(
+        "step %d | %.2f s | loss %.4f | entropy %.4f | mismatch KL %.2e | grad norm %.4f | "
+        "lr %.2e | %.0f tokens/s",
+        step,
+        metrics["time/step"],
+        metrics["loss/mean"],
+        metrics.get("entropy/all/mean", math.nan),
+        metrics.get("mismatch_kl/all/mean", math.nan),
+        metrics["optim/grad_norm"],
+        metrics["optim/lr"],
+        metrics["perf/throughput"],
+    )
+
+
+def finish(trainer: Trainer, model_path: Path, run_dir: Path, status: Status) -> None:
+    """Leave the trained policy as a folder anybody can load."""
+    status.report("exporting the trained model")
+    with torch.no_grad():
+        export(trainer.model, model_path, run_dir / "weights")
+    status.report("done")

@@ -1,0 +1,160 @@
+"""A micro batch as tensors on the device, with what each token is for.
+
+Sequences are laid out by length, longest first: neighbours of equal length share one attention
+call.
+
+Shapes: T = tokens of the row, S = its sequences, N = its targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prime_rl.plugins.base import LossComponent
+from prime_rl.plugins.errors import StreamError
+from prime_rl.rollout import BoolColumn
+from prime_rl.trainer.attention import Documents
+from prime_rl.wire.micro_batch import MicroBatch
+
+COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
+NEEDS: dict[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
+"""The stream a component cannot do without."""
+
+Counts: TypeAlias = dict[LossComponent, int]
+
+
+@dataclass(frozen=True, eq=False)
+class Component:
+    """One loss component's share of a row."""
+
+    mask: Tensor
+    """[T] bool: member tokens."""
+    weights: Tensor | None
+    """[T]; None: 1.0."""
+    sequences: list[int]
+    """Indices of the sequences that have members."""
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One packed row, ready for the model."""
+
+    documents: Documents
+    token_ids: Tensor
+    """[T] int64"""
+    position_ids: Tensor
+    """[T] int64, restarting at each document."""
+    sequence_ids: Tensor
+    """[T] int64: which document a token belongs to."""
+    targets: Tensor
+    """[N] int64: members of some component, but for a document's first token."""
+    temperatures: Tensor | None
+    """[N] of the targets; None: all are 1.0."""
+    inference_logprobs: Tensor
+    advantages: Tensor | None
+    ref_logprobs: Tensor | None
+    components: dict[LossComponent, Component]
+    """Only those that have members."""
+    ratio_tokens: npt.NDArray[np.int64]
+    """On the host: members of rl or ref_kl, which compare π to μ."""
+    sampled_tokens: npt.NDArray[np.int64]
+    """On the host: the targets that the policy sampled."""
+    env_ids: npt.NDArray[np.int64]
+    """[T] on the host: index into ``envs``."""
+    envs: tuple[str, ...]
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.documents.lengths)
+
+
+def members(micro_batch: MicroBatch, component: LossComponent) -> BoolColumn:
+    """[T] the tokens a component trains: those its weight stream does not leave at zero.
+
+    Without a stream, rl trains every sampled token and the others nothing.
+    """
+    weights = getattr(micro_batch, f"{component}_weights")
+    if component == "rl":
+        return micro_batch.loss_mask if weights is None else micro_batch.loss_mask & (weights != 0)
+    return np.zeros(len(micro_batch), np.bool_) if weights is None else weights != 0
+
+
+def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
+    """Each component's denominator: its members over the whole optimizer step and all ranks."""
+    counts = [sum(int(members(m, name).sum()) for m in micro_batches) for name in COMPONENTS]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        total = torch.tensor(counts, dtype=torch.int64)
+        torch.distributed.all_reduce(total)
+        counts = total.tolist()
+    return dict(zip(COMPONENTS, counts, strict=True))
+
+
+def make_row(micro_batch: MicroBatch, device: torch.device) -> Row:
+    """Lay the sequences out by length and move them over.
+
+    Raises ``StreamError`` if a component has members but not the stream it needs.
+    """
+    tokens, order = _by_length(micro_batch)
+    lengths = micro_batch.sequence_lengths[order]
+    temperatures = np.repeat(micro_batch.temperatures[order], lengths)
+    sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
+    masks = {name: members(micro_batch, name)[tokens] for name in COMPONENTS}
+    targets = np.flatnonzero(np.logical_or.reduce(list(masks.values())) & (positions > 0))
+
+    def tensor(column: npt.NDArray[Any] | None, dtype: type = np.float32) -> Tensor | None:
+        return None if column is None else _tensor(column[tokens], dtype, device)
+
+    components = {}
+    for name, mask in masks.items():
+        if mask.any():
+            _check_stream(micro_batch, name)
+            weights = tensor(getattr(micro_batch, f"{name}_weights"))
+            owners = np.unique(sequence_ids[mask]).tolist()
+            components[name] = Component(_tensor(mask, np.bool_, device), weights, owners)
+    chosen = temperatures[targets]
+    return Row(
+        documents=Documents(tuple(lengths.tolist()), device),
+        token_ids=_tensor(micro_batch.token_ids[tokens], np.int64, device),
+        position_ids=_tensor(positions, np.int64, device),
+        sequence_ids=_tensor(sequence_ids, np.int64, device),
+        targets=_tensor(targets, np.int64, device),
+        temperatures=None if (chosen == 1).all() else _tensor(chosen, np.float32, device),
+        inference_logprobs=_tensor(micro_batch.inference_logprobs[tokens], np.float32, device),
+        advantages=tensor(micro_batch.advantages),
+        ref_logprobs=tensor(micro_batch.ref_logprobs),
+        components=components,
+        ratio_tokens=np.flatnonzero(masks["rl"] | masks["ref_kl"]),
+        sampled_tokens=targets[micro_batch.loss_mask[tokens][targets]],
+        env_ids=np.repeat(micro_batch.env_ids[order].astype(np.int64), lengths),
+        envs=micro_batch.envs,
+    )
+
+
+def _by_length(micro_batch: MicroBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Indices of the tokens [T] and of the sequences [S] in the new order."""
+    lengths = micro_batch.sequence_lengths.astype(np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    shift = (np.cumsum(lengths) - lengths)[order] - (np.cumsum(lengths[order]) - lengths[order])
+    return np.arange(len(micro_batch)) + np.repeat(shift, lengths[order]), order
+
+
+def _tensor(column: npt.NDArray[Any], dtype: type, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column, dtype)).to(device)
+
+
+def _check_stream(micro_batch: MicroBatch, component: LossComponent) -> None:
+    stream = NEEDS.get(component)
+    if stream is not None and getattr(micro_batch, stream) is None:
+        raise StreamError(
+            f"micro batch: tokens are members of the {component} component, but the stream "
+            f"{stream!r} is absent (envs: {', '.join(micro_batch.envs)}). "
+            "Their algorithm has to assign it."
+        )

@@ -1,0 +1,239 @@
+"""One row of packed sequences, and its binary form.
+
+A frame holds one rank's micro batches of one optimizer step::
+
+    magic "PRLB" | version u16 | header length u32 | header (msgpack) | pad | column | pad | column
+    ...
+
+Columns are raw little-endian buffers, 8-byte aligned, that the receiver maps without a Python
+object per token. Plain GRPO ships four bytes of token id, four of logprob, four of advantage and
+one bit of mask: 12.125 bytes a token, plus ten bytes a sequence.
+
+Shapes: T = tokens of the row, S = its sequences.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prime_rl.plugins.errors import StreamError, WireError
+from prime_rl.rollout import STREAMS, BoolColumn, FloatColumn, IntColumn
+
+MAGIC = b"PRLB"
+WIRE_VERSION = 1
+_PREFIX = struct.Struct("<4sHI")
+_ALIGN = 8
+
+_TOKEN_COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", *STREAMS)
+_SEQUENCE_COLUMNS = ("sequence_lengths", "temperatures", "env_ids")
+_DTYPES: dict[str, str] = {
+    "token_ids": "<i4",
+    "sequence_lengths": "<i4",
+    "env_ids": "<u2",
+    **dict.fromkeys(("inference_logprobs", "temperatures", *STREAMS), "<f4"),
+}
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """Sequences laid end to end: each attends only within itself, and positions restart."""
+
+    token_ids: IntColumn
+    """[T]"""
+    loss_mask: BoolColumn
+    """[T] True where the policy sampled the token."""
+    inference_logprobs: FloatColumn
+    """[T] 0.0 off the mask."""
+    sequence_lengths: IntColumn
+    """[S], summing to T."""
+    temperatures: FloatColumn
+    """[S] sampling temperature of each sequence."""
+    env_ids: npt.NDArray[np.uint16]
+    """[S] index into ``envs``."""
+    envs: tuple[str, ...]
+    advantages: FloatColumn | None = None
+    rl_weights: FloatColumn | None = None
+    ce_weights: FloatColumn | None = None
+    ref_kl_weights: FloatColumn | None = None
+    ref_logprobs: FloatColumn | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def position_ids(self) -> npt.NDArray[np.int64]:
+        """[T] each token's position within its own sequence."""
+        starts = np.cumsum(self.sequence_lengths) - self.sequence_lengths
+        return np.arange(len(self)) - np.repeat(starts, self.sequence_lengths)
+
+    def spread(self, per_sequence: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """One value per sequence [S] -> one per token [T]."""
+        return np.repeat(per_sequence, self.sequence_lengths)
+
+    def check(self) -> None:
+        """Raise ``StreamError`` unless every column lines up."""
+        for name in _TOKEN_COLUMNS:
+            column = getattr(self, name)
+            if column is not None and column.shape != self.token_ids.shape:
+                raise StreamError(
+                    f"micro batch: {name!r} must align with token_ids: "
+                    f"got shape {column.shape}, expected {self.token_ids.shape}"
+                )
+        for name in _SEQUENCE_COLUMNS:
+            if getattr(self, name).shape != self.sequence_lengths.shape:
+                raise StreamError(f"micro batch: {name!r} must have one value per sequence")
+        if (self.sequence_lengths < 1).any():
+            raise StreamError("micro batch: every sequence needs at least one token")
+        if int(self.sequence_lengths.sum()) != len(self):
+            raise StreamError(
+                f"micro batch: sequence_lengths sum to {int(self.sequence_lengths.sum())}, "
+                f"expected {len(self)} tokens"
+            )
+
+
+class _Column(msgspec.Struct, array_like=True):
+    name: str
+    num_bytes: int
+
+
+class _Row(msgspec.Struct, array_like=True):
+    num_tokens: int
+    num_sequences: int
+    envs: tuple[str, ...]
+    columns: list[_Column]
+
+
+class _Header(msgspec.Struct, array_like=True):
+    step: int
+    rows: list[_Row]
+
+
+def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
+    """One rank's micro batches of optimizer step ``step`` as one frame.
+
+    Raises ``StreamError`` if columns don't align.
+    """
+    rows, buffers = [], []
+    for micro_batch in micro_batches:
+        micro_batch.check()
+        columns = [(name, _to_bytes(name, column)) for name, column in _columns(micro_batch)]
+        buffers += [data for _, data in columns]
+        rows.append(
+            _Row(
+                len(micro_batch),
+                micro_batch.num_sequences,
+                micro_batch.envs,
+                [_Column(name, len(data)) for name, data in columns],
+            )
+        )
+    header = msgspec.msgpack.encode(_Header(step, rows))
+    parts = [_PREFIX.pack(MAGIC, WIRE_VERSION, len(header)), header]
+    parts.append(_padding(_PREFIX.size + len(header)))
+    for data in buffers:
+        parts += [data, _padding(len(data))]
+    return b"".join(parts)
+
+
+def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
+    """The step and its micro batches; columns but the mask are read-only views into ``frame``.
+
+    Raises ``WireError`` if the frame is truncated, foreign or of another version.
+    """
+    view = memoryview(frame).cast("B")
+    header, offset = _read_header(view)
+    rows = []
+    for row in header.rows:
+        found: dict[str, Any] = {}
+        for column in row.columns:
+            end = offset + column.num_bytes
+            if end > len(view):
+                raise WireError(
+                    f"micro batch frame is truncated: column {column.name!r} ends at byte {end}, "
+                    f"the frame has {len(view)}. Send it again."
+                )
+            found[column.name] = _from_bytes(column.name, view[offset:end], row)
+            offset = end + len(_padding(column.num_bytes))
+        rows.append(_build(found, row))
+    if offset != len(view):
+        raise WireError(f"micro batch frame should end at byte {offset}, it has {len(view)}")
+    return header.step, rows
+
+
+def _columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
+        if (column := getattr(micro_batch, name)) is not None:
+            yield name, column
+
+
+def _to_bytes(name: str, column: npt.NDArray[Any]) -> bytes:
+    if name == "loss_mask":
+        return np.packbits(column).tobytes()
+    return np.ascontiguousarray(column, _DTYPES[name]).tobytes()
+
+
+def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
+    expected = row.num_sequences if name in _SEQUENCE_COLUMNS else row.num_tokens
+    if name == "loss_mask":
+        needed = -(-expected // 8)
+    elif name in _DTYPES:
+        needed = expected * np.dtype(_DTYPES[name]).itemsize
+    else:
+        raise WireError(f"micro batch frame holds an unknown column {name!r}")
+    if len(data) != needed:
+        raise WireError(
+            f"micro batch frame: column {name!r} has {len(data)} bytes, expected {needed}"
+        )
+    if name == "loss_mask":
+        return np.unpackbits(np.frombuffer(data, np.uint8), count=expected).view(np.bool_)
+    return np.frombuffer(data, _DTYPES[name])
+
+
+def _build(found: dict[str, Any], row: _Row) -> MicroBatch:
+    try:
+        micro_batch = MicroBatch(envs=row.envs, **found)
+        micro_batch.check()
+    except (TypeError, StreamError) as error:
+        raise WireError(f"micro batch frame does not hold a whole micro batch: {error}") from error
+    if len(micro_batch.env_ids) and int(micro_batch.env_ids.max()) >= len(row.envs):
+        raise WireError("micro batch frame names an env that is not in its table")
+    return micro_batch
+
+
+def _read_header(view: memoryview) -> tuple[_Header, int]:
+    if len(view) < _PREFIX.size:
+        raise WireError(f"micro batch frame is truncated: {len(view)} bytes")
+    magic, version, size = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise WireError(
+            f"not a micro batch frame: it starts with {bytes(magic)!r}, expected {MAGIC!r}"
+        )
+    if version != WIRE_VERSION:
+        raise WireError(
+            f"micro batch frame has wire version {version}, this trainer reads {WIRE_VERSION}. "
+            "Run the same prime-rl-core on both sides."
+        )
+    end = _PREFIX.size + size
+    if end > len(view):
+        raise WireError(
+            f"micro batch frame is truncated: header ends at byte {end}, the frame has {len(view)}"
+        )
+    try:
+        header = msgspec.msgpack.decode(view[_PREFIX.size : end], type=_Header)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"micro batch frame has an unreadable header: {error}") from error
+    return header, end + len(_padding(end))
+
+
+def _padding(size: int) -> bytes:
+    return b"\0" * (-size % _ALIGN)

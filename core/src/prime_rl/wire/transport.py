@@ -1,0 +1,226 @@
+"""How frames reach the trainer's ranks: over sockets or through files.
+
+    sender (orchestrator) --one frame a rank and step--> receiver (each trainer rank)
+
+Both keep order, drop nothing, and make the sender wait while ``hwm`` batches lie unread. Over ZMQ
+that takes a word back: sockets alone bound the bytes in flight, not the batches, so the receiver
+answers each frame with an empty one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from prime_rl.plugins.errors import ConfigError, WireError
+from prime_rl.run.launch import Launch
+
+if TYPE_CHECKING:
+    import zmq
+    import zmq.asyncio
+
+POLL_SECONDS = 0.01
+"""How often a file transport looks again."""
+
+
+class Sender(Protocol):
+    """The orchestrator's end."""
+
+    async def send(self, step: int, frames: Sequence[bytes]) -> None:
+        """Hand over one frame a rank; waits while ``hwm`` batches are unread."""
+
+    def close(self) -> None:
+        """Release the sockets; what was sent and not read yet is lost."""
+
+
+class Receiver(Protocol):
+    """One trainer rank's end."""
+
+    def receive(self, timeout: float) -> memoryview | None:
+        """The next frame, or None if none came within ``timeout`` seconds."""
+
+    def close(self) -> None:
+        """Release the sockets."""
+
+
+def make_sender(launch: Launch, run_dir: Path) -> Sender:
+    """The orchestrator's end. Raises ``ConfigError`` on an unknown transport."""
+    if launch.transport_type == "zmq":
+        return ZmqSender(launch)
+    if launch.transport_type == "filesystem":
+        return FileSender(wire_dir(run_dir), launch.num_ranks, launch.transport_hwm)
+    raise _unknown(launch)
+
+
+def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
+    """One rank's end. Raises ``ConfigError`` on an unknown transport."""
+    if launch.transport_type == "zmq":
+        return ZmqReceiver(launch.transport_host, launch.transport_ports[rank])
+    if launch.transport_type == "filesystem":
+        return FileReceiver(wire_dir(run_dir), rank)
+    raise _unknown(launch)
+
+
+def wire_dir(run_dir: Path) -> Path:
+    """Where the file transport keeps frames that nobody has read yet."""
+    return run_dir / "rollouts_wire"
+
+
+def _unknown(launch: Launch) -> ConfigError:
+    return ConfigError(
+        f"rollout_transport.type: got {launch.transport_type!r}, expected 'zmq' or 'filesystem'"
+    )
+
+
+def _check_one_frame_a_rank(step: int, frames: Sequence[bytes], num_ranks: int) -> None:
+    if len(frames) != num_ranks:
+        raise WireError(
+            f"step {step}: got {len(frames)} frames, expected one for each of {num_ranks} ranks"
+        )
+
+
+@dataclass
+class _Lane:
+    """The socket to one rank, and how many of its frames are unread."""
+
+    socket: zmq.asyncio.Socket
+    unread: int = 0
+
+
+class ZmqSender:
+    """Binds one port a rank. ``send`` waits for a rank that has not connected yet."""
+
+    def __init__(self, launch: Launch) -> None:
+        import zmq
+        import zmq.asyncio
+
+        self.hwm = launch.transport_hwm
+        self._context = zmq.asyncio.Context()
+        self._lanes: list[_Lane] = []
+        for port in launch.transport_ports:
+            socket = self._context.socket(zmq.DEALER)
+            socket.linger = 0
+            address = f"tcp://{launch.transport_host}:{port}"
+            try:
+                socket.bind(address)
+            except zmq.ZMQError as error:
+                socket.close()
+                self.close()
+                raise WireError(
+                    f"cannot send micro batches from {address}: {error}. "
+                    "Leave rollout_transport.port out to get a free port."
+                ) from error
+            self._lanes.append(_Lane(socket))
+
+    async def send(self, step: int, frames: Sequence[bytes]) -> None:
+        """See ``Sender.send``."""
+        _check_one_frame_a_rank(step, frames, len(self._lanes))
+        for lane, frame in zip(self._lanes, frames, strict=True):
+            while lane.unread >= self.hwm:
+                await lane.socket.recv()
+                lane.unread -= 1
+            await lane.socket.send(frame, copy=False)
+            lane.unread += 1
+
+    def close(self) -> None:
+        """See ``Sender.close``."""
+        self._context.destroy(linger=0)
+
+
+class ZmqReceiver:
+    """Connects to the orchestrator, which may not have bound its port yet."""
+
+    def __init__(self, host: str, port: int) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.connect(f"tcp://{host}:{port}")
+
+    def receive(self, timeout: float) -> memoryview | None:
+        """See ``Receiver.receive``. The frame stays in ZMQ's own buffer: nothing is copied."""
+        if not self._socket.poll(int(timeout * 1000)):
+            return None
+        frame = self._socket.recv(copy=False)
+        self._socket.send(b"")
+        return frame.buffer
+
+    def close(self) -> None:
+        """See ``Receiver.close``."""
+        self._context.destroy(linger=0)
+
+
+class FileSender:
+    """Writes ``<directory>/step_N/rank_R.bin``. A step's folder appears whole, by one rename."""
+
+    def __init__(self, directory: Path, num_ranks: int, hwm: int) -> None:
+        self.directory = directory
+        self.num_ranks = num_ranks
+        self.hwm = hwm
+        directory.mkdir(parents=True, exist_ok=True)
+
+    async def send(self, step: int, frames: Sequence[bytes]) -> None:
+        """See ``Sender.send``. Raises ``WireError`` if the disk refuses."""
+        _check_one_frame_a_rank(step, frames, self.num_ranks)
+        while len(_steps(self.directory)) >= self.hwm:
+            await asyncio.sleep(POLL_SECONDS)
+        unfinished = self.directory / f".step_{step}"
+        try:
+            unfinished.mkdir(exist_ok=True)
+            for rank, frame in enumerate(frames):
+                _frame_path(unfinished, rank).write_bytes(frame)
+            unfinished.rename(self.directory / f"step_{step}")
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise WireError(
+                f"cannot write the micro batches of step {step} to {self.directory}: {error}"
+            ) from error
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class FileReceiver:
+    """Reads the frames of one rank, lowest step first, and deletes what it has read."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.directory = directory
+        self.rank = rank
+
+    def receive(self, timeout: float) -> memoryview | None:
+        """See ``Receiver.receive``."""
+        deadline = time.monotonic() + timeout
+        while True:
+            for step in _steps(self.directory):
+                path = _frame_path(self.directory / f"step_{step}", self.rank)
+                if path.exists():
+                    return self._take(path)
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _take(self, path: Path) -> memoryview:
+        frame = path.read_bytes()
+        path.unlink()
+        if not any(path.parent.iterdir()):  # every other rank has read its frame too
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return memoryview(frame)
+
+
+def _steps(directory: Path) -> list[int]:
+    """Steps with unread frames, in order."""
+    names = (path.name for path in directory.glob("step_*"))
+    return sorted(int(name.removeprefix("step_")) for name in names)
+
+
+def _frame_path(step_dir: Path, rank: int) -> Path:
+    return step_dir / f"rank_{rank}.bin"

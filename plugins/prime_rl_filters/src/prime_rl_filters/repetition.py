@@ -1,0 +1,64 @@
+"""Loops: a long run of tokens the policy was certain of (arXiv:2506.13585, section 3.2), or repeated n-grams.
+
+    run:     ``window`` sampled tokens in a row, each with  log μ > log(prob_threshold)
+    n-gram:  share of sampled n-grams that occurred before  > ngram_threshold        (off by default)
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, PositiveInt
+
+from prime_rl import Filter, PluginConfig, Rollout, Sample, hookimpl
+
+
+class RepetitionConfig(PluginConfig):
+    """Settings of ``repetition``."""
+
+    window: PositiveInt = 3000
+    """Consecutive sampled tokens; the run carries over env-provided tokens and restarts with each sample."""
+    prob_threshold: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """Probability above which a token counts as certain."""
+    ngram_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of repeated n-grams above which a rollout is dropped. None: not looked at."""
+    ngram_size: PositiveInt = 4
+
+
+class Repetition(Filter):
+    """Fires on a run of certain tokens, or on too many repeated n-grams."""
+
+    name = "repetition"
+    config_class = RepetitionConfig
+    config: RepetitionConfig
+
+    @hookimpl
+    def filter_rollout(self, rollout: Rollout) -> str | None:
+        """Object to a rollout that loops."""
+        for sample in rollout.samples:
+            if reason := self._certain_run(sample) or self._repeated_ngrams(sample):
+                return reason
+        return None
+
+    def _certain_run(self, sample: Sample) -> str | None:
+        certain = sample.inference_logprobs[sample.loss_mask] > math.log(self.config.prob_threshold)
+        if len(certain) < self.config.window:
+            return None
+        breaks = np.flatnonzero(np.concatenate(([True], ~certain, [True])))
+        longest = int(np.diff(breaks).max()) - 1
+        if longest < self.config.window:
+            return None
+        return f"{longest} sampled tokens in a row with p > {self.config.prob_threshold}"
+
+    def _repeated_ngrams(self, sample: Sample) -> str | None:
+        limit, size = self.config.ngram_threshold, self.config.ngram_size
+        tokens = sample.token_ids[sample.loss_mask]
+        if limit is None or len(tokens) < size:
+            return None
+        ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)
+        share = 1.0 - len(np.unique(ngrams, axis=0)) / len(ngrams)
+        if share <= limit:
+            return None
+        return f"{share:.2f} of its {size}-grams are repeated, more than {limit}"

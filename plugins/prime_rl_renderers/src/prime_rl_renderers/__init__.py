@@ -1,0 +1,102 @@
+"""Every renderer of the ``renderers`` package, by its own name, and ``auto``.
+
+A renderer turns messages into tokens and back without ever re-rendering a past turn, so that the trainer sees the
+tokens the sampler saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl import ConfigError, PluginConfig, RendererOffer, hookimpl
+
+NAMES = (
+    "custom",
+    "deepseek-r1",
+    "deepseek-v3",
+    "deepseek-v4",
+    "default",
+    "gemma4",
+    "glm-4.5",
+    "glm-5",
+    "glm-5.1",
+    "glm-5.3",
+    "gpt-oss",
+    "hy3",
+    "inkling",
+    "kimi-k2",
+    "kimi-k2.5",
+    "laguna-m.1",
+    "laguna-s-2.1",
+    "laguna-xs-2.1",
+    "laguna-xs.2",
+    "llama-3",
+    "minimax-m2",
+    "nemotron-3",
+    "nemotron-3-ultra",
+    "nemotron-3.5",
+    "prime-qwen3",
+    "qwen3",
+    "qwen3-vl",
+    "qwen3.5",
+    "qwen3.6",
+    "qwen3.8",
+)
+"""What renderers 0.1.12 ships. Written down, because importing the package takes seconds and listing must not;
+a test holds the list against the installed package."""
+
+
+class RendererSettings(PluginConfig):
+    """The fields of the renderer's own config, passed through; it validates them itself."""
+
+    model_config = PluginConfig.model_config | {"extra": "allow"}
+
+
+class NamedRenderer(RendererOffer):
+    """One renderer of the package."""
+
+    config_class = RendererSettings
+
+    def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
+        """The package's config object for this name. Raises ``ConfigError`` on fields it does not have."""
+        from pydantic import TypeAdapter, ValidationError
+        from renderers import RendererConfig
+
+        try:
+            return TypeAdapter(RendererConfig).validate_python({"name": self.name, **fields})
+        except ValidationError as error:
+            problems = "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"orchestrator.renderer ({self.name}): {problems}") from error
+
+
+class AutoRenderer(RendererOffer):
+    """Picks the renderer by the tokenizer's exact id: two models of one architecture may differ in their template."""
+
+    name = "auto"
+    config_class = RendererSettings
+
+    def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
+        """The config of the renderer made for this model. Raises ``ConfigError`` if none is known."""
+        from renderers import config_from_name
+        from renderers.base import MODEL_RENDERER_MAP
+
+        known = MODEL_RENDERER_MAP.get(str(tokenizer_path))
+        if known is None:
+            raise ConfigError(
+                f"orchestrator.renderer: 'auto' knows no renderer for {str(tokenizer_path)!r}: it matches exact model ids "
+                "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to the family's renderer "
+                f"(one of {', '.join(NAMES)})."
+            )
+        return config_from_name(known) if isinstance(known, str) else known
+
+
+def _named(name: str) -> type[RendererOffer]:
+    return type(f"Renderer_{name}", (NamedRenderer,), {"name": name, "__doc__": NamedRenderer.__doc__})
+
+
+@hookimpl
+def register_renderers() -> list[type[RendererOffer]]:
+    """Offer ``auto`` and every renderer by name."""
+    return [AutoRenderer, *map(_named, NAMES)]

@@ -1,0 +1,42 @@
+"""Held against the installed renderers package."""
+
+from pathlib import Path
+from typing import get_args
+
+import prime_rl_renderers
+import pytest
+from prime_rl_renderers import AutoRenderer, register_renderers
+
+from prime_rl import ConfigError, PluginConfig
+
+
+def offer(name):
+    cls = next(cls for cls in register_renderers() if cls.name == name)
+    return cls(PluginConfig())
+
+
+def test_the_list_is_what_the_package_ships():
+    from renderers import RendererConfig
+
+    configs = get_args(get_args(RendererConfig)[0])
+    names = {config.model_fields["name"].default for config in configs} - {"auto"}
+    assert set(prime_rl_renderers.NAMES) == names
+
+
+def test_a_named_renderer_takes_its_own_fields():
+    config = offer("qwen3").build(Path("x"), {"thinking_retention": "all"})
+    assert (config.name, config.thinking_retention) == ("qwen3", "all")
+
+
+def test_an_unknown_field_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"orchestrator.renderer \(qwen3\): .*thinkin"):
+        offer("qwen3").build(Path("x"), {"thinkin": "all"})
+
+
+def test_auto_knows_a_model_by_its_exact_id():
+    assert AutoRenderer(PluginConfig()).build(Path("Qwen/Qwen3-0.6B"), {}).name == "qwen3"
+
+
+def test_auto_refuses_a_folder_and_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"Set orchestrator\.renderer\.name"):
+        AutoRenderer(PluginConfig()).build(Path("/models/mine"), {})

@@ -1,0 +1,27 @@
+"""MaxRL: the centred reward over the group's mean (arXiv:2602.02710).
+
+    A_i = (r_i - mean(r)) / mean(r)          0 where mean(r) <= 0
+
+Up-weights hard examples like 1/p: an unbiased gradient of the maximum-likelihood objective, truncated at the group's
+size.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from prime_rl import Algorithm, Group, hookimpl
+
+
+class MaxRL(Algorithm):
+    """Credit is the reward above the group's mean, relative to that mean."""
+
+    name = "max_rl"
+    group_relative = True
+
+    @hookimpl
+    def score_group(self, group: Group) -> None:
+        """Assign every rollout of the group its centred reward over the group's mean."""
+        mean = fmean(rollout.reward for rollout in group)
+        for rollout in group:
+            rollout.assign_advantages((rollout.reward - mean) / mean if mean > 0 else 0.0)

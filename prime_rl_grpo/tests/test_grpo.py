@@ -1,0 +1,40 @@
+"""Hand-worked credit; golden values of the formulas in the modules' docstrings."""
+
+import pytest
+from prime_rl.testing import check_algorithm, make_group, score
+from prime_rl_grpo import GRPO, MaxRL
+
+from prime_rl import PluginConfig
+
+
+def credit(algorithm, rewards):
+    group = make_group(rewards)
+    score(algorithm, group)
+    return [float(rollout.advantages[0]) for rollout in group]
+
+
+def test_grpo_subtracts_the_group_mean():
+    assert credit(GRPO(PluginConfig()), [1, 0, 1, 0]) == [0.5, -0.5, 0.5, -0.5]
+
+
+def test_grpo_gives_a_lone_survivor_no_credit():
+    assert credit(GRPO(PluginConfig()), [0.7]) == [0.0]
+
+
+def test_grpo_broadcasts_over_the_trainable_tokens_only():
+    group = make_group([1.0, 0.0], prompt=2, completion=3)
+    score(GRPO(PluginConfig()), group)
+    assert group[0].samples[0].advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
+
+
+def test_max_rl_divides_by_the_group_mean():
+    assert credit(MaxRL(PluginConfig()), [1, 0, 0, 0]) == [3, -1, -1, -1]
+
+
+def test_max_rl_gives_no_credit_where_nobody_scored():
+    assert credit(MaxRL(PluginConfig()), [0, 0]) == [0, 0]
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, MaxRL])
+def test_keeps_the_contract(algorithm):
+    check_algorithm(algorithm(PluginConfig()))
