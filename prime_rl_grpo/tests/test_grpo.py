@@ -1,10 +1,10 @@
 """Hand-worked credit; golden values of the formulas in the modules' docstrings."""
 
 import pytest
-from prime_rl.testing import check_algorithm, make_group, score
-from prime_rl_grpo import GRPO, MaxRL
 
 from prime_rl import PluginConfig
+from prime_rl.testing import check_algorithm, make_group, score
+from prime_rl_grpo import GRPO, MaxRL
 
 
 def credit(algorithm, rewards):

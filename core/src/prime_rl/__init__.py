@@ -29,4 +29,3 @@ from prime_rl.plugins.hookspecs import hookimpl as hookimpl
 from prime_rl.rollout import Group as Group
 from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample
-

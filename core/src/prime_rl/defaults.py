@@ -1,4 +1,5 @@
-"""Core's own plugins, loaded by the same road as anyone's: the standard sampler and the file monitor."""
+"""Core's own plugins, loaded by the same road as anyone's: the standard sampler and the file
+monitor."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ ROLES = ("system", "user", "assistant", "tool")
 """Message roles; a token's role is its index here, -1 where nobody knows."""
 
 STREAMS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
-"""The optional per-token streams. Absent: rl weighs 1.0 on every trainable token, the others nothing."""
+"""The optional per-token streams. Absent: rl weighs 1.0 on every trainable token, the others
+nothing."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,10 +39,12 @@ class Sample:
     loss_mask: BoolColumn
     """True where the policy sampled the token and it is to be trained."""
     inference_logprobs: FloatColumn
-    """log μ under the policy that sampled the token, at the temperature it was sampled at; 0.0 off the mask."""
+    """log μ under the policy that sampled the token, at the temperature it was sampled at; 0.0 off
+    the mask."""
     temperature: float = 1.0
     roles: npt.NDArray[np.int8] | None = None
-    """Index into ``ROLES`` of the message each token belongs to, -1 unknown. None: no attribution."""
+    """Index into ``ROLES`` of the message each token belongs to, -1 unknown. None: no attribution.
+    """
     is_content: BoolColumn | None = None
     """True on a message's body, False on the chat template's scaffold. None: no attribution."""
     policy_versions: IntColumn | None = None
@@ -76,7 +79,7 @@ class Sample:
 
     def freeze(self) -> None:
         """Make every column read-only: from here on the sample is what the trainer will see."""
-        for name in ("token_ids", "loss_mask", "inference_logprobs", *_OPTIONAL):
+        for name in COLUMNS:
             if (column := getattr(self, name)) is not None:
                 column.flags.writeable = False
 
@@ -87,6 +90,9 @@ _OPTIONAL: Mapping[str, type] = {
     "policy_versions": np.int32,
     **dict.fromkeys(STREAMS, np.float32),
 }
+
+COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", *_OPTIONAL)
+"""Every per-token column a sample may carry."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -138,9 +144,10 @@ class Rollout:
     def assign_advantages(self, credit: float | Values) -> None:
         """Write per-token credit.
 
-        ``credit`` is one number (for every trainable token), one value per trainable token [C], or one per token
-        [N] with 0.0 off the mask; the list forms are told apart by length. Raises ``StreamError`` on any other
-        length, on a value that is not finite, and on credit off the mask.
+        ``credit`` is one number (for every trainable token), one value per trainable token [C], or
+        one per token [N] with 0.0 off the mask; the list forms are told apart by length. Raises
+        ``StreamError`` on any other length, on a value that is not finite, and on credit off the
+        mask.
         """
         self._check_open("advantages")
         values = np.asarray(credit, np.float32)
@@ -153,12 +160,14 @@ class Rollout:
         self._write("advantages", values, off_mask_must_be_zero=True)
 
     def assign_ref_logprobs(self, values: Values) -> None:
-        """Write a reference model's log-probabilities: one per trainable token [C] or one per token [N]."""
+        """Write a reference model's log-probabilities: one per trainable token [C] or one per token
+        [N]."""
         self._check_open("ref_logprobs")
         self._write("ref_logprobs", np.asarray(values, np.float32))
 
     def assign_weights(self, component: LossComponent, values: Values) -> None:
-        """Write one component's weights: one per trainable token [C] or one per token [N]. 0.0 leaves a token out."""
+        """Write one component's weights: one per trainable token [C] or one per token [N]. 0.0
+        leaves a token out."""
         name = f"{component}_weights"
         self._check_open(name)
         self._write(name, np.asarray(values, np.float32))
@@ -182,8 +191,10 @@ class Rollout:
             values[mask] = compact
         elif off_mask_must_be_zero and values[~mask].any():
             raise StreamError(
-                f"{self._where(name)}: got credit on {int((values[~mask] != 0).sum())} tokens the policy did not "
-                "sample; expected 0.0 there. To train env-provided tokens use the hook observation_weights."
+                f"{self._where(name)}: got credit on {int((values[~mask] != 0).sum())} tokens the "
+                "policy did not "
+                "sample; expected 0.0 there. To train env-provided tokens use the hook "
+                "observation_weights."
             )
         start = 0
         for sample in self.samples:
@@ -193,7 +204,8 @@ class Rollout:
     def _check_open(self, name: str) -> None:
         if self.frozen:
             raise StreamError(
-                f"{self._where(name)} are frozen: the rollout is stamped. Assign credit in score_rollout or score_group."
+                f"{self._where(name)} are frozen: the rollout is stamped. Assign credit in "
+                "score_rollout or score_group."
             )
 
     def _where(self, name: str) -> str:

@@ -1,4 +1,5 @@
-"""What a plugin's own tests need: small rollouts, real hook calls, and the promises every algorithm keeps."""
+"""What a plugin's own tests need: small rollouts, real hook calls, and the promises every algorithm
+keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def make_rollout(
     env: str = "test",
     group_id: int = 0,
 ) -> Rollout:
-    """One rollout of one sample: ``prompt`` user tokens, ``completion`` sampled ones, then ``tool`` observed ones."""
+    """One rollout of one sample: ``prompt`` user tokens, ``completion`` sampled ones, then ``tool``
+    observed ones."""
     roles = ["user"] * prompt + ["assistant"] * completion + ["tool"] * tool
     mask = np.array([role == "assistant" for role in roles], np.bool_)
     sample = Sample(
@@ -60,7 +62,8 @@ def score(algorithm: Algorithm, group: Group, *plugins: object) -> None:
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """The promises every algorithm keeps, whatever its signal. Raises ``AssertionError`` naming the broken one."""
+    """The promises every algorithm keeps, whatever its signal. Raises ``AssertionError`` naming the
+    broken one."""
     for rewards in ([1.0, 0.0], [1.0, 1.0], [0.0, 0.0], [0.5]):  # mixed, tied, all failed, alone
         group = make_group(rewards, tool=2)
         score(algorithm, group)

@@ -1,8 +1,11 @@
-"""A tiny Qwen3 with random weights, and micro batches to feed it."""
+"""A tiny Qwen3 with random weights, and micro batches to feed it.
+
+Tests are imported without a package, so what they share comes as fixtures that are functions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +39,16 @@ def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
 
 @pytest.fixture
-def model() -> PreTrainedModel:
-    """The tiny model with the trainer's attention."""
+def make_model() -> Callable[..., PreTrainedModel]:
+    """The tiny model with the trainer's attention, in double precision for exact comparisons."""
     register()
-    tiny = tiny_qwen3()
-    tiny.set_attn_implementation(NAMES["varlen"])
-    return tiny
+
+    def make(attention: str = "varlen", **changes: Any) -> PreTrainedModel:
+        tiny = tiny_qwen3(**changes).double()
+        tiny.set_attn_implementation({**NAMES, "sdpa": "sdpa"}[attention])
+        return tiny
+
+    return make
 
 
 @pytest.fixture
@@ -54,7 +61,7 @@ def model_dir(tmp_path: Path) -> Path:
     return directory
 
 
-def make_micro_batch(
+def _pack(
     documents: Sequence[Sequence[int]],
     *,
     prompt: int = 1,
@@ -79,7 +86,19 @@ def make_micro_batch(
     )
 
 
-def random_documents(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+def _random_documents(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
     """Random token ids."""
     rng = np.random.default_rng(seed)
     return [rng.integers(1, VOCAB, length).tolist() for length in lengths]
+
+
+@pytest.fixture
+def pack() -> Callable[..., MicroBatch]:
+    """Documents to a micro batch."""
+    return _pack
+
+
+@pytest.fixture
+def random_documents() -> Callable[..., list[list[int]]]:
+    """Lengths to documents of random tokens."""
+    return _random_documents

@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import get_args
 
-import prime_rl_renderers
 import pytest
-from prime_rl_renderers import AutoRenderer, register_renderers
 
+import prime_rl_renderers
 from prime_rl import ConfigError, PluginConfig
+from prime_rl_renderers import AutoRenderer, register_renderers
 
 
 def offer(name):

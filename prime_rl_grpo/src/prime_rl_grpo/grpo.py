@@ -2,8 +2,8 @@
 
     A_i = r_i - mean(r)          on every trainable token of rollout i
 
-Changed from the paper: 1. the mean is over the rollouts that survived, so a group with a failed member is a smaller
-group; 2. the loss divides by the step's token count, not by a constant length.
+Changed from the paper: 1. the mean is over the rollouts that survived, so a group with a failed
+member is a smaller group; 2. the loss divides by the step's token count, not by a constant length.
 """
 
 from __future__ import annotations

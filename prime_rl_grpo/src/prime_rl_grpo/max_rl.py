@@ -2,8 +2,8 @@
 
     A_i = (r_i - mean(r)) / mean(r)          0 where mean(r) <= 0
 
-Up-weights hard examples like 1/p: an unbiased gradient of the maximum-likelihood objective, truncated at the group's
-size.
+Up-weights hard examples like 1/p: an unbiased gradient of the maximum-likelihood objective,
+truncated at the group's size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The command line, one module a command group. Nothing heavy is imported before a command needs it."""
+"""The command line, one module a command group. Nothing heavy is imported before a command needs
+it."""
 
 from __future__ import annotations
 

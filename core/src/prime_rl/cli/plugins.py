@@ -19,7 +19,8 @@ def group() -> None:
 def list_plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Every installed plugin: distribution, version, what it offers, which hooks it implements and wraps."""
+    """Every installed plugin: distribution, version, what it offers, which hooks it implements and
+    wraps."""
     rows = inventory()
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -66,7 +67,8 @@ def _offers_by_plugin(hooks: Any) -> dict[str, dict[str, list[str]]]:
 
 def _hooks_of(hooks: Any, name: str) -> tuple[list[str], list[str]]:
     """Hooks a plugin implements beyond registration, and hooks it wraps."""
-    implements, wraps = [], []
+    implements: list[str] = []
+    wraps: list[str] = []
     for caller in hooks.get_hookcallers(hooks.get_plugin(name)) or []:
         for impl in caller.get_hookimpls():
             if impl.plugin_name == name and not caller.name.startswith("register_"):

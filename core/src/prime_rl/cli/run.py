@@ -16,7 +16,7 @@ def run(
         list[str],
         typer.Argument(
             metavar="CONFIG.toml... [--dotted.key VALUE]...",
-            help="TOML files, composed left to right; then overrides such as --trainer.optim.lr 1e-4.",
+            help="TOML files, composed left to right, then overrides: --trainer.optim.lr 1e-4.",
         ),
     ],
     dry_run: Annotated[

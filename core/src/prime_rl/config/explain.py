@@ -1,4 +1,5 @@
-"""Turn pydantic's findings into lines a person can act on: where, what was found, what was expected."""
+"""Turn pydantic's findings into lines a person can act on: where, what was found, what was
+expected."""
 
 from __future__ import annotations
 
@@ -15,11 +16,15 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
 
 def _line(problem: Any, model: type[BaseModel], where: str) -> str:
     location = tuple(problem["loc"])
-    place = ".".join(str(part) for part in ((where,) if where else ()) + location) or "configuration"
+    place = (
+        ".".join(str(part) for part in ((where,) if where else ()) + location) or "configuration"
+    )
     if problem["type"] == "extra_forbidden":
         known = sorted(_fields_at(model, location[:-1]))
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'none'}"
+        hint = (
+            f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'none'}"
+        )
         return f"{place}: unknown key; {hint}"
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"
@@ -28,7 +33,8 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
-    """The field names of the table at ``location``, following nested models and tuples of models."""
+    """The field names of the table at ``location``, following nested models and tuples of
+    models."""
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):

@@ -10,7 +10,8 @@ from prime_rl.config.base import Settings
 
 
 class InferenceConfig(Settings):
-    """``[inference]``: the engine. A table of the engine's name holds the settings it brings along."""
+    """``[inference]``: the engine. A table of the engine's name holds the settings it brings
+    along."""
 
     model_config = Settings.model_config | {"extra": "allow"}
 

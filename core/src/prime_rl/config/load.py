@@ -1,7 +1,8 @@
 """From TOML files and command-line overrides to a ``RunConfig``.
 
-Files compose left to right: tables merge key by key, lists are replaced whole. ``--dotted.key value`` comes last;
-a number in the path (``--orchestrator.train.env.0.group_size 4``) names an entry of a list.
+Files compose left to right: tables merge key by key, lists are replaced whole. ``--dotted.key
+value`` comes last; a number in the path (``--orchestrator.train.env.0.group_size 4``) names an
+entry of a list.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from prime_rl.plugins.errors import ConfigError
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConfig:
-    """Read, compose, override and validate. Raises ``ConfigError`` that says which file or key and why."""
+    """Read, compose, override and validate. Raises ``ConfigError`` that says which file or key and
+    why."""
     table: dict[str, Any] = {}
     for file in files:
         table = merge(table, read_toml(file))
@@ -52,7 +54,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """``["--a.b-c", "3", "--flag", "--no-other"]`` -> ``[(["a", "b_c"], 3), (["flag"], True), (["other"], False)]``."""
+    """``["--a.b-c", "3", "--flag", "--no-other"]`` -> ``[(["a", "b_c"], 3), (["flag"], True),
+    (["other"], False)]``."""
     result: list[tuple[list[str], Any]] = []
     rest = list(arguments)
     while rest:
@@ -74,7 +77,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value (number, bool, list, inline table); ``None`` is null; anything else is a string."""
+    """A TOML value (number, bool, list, inline table); ``None`` is null; anything else is a
+    string."""
     if text == "None":
         return None
     try:
@@ -84,7 +88,8 @@ def parse_value(text: str) -> Any:
 
 
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Write ``value`` at a dotted path. Raises ``ConfigError`` if the path runs through something not a table."""
+    """Write ``value`` at a dotted path. Raises ``ConfigError`` if the path runs through something
+    not a table."""
     *parents, last = path
     current: Any = table
     for depth, part in enumerate(parents):
@@ -103,6 +108,7 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 def _index(entries: list[Any], part: str, path: Sequence[str]) -> int:
     if not part.isdigit() or int(part) >= len(entries):
         raise ConfigError(
-            f"--{'.'.join(path)}: expected the number of an entry, 0 to {len(entries) - 1}, got {part!r}"
+            f"--{'.'.join(path)}: expected the number of an entry, 0 to {len(entries) - 1}, got "
+            f"{part!r}"
         )
     return int(part)

@@ -10,7 +10,8 @@ from prime_rl.config.base import Settings
 
 
 class PluginTable(Settings):
-    """A table whose ``type`` names an installed plugin class; its other keys belong to that class."""
+    """A table whose ``type`` names an installed plugin class; its other keys belong to that
+    class."""
 
     model_config = Settings.model_config | {"extra": "allow"}
 
@@ -44,7 +45,8 @@ class FilterConfig(PluginTable):
 
 
 class SamplingConfig(Settings):
-    """How rollouts are sampled. Training needs the distribution whole: no top_p, top_k or min_p here."""
+    """How rollouts are sampled. Training needs the distribution whole: no top_p, top_k or min_p
+    here."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     max_completion_tokens: PositiveInt | None = None
@@ -64,8 +66,8 @@ class EvalSamplingConfig(Settings):
     extra_body: dict[str, Any] = {}
 
 
-class EnvConfig(Settings):
-    """``[[orchestrator.train.env]]``: one verifiers environment."""
+class SourceConfig(Settings):
+    """One verifiers environment, to train on or to evaluate with."""
 
     id: str
     """The taskset's id, as verifiers resolves it."""
@@ -75,14 +77,6 @@ class EnvConfig(Settings):
     """The taskset's own settings."""
     harness: dict[str, Any] | None = None
     """The verifiers harness (``id`` and its settings). None: the one the taskset brings."""
-    algo: AlgoConfig | None = None
-    """This env's algorithm. None: ``[orchestrator.algo]``."""
-    ratio: PositiveFloat | None = None
-    """Share of groups, relative to the other envs' ratios."""
-    group_size: PositiveInt | None = None
-    """None: ``orchestrator.group_size``."""
-    sampling: SamplingConfig | None = None
-    """None: ``[orchestrator.train.sampling]``."""
     timeout: PositiveFloat | None = 600.0
     """Seconds one rollout may take before it counts as failed. None: no bound."""
     max_turns: PositiveInt | None = None
@@ -93,14 +87,28 @@ class EnvConfig(Settings):
         return self.name or self.id
 
 
-class EvalEnvConfig(EnvConfig):
-    """``[[orchestrator.eval.env]]``: held-out examples of one environment."""
+class EnvConfig(SourceConfig):
+    """``[[orchestrator.train.env]]``: an environment to train on."""
+
+    algo: AlgoConfig | None = None
+    """This env's algorithm. None: ``[orchestrator.algo]``."""
+    ratio: PositiveFloat | None = None
+    """Share of groups, relative to the other envs' ratios. None: 1."""
+    group_size: PositiveInt | None = None
+    """None: ``orchestrator.group_size``."""
+    sampling: SamplingConfig | None = None
+    """None: ``[orchestrator.train.sampling]``."""
+
+
+class EvalEnvConfig(SourceConfig):
+    """``[[orchestrator.eval.env]]``: held-out examples, before the first and after the last step."""
 
     num_examples: PositiveInt = 64
     """How many examples are evaluated, from the first."""
-    group_size: PositiveInt | None = 1
+    group_size: PositiveInt = 1
     """Rollouts an example; the reward reported is their mean."""
-    sampling: EvalSamplingConfig | None = None  # type: ignore[assignment]
+    sampling: EvalSamplingConfig | None = None
+    """None: ``[orchestrator.eval.sampling]``."""
 
 
 class TrainConfig(Settings):
@@ -115,8 +123,6 @@ class EvalConfig(Settings):
 
     env: tuple[EvalEnvConfig, ...] = ()
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    interval: PositiveInt | None = None
-    """Evaluate every so many steps. None: before the first and after the last step only."""
 
 
 class RendererConfig(Settings):
@@ -143,7 +149,8 @@ class OrchestratorConfig(Settings):
     max_off_policy_steps: NonNegativeInt = 8
     """How many versions behind the weights it trains a rollout may be, counted from its start."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups in flight, as a multiple of what the batch still needs, so that filters do not starve it."""
+    """Groups in flight, as a multiple of what the batch still needs, so that filters do not starve
+    it."""
     max_inflight_rollouts: PositiveInt | None = None
     """Bound on rollouts being sampled at once. None: ``batch_size * oversampling_factor``."""
     algo: AlgoConfig = AlgoConfig()
@@ -156,7 +163,8 @@ class OrchestratorConfig(Settings):
         FilterConfig(type="repetition", enforce=False),
         FilterConfig(type="zero_advantage", enforce=False),
     )
-    """Asked when a group is scored; what they enforce takes no place in the batch. Setting it replaces it."""
+    """Asked when a group is scored; what they enforce takes no place in the batch. Setting it
+    replaces it."""
     post_batch_filters: tuple[FilterConfig, ...] = (
         FilterConfig(type="gibberish", enforce=False),
         FilterConfig(type="repetition", enforce=False),

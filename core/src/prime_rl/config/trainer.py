@@ -27,7 +27,8 @@ class SchedulerConfig(Settings):
     """``[trainer.scheduler]``: the learning rate over steps."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
-    """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to ``max_steps``."""
+    """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to ``max_steps``.
+    """
     warmup_steps: NonNegativeInt = 0
     decay_steps: NonNegativeInt | None = None
     """Steps of the final decay of ``linear``. None: everything after warm-up."""
@@ -36,7 +37,8 @@ class SchedulerConfig(Settings):
 
 
 class LossConfig(Settings):
-    """``[trainer.loss]``: the loss of the rl component. Its other keys belong to the loss plugin."""
+    """``[trainer.loss]``: the loss of the rl component. Its other keys belong to the loss
+    plugin."""
 
     model_config = Settings.model_config | {"extra": "allow"}
 

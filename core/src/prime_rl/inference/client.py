@@ -35,13 +35,15 @@ class EngineAdmin:
             while not await self._healthy(url):
                 if time.monotonic() > deadline:
                     raise EngineError(
-                        f"engine {url} is not healthy after {timeout:.0f} s (inference.ready_timeout). "
+                        f"engine {url} is not healthy after {timeout:.0f} s "
+                        "(inference.ready_timeout). "
                         "Its log is logs/latest/inference.log of the run directory."
                     )
                 await asyncio.sleep(0.1)
 
     async def update_weights(self, weight_dir: Path, version: int) -> float:
-        """Load published weights into every engine while their requests wait. Returns the seconds it took."""
+        """Load published weights into every engine while their requests wait. Returns the seconds
+        it took."""
         start = time.perf_counter()
         await self._everywhere("/pause", params={"mode": "keep", "clear_cache": "false"})
         try:
@@ -77,4 +79,6 @@ class EngineAdmin:
                 f"engine {url} did not answer {route}: {type(error).__name__} {error}"
             ) from error
         if not answer.is_success:
-            raise EngineError(f"engine {url} refused {route}: {answer.status_code} {answer.text[:500]}")
+            raise EngineError(
+                f"engine {url} refused {route}: {answer.status_code} {answer.text[:500]}"
+            )

@@ -18,7 +18,8 @@ class Console:
         """One finished batch."""
         name = "train/agg/all"
         log.info(
-            "Step %d/%d | %.2fs | Reward %.4f | Turns %.1f | Max Off-Policy %.0f | Dropped %.1f%% | Truncation %.1f%%",
+            "Step %d/%d | %.2fs | Reward %.4f | Turns %.1f | Max Off-Policy %.0f | Dropped %.1f%% "
+            "| Truncation %.1f%%",
             step,
             self._max_steps,
             metrics.get("time/step", 0.0),

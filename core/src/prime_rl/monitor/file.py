@@ -1,4 +1,5 @@
-"""``metrics.jsonl``: one line a step and process, ``{"step": 3, "time": ..., "train/all/reward/mean": 0.6, ...}``."""
+"""``metrics.jsonl``: one line a step and process, ``{"step": 3, "time": ...,
+"train/all/reward/mean": 0.6, ...}``."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class FileMonitor(Monitor):
         self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line; a value that is not finite becomes null, because JSON has no name for it."""
+        """Write one line; a value that is not finite becomes null, because JSON has no name for
+        it."""
         finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}
         self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
 

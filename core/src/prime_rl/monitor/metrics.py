@@ -28,7 +28,8 @@ def describe(values: Sequence[float], name: str) -> Reduced:
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], subset: str, prefix: str = "train") -> Reduced:
-    """Reward, lengths and turns of some rollouts, over all envs (``agg``) and each env by itself."""
+    """Reward, lengths and turns of some rollouts, over all envs (``agg``) and each env by
+    itself."""
     by_env: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         by_env[rollout.env].append(rollout)
@@ -39,7 +40,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], subset: str, prefix: str = "tra
 
 
 def _one_env(rollouts: Sequence[Rollout], name: str) -> Reduced:
-    columns = {
+    columns: dict[str, Sequence[float]] = {
         "reward": [rollout.reward for rollout in rollouts],
         "num_total_tokens": [rollout.num_tokens for rollout in rollouts],
         "num_input_tokens": [rollout.num_input_tokens for rollout in rollouts],
@@ -70,7 +71,13 @@ def group_metrics(groups: Iterable[Sequence[float]], name: str) -> Reduced:
     """Shares of groups whose rewards are all zero, all one, or neither."""
     kinds: Counter[str] = Counter()
     for rewards in groups:
-        kinds["solved_none" if not any(rewards) else "solved_all" if min(rewards) >= 1 else "solved_some"] += 1
+        kinds[
+            "solved_none"
+            if not any(rewards)
+            else "solved_all"
+            if min(rewards) >= 1
+            else "solved_some"
+        ] += 1
     total = sum(kinds.values())
     names = ("solved_none", "solved_all", "solved_some")
     return {f"{name}/{kind}": kinds[kind] / total for kind in names} if total else {}

@@ -1,1 +1,2 @@
-"""The orchestrator: samples rollouts, credits them, filters, packs and ships them. Imports no torch and no trainer."""
+"""The orchestrator: samples rollouts, credits them, filters, packs and ships them. Imports no torch
+and no trainer."""

@@ -16,7 +16,7 @@ from prime_rl.orchestrator import build
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.summary import write_summary
 from prime_rl.plugins.errors import PrimeRLError
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.run.launch import ADMIN_KEY, Launch, wait_for_model
 from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.status import Status
@@ -71,13 +71,13 @@ async def _build(
     run_dir: Path,
     config: RunConfig,
     launch: Launch,
-    hooks: build.Hooks,
+    hooks: Hooks,
     status: Status,
 ) -> Orchestrator:
     envs = build.build_train_envs(config, hooks, launch)
     eval_envs = build.build_eval_envs(config, hooks, launch)
-    for env in [*envs, *eval_envs]:
-        await stack.enter_async_context(env.environment)
+    for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
+        await stack.enter_async_context(environment)
     for env in envs:
         stack.push_async_callback(env.algorithm.close)
         await env.algorithm.setup()

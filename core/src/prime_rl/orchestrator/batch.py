@@ -1,4 +1,5 @@
-"""From scored groups to a batch: first in first out, stale ones out, filters asked, the size kept by back-fill."""
+"""From scored groups to a batch: first in first out, stale ones out, filters asked, the size kept
+by back-fill."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ class BatchAssembler:
                 self._reasons.clear()
 
     def staleness(self, rollout: Rollout) -> int:
-        """Versions between the weights this batch trains and those the rollout started under, queue time included."""
+        """Versions between the weights this batch trains and those the rollout started under, queue
+        time included."""
         return (self.batch.step - 1) - rollout.policy_version
 
     def take(self) -> Batch:
@@ -107,7 +109,9 @@ class BatchAssembler:
         if self._fruitless >= self._patience:
             reasons = ", ".join(f"{name} {n}" for name, n in self._reasons.most_common())
             raise RunError(
-                f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to train ({reasons}). "
-                "If zero_advantage drops them, every group's rewards are equal: the task is too easy or too hard for "
+                f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "
+                f"train ({reasons}). "
+                "If zero_advantage drops them, every group's rewards are equal: the task is too "
+                "easy or too hard for "
                 "the policy. orchestrator.max_empty_batches sets the patience."
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.orchestrator import EnvConfig, EvalSamplingConfig, SamplingConfig
+from prime_rl.config.orchestrator import EvalSamplingConfig, SamplingConfig, SourceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.batch import BatchAssembler
 from prime_rl.orchestrator.env import Environment, EnvSettings, ModelEndpoint, SamplingSettings
@@ -99,7 +99,7 @@ def build_eval_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[Eva
     ]
 
 
-def _environment(env: EnvConfig, renderer: Any, launch: Launch) -> Environment:
+def _environment(env: SourceConfig, renderer: Any, launch: Launch) -> Environment:
     return Environment(
         EnvSettings(
             id=env.id,

@@ -1,11 +1,13 @@
 """Keeps rollouts in flight: whole groups, bounded, never further ahead of the weights than allowed.
 
-Each dispatched rollout is accounted for exactly once: it arrives finished, it arrives failed, or its group is
-cancelled. A group is handed on when all its members are accounted for; a stale group is voided whole.
+Each dispatched rollout is accounted for exactly once: it arrives finished, it arrives failed, or
+its group is cancelled. A group is handed on when all its members are accounted for; a stale group
+is voided whole.
 
-Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the present version.
-With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag = min(max_off_policy_steps, LEAD)``: while step n
-trains (v = n - 1), batch n + 1 is sampled. ``max_off_policy_steps = 0`` is the synchronous run.
+Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the
+present version. With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag =
+min(max_off_policy_steps, LEAD)``: while step n trains (v = n - 1), batch n + 1 is sampled.
+``max_off_policy_steps = 0`` is the synchronous run.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class OpenGroup:
     example_index: int
     size: int
     policy_version: int
-    """The version when it was opened; its prefix cache is salted with it and its staleness counts from it."""
+    """The version when it was opened; its prefix cache is salted with it and its staleness counts
+    from it."""
     members: dict[int, Member] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     cancelled: bool = False
@@ -111,12 +114,13 @@ class Dispatcher:
         return sum(len(group.tasks) for group in self._open.values())
 
     def wake(self) -> None:
-        """Something changed that may let more groups open: a version, a batch shipped, a rollout dropped."""
+        """Something changed that may let more groups open: a version, a batch shipped, a rollout
+        dropped."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Open groups whenever the pace allows it, until cancelled. Raises what a member raised: a bug, or a
-        plugin's exception; failures of an environment are data and raise nothing."""
+        """Open groups whenever the pace allows it, until cancelled. Raises what a member raised: a
+        bug, or a plugin's exception; failures of an environment are data and raise nothing."""
         while self._crash is None:
             while self.room() > 0:
                 self._open_group()
@@ -125,13 +129,15 @@ class Dispatcher:
         raise self._crash
 
     def room(self) -> int:
-        """How many more rollouts may be dispatched now (a group is opened while this is positive)."""
+        """How many more rollouts may be dispatched now (a group is opened while this is
+        positive)."""
         pace = self._pace()
         last_batch = min(self._version() + 1 + self._lag, pace.max_steps)
         batches = last_batch - pace.step + 1
         if batches <= 0:
             return 0
-        # A group counts whole until it is handed on: members that came back early still belong to its batch.
+        # A group counts whole until it is handed on: members that came back early still belong to
+        # its batch.
         committed = pace.buffered + sum(group.size for group in self._open.values())
         wanted = int(batches * pace.batch_size * self._oversampling) - committed
         return min(wanted, self._max_inflight - self.num_inflight)
@@ -162,7 +168,8 @@ class Dispatcher:
         self._wake.set()
 
     async def drop_stale(self, version: int) -> int:
-        """Void the groups in flight that would be too old for any batch trained on ``version``; returns how many rollouts."""
+        """Void the groups in flight that would be too old for any batch trained on ``version``;
+        returns how many rollouts."""
         oldest = version - self._max_off_policy
         stale = [group for group in self._open.values() if group.policy_version < oldest]
         for group in stale:

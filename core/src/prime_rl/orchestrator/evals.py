@@ -64,7 +64,8 @@ async def evaluate(
     max_inflight: int,
     progress: Callable[[float], None],
 ) -> EvalResult:
-    """Run ``num_examples * group_size`` rollouts at one policy version; a failed one counts as reward 0."""
+    """Run ``num_examples * group_size`` rollouts at one policy version; a failed one counts as
+    reward 0."""
     count = env.num_examples
     if env.environment.num_examples is not None:
         count = min(count, env.environment.num_examples)

@@ -1,4 +1,5 @@
-"""Filter slots: everyone is asked about every rollout, every objection is counted, a monitoring filter hides nobody."""
+"""Filter slots: everyone is asked about every rollout, every objection is counted, a monitoring
+filter hides nobody."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from prime_rl.rollout import Rollout
 
 @dataclass(frozen=True)
 class _Asked:
-    """One participant: a filter of the slot, or an installed plugin that implements ``filter_rollout``."""
+    """One participant: a filter of the slot, or an installed plugin that implements
+    ``filter_rollout``."""
 
     name: str
     enforce: bool
@@ -58,7 +60,8 @@ class FilterSlot:
         return drop
 
     def take_metrics(self) -> dict[str, float]:
-        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``; the counters start anew."""
+        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``; the counters
+        start anew."""
         seen = max(self.seen, 1)
         metrics = {
             f"filters/{self.label}/{asked.name}": self.objections[asked.name] / seen

@@ -1,17 +1,17 @@
-"""The loop. Read this first: eight words go by, each a module of this package or the process it names.
+"""The loop. Read this first: eight words go by, each a module of this package or the process it
+names.
 
     sampler -> rollout -> algorithm -> filters -> packer -> wire -> trainer -> weights
        ^                                                                         |
        +-------------------------------------------------------------------------+
 
-    sampler    ``sampler.next_example`` says which example of which env; ``dispatcher`` opens a group for it
-    rollout    ``env`` runs the episodes against the engine; ``trajectory`` cuts them into samples
-    algorithm  ``scoring``: score_rollout as one arrives, score_group when its siblings are there
-    filters    ``batch``: pre- and post-batch slots, staleness, back-fill
-    packer     ``packer``: samples laid end to end in rows
-    wire       ``prime_rl.wire``: binary columns to the trainer
-    trainer    another process; algorithm-blind
-    weights    ``policy``: the watcher swaps each new version in while rollouts go on
+    sampler    ``sampler.next_example`` says which example of which env; ``dispatcher`` opens a
+    group for it rollout    ``env`` runs the episodes against the engine; ``trajectory`` cuts them
+    into samples algorithm  ``scoring``: score_rollout as one arrives, score_group when its siblings
+    are there filters    ``batch``: pre- and post-batch slots, staleness, back-fill packer
+    ``packer``: samples laid end to end in rows wire       ``prime_rl.wire``: binary columns to the
+    trainer trainer    another process; algorithm-blind weights    ``policy``: the watcher swaps
+    each new version in while rollouts go on
 
 While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it holds.
 """
@@ -148,7 +148,8 @@ class Orchestrator:
         self._log_step(batch, len(frames[0]))
 
     async def _take_in(self, group: OpenGroup) -> None:
-        """A complete group: its survivors are credited, stamped and compete for a place in the batch."""
+        """A complete group: its survivors are credited, stamped and compete for a place in the
+        batch."""
         env, rollouts = self.envs[group.env_index], group.survivors
         failed = group.size - sum(member.ok for member in group.members.values())
         if failed:
@@ -243,7 +244,8 @@ class Orchestrator:
     # -- weights --------------------------------------------------------------------------------
 
     async def _on_version_pending(self, version: int) -> None:
-        """Before the engines pause: what would be too old anyway is cancelled, so that nobody waits for it."""
+        """Before the engines pause: what would be too old anyway is cancelled, so that nobody waits
+        for it."""
         self.progress.stale += await self.dispatcher.drop_stale(version)
 
     def _on_version(self, version: int) -> None:
@@ -286,7 +288,9 @@ class Orchestrator:
         return arrival.result()
 
     async def _or_crash(
-        self, task: asyncio.Task[OpenGroup] | asyncio.Task[None], background: Sequence[asyncio.Task[None]]
+        self,
+        task: asyncio.Task[OpenGroup] | asyncio.Task[None],
+        background: Sequence[asyncio.Task[None]],
     ) -> None:
         """Until ``task`` is done; if a background task dies first, raise what it died of."""
         try:

@@ -1,8 +1,9 @@
 """Lay samples end to end in rows of bounded length: best-fit decreasing.
 
-Longest sample first, each into the fullest row that still has room; rows are kept sorted by free space, so a row is
-found by bisection. Samples of any mix of algorithms share a row: a stream that some member carries is filled for the
-others with what its absence means (rl 1.0, everything else 0.0).
+Longest sample first, each into the fullest row that still has room; rows are kept sorted by free
+space, so a row is found by bisection. Samples of any mix of algorithms share a row: a stream that
+some member carries is filled for the others with what its absence means (rl 1.0, everything else
+0.0).
 
 Shapes: T = tokens of a row, S = its sequences.
 """
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.plugins.errors import StreamError
-from prime_rl.rollout import STREAMS, Sample
+from prime_rl.rollout import COLUMNS, STREAMS, Sample
 from prime_rl.wire import MicroBatch
 
 FILL = {"rl_weights": 1.0}
@@ -25,15 +26,19 @@ FILL = {"rl_weights": 1.0}
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of ``lengths`` by row, no row over ``capacity``. Raises ``StreamError`` if one alone is over it."""
+    """Indices of ``lengths`` by row, no row over ``capacity``. Raises ``StreamError`` if one alone
+    is over it."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if order and lengths[order[0]] > capacity:
         raise StreamError(
-            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise seq_len or "
+            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise "
+            "seq_len or "
             "trainer.micro_batch_tokens, or truncate before packing."
         )
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted: the fullest row that fits is the first not below
+    room: list[
+        tuple[int, int]
+    ] = []  # (free tokens, row), sorted: the fullest row that fits is the first not below
     for index in order:
         length = lengths[index]
         at = bisect_left(room, (length, -1))
@@ -50,7 +55,8 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[MicroBatch]:
-    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Columns stay aligned (asserted)."""
+    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Columns stay aligned
+    (asserted)."""
     rows = plan_rows([len(sample) for sample in samples], capacity)
     return [_row([samples[i] for i in row], [envs[i] for i in row]) for row in rows]
 
@@ -88,9 +94,8 @@ def truncate(sample: Sample, limit: int) -> Sample:
     """The first ``limit`` tokens of a sample, every column alike."""
     if len(sample) <= limit:
         return sample
-    cut = {
+    cut: dict[str, Any] = {
         name: None if (column := getattr(sample, name)) is None else column[:limit]
-        for name in ("token_ids", "loss_mask", "inference_logprobs", "roles", "is_content")
-        + ("policy_versions", *STREAMS)
+        for name in COLUMNS
     }
     return Sample(**cut, temperature=sample.temperature)

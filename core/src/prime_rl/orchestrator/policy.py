@@ -1,4 +1,5 @@
-"""The live policy: which version samples now, and the watcher that swaps new weights in while rollouts go on."""
+"""The live policy: which version samples now, and the watcher that swaps new weights in while
+rollouts go on."""
 
 from __future__ import annotations
 
@@ -39,14 +40,16 @@ class Policy:
             self._changed.notify_all()
 
     async def wait_for(self, version: int, timeout: float) -> None:
-        """Until the engines sample from ``version`` or a later one. Raises ``RunError`` after ``timeout`` seconds."""
+        """Until the engines sample from ``version`` or a later one. Raises ``RunError`` after
+        ``timeout`` seconds."""
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout):
                     await self._changed.wait_for(lambda: self.version >= version)
             except TimeoutError:
                 raise RunError(
-                    f"waited {timeout:.0f} s for weights of version {version}, the engines have {self.version}. "
+                    f"waited {timeout:.0f} s for weights of version {version}, the engines have "
+                    f"{self.version}. "
                     "See logs/latest/trainer.log; orchestrator.weights_timeout sets the bound."
                 ) from None
 
@@ -116,7 +119,8 @@ class TrainerLog:
 
 
 def newest_version(broadcasts: Path) -> int | None:
-    """The highest version whose folder is whole; None if there is none. Stray names are passed over."""
+    """The highest version whose folder is whole; None if there is none. Stray names are passed
+    over."""
     try:
         names = [entry.name for entry in broadcasts.iterdir()]
     except FileNotFoundError:
@@ -126,5 +130,3 @@ def newest_version(broadcasts: Path) -> int | None:
         if (broadcasts / f"step_{version}" / STABLE).exists():
             return version
     return None
-
-

@@ -9,7 +9,8 @@ from prime_rl.plugins.base import PluginConfig, SampledEnv, Sampler
 
 
 class StandardSampler(Sampler):
-    """Picks an env by its ratio (all alike if none is set), then that env's next example, starting over at the end."""
+    """Picks an env by its ratio (all alike if none is set), then that env's next example, starting
+    over at the end."""
 
     name = "standard"
 

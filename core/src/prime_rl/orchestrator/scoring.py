@@ -1,8 +1,9 @@
 """Run the scoring hooks, and stamp what they wrote: from credit to the streams that ship.
 
-    score_rollout, observation_weights    as a rollout arrives
-    score_group                           when its group is complete
-    stamp                                 route the sampled tokens to the algorithm's component, then freeze
+score_rollout, observation_weights    as a rollout arrives
+score_group                           when its group is complete
+stamp                                 route the sampled tokens to the algorithm's component, then
+freeze
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
     if not math.isfinite(rollout.reward):
         raise StreamError(
-            f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward}, expected a finite "
+            f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward}, "
+            "expected a finite "
             "number. Mend the environment's reward function."
         )
     await hooks.score_rollout(rollout)
@@ -34,7 +36,8 @@ async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
 def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
     if weights[sample.loss_mask].any():
         raise StreamError(
-            f"env {rollout.env!r}: observation_weights weighs tokens the policy sampled; expected 0.0 there"
+            f"env {rollout.env!r}: observation_weights weighs tokens the policy sampled; expected "
+            "0.0 there"
         )
     before = sample.ce_weights
     sample.ce_weights = weights if before is None else np.maximum(before, weights)
@@ -48,9 +51,9 @@ async def score_group(hooks: Hooks, group: Group) -> None:
 def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
     """Route sampled tokens to ``action_loss`` and freeze the streams.
 
-    rl ships no weight stream: absent means 1.0 on every trainable token. The other components get 1.0 on the trainable
-    tokens and take them out of rl. Raises ``StreamError`` where rl tokens have no advantage or ref_kl tokens no
-    reference: nothing trains on a guess.
+    rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
+    1.0 on the trainable tokens and take them out of rl. Raises ``StreamError`` where rl tokens have
+    no advantage or ref_kl tokens no reference: nothing trains on a guess.
     """
     for sample in rollout.samples:
         if action_loss != "rl":
@@ -71,11 +74,14 @@ def _check_complete(rollout: Rollout, sample: Sample) -> None:
     rl_members = sample.loss_mask if sample.rl_weights is None else sample.rl_weights != 0
     if sample.advantages is None and bool((rl_members & sample.loss_mask).any()):
         raise StreamError(
-            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the rl component but no advantages were "
-            "assigned. Assign them in score_rollout or score_group, or set the algorithm's action_loss."
+            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the rl component but "
+            "no advantages were "
+            "assigned. Assign them in score_rollout or score_group, or set the algorithm's "
+            "action_loss."
         )
     if sample.ref_kl_weights is not None and sample.ref_logprobs is None:
         raise StreamError(
-            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the ref_kl component but no "
+            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the ref_kl component "
+            "but no "
             "ref_logprobs were assigned. Call rollout.assign_ref_logprobs in score_rollout."
         )

@@ -9,23 +9,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from prime_rl.rollout import STREAMS, Rollout, Sample
-
-_COLUMNS = (
-    "token_ids",
-    "loss_mask",
-    "inference_logprobs",
-    "roles",
-    "is_content",
-    "policy_versions",
-    *STREAMS,
-)
+from prime_rl.rollout import COLUMNS, Rollout, Sample
 
 
 def write_rollouts(
     path: Path, step: int, rollouts: Sequence[Rollout], dropped: Mapping[int, str]
 ) -> None:
-    """Save one step's rollouts, kept and dropped; ``dropped`` says why by ``id()``. Written whole or not at all."""
+    """Save one step's rollouts, kept and dropped; ``dropped`` says why by ``id()``. Written whole
+    or not at all."""
     record = {
         "step": step,
         "rollouts": [_rollout_record(rollout, dropped.get(id(rollout))) for rollout in rollouts],
@@ -67,7 +58,7 @@ def _rollout_record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
 def _sample_record(sample: Sample) -> dict[str, Any]:
     columns = {
         name: [column.dtype.str, column.tobytes()]
-        for name in _COLUMNS
+        for name in COLUMNS
         if (column := getattr(sample, name)) is not None
     }
     return {"temperature": sample.temperature, "columns": columns}

@@ -28,9 +28,7 @@ def write_summary(
             "last": _mean(values[-WINDOW:]),
             "window": min(WINDOW, len(values)),
         },
-        "eval": {
-            when: [result.as_dict() for result in listed] for when, listed in results.items()
-        },
+        "eval": {when: [result.as_dict() for result in listed] for when, listed in results.items()},
         "plot": "learning_curve.png",
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))

@@ -1,8 +1,9 @@
 """From a finished episode to samples: one sample a branch, a shared sampled token trains once.
 
-A trajectory is a tree of messages. As long as each turn's prompt extends the previous tokens exactly, its branch grows
-and stays one sample; where it does not (thinking stripped, a hand-over to a sub-agent), a new branch starts. A node
-that lies on several branches trains in the first of them only: one gradient a sampled token.
+A trajectory is a tree of messages. As long as each turn's prompt extends the previous tokens
+exactly, its branch grows and stays one sample; where it does not (thinking stripped, a hand-over to
+a sub-agent), a new branch starts. A node that lies on several branches trains in the first of them
+only: one gradient a sampled token.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def build_rollout(
 
 
 def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[Sample]:
-    """The samples of one episode, in the order of its branches; branches with nothing left to train give none."""
+    """The samples of one episode, in the order of its branches; branches with nothing left to train
+    give none."""
     seen: set[int] = set()
     samples = []
     for branch in branches:
@@ -72,7 +74,10 @@ def _untrained(branch: BranchTokens, seen: set[int]) -> BoolColumn:
 def _sample(branch: BranchTokens, mask: BoolColumn, temperature: float) -> Sample:
     logprobs = np.asarray(branch.logprobs, np.float32)
     if not np.isfinite(logprobs[mask]).all():
-        raise StreamError("a sampled token has a logprob that is not finite; the engine must give the sampling logprob")
+        raise StreamError(
+            "a sampled token has a logprob that is not finite; the engine must give the sampling "
+            "logprob"
+        )
     versions = branch.policy_versions
     return Sample(
         token_ids=np.asarray(branch.token_ids, np.int32),

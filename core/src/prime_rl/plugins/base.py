@@ -1,7 +1,7 @@
 """Base classes of what a plugin offers, and the settings each brings along.
 
-Every class is selected by its ``name`` from a table of the TOML and built with its own validated settings.
-Instances compare by identity, because two envs may run the same settings.
+Every class is selected by its ``name`` from a table of the TOML and built with its own validated
+settings. Instances compare by identity, because two envs may run the same settings.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from prime_rl.rollout import Group
 
 LossComponent = Literal["rl", "ce", "ref_kl"]
-"""The three components of the loss. What each computes is fixed, but for ``rl``, which a loss plugin may replace."""
+"""The three components of the loss. What each computes is fixed, but for ``rl``, which a loss
+plugin may replace."""
 
 
 class PluginConfig(BaseModel):
-    """Settings of one plugin class. Unknown keys are errors; the string under a field documents it."""
+    """Settings of one plugin class. Unknown keys are errors; the string under a field documents
+    it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
@@ -51,7 +53,8 @@ class Algorithm(Offer):
     """The loss component that trains the tokens the model sampled."""
 
     group_relative: ClassVar[bool] = False
-    """Credit is relative to siblings, so ``group_size = 1`` cannot learn and is refused at config time."""
+    """Credit is relative to siblings, so ``group_size = 1`` cannot learn and is refused at config
+    time."""
 
     async def setup(self) -> None:
         """Connect what the algorithm owns (a teacher, a judge) before the first rollout."""
@@ -73,7 +76,8 @@ class Sampler(Offer):
         self.seed = seed
 
     def next_example(self) -> tuple[int, int]:
-        """The next group's ``(env index, example index)``. Raises ``RunError`` when none is left."""
+        """The next group's ``(env index, example index)``. Raises ``RunError`` when none is
+        left."""
         raise NotImplementedError
 
     def observe(self, group: Group) -> None:
@@ -111,13 +115,15 @@ class Monitor(Offer):
 
 
 class ModelMaker(Offer):
-    """Makes a small model on this machine, for ``[model] name = "<maker>"`` where no checkpoint is at hand."""
+    """Makes a small model on this machine, for ``[model] name = "<maker>"`` where no checkpoint is
+    at hand."""
 
     def make(self, directory: Path, seed: int, progress: Callable[[str, float], None]) -> None:
-        """Write a Hugging Face folder (config, safetensors, tokenizer) into the empty ``directory``.
+        """Write a Hugging Face folder (config, safetensors, tokenizer) into the empty
+        ``directory``.
 
-        The same settings and seed must give the same model. ``progress(state, share)`` is shown to the user.
-        Runs in a process of its own: import what is heavy in here.
+        The same settings and seed must give the same model. ``progress(state, share)`` is shown to
+        the user. Runs in a process of its own: import what is heavy in here.
         """
         raise NotImplementedError
 
@@ -155,7 +161,8 @@ class Engine(Offer):
     """An inference server behind the HTTP contract of ``docs/engines.md``."""
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """The process that serves ``launch.model_path`` on ``launch.port``; it must stay in the foreground."""
+        """The process that serves ``launch.model_path`` on ``launch.port``; it must stay in the
+        foreground."""
         raise NotImplementedError
 
 
@@ -163,7 +170,8 @@ class RendererOffer(Offer):
     """Turns the table ``[orchestrator.renderer]`` into a config of the ``renderers`` package."""
 
     def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
-        """The ``renderers`` config object for a tokenizer folder. Raises ``ConfigError`` if nothing fits."""
+        """The ``renderers`` config object for a tokenizer folder. Raises ``ConfigError`` if nothing
+        fits."""
         raise NotImplementedError
 
 
@@ -173,7 +181,8 @@ class RendererOffer(Offer):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the rl loss sees of one sequence (or of many, if the loss is ``token_wise``). All tensors: [T]."""
+    """What the rl loss sees of one sequence (or of many, if the loss is ``token_wise``). All
+    tensors: [T]."""
 
     trainer_logprobs: torch.Tensor
     """log π of each token under the weights being trained; carries the gradient."""
@@ -189,7 +198,8 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class TokenMetric:
-    """A metric that is a mean over some tokens of each sequence (0 where none), then over sequences."""
+    """A metric that is a mean over some tokens of each sequence (0 where none), then over
+    sequences."""
 
     values: torch.Tensor
     """[T] float."""
@@ -208,14 +218,17 @@ class LossOutputs:
 
 
 class Loss(Offer):
-    """The loss of the ``rl`` component. Keep ``import torch`` inside ``__call__``: listing plugins must stay fast."""
+    """The loss of the ``rl`` component. Keep ``import torch`` inside ``__call__``: listing plugins
+    must stay fast."""
 
     token_wise: ClassVar[bool] = False
-    """The loss is a sum of terms that each depend on their own token alone, and its metrics are ``TokenMetric``s:
-    the trainer then calls it once a micro batch, all sequences end to end, instead of once a sequence."""
+    """The loss is a sum of terms that each depend on their own token alone, and its metrics are
+    ``TokenMetric``s: the trainer then calls it once a micro batch, all sequences end to end,
+    instead of once a sequence."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum the loss over ``inputs.loss_mask``. The trainer divides by the global count of member tokens."""
+        """Sum the loss over ``inputs.loss_mask``. The trainer divides by the global count of member
+        tokens."""
         raise NotImplementedError
 
 

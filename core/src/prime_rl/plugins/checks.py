@@ -24,13 +24,15 @@ _MARK = f"{PROJECT}_impl"
 
 
 def check_plugin(plugin: object, where: str, group: str) -> None:
-    """Raise ``PluginError`` on the first thing that would fail in silence; ``where`` names plugin and distribution."""
+    """Raise ``PluginError`` on the first thing that would fail in silence; ``where`` names plugin
+    and distribution."""
     _check_version(plugin, where)
     for name, function in _functions(plugin):
         marked = hasattr(function, _MARK)
         if name in SPECS and not marked:
             raise PluginError(
-                f"plugin {where}: {name!r} has a hook's name but no @hookimpl, so it would never be called. "
+                f"plugin {where}: {name!r} has a hook's name but no @hookimpl, so it would never "
+                "be called. "
                 "Decorate it (an override needs it too) or rename it."
             )
         if marked:
@@ -51,7 +53,8 @@ def _check_version(plugin: object, where: str) -> None:
         newer = isinstance(asked, int) and asked > CONTRACT_VERSION
         way_out = "Upgrade prime-rl-core" if newer else "Upgrade the plugin"
         raise PluginError(
-            f"plugin {where} asks for contract version {asked}, this prime-rl-core speaks {CONTRACT_VERSION}. "
+            f"plugin {where} asks for contract version {asked}, this prime-rl-core speaks "
+            f"{CONTRACT_VERSION}. "
             f"{way_out}, or list the plugin under plugins.disabled."
         )
 
@@ -75,6 +78,7 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.default is not parameter.empty:
             raise PluginError(
-                f"plugin {where}: argument {parameter.name!r} of {name!r} has a default, and pluggy then never "
+                f"plugin {where}: argument {parameter.name!r} of {name!r} has a default, and "
+                "pluggy then never "
                 "passes it. Remove the default."
             )

@@ -5,18 +5,21 @@
             -> packer -> [batch_packed] -> wire -> trainer -> [step_finished]
             -> weights -> [weights_published] -> sampler
 
-A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any subset of the
+A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any
+subset of the
 arguments, by name. Four rules:
 
-* ``async def`` here: implementations may be sync or async, and the caller awaits. ``def`` here: implementations must be
+* ``async def`` here: implementations may be sync or async, and the caller awaits. ``def`` here:
+  implementations must be
   sync; ``async def`` is refused.
-* Every implementation runs. The last registered runs first; ``tryfirst`` and ``trylast`` move one. No hook stops at
+* Every implementation runs. The last registered runs first; ``tryfirst`` and ``trylast`` move one.
+  No hook stops at
   the first result.
 * An exception stops the run. What may fail must handle its own failures.
 * Hooks run per rollout, per group or per step; never per token.
 
-Scoring and filtering happen in a scope: the env's own algorithm, or one filter slot's own filters, plus every
-installed plugin, which may add to them or wrap them (``@hookimpl(wrapper=True)``).
+Scoring and filtering happen in a scope: the env's own algorithm, or one filter slot's own filters,
+plus every installed plugin, which may add to them or wrap them (``@hookimpl(wrapper=True)``).
 """
 
 from __future__ import annotations
@@ -100,17 +103,18 @@ def register_losses() -> Iterable[type[Loss]]:
 async def score_rollout(rollout: Rollout) -> None:
     """Score one rollout as it arrives, before its siblings are known.
 
-    The place for model I/O (a teacher's logprobs, a judge's verdict) and for credit that needs no baseline. A
-    rollout filtered later has paid for it.
+    The place for model I/O (a teacher's logprobs, a judge's verdict) and for credit that needs no
+    baseline. A rollout filtered later has paid for it.
     """
 
 
 @hookspec
 def observation_weights(rollout: Rollout) -> Sequence[np.ndarray | Sequence[float] | None] | None:
-    """Weigh env-provided tokens for the ce component: one array per sample of the rollout, one weight per token.
+    """Weigh env-provided tokens for the ce component: one array per sample of the rollout, one
+    weight per token.
 
-    ``None``, for a sample or altogether, leaves observations masked out. Answers of several plugins combine by the
-    larger weight of each token. Called on arrival, after ``score_rollout``.
+    ``None``, for a sample or altogether, leaves observations masked out. Answers of several plugins
+    combine by the larger weight of each token. Called on arrival, after ``score_rollout``.
     """
 
 
@@ -118,8 +122,8 @@ def observation_weights(rollout: Rollout) -> Sequence[np.ndarray | Sequence[floa
 async def score_group(group: Group) -> None:
     """Score a complete group: group-relative credit, by ``rollout.assign_advantages``.
 
-    Runs once, after ``score_rollout`` has finished for every member. Expect fewer than ``group_size`` members: the
-    ones that failed are not here.
+    Runs once, after ``score_rollout`` has finished for every member. Expect fewer than
+    ``group_size`` members: the ones that failed are not here.
     """
 
 

@@ -1,7 +1,8 @@
 """Find plugins, check them, and give each env its own hooks.
 
-pluggy is lenient: a misspelt hook is never called, an ``async def`` is never awaited. Here each such silence is an
-error at start-up that names the plugin, its distribution, the fault and the way out.
+pluggy is lenient: a misspelt hook is never called, an ``async def`` is never awaited. Here each
+such silence is an error at start-up that names the plugin, its distribution, the fault and the way
+out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Source:
 
 
 class Hooks(pluggy.PluginManager):
-    """A pluggy manager that turns pluggy's silences into errors, and the typed front of every hook."""
+    """A pluggy manager that turns pluggy's silences into errors, and the typed front of every
+    hook."""
 
     def __init__(self, group: str = PROJECT) -> None:
         super().__init__(PROJECT)
@@ -70,15 +72,18 @@ class Hooks(pluggy.PluginManager):
                 await result
 
     def observation_weights(self, rollout: Rollout) -> list[np.ndarray | None]:
-        """The ce weights of each sample: the largest that any plugin gives each token, None where nobody does.
+        """The ce weights of each sample: the largest that any plugin gives each token, None where
+        nobody does.
 
-        Raises ``PluginError`` if an answer does not have one array per sample, each as long as its tokens.
+        Raises ``PluginError`` if an answer does not have one array per sample, each as long as its
+        tokens.
         """
         combined: list[np.ndarray | None] = [None] * len(rollout.samples)
         for answer in self.hook.observation_weights(rollout=rollout):
             if len(answer) != len(rollout.samples):
                 raise PluginError(
-                    f"env {rollout.env!r}: observation_weights gave {len(answer)} arrays, expected one for each of "
+                    f"env {rollout.env!r}: observation_weights gave {len(answer)} arrays, "
+                    "expected one for each of "
                     f"the rollout's {len(rollout.samples)} samples"
                 )
             for index, (sample, weights) in enumerate(zip(rollout.samples, answer, strict=True)):
@@ -103,7 +108,11 @@ class Hooks(pluggy.PluginManager):
 
 def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.ndarray:
     column = np.asarray(weights, np.float32)
-    if column.shape != sample.token_ids.shape or not np.isfinite(column).all() or (column < 0).any():
+    if (
+        column.shape != sample.token_ids.shape
+        or not np.isfinite(column).all()
+        or (column < 0).any()
+    ):
         raise PluginError(
             f"env {rollout.env!r}: observation_weights must give one finite weight >= 0 per token: "
             f"got shape {column.shape}, expected {sample.token_ids.shape}"
@@ -112,7 +121,8 @@ def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.n
 
 
 def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks:
-    """Load every installed plugin of an entry-point group, in name order. Raises ``PluginError``."""
+    """Load every installed plugin of an entry-point group, in name order. Raises
+    ``PluginError``."""
     hooks, skip = Hooks(group), frozenset(disabled)
     for entry in sorted(_entries(group), key=lambda entry: entry.name):
         if entry.name in skip:
@@ -121,8 +131,10 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
         first = hooks.sources.get(entry.name)
         if first is not None:
             raise PluginError(
-                f"two distributions name a plugin {entry.name!r}: {first.distribution} {first.version} and "
-                f"{source.distribution} {source.version}. Uninstall one, or list the name under plugins.disabled."
+                f"two distributions name a plugin {entry.name!r}: {first.distribution} "
+                f"{first.version} and "
+                f"{source.distribution} {source.version}. Uninstall one, or list the name under "
+                "plugins.disabled."
             )
         hooks.sources[entry.name] = source
         hooks.register(_load(entry, source), entry.name)
@@ -130,7 +142,8 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
 
 
 def _entries(group: str) -> Iterable[EntryPoint]:
-    """Entry points of a group; an editable install may be listed twice, so equal ones count once."""
+    """Entry points of a group; an editable install may be listed twice, so equal ones count
+    once."""
     found = {(e.name, e.value, e.dist.name if e.dist else ""): e for e in entry_points(group=group)}
     return found.values()
 
@@ -147,14 +160,16 @@ def _load(entry: EntryPoint, source: Source) -> object:
     except Exception as error:
         raise PluginError(
             f"plugin {source} failed to import: {type(error).__name__}: {error}. "
-            f"Mend or uninstall {source.distribution}, or list {entry.name!r} under plugins.disabled."
+            f"Mend or uninstall {source.distribution}, or list {entry.name!r} under "
+            "plugins.disabled."
         ) from error
 
 
 def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
     """The shared plugins plus one env's (or one filter slot's) own.
 
-    One manager per scope: isolation comes from construction, not from a list of other scopes' plugins to leave out.
+    One manager per scope: isolation comes from construction, not from a list of other scopes'
+    plugins to leave out.
     """
     hooks = Hooks(shared.group)
     hooks.sources |= shared.sources

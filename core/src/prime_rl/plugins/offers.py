@@ -75,16 +75,20 @@ class Offered(Generic[AnyOffer]):
 
 
 def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
-    """Every class of one kind, by name. Raises ``PluginError`` if two share a name or one breaks the contract."""
+    """Every class of one kind, by name. Raises ``PluginError`` if two share a name or one breaks
+    the contract."""
     found: dict[str, Offered[AnyOffer]] = {}
     for impl in getattr(hooks.hook, kind.hook).get_hookimpls():
-        source = hooks.sources.get(impl.plugin_name) or Source(impl.plugin_name, "not installed", "")
+        source = hooks.sources.get(impl.plugin_name) or Source(
+            impl.plugin_name, "not installed", ""
+        )
         for cls in impl.function():
             _check_class(cls, kind, source)
             first = found.setdefault(cls.name, Offered(cls, source))
             if first.cls is not cls:
                 raise PluginError(
-                    f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and by plugin "
+                    f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and "
+                    "by plugin "
                     f"{source}. Uninstall one, or list its plugin under plugins.disabled."
                 )
     return dict(sorted(found.items()))
@@ -93,10 +97,14 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
 def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
     if not (isinstance(cls, type) and issubclass(cls, kind.base)):
         raise PluginError(
-            f"plugin {source}: {kind.hook} must give subclasses of {kind.base.__name__}, got {cls!r}"
+            f"plugin {source}: {kind.hook} must give subclasses of {kind.base.__name__}, got "
+            f"{cls!r}"
         )
-    if not isinstance(getattr(cls, "name", None), str) or not cls.name:
-        raise PluginError(f"plugin {source}: class {cls.__qualname__} needs a class attribute 'name'")
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or not name:
+        raise PluginError(
+            f"plugin {source}: class {cls.__qualname__} needs a class attribute 'name'"
+        )
     config_class = getattr(cls, "config_class", None)
     if not (isinstance(config_class, type) and issubclass(config_class, PluginConfig)):
         raise PluginError(
@@ -108,14 +116,16 @@ def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
 def select(
     kind: Kind[AnyOffer], name: str, offers: Mapping[str, Offered[AnyOffer]], where: str
 ) -> type[AnyOffer]:
-    """The class called ``name``. Raises ``ConfigError`` naming what is installed and the package that brings it."""
+    """The class called ``name``. Raises ``ConfigError`` naming what is installed and the package
+    that brings it."""
     if name in offers:
         return offers[name].cls
     installed = ", ".join(offers) or "none"
     close = difflib.get_close_matches(name, offers, n=1)
     way_out = f"Did you mean {close[0]!r}?" if close else _bringer(kind.name, name)
     raise ConfigError(
-        f"{where}: no installed plugin offers the {kind.name} {name!r} (installed: {installed}). {way_out}"
+        f"{where}: no installed plugin offers the {kind.name} {name!r} (installed: {installed}). "
+        f"{way_out}"
     )
 
 
@@ -131,9 +141,12 @@ def settings_of(
 
 
 def _bringer(kind: str, name: str) -> str:
-    """Which package brings it, as installed index packages declare under ``prime_rl.known``; else by convention."""
+    """Which package brings it, as installed index packages declare under ``prime_rl.known``; else
+    by convention."""
     for entry in entry_points(group="prime_rl.known"):
         if entry.name == f"{kind}.{name}":
-            return f"Install the package that brings it: pip install {entry.value.replace('_', '-')}"
+            return (
+                f"Install the package that brings it: pip install {entry.value.replace('_', '-')}"
+            )
     guess = f"prime-rl-{name.replace('_', '-')}"
     return f"Install the package that brings it; by convention: pip install {guess}"

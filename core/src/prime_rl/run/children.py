@@ -15,7 +15,8 @@ from pathlib import Path
 from prime_rl.run.launch import PARENT_PID
 
 QUIET_CPU = {
-    # One thread a process: spinning OpenMP threads of several processes on few cores cost up to 30x.
+    # One thread a process: spinning OpenMP threads of several processes on few cores cost up to
+    # 30x.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",

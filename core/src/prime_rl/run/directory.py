@@ -1,14 +1,14 @@
 """The run directory: made once, never shared.
 
-    <output_dir>/<run>/
-      configs/run.json, launch.json       what was asked, as resolved
-      logs/attempt_1/NAME.log             one a process; logs/latest points to the newest attempt
-      status/NAME.json                    what each process does now
-      metrics.jsonl, trainer.jsonl        one line a step
-      rollouts/step_N.msgpack             rollouts with exact floats
-      broadcasts/step_N/                  published weights
-      weights/                            the final model, a Hugging Face folder
-      summary.json, learning_curve.png    what it came to
+<output_dir>/<run>/
+  configs/run.json, launch.json       what was asked, as resolved
+  logs/attempt_1/NAME.log             one a process; logs/latest points to the newest attempt
+  status/NAME.json                    what each process does now
+  metrics.jsonl, trainer.jsonl        one line a step
+  rollouts/step_N.msgpack             rollouts with exact floats
+  broadcasts/step_N/                  published weights
+  weights/                            the final model, a Hugging Face folder
+  summary.json, learning_curve.png    what it came to
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SUBFOLDERS = ("configs", "logs/attempt_1", "status", "rollouts", "broadcasts")
 def make_run_dir(config: RunConfig) -> Path:
     """Make a fresh run directory and write the resolved config into it.
 
-    Raises ``ConfigError`` if ``run.name`` is taken: a second run never writes into the first one's directory.
+    Raises ``ConfigError`` if ``run.name`` is taken: a second run never writes into the first one's
+    directory.
     """
     parent = Path(config.output_dir)
     run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
@@ -43,7 +44,8 @@ def _named(parent: Path, name: str) -> Path:
         run_dir.mkdir(parents=True)
     except FileExistsError:
         raise ConfigError(
-            f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a free one, "
+            f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a "
+            "free one, "
             "or remove the folder."
         ) from None
     return run_dir

@@ -1,6 +1,7 @@
 """``python -m prime_rl.run.models RUN_DIR``: make the run's model, unless the cache has it already.
 
-Models that a plugin makes are kept under the user's cache folder, one folder for each set of settings and seed.
+Models that a plugin makes are kept under the user's cache folder, one folder for each set of
+settings and seed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def model_path(config: RunConfig) -> tuple[str, bool]:
 
 
 def make(maker: ModelMaker, target: Path, seed: int, status: Status) -> None:
-    """Make a model beside ``target`` and move it there whole; another process may have been faster."""
+    """Make a model beside ``target`` and move it there whole; another process may have been
+    faster."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:

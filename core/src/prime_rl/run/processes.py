@@ -15,7 +15,8 @@ _PR_SET_PDEATHSIG = 1
 def exit_with_parent() -> None:
     """Make the kernel end this process when its parent dies, however the parent dies.
 
-    Linux only (``prctl``); elsewhere the supervisor's own clean-up has to do. Call it first thing in a child.
+    Linux only (``prctl``); elsewhere the supervisor's own clean-up has to do. Call it first thing
+    in a child.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -27,7 +27,12 @@ def print_summary(console: Console, run_dir: Path) -> None:
     for before, after in zip(summary["eval"]["before"], summary["eval"]["after"], strict=True):
         _print_eval(console, before, after)
     console.print(f"Run directory   {run_dir}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Learning curve  {run_dir / summary['plot']}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"Learning curve  {run_dir / summary['plot']}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _print_eval(console: Console, before: dict[str, Any], after: dict[str, Any]) -> None:

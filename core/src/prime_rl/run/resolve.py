@@ -1,14 +1,16 @@
-"""Everything that can be known to fail before a process is started: names, plugin settings, sizes that don't divide."""
+"""Everything that can be known to fail before a process is started: names, plugin settings, sizes
+that don't divide."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from prime_rl.config.orchestrator import EnvConfig, FilterConfig
+from prime_rl.config.orchestrator import EnvConfig, FilterConfig, SourceConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.base import Algorithm, Engine, ModelMaker
+from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, load_plugins
@@ -33,7 +35,8 @@ RESERVED_LABELS = ("agg", "all", "effective")
 
 
 def check(config: RunConfig) -> Hooks:
-    """Validate what needs plugins. Returns the loaded plugins; raises ``ConfigError`` or ``PluginError``."""
+    """Validate what needs plugins. Returns the loaded plugins; raises ``ConfigError`` or
+    ``PluginError``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     _check_envs(config)
     _check_algorithms(config, hooks)
@@ -64,7 +67,8 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
 
 
 def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
-    """The plugin that makes ``model.name`` here, or None if it is a checkpoint. Raises ``ConfigError``."""
+    """The plugin that makes ``model.name`` here, or None if it is a checkpoint. Raises
+    ``ConfigError``."""
     offers, model = collect(hooks, MODEL), config.model
     if model.name in offers and not Path(model.name).exists():
         cls = offers[model.name].cls
@@ -77,7 +81,8 @@ def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
     elif is_path or "/" not in model.name:
         made = ", ".join(offers) or "none"
         raise ConfigError(
-            f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model that an "
+            f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model that "
+            "an "
             f"installed plugin makes (those are: {made})"
         )
     return None
@@ -85,7 +90,9 @@ def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
 
 def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").exists():
-        raise ConfigError(f"model.name: {folder} has no config.json; expected a Hugging Face folder")
+        raise ConfigError(
+            f"model.name: {folder} has no config.json; expected a Hugging Face folder"
+        )
 
 
 def _check_envs(config: RunConfig) -> None:
@@ -106,12 +113,13 @@ def _check_envs(config: RunConfig) -> None:
             )
 
 
-def _check_labels(where: str, envs: Sequence[EnvConfig]) -> None:
+def _check_labels(where: str, envs: Sequence[SourceConfig]) -> None:
     counts = Counter(env.label for env in envs)
     for label, count in counts.items():
         if count > 1:
             raise ConfigError(
-                f"orchestrator.{where}.env: {count} envs are called {label!r}. Give each its own name."
+                f"orchestrator.{where}.env: {count} envs are called {label!r}. Give each its own "
+                "name."
             )
         if label in RESERVED_LABELS:
             raise ConfigError(f"orchestrator.{where}.env: the name {label!r} is taken by metrics")
@@ -130,8 +138,10 @@ def _check_group_size(config: RunConfig, env: EnvConfig, cls: type[Algorithm]) -
     size = env.group_size or config.orchestrator.group_size
     if cls.group_relative and size == 1:
         raise ConfigError(
-            f"env {env.label!r}: algorithm {cls.name!r} credits a rollout relative to its siblings, so with "
-            "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 or more."
+            f"env {env.label!r}: algorithm {cls.name!r} credits a rollout relative to its "
+            "siblings, so with "
+            "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 "
+            "or more."
         )
 
 
@@ -142,17 +152,25 @@ def _check_filters(config: RunConfig, hooks: Hooks) -> None:
         _check_slot(f"orchestrator.{name}", slot, offers)
 
 
-def _check_slot(where: str, slot: Sequence[FilterConfig], offers: dict[str, Offered]) -> None:  # type: ignore[type-arg]
+def _check_slot(
+    where: str, slot: Sequence[FilterConfig], offers: dict[str, Offered[Filter]]
+) -> None:
     counts = Counter(filter.type for filter in slot)
     for filter in slot:
         if counts[filter.type] > 1:
-            raise ConfigError(f"{where}: filter {filter.type!r} is listed {counts[filter.type]} times")
+            raise ConfigError(
+                f"{where}: filter {filter.type!r} is listed {counts[filter.type]} times"
+            )
         cls = select(FILTER, filter.type, offers, where)
         settings_of(cls, FILTER, filter.settings, where)
 
 
 def _check(
-    kind: Kind, name: str, settings: dict, hooks: Hooks, where: str | None = None  # type: ignore[type-arg]
+    kind: Kind[Any],
+    name: str,
+    settings: Mapping[str, Any],
+    hooks: Hooks,
+    where: str | None = None,
 ) -> None:
     place = where or kind.key
     cls = select(kind, name, collect(hooks, kind), place)

@@ -1,7 +1,7 @@
 """What a process is doing or waiting for, as one small JSON file that anybody may read.
 
-Files rather than a socket: a status survives its process, another terminal can read it, and a reporter
-never blocks.
+Files rather than a socket: a status survives its process, another terminal can read it, and a
+reporter never blocks.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ TRAINER_GRACE = 120.0
 
 
 def run(config: RunConfig, run_dir: Path, view: View) -> None:
-    """Train. Raises ``RunError`` when a child dies, ``KeyboardInterrupt`` when the user stops it."""
+    """Train. Raises ``RunError`` when a child dies, ``KeyboardInterrupt`` when the user stops
+    it."""
     launch = _plan(config)
     launch.write(run_dir)
     key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
@@ -69,7 +70,8 @@ def _plan(config: RunConfig) -> Launch:
 
 
 def _start(config: RunConfig, launch: Launch, run_dir: Path, key: str) -> Iterator[Child]:
-    """Every process at once: they import and wait for one another, which is quicker than in turn."""
+    """Every process at once: they import and wait for one another, which is quicker than in
+    turn."""
     env = {ADMIN_KEY: key}
     if launch.wait_for_model or Path(launch.model_path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
@@ -102,7 +104,8 @@ def _engine_launch(config: RunConfig, launch: Launch, run_dir: Path, key: str) -
 
 
 def _watch(children: list[Child], view: View) -> None:
-    """Until the orchestrator and the trainer are done. Raises ``RunError`` if anyone dies before."""
+    """Until the orchestrator and the trainer are done. Raises ``RunError`` if anyone dies
+    before."""
     by_name = {child.name: child for child in children}
     orchestrator, trainer = by_name["orchestrator"], by_name["trainer"]
     deadline: float | None = None
@@ -112,7 +115,9 @@ def _watch(children: list[Child], view: View) -> None:
         if orchestrator.exit_code == 0:
             deadline = deadline or time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
-                raise RunError(f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step")
+                raise RunError(
+                    f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
+                )
         view.refresh()
         time.sleep(TICK_SECONDS)
     for child in (orchestrator, trainer):

@@ -1,7 +1,8 @@
-"""What a user sees while a run goes on: step, reward with a sparkline, speed, and what each process does or waits for.
+"""What a user sees while a run goes on: step, reward with a sparkline, speed, and what each process
+does or waits for.
 
-Everything is read from the run directory, so the view can neither slow nor stop a run. On a terminal it is drawn in
-place; elsewhere (a pipe, CI) it prints a line whenever there is news.
+Everything is read from the run directory, so the view can neither slow nor stop a run. On a
+terminal it is drawn in place; elsewhere (a pipe, CI) it prints a line whenever there is news.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +77,14 @@ class View:
         table.add_column()
         bar = ProgressBar(total=self.max_steps, completed=step, width=40)
         seconds = time.monotonic() - self.started
-        table.add_row("step", _row(Text(f"{step}/{self.max_steps}"), bar, Text(clock(seconds), "dim")))
+        table.add_row(
+            "step", _row(Text(f"{step}/{self.max_steps}"), bar, Text(clock(seconds), "dim"))
+        )
         if rewards:
-            table.add_row("reward", Text.assemble((f"{rewards[-1]:.3f} ", "bold"), (sparkline(rewards), "green")))
+            table.add_row(
+                "reward",
+                Text.assemble((f"{rewards[-1]:.3f} ", "bold"), (sparkline(rewards), "green")),
+            )
         table.add_row("tokens/s", f"{self.metrics.tokens_per_second:,.0f}")
         table.add_row("off-policy", _off_policy(latest))
         kl = latest.get("mismatch_kl/all/mean")
@@ -104,11 +111,16 @@ class View:
                 self._printed[name] = news
                 self.console.print(f"{name}: {news}", markup=False, highlight=False)
         step = self.metrics.step
-        if step and self._printed.get("step") != str(step) and (step % 10 == 0 or step == self.max_steps):
+        if (
+            step
+            and self._printed.get("step") != str(step)
+            and (step % 10 == 0 or step == self.max_steps)
+        ):
             self._printed["step"] = str(step)
             self.console.print(
                 f"step {step}/{self.max_steps} | reward {self.metrics.rewards[-1]:.3f} | "
-                f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy {_off_policy(self.metrics.latest)}",
+                f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy "
+                f"{_off_policy(self.metrics.latest)}",
                 markup=False,
                 highlight=False,
             )
@@ -155,10 +167,11 @@ class MetricsTail:
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """Values as bars, averaged down to at most ``width`` of them, scaled between their least and greatest."""
+    """Values as bars, averaged down to at most ``width`` of them, scaled between their least and
+    greatest."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        chunks = [values[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+        chunks = [values[a:b] for a, b in pairwise(edges)]
         values = [sum(chunk) / len(chunk) for chunk in chunks]
     low, high = min(values), max(values)
     span = (high - low) or 1.0
@@ -186,7 +199,9 @@ def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType,
     detail = "  ".join(f"{name} {value}" for name, value in report.detail.items())
     last: RenderableType = Text(detail, "dim")
     if report.progress is not None and report.progress < 1:
-        last = _row(ProgressBar(total=1.0, completed=report.progress, width=20), f"{report.progress:4.0%}")
+        last = _row(
+            ProgressBar(total=1.0, completed=report.progress, width=20), f"{report.progress:4.0%}"
+        )
     return Text(report.state), Text(waiting, "yellow"), last
 
 

@@ -35,7 +35,7 @@ def token_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
         documents=row.documents,
     ).last_hidden_state[0]
     uniform = math.log(cast(int, model.config.vocab_size))
-    logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=torch.float32)
+    logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=_at_least_float32(hidden))
     entropies = torch.full_like(logprobs, uniform)
     head = model.get_output_embeddings()
     if not len(row.targets):  # keeps the graph, so that the backward pass runs here as anywhere
@@ -72,6 +72,10 @@ def _chunk(
     return result
 
 
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 class _LogprobAndEntropy(torch.autograd.Function):
     """log softmax(z / temperature)[label] and the entropy, from one pass over the logits.
 
@@ -84,7 +88,9 @@ class _LogprobAndEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, temperatures: Tensor | None, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        scaled = logits.float() if temperatures is None else logits.float() / temperatures[:, None]
+        scaled = logits.to(_at_least_float32(logits))
+        if temperatures is not None:
+            scaled = scaled / temperatures[:, None]
         log_softmax = scaled.log_softmax(-1)
         softmax = log_softmax.exp()
         logprobs = log_softmax.gather(-1, labels[:, None])[:, 0]

@@ -81,9 +81,7 @@ class StepMetrics:
         self.add(name, part, 0)
         self._numbers[name] = 1
 
-    def _by_env(
-        self, name: str, row: Row, values: Tensor, tokens: npt.NDArray[np.int64]
-    ) -> None:
+    def _by_env(self, name: str, row: Row, values: Tensor, tokens: npt.NDArray[np.int64]) -> None:
         """Mean of ``values``, which belong to ``tokens``, over every env and over all together."""
         env_ids = row.env_ids[tokens]
         sums = values.new_zeros(len(row.envs))

@@ -1,6 +1,8 @@
-"""Rare tokens sampled against the odds: a sign of degenerate output (arXiv:2510.02387, section 5.2).
+"""Rare tokens sampled against the odds: a sign of degenerate output (arXiv:2510.02387, section
+5.2).
 
-    fires if any sampled token has   token_id > token_id_threshold   and   log μ < -log(V) - logprob_offset
+fires if any sampled token has   token_id > token_id_threshold   and   log μ < -log(V) -
+logprob_offset
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Gibberish(Filter):
                 position = int(odd.argmax())
                 return (
                     f"token {int(sample.token_ids[position])} at position {position} "
-                    f"has logprob {float(sample.inference_logprobs[position]):.2f} < {threshold:.2f}"
+                    f"has logprob {float(sample.inference_logprobs[position]):.2f} < "
+                    f"{threshold:.2f}"
                 )
         return None

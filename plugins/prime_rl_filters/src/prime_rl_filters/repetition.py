@@ -1,7 +1,8 @@
-"""Loops: a long run of tokens the policy was certain of (arXiv:2506.13585, section 3.2), or repeated n-grams.
+"""Loops: a long run of tokens the policy was certain of (arXiv:2506.13585, section 3.2), or
+repeated n-grams.
 
-    run:     ``window`` sampled tokens in a row, each with  log μ > log(prob_threshold)
-    n-gram:  share of sampled n-grams that occurred before  > ngram_threshold        (off by default)
+run:     ``window`` sampled tokens in a row, each with  log μ > log(prob_threshold)
+n-gram:  share of sampled n-grams that occurred before  > ngram_threshold        (off by default)
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class RepetitionConfig(PluginConfig):
     """Settings of ``repetition``."""
 
     window: PositiveInt = 3000
-    """Consecutive sampled tokens; the run carries over env-provided tokens and restarts with each sample."""
+    """Consecutive sampled tokens; the run carries over env-provided tokens and restarts with each
+    sample."""
     prob_threshold: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Probability above which a token counts as certain."""
     ngram_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None

@@ -6,7 +6,8 @@ from prime_rl import Filter, Rollout, hookimpl
 
 
 class ZeroAdvantage(Filter):
-    """Fires where an advantage stream was assigned and is zero everywhere. Never where none was assigned."""
+    """Fires where an advantage stream was assigned and is zero everywhere. Never where none was
+    assigned."""
 
     name = "zero_advantage"
 

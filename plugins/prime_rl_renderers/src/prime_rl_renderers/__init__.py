@@ -1,7 +1,7 @@
 """Every renderer of the ``renderers`` package, by its own name, and ``auto``.
 
-A renderer turns messages into tokens and back without ever re-rendering a past turn, so that the trainer sees the
-tokens the sampler saw.
+A renderer turns messages into tokens and back without ever re-rendering a past turn, so that the
+trainer sees the tokens the sampler saw.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ NAMES = (
     "qwen3.6",
     "qwen3.8",
 )
-"""What renderers 0.1.12 ships. Written down, because importing the package takes seconds and listing must not;
-a test holds the list against the installed package."""
+"""What renderers 0.1.12 ships. Written down, because importing the package takes seconds and
+listing must not; a test holds the list against the installed package."""
 
 
 class RendererSettings(PluginConfig):
@@ -60,7 +60,8 @@ class NamedRenderer(RendererOffer):
     config_class = RendererSettings
 
     def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
-        """The package's config object for this name. Raises ``ConfigError`` on fields it does not have."""
+        """The package's config object for this name. Raises ``ConfigError`` on fields it does not
+        have."""
         from pydantic import TypeAdapter, ValidationError
         from renderers import RendererConfig
 
@@ -72,28 +73,34 @@ class NamedRenderer(RendererOffer):
 
 
 class AutoRenderer(RendererOffer):
-    """Picks the renderer by the tokenizer's exact id: two models of one architecture may differ in their template."""
+    """Picks the renderer by the tokenizer's exact id: two models of one architecture may differ in
+    their template."""
 
     name = "auto"
     config_class = RendererSettings
 
     def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
-        """The config of the renderer made for this model. Raises ``ConfigError`` if none is known."""
+        """The config of the renderer made for this model. Raises ``ConfigError`` if none is
+        known."""
         from renderers import config_from_name
         from renderers.base import MODEL_RENDERER_MAP
 
         known = MODEL_RENDERER_MAP.get(str(tokenizer_path))
         if known is None:
             raise ConfigError(
-                f"orchestrator.renderer: 'auto' knows no renderer for {str(tokenizer_path)!r}: it matches exact model ids "
-                "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to the family's renderer "
+                f"orchestrator.renderer: 'auto' knows no renderer for {str(tokenizer_path)!r}: it "
+                "matches exact model ids "
+                "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to "
+                "the family's renderer "
                 f"(one of {', '.join(NAMES)})."
             )
         return config_from_name(known) if isinstance(known, str) else known
 
 
 def _named(name: str) -> type[RendererOffer]:
-    return type(f"Renderer_{name}", (NamedRenderer,), {"name": name, "__doc__": NamedRenderer.__doc__})
+    return type(
+        f"Renderer_{name}", (NamedRenderer,), {"name": name, "__doc__": NamedRenderer.__doc__}
+    )
 
 
 @hookimpl

@@ -1,0 +1,49 @@
+# One line a target. `make run` and `make test` set everything up themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments prime_rl_grpo
+SOURCES := core/src prime_rl_grpo/src $(wildcard plugins/*/src)
+# One thread a process: spinning OpenMP threads on few cores cost up to 30x.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: setup run test lint types docs docs-check bench wheels clean
+.DEFAULT_GOAL := run
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
+	@echo "Setting up $(VENV) (about two minutes, once)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(addprefix -e ,$(PACKAGES)) -e .
+	@touch $@
+
+run: setup
+	$(BIN)/prime-rl run configs/reverse_text/grpo.toml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy $(SOURCES)
+
+docs: setup
+	$(BIN)/python -m prime_rl.docs
+
+docs-check: setup
+	$(BIN)/python -m prime_rl.docs --check
+
+bench: setup
+	$(BIN)/python -m bench $(ARGS)
+
+wheels: setup
+	for package in . $(PACKAGES); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$package; done
+
+clean:
+	rm -rf $(VENV) dist
