@@ -151,9 +151,11 @@ class Rollout:
         """
         self._check_open("advantages")
         values = np.asarray(credit, np.float32)
-        if not np.isfinite(values).all():
-            raise StreamError(f"{self._where('advantages')}: got a value that is not finite")
         if values.ndim == 0:
+            if not np.isfinite(values):
+                raise StreamError(
+                    f"{self._where('advantages')}: got {credit}, expected a finite number"
+                )
             for sample in self.samples:
                 sample.advantages = np.where(sample.loss_mask, values, np.float32(0.0))
             return
@@ -180,6 +182,8 @@ class Rollout:
 
     def _write(self, name: str, values: FloatColumn, off_mask_must_be_zero: bool = False) -> None:
         trainable, total = self.num_trainable_tokens, self.num_tokens
+        if not np.isfinite(values).all():
+            raise StreamError(f"{self._where(name)}: got a value that is not finite")
         if values.ndim != 1 or len(values) not in (trainable, total):
             raise StreamError(
                 f"{self._where(name)} need one value per trainable token or one per token: "

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from prime_rl.orchestrator.scoring import score_group, score_rollout
+from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.plugins.base import Algorithm
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.rollout import ROLES, STREAMS, Group, Rollout, Sample
@@ -70,6 +70,7 @@ def check_algorithm(algorithm: Algorithm) -> None:
         for rollout in group:
             for sample in rollout.samples:
                 _check_streams(sample, rewards)
+            stamp(rollout, algorithm.action_loss)
 
 
 def _check_streams(sample: Sample, rewards: list[float]) -> None:

@@ -45,7 +45,8 @@ def make_model() -> Callable[..., PreTrainedModel]:
 
     def make(attention: str = "varlen", **changes: Any) -> PreTrainedModel:
         tiny = tiny_qwen3(**changes).double()
-        tiny.set_attn_implementation({**NAMES, "sdpa": "sdpa"}[attention])
+        names: dict[str, str] = {"sdpa": "sdpa", "varlen": NAMES["varlen"], "mask": NAMES["mask"]}
+        tiny.set_attn_implementation(names[attention])
         return tiny
 
     return make
@@ -57,7 +58,6 @@ def model_dir(tmp_path: Path) -> Path:
     directory = tmp_path / "model"
     tiny_qwen3().save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
-    (directory / ".ready").touch()
     return directory
 
 

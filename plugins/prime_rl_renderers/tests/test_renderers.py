@@ -1,6 +1,5 @@
 """Held against the installed renderers package."""
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -24,19 +23,25 @@ def test_the_list_is_what_the_package_ships():
 
 
 def test_a_named_renderer_takes_its_own_fields():
-    config = offer("qwen3").build(Path("x"), {"thinking_retention": "all"})
+    config = offer("qwen3").build("x", {"thinking_retention": "all"})
     assert (config.name, config.thinking_retention) == ("qwen3", "all")
 
 
 def test_an_unknown_field_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"orchestrator.renderer \(qwen3\): .*thinkin"):
-        offer("qwen3").build(Path("x"), {"thinkin": "all"})
+        offer("qwen3").build("x", {"thinkin": "all"})
 
 
 def test_auto_knows_a_model_by_its_exact_id():
-    assert AutoRenderer(PluginConfig()).build(Path("Qwen/Qwen3-0.6B"), {}).name == "qwen3"
+    assert AutoRenderer(PluginConfig()).build("Qwen/Qwen3-0.6B", {}).name == "qwen3"
 
 
-def test_auto_refuses_a_folder_and_says_what_to_do():
+def test_auto_refuses_an_unknown_id_and_says_what_to_do():
     with pytest.raises(ConfigError, match=r"Set orchestrator\.renderer\.name"):
-        AutoRenderer(PluginConfig()).build(Path("/models/mine"), {})
+        AutoRenderer(PluginConfig()).build("mine/finetune", {})
+
+
+@pytest.mark.parametrize("model", ["tiny-reverse", "."])
+def test_auto_refuses_what_is_no_hub_id_before_anything_starts(model):
+    with pytest.raises(ConfigError, match=r"Set orchestrator\.renderer\.name"):
+        AutoRenderer(PluginConfig()).check(model)

@@ -16,6 +16,7 @@ class PluginTable(Settings):
     model_config = Settings.model_config | {"extra": "allow"}
 
     type: str
+    """Name of an installed class of the table's kind."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -49,6 +50,7 @@ class SamplingConfig(Settings):
     here."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """Divides the logits; the trainer applies the same to its own."""
     max_completion_tokens: PositiveInt | None = None
     """None: up to the context's end."""
     extra_body: dict[str, Any] = {}
@@ -59,11 +61,17 @@ class EvalSamplingConfig(Settings):
     """How held-out rollouts are sampled. None: the engine's default."""
 
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Sample among the likeliest tokens that hold this much probability."""
     top_k: int | None = None
+    """Sample among so many likeliest tokens. -1: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Leave out tokens below this share of the likeliest one's probability."""
     max_completion_tokens: PositiveInt | None = None
+    """Per turn. None: up to the context's end."""
     extra_body: dict[str, Any] = {}
+    """Further keys of the engine's sampling parameters."""
 
 
 class SourceConfig(Settings):
@@ -80,6 +88,7 @@ class SourceConfig(Settings):
     timeout: PositiveFloat | None = 600.0
     """Seconds one rollout may take before it counts as failed. None: no bound."""
     max_turns: PositiveInt | None = None
+    """Turns after which a rollout is stopped. None: as the taskset has it."""
 
     @property
     def label(self) -> str:
@@ -101,7 +110,8 @@ class EnvConfig(SourceConfig):
 
 
 class EvalEnvConfig(SourceConfig):
-    """``[[orchestrator.eval.env]]``: held-out examples, before the first and after the last step."""
+    """``[[orchestrator.eval.env]]``: held-out examples, before the first and after the last
+    step."""
 
     num_examples: PositiveInt = 64
     """How many examples are evaluated, from the first."""

@@ -30,7 +30,9 @@ class TransportConfig(Settings):
     """``[rollout_transport]``: how micro batches reach the trainer."""
 
     type: Literal["zmq", "filesystem"] = "zmq"
+    """Sockets, or files in the run directory."""
     host: str = "127.0.0.1"
+    """Address the orchestrator binds and the trainer connects to."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """None: a free port is chosen."""
     hwm: PositiveInt = 4
@@ -41,6 +43,7 @@ class WeightBroadcastConfig(Settings):
     """``[weight_broadcast]``: how weights reach the engines."""
 
     type: Literal["filesystem"] = "filesystem"
+    """Folders of safetensors in the run directory."""
 
 
 class RunDirConfig(Settings):
@@ -61,6 +64,7 @@ class LogConfig(Settings):
     """``[log]``"""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe records that go to the logs."""
 
 
 class RunConfig(Settings):

@@ -13,12 +13,17 @@ class OptimConfig(Settings):
     """``[trainer.optim]``: AdamW and gradient clipping."""
 
     type: Literal["adamw"] = "adamw"
+    """The optimizer."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
+    """Decoupled: times the learning rate, off the weights each step."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the squared gradient's running mean."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the squared gradient's mean."""
     max_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm to this. None: no clipping."""
 
@@ -30,6 +35,7 @@ class SchedulerConfig(Settings):
     """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to ``max_steps``.
     """
     warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises to ``optim.lr``."""
     decay_steps: NonNegativeInt | None = None
     """Steps of the final decay of ``linear``. None: everything after warm-up."""
     min_lr: NonNegativeFloat = 0.0
@@ -65,5 +71,6 @@ class TrainerConfig(Settings):
     """How documents of a packed row are kept apart: ``varlen`` computes each document by itself,
     ``mask`` builds a dense block mask. ``auto`` takes the faster one for the device."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """``auto`` takes CUDA if there is one."""
     keep_broadcasts: PositiveInt = 2
     """How many published weight versions stay on disk."""

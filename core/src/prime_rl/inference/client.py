@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,18 @@ class EngineAdmin:
         """Load published weights into every engine while their requests wait. Returns the seconds
         it took."""
         start = time.perf_counter()
-        await self._everywhere("/pause", params={"mode": "keep", "clear_cache": "false"})
         try:
+            await self._everywhere("/pause", params={"mode": "keep", "clear_cache": "false"})
             await self._everywhere(
                 "/update_weights",
                 json={"weight_dir": str(weight_dir), "version": version},
                 timeout=self._timeout,
             )
-        finally:
-            await self._everywhere("/resume")
+        except BaseException:
+            with suppress(EngineError):  # the first failure is the one to report
+                await self._everywhere("/resume")
+            raise
+        await self._everywhere("/resume")
         return time.perf_counter() - start
 
     async def close(self) -> None:
@@ -69,7 +73,11 @@ class EngineAdmin:
         return health.is_success and models.is_success and bool(models.json()["data"])
 
     async def _everywhere(self, route: str, **request: Any) -> None:
-        await asyncio.gather(*(self._post(url, route, **request) for url in self.urls))
+        """Every engine has answered when this returns or raises: nothing overtakes a late pause."""
+        posts = (self._post(url, route, **request) for url in self.urls)
+        for outcome in await asyncio.gather(*posts, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def _post(self, url: str, route: str, **request: Any) -> None:
         try:

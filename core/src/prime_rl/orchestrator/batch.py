@@ -20,7 +20,7 @@ class Batch:
     kept: list[Rollout] = field(default_factory=list)
     """What trains."""
     seen: list[Rollout] = field(default_factory=list)
-    """Every scored rollout since the last batch, dropped ones included."""
+    """Every rollout that was decided on for this batch: what trains and what was dropped."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Why, by ``id()`` of the rollout: the slot that objected, or ``stale``."""
 
@@ -59,7 +59,6 @@ class BatchAssembler:
     def add(self, rollouts: Iterable[Rollout]) -> None:
         """Take in a scored group. What a pre-batch filter enforces never takes a place."""
         for rollout in rollouts:
-            self.batch.seen.append(rollout)
             if self._pre.objects(rollout):
                 self._drop(rollout, "pre_batch_filters")
             else:
@@ -80,6 +79,7 @@ class BatchAssembler:
                 self._drop(rollout, "post_batch_filters")
             else:
                 self.batch.kept.append(rollout)
+                self.batch.seen.append(rollout)
                 self._fruitless = 0
                 self._reasons.clear()
 
@@ -101,6 +101,7 @@ class BatchAssembler:
 
     def _drop(self, rollout: Rollout, reason: str) -> None:
         self.batch.dropped[id(rollout)] = reason
+        self.batch.seen.append(rollout)
         self._count_fruitless(1, reason)
 
     def _count_fruitless(self, count: int, reason: str) -> None:

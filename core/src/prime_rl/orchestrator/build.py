@@ -55,17 +55,17 @@ def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
     return built
 
 
-def build_renderer(config: RunConfig, hooks: Hooks, model_path: str) -> Any:
+def build_renderer(config: RunConfig, hooks: Hooks) -> Any:
     """The ``renderers`` config object every env renders with."""
     table = config.orchestrator.renderer
     cls = select(RENDERER, table.name, collect(hooks, RENDERER), "orchestrator.renderer")
     settings = settings_of(cls, RENDERER, table.settings, "orchestrator.renderer")
-    return cls(settings).build(Path(model_path), settings.model_dump())
+    return cls(settings).build(config.model.name, settings.model_dump())
 
 
 def build_train_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[TrainEnv]:
     """Every training env with its scope."""
-    renderer = build_renderer(config, hooks, launch.model_path)
+    renderer = build_renderer(config, hooks)
     algorithms = build_algorithms(config, hooks)
     envs = []
     for env, algorithm in zip(config.orchestrator.train.env, algorithms, strict=True):
@@ -86,7 +86,7 @@ def build_train_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[Tr
 
 def build_eval_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[EvalEnv]:
     """Every held-out env."""
-    renderer = build_renderer(config, hooks, launch.model_path)
+    renderer = build_renderer(config, hooks)
     return [
         EvalEnv(
             name=env.label,

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import Rollout
 
 LEAD = 1
@@ -103,6 +104,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
         self._opened = 0
+        self._handed_on = 0
         self._crash: BaseException | None = None
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
@@ -116,6 +118,11 @@ class Dispatcher:
     def wake(self) -> None:
         """Something changed that may let more groups open: a version, a batch shipped, a rollout
         dropped."""
+        self._wake.set()
+
+    def taken(self, group: OpenGroup) -> None:
+        """An arrived group is buffered or dropped now: from here on the pace counts it."""
+        self._handed_on -= group.size
         self._wake.set()
 
     async def run(self) -> None:
@@ -136,9 +143,10 @@ class Dispatcher:
         batches = last_batch - pace.step + 1
         if batches <= 0:
             return 0
-        # A group counts whole until it is handed on: members that came back early still belong to
+        # A group counts whole until it is taken in: members that came back early still belong to
         # its batch.
-        committed = pace.buffered + sum(group.size for group in self._open.values())
+        opened = sum(group.size for group in self._open.values())
+        committed = pace.buffered + opened + self._handed_on
         wanted = int(batches * pace.batch_size * self._oversampling) - committed
         return min(wanted, self._max_inflight - self.num_inflight)
 
@@ -160,10 +168,18 @@ class Dispatcher:
             self._crash = error
             self._wake.set()
             return
+        except asyncio.CancelledError:
+            if not group.cancelled:  # nobody here asked for it: the group would never complete
+                self._crash = RunError(
+                    f"a rollout of group {group.group_id} was cancelled from inside its environment"
+                )
+                self._wake.set()
+            raise
         group.members[index] = member
         self.counts["finished" if member.ok else "failed"] += 1
         if group.complete and not group.cancelled:
             del self._open[group.group_id]
+            self._handed_on += group.size
             self.arrivals.put_nowait(group)
         self._wake.set()
 
@@ -172,20 +188,20 @@ class Dispatcher:
         returns how many rollouts."""
         oldest = version - self._max_off_policy
         stale = [group for group in self._open.values() if group.policy_version < oldest]
-        for group in stale:
-            await self._cancel(group)
+        await self._cancel(stale)
         self._wake.set()
         return sum(group.size for group in stale)
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
-        for group in list(self._open.values()):
-            await self._cancel(group)
+        await self._cancel(list(self._open.values()))
 
-    async def _cancel(self, group: OpenGroup) -> None:
-        group.cancelled = True
-        self._open.pop(group.group_id, None)
-        pending = list(group.tasks)
+    async def _cancel(self, groups: Sequence[OpenGroup]) -> None:
+        """Void groups, all before anything is awaited: none of them can complete meanwhile."""
+        for group in groups:
+            group.cancelled = True
+            self._open.pop(group.group_id, None)
+        pending = [task for group in groups for task in group.tasks]
         for task in pending:
             task.cancel()
         outcomes = await asyncio.gather(*pending, return_exceptions=True)

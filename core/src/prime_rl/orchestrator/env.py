@@ -15,8 +15,10 @@ and is not to us; per-token floats are exact only in memory.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import itertools
+import json
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -39,6 +41,12 @@ DEFAULT_HARNESS_PACKAGE = "prime-rl-environments"
 VERSIONS_KEY = "weight_versions"
 """Key of ``trace.info`` under which a harness may leave ``{node index: [(policy version, start,
 end)]}``."""
+
+ROLLOUTS_PER_RENDERER = 4096
+"""One tokenizer serves all of them: a render takes a fraction of a millisecond."""
+
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Tokenizer classes without code of their own: all there is to them is in ``tokenizer.json``."""
 
 QUIET_LOGGERS = {
     "httpx": logging.WARNING,
@@ -110,8 +118,8 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class BranchTokens:
-    """One token sequence of a trace, columns of length T. Branches of one trace may share
-    leading nodes."""
+    """One token sequence of a trace, columns of length T. Branches of one trace may share leading
+    nodes."""
 
     token_ids: list[int]
     sampled_mask: list[bool]
@@ -210,8 +218,8 @@ class Environment:
     ``close``."""
 
     def __init__(self, settings: EnvSettings) -> None:
-        """Import verifiers, find the taskset, load its rows. Raises ``ConfigError`` if that
-        cannot work."""
+        """Import verifiers, find the taskset, load its rows. Raises ``ConfigError`` if that cannot
+        work."""
         self.settings = settings
         self._vf = import_verifiers(settings)
         self._env = load_environment(self._vf, settings)
@@ -229,7 +237,10 @@ class Environment:
         return self.examples.count
 
     async def start(self) -> None:
-        """Bring up what episodes share: interception, shared tool servers."""
+        """Bring up what episodes share: interception, shared tool servers, the renderer."""
+        path = self.settings.tokenizer_path
+        if path is not None:
+            await asyncio.to_thread(warm_renderer, path, self.settings.renderer)
         await self._stack.enter_async_context(self._env.serving())
 
     async def close(self) -> None:
@@ -300,8 +311,40 @@ class Environment:
                 api_key_var=model.api_key_var,
                 renderer=self.settings.renderer,
                 renderer_model_name=None if path is None else str(path),
+                multiplex=ROLLOUTS_PER_RENDERER,
             )
         return self._clients[model]
+
+
+def warm_renderer(tokenizer_path: Path, config: Any) -> None:
+    """Load the tokenizer before the first rollout's clock runs, and without torch where possible.
+
+    verifiers keeps one pool of renderers a process; this puts the first one in. ``AutoTokenizer``
+    imports torch to find out what a folder's own ``tokenizer_config.json`` already says.
+    """
+    from renderers import create_renderer
+    from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
+
+    pool = ElasticRendererPool(str(tokenizer_path), config, multiplex=ROLLOUTS_PER_RENDERER)
+    if not pool.renderers:
+        renderer = create_renderer(load_tokenizer(tokenizer_path), config)
+        pool.renderers.append(RendererSlot(renderer))
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a folder. Raises ``ConfigError`` if there is none."""
+    where = f"tokenizer {str(path)!r}"
+    try:
+        table = json.loads((path / "tokenizer_config.json").read_text())
+        if table.get("tokenizer_class") in GENERIC_TOKENIZERS:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from renderers.base import load_tokenizer as load_by_auto
+
+        return load_by_auto(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def import_verifiers(settings: EnvSettings) -> ModuleType:

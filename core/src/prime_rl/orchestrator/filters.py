@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.plugins.base import Filter
+from prime_rl.plugins.errors import PluginError
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.offers import FILTER, Offered, select, settings_of
 from prime_rl.rollout import Rollout
@@ -53,7 +54,7 @@ class FilterSlot:
     def objects(self, rollout: Rollout) -> bool:
         """Ask everyone; True if an enforcing filter objects."""
         self.seen += 1
-        fired = [asked for asked in self._asked if asked.call(rollout=rollout)]
+        fired = [asked for asked in self._asked if _reasons(asked, rollout)]
         self.objections.update(asked.name for asked in fired)
         drop = any(asked.enforce for asked in fired)
         self.dropped += drop
@@ -71,6 +72,17 @@ class FilterSlot:
         self.seen, self.dropped = 0, 0
         self.objections.clear()
         return metrics
+
+
+def _reasons(asked: _Asked, rollout: Rollout) -> list[str]:
+    reasons: list[str] = asked.call(rollout=rollout)
+    for reason in reasons:
+        if not isinstance(reason, str):
+            raise PluginError(
+                f"filter {asked.name!r}: filter_rollout gave {reason!r}, expected the reason to "
+                "drop the rollout, or None to keep it"
+            )
+    return reasons
 
 
 def build_filters(

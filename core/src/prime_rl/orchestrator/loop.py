@@ -161,7 +161,7 @@ class Orchestrator:
             for rollout in rollouts:
                 stamp(rollout, env.algorithm.action_loss)
             self.assembler.add(rollouts)
-        self.dispatcher.wake()
+        self.dispatcher.taken(group)
 
     def _pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame a trainer rank."""

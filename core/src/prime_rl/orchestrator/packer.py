@@ -1,9 +1,9 @@
 """Lay samples end to end in rows of bounded length: best-fit decreasing.
 
-Longest sample first, each into the fullest row that still has room; rows are kept sorted by free
-space, so a row is found by bisection. Samples of any mix of algorithms share a row: a stream that
-some member carries is filled for the others with what its absence means (rl 1.0, everything else
-0.0).
+Longest sample first, each into the fullest row that still has room; rows are kept by their room, so
+one is found by bisection over the distinct amounts. Samples of any mix of algorithms share a row: a
+stream that some member carries is filled for the others with what its absence means (rl 1.0,
+everything else 0.0).
 
 Shapes: T = tokens of a row, S = its sequences.
 """
@@ -36,21 +36,25 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
             "trainer.micro_batch_tokens, or truncate before packing."
         )
     rows: list[list[int]] = []
-    room: list[
-        tuple[int, int]
-    ] = []  # (free tokens, row), sorted: the fullest row that fits is the first not below
+    frees: list[int] = []  # the distinct amounts of room, ascending
+    with_room: dict[int, list[int]] = {}  # amount of room -> rows that have it
     for index in order:
         length = lengths[index]
-        at = bisect_left(room, (length, -1))
-        if at == len(room):
+        at = bisect_left(frees, length)
+        if at == len(frees):
+            row, free = len(rows), capacity - length
             rows.append([index])
-            free, row = capacity - length, len(rows) - 1
         else:
-            free, row = room.pop(at)
+            free = frees[at]
+            row = with_room[free].pop()
+            if not with_room[free]:
+                del frees[at], with_room[free]
             rows[row].append(index)
             free -= length
         if free:
-            insort(room, (free, row))
+            if free not in with_room:
+                insort(frees, free)
+            with_room.setdefault(free, []).append(row)
     return rows
 
 

@@ -23,8 +23,13 @@ def write_rollouts(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(record, enc_hook=str))
+    temporary.write_bytes(msgspec.msgpack.encode(record, enc_hook=_plain))
     temporary.replace(path)
+
+
+def _plain(value: Any) -> Any:
+    """What msgpack has no type for: numpy's values as plain ones, anything else as text."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def read_rollouts(path: Path) -> tuple[int, list[Rollout], list[str | None]]:

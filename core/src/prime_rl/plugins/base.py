@@ -34,7 +34,7 @@ class Offer:
     """Anything a plugin registers: a name to select it by, and the settings it takes."""
 
     name: ClassVar[str]
-    """What a config selects it by: ``algo.type = "grpo"``."""
+    """What a config selects it by: ``algo.type = "<name>"``."""
 
     config_class: ClassVar[type[PluginConfig]] = PluginConfig
     """The pydantic model that validates its table of the TOML."""
@@ -169,7 +169,13 @@ class Engine(Offer):
 class RendererOffer(Offer):
     """Turns the table ``[orchestrator.renderer]`` into a config of the ``renderers`` package."""
 
-    def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
+    def check(self, model: str) -> None:
+        """Refuse a model before any process is started, if that can be known without importing
+        much.
+        ``model`` is ``model.name``: a folder, a hub id, or the name of a model made here. Raises
+        ``ConfigError``."""
+
+    def build(self, model: str, fields: Mapping[str, Any]) -> Any:
         """The ``renderers`` config object for a tokenizer folder. Raises ``ConfigError`` if nothing
         fits."""
         raise NotImplementedError

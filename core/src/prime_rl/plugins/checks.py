@@ -39,6 +39,11 @@ def check_plugin(plugin: object, where: str, group: str) -> None:
             _check_hook(name, function, where, group)
 
 
+def marked_hooks(plugin: object) -> list[str]:
+    """Names of the hooks that a plugin or class implements."""
+    return [name for name, f in _functions(plugin) if hasattr(f, _MARK) and name in SPECS]
+
+
 def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
     for name in dir(plugin):
         found = inspect.getattr_static(plugin, name, None)
@@ -75,10 +80,26 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
             f"plugin {where}: {name!r} is a sync hook, so an 'async def' would never be awaited. "
             "Do model I/O in 'score_rollout' or 'score_group', which are async."
         )
+    _check_generator(name, function, where)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.default is not parameter.empty:
             raise PluginError(
                 f"plugin {where}: argument {parameter.name!r} of {name!r} has a default, and "
-                "pluggy then never "
-                "passes it. Remove the default."
+                "pluggy then never passes it. Remove the default."
             )
+
+
+def _check_generator(name: str, function: Callable[..., Any], where: str) -> None:
+    """A wrapper is a generator and says so; of anything else, a generator's body never runs."""
+    options = getattr(function, _MARK)
+    if options["hookwrapper"]:
+        raise PluginError(
+            f"plugin {where}: {name!r} is an old-style wrapper. Use @hookimpl(wrapper=True): its "
+            "'yield' gives the result itself."
+        )
+    generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    if generates and not options["wrapper"] and not name.startswith("register_"):
+        raise PluginError(
+            f"plugin {where}: {name!r} has a 'yield', so its body would never run. A wrapper needs "
+            "@hookimpl(wrapper=True); anything else returns."
+        )

@@ -6,15 +6,14 @@
             -> weights -> [weights_published] -> sampler
 
 A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any
-subset of the
-arguments, by name. Four rules:
+subset of the arguments, by name. Five rules:
 
 * ``async def`` here: implementations may be sync or async, and the caller awaits. ``def`` here:
-  implementations must be
-  sync; ``async def`` is refused.
+  implementations must be sync; ``async def`` is refused.
 * Every implementation runs. The last registered runs first; ``tryfirst`` and ``trylast`` move one.
-  No hook stops at
-  the first result.
+  No hook stops at the first result.
+* A wrapper (``@hookimpl(wrapper=True)``) is a generator with one ``yield``. What follows it runs
+  when everything it wraps is done, async implementations included.
 * An exception stops the run. What may fail must handle its own failures.
 * Hooks run per rollout, per group or per step; never per token.
 

@@ -8,9 +8,11 @@ out.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 import numpy as np
 import pluggy
@@ -61,15 +63,11 @@ class Hooks(pluggy.PluginManager):
 
     async def score_rollout(self, rollout: Rollout) -> None:
         """Run every ``score_rollout``, one after the other."""
-        for result in self.hook.score_rollout(rollout=rollout):
-            if inspect.isawaitable(result):
-                await result
+        await _call_async(self.hook.score_rollout, rollout=rollout)
 
     async def score_group(self, group: Group) -> None:
         """Run every ``score_group``, one after the other."""
-        for result in self.hook.score_group(group=group):
-            if inspect.isawaitable(result):
-                await result
+        await _call_async(self.hook.score_group, group=group)
 
     def observation_weights(self, rollout: Rollout) -> list[np.ndarray | None]:
         """The ce weights of each sample: the largest that any plugin gives each token, None where
@@ -104,6 +102,21 @@ class Hooks(pluggy.PluginManager):
     def weights_published(self, version: int) -> None:
         """Tell everyone that inference samples from new weights."""
         self.hook.weights_published(version=version)
+
+
+async def _call_async(hook: pluggy.HookCaller, **arguments: object) -> None:
+    """pluggy's own order of calls, each awaited before the next.
+
+    So a wrapper's code after its ``yield`` finds the work done, be what it wraps sync or async.
+    """
+    with ExitStack() as wrappers:
+        for impl in reversed(hook.get_hookimpls()):
+            given = [arguments[name] for name in impl.argnames]
+            function: Callable[..., Any] = impl.function
+            if impl.wrapper:
+                wrappers.enter_context(contextmanager(function)(*given))
+            elif inspect.isawaitable(result := function(*given)):
+                await result
 
 
 def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -23,6 +23,7 @@ from prime_rl.plugins.base import (
     RendererOffer,
     Sampler,
 )
+from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.errors import ConfigError, PluginError
 from prime_rl.plugins.manager import Hooks, Source
 
@@ -39,14 +40,22 @@ class Kind(Generic[AnyOffer]):
     base: type[AnyOffer]
     key: str
     """What selects it in the TOML, as a user writes it."""
+    hooks: frozenset[str] = frozenset()
+    """Hooks that are called on its instances; any other on the class would never be."""
 
     @property
     def plural(self) -> str:
         return f"{self.name}es" if self.name.endswith("s") else f"{self.name}s"
 
 
-ALGORITHM = Kind("algorithm", "register_algorithms", Algorithm, "algo.type")
-FILTER = Kind("filter", "register_filters", Filter, "type")
+ALGORITHM = Kind(
+    "algorithm",
+    "register_algorithms",
+    Algorithm,
+    "algo.type",
+    frozenset({"score_rollout", "observation_weights", "score_group"}),
+)
+FILTER = Kind("filter", "register_filters", Filter, "type", frozenset({"filter_rollout"}))
 RENDERER = Kind("renderer", "register_renderers", RendererOffer, "orchestrator.renderer.name")
 SAMPLER = Kind("sampler", "register_samplers", Sampler, "orchestrator.sampler.type")
 ENGINE = Kind("engine", "register_engines", Engine, "inference.engine")
@@ -82,8 +91,9 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
         source = hooks.sources.get(impl.plugin_name) or Source(
             impl.plugin_name, "not installed", ""
         )
-        for cls in impl.function():
+        for cls in _answer(impl.function, kind, source):
             _check_class(cls, kind, source)
+            check_plugin(cls, str(source), hooks.group)
             first = found.setdefault(cls.name, Offered(cls, source))
             if first.cls is not cls:
                 raise PluginError(
@@ -92,6 +102,16 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
                     f"{source}. Uninstall one, or list its plugin under plugins.disabled."
                 )
     return dict(sorted(found.items()))
+
+
+def _answer(function: Callable[[], Any], kind: Kind[Any], source: Source) -> list[Any]:
+    try:
+        return list(function())
+    except Exception as error:
+        raise PluginError(
+            f"plugin {source}: {kind.hook} failed: {type(error).__name__}: {error}. It must give "
+            f"a list of subclasses of {kind.base.__name__}."
+        ) from error
 
 
 def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
@@ -111,6 +131,13 @@ def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
             f"plugin {source}: {cls.__qualname__}.config_class must be a subclass of PluginConfig, "
             f"got {config_class!r}"
         )
+    for hook in marked_hooks(cls):
+        if hook not in kind.hooks:
+            called = ", ".join(sorted(kind.hooks)) or "none"
+            raise PluginError(
+                f"plugin {source}: {hook!r} on {kind.name} {name!r} would never be called "
+                f"(called on {kind.plural}: {called}). Implement it in the plugin's module instead."
+            )
 
 
 def select(
@@ -133,6 +160,8 @@ def settings_of(
     cls: type[Offer], kind: Kind[Any], settings: Mapping[str, Any], where: str
 ) -> PluginConfig:
     """Validate a table by the config class its plugin brought. Raises ``ConfigError``."""
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"{where}: expected a table, got {settings!r}")
     try:
         return cls.config_class.model_validate(dict(settings))
     except ValidationError as error:

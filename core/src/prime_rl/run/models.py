@@ -1,7 +1,7 @@
-"""``python -m prime_rl.run.models RUN_DIR``: make the run's model, unless the cache has it already.
+"""``python -m prime_rl.run.models RUN_DIR``: make or fetch a run's model, unless it is cached.
 
 Models that a plugin makes are kept under the user's cache folder, one folder for each set of
-settings and seed.
+settings and seed; models of the hub likewise, one folder for each id. A folder is used as it is.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import ModelMaker
+from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import MODEL, collect
 from prime_rl.run.launch import READY, Launch
@@ -41,23 +44,43 @@ def cache_dir() -> Path:
 
 
 def model_path(config: RunConfig) -> tuple[str, bool]:
-    """The run's model, and whether it is still to be made."""
+    """Where the run's model is, and whether the model process must still put it there."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     maker = build_model_maker(config, hooks)
-    if maker is None:
-        return config.model.name, False
-    version = collect(hooks, MODEL)[maker.name].source.version
-    path = cached_path(maker, version, config.seed)
+    if maker is not None:
+        version = collect(hooks, MODEL)[maker.name].source.version
+        path = cached_path(maker, version, config.seed)
+    elif Path(config.model.name).is_dir():
+        return str(Path(config.model.name).resolve()), False
+    else:
+        path = cache_dir() / f"hub--{config.model.name.replace('/', '--')}"
     return str(path), not (path / READY).exists()
 
 
-def make(maker: ModelMaker, target: Path, seed: int, status: Status) -> None:
-    """Make a model beside ``target`` and move it there whole; another process may have been
-    faster."""
+FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+"""What a model folder needs: weights, configs, tokenizer."""
+
+
+def fetch(name: str, directory: Path, status: Status) -> None:
+    """Download a model of the hub into the empty ``directory``. Raises ``ConfigError``."""
+    from huggingface_hub import snapshot_download
+
+    status.report(f"downloading {name}", waiting_for="Hugging Face hub")
+    try:
+        snapshot_download(name, local_dir=directory, allow_patterns=FETCHED)
+    except Exception as error:  # the hub's and the network's own kinds
+        raise ConfigError(
+            f"model.name: {name!r} is no folder here, and fetching it from the hub failed: {error}"
+        ) from error
+
+
+def make(fill: Callable[[Path], None], target: Path) -> None:
+    """Let ``fill`` write a model beside ``target`` and move it there whole; another process may
+    have been faster."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        maker.make(work, seed, lambda state, share: status.report(state, progress=share))
+        fill(work)
         (work / READY).touch()
         try:
             work.rename(target)
@@ -71,15 +94,21 @@ def make(maker: ModelMaker, target: Path, seed: int, status: Status) -> None:
 def main() -> int:
     """Make the model that the run's config names."""
     exit_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind: leave nothing half made
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_dir = Path(sys.argv[1])
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     status = Status(run_dir / "status" / "model.json")
     status.report("starting")
     maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
-    if maker is None:
-        raise SystemExit(f"model.name = {config.model.name!r} is not made here")
-    make(maker, Path(Launch.read(run_dir).model_path), config.seed, status)
+
+    def fill(directory: Path) -> None:
+        if maker is None:
+            fetch(config.model.name, directory, status)
+        else:
+            maker.make(directory, config.seed, lambda s, share: status.report(s, progress=share))
+
+    make(fill, Path(Launch.read(run_dir).model_path))
     status.report("done", progress=1.0)
     return 0
 

@@ -43,7 +43,7 @@ def check(config: RunConfig) -> Hooks:
     _check_filters(config, hooks)
     orchestrator = config.orchestrator
     _check(SAMPLER, orchestrator.sampler.type, orchestrator.sampler.settings, hooks)
-    _check(RENDERER, orchestrator.renderer.name, orchestrator.renderer.settings, hooks)
+    _check_renderer(config, hooks)
     for name, table in config.monitors.items():
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
     build_engine(config, hooks)
@@ -93,6 +93,12 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(
             f"model.name: {folder} has no config.json; expected a Hugging Face folder"
         )
+
+
+def _check_renderer(config: RunConfig, hooks: Hooks) -> None:
+    table, where = config.orchestrator.renderer, RENDERER.key
+    cls = select(RENDERER, table.name, collect(hooks, RENDERER), where)
+    cls(settings_of(cls, RENDERER, table.settings, where)).check(config.model.name)
 
 
 def _check_envs(config: RunConfig) -> None:

@@ -32,6 +32,8 @@ from prime_rl.run.resolve import build_engine
 from prime_rl.run.view import View
 
 TICK_SECONDS = 0.25
+ORCHESTRATOR = "prime_rl.orchestrator"
+"""The module that is the orchestrator's process."""
 TRAINER_GRACE = 120.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
 
@@ -72,21 +74,19 @@ def _plan(config: RunConfig) -> Launch:
 def _start(config: RunConfig, launch: Launch, run_dir: Path, key: str) -> Iterator[Child]:
     """Every process at once: they import and wait for one another, which is quicker than in
     turn."""
-    env = {ADMIN_KEY: key}
-    if launch.wait_for_model or Path(launch.model_path).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
+    env = {ADMIN_KEY: key, "HF_HUB_OFFLINE": "1"}  # the model is, or will be, a folder here
     logs = log_dir(run_dir)
 
-    def module(name: str, module: str) -> Child:
+    def module(name: str, module: str, env: dict[str, str] = env) -> Child:
         return start(name, [sys.executable, "-m", module, str(run_dir)], env, logs / f"{name}.log")
 
     if launch.wait_for_model:
-        yield module("model", "prime_rl.run.models")
+        yield module("model", "prime_rl.run.models", {})  # the only one that may ask the hub
     engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
     command = engine.command(_engine_launch(config, launch, run_dir, key))
     yield start("inference", command.argv, env | dict(command.env), logs / "inference.log")
     yield module("trainer", "prime_rl.trainer")
-    yield module("orchestrator", "prime_rl.orchestrator")
+    yield module("orchestrator", ORCHESTRATOR)
 
 
 def _engine_launch(config: RunConfig, launch: Launch, run_dir: Path, key: str) -> EngineLaunch:

@@ -196,13 +196,17 @@ def _off_policy(latest: dict[str, Any]) -> str:
 
 def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:
     waiting = report.waiting_for or ""
-    detail = "  ".join(f"{name} {value}" for name, value in report.detail.items())
+    detail = "  ".join(f"{name} {_plain(value)}" for name, value in report.detail.items())
     last: RenderableType = Text(detail, "dim")
     if report.progress is not None and report.progress < 1:
         last = _row(
             ProgressBar(total=1.0, completed=report.progress, width=20), f"{report.progress:4.0%}"
         )
     return Text(report.state), Text(waiting, "yellow"), last
+
+
+def _plain(value: float | str) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _news(report: StatusReport) -> str:

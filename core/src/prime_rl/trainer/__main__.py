@@ -47,6 +47,10 @@ def main(arguments: list[str]) -> int:
         logger.error("%s", error)
         status.report("failed", error=str(error))
         return 1
+    except Exception as error:  # ours to mend: with its traceback
+        logger.exception("the trainer failed")
+        status.report("failed", error=f"{type(error).__name__}: {error}")
+        return 1
     return 0
 
 
@@ -66,12 +70,11 @@ def run(run_dir: Path, status: Status) -> None:
     import torch
 
     from prime_rl.trainer.loop import Trainer, finish, train
-    from prime_rl.trainer.model import load_model, wait_for_model
+    from prime_rl.trainer.model import load_model, model_folder
     from prime_rl.wire.transport import make_receiver
 
     torch.manual_seed(config.seed)
-    model_path = Path(launch.model_path)
-    wait_for_model(model_path, status)
+    model_path = model_folder(launch, status)
     status.report("loading weights")
     trainer = Trainer(
         load_model(model_path, config.trainer), loss, config.trainer, config.max_steps

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -53,13 +54,18 @@ class Trainer:
             self.config.scheduler, self.config.optim.lr, self.max_steps
         )
 
-    def train_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """One optimizer step; its metrics.
+    def train_step(
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> dict[str, float]:
+        """One optimizer step; its metrics. ``progress`` hears the share done before each row.
 
         Raises ``RunError`` if the batch trains nothing, or if the gradient is not finite.
         """
         started = time.perf_counter()
-        metrics = self.forward_backward(step, micro_batches)
+        metrics = self.forward_backward(step, micro_batches, progress)
         norm = float(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
         seconds = time.perf_counter() - started  # the norm has waited for the device
         if not math.isfinite(norm):
@@ -76,7 +82,9 @@ class Trainer:
             "time/forward_backward": seconds,
         }
 
-    def forward_backward(self, step: int, micro_batches: Sequence[MicroBatch]) -> StepMetrics:
+    def forward_backward(
+        self, step: int, micro_batches: Sequence[MicroBatch], progress: Callable[[float], None]
+    ) -> StepMetrics:
         """Accumulate the gradients of the step's loss."""
         counts = count_members(micro_batches)
         if not any(counts.values()):
@@ -85,11 +93,12 @@ class Trainer:
                 "anything: no component has a member"
             )
         metrics = StepMetrics(counts)
-        for micro_batch in micro_batches:
+        for number, micro_batch in enumerate(micro_batches):
+            progress(number / len(micro_batches))
             row = make_row(micro_batch, self.device)
             logprobs, entropies = token_logprobs(self.model, row)
             loss = row_loss(row, logprobs, self.loss, counts)
-            loss.loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss.loss)
             metrics.observe(row, logprobs.detach(), entropies, loss)
         return metrics
 
@@ -113,8 +122,7 @@ def train(
         started = time.perf_counter()
         micro_batches = wait_for_batch(receiver, step, status)
         received = time.perf_counter()
-        status.report("training", step=step)
-        metrics = trainer.train_step(step, micro_batches)
+        metrics = trainer.train_step(step, micro_batches, partial(_report_training, status, step))
         trained = time.perf_counter()
         status.report("publishing weights", step=step)
         publisher.write(trainer.model, step)
@@ -127,6 +135,10 @@ def train(
         metrics_file.append(step, metrics)
         publisher.announce(step)
         log_step(step, metrics)
+
+
+def _report_training(status: Status, step: int, share: float) -> None:
+    status.report("training", progress=share, step=step)
 
 
 def wait_for_batch(receiver: Receiver, step: int, status: Status) -> list[MicroBatch]:

@@ -156,8 +156,8 @@ def _sums_of_means(
     for name, metric in metrics.items():
         if not isinstance(metric, TokenMetric):
             raise PluginError(
-                f"loss metric {name!r}: a token_wise loss sees all sequences at once, so its metrics "
-                f"have to be TokenMetric, got {type(metric).__name__}. Wrap it, or set "
+                f"loss metric {name!r}: a token_wise loss sees all sequences at once, so its "
+                f"metrics have to be TokenMetric, got {type(metric).__name__}. Wrap it, or set "
                 "token_wise = False."
             )
     stacked = [metric for metric in metrics.values() if isinstance(metric, TokenMetric)]

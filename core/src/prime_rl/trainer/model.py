@@ -12,7 +12,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.errors import ConfigError, WeightsError
-from prime_rl.run.launch import READY
+from prime_rl.run.launch import READY, Launch
 from prime_rl.run.status import Status
 from prime_rl.trainer.attention import NAMES, Attention, register
 
@@ -37,12 +37,19 @@ def choose_attention(name: Literal["auto", "varlen", "mask"]) -> Attention:
     return "mask" if name == "mask" else "varlen"
 
 
-def wait_for_model(model_path: Path, status: Status) -> None:
-    """Wait until the folder says that it is complete."""
-    if not (model_path / READY).exists():
-        status.report("waiting", waiting_for=f"model folder {model_path.name}")
-    while not (model_path / READY).exists():
-        time.sleep(POLL_SECONDS)
+def model_folder(launch: Launch, status: Status) -> Path:
+    """The policy's folder, waited for if it is still being made or fetched.
+
+    Raises ``WeightsError`` if it is no folder.
+    """
+    path = Path(launch.model_path)
+    if launch.wait_for_model and not (path / READY).exists():
+        status.report("waiting", waiting_for=f"model folder {path.name}")
+        while not (path / READY).exists():
+            time.sleep(POLL_SECONDS)
+    if not path.is_dir():
+        raise WeightsError(f"the policy's folder {path} is not there; expected a model folder")
+    return path
 
 
 def load_model(model_path: Path, config: TrainerConfig) -> PreTrainedModel:

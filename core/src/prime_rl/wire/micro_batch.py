@@ -6,7 +6,7 @@ A frame holds one rank's micro batches of one optimizer step::
     ...
 
 Columns are raw little-endian buffers, 8-byte aligned, that the receiver maps without a Python
-object per token. Plain GRPO ships four bytes of token id, four of logprob, four of advantage and
+object per token. An rl batch ships four bytes of token id, four of logprob, four of advantage and
 one bit of mask: 12.125 bytes a token, plus ten bytes a sequence.
 
 Shapes: T = tokens of the row, S = its sequences.

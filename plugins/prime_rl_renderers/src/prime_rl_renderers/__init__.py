@@ -6,8 +6,8 @@ trainer sees the tokens the sampler saw.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from prime_rl import ConfigError, PluginConfig, RendererOffer, hookimpl
@@ -59,7 +59,7 @@ class NamedRenderer(RendererOffer):
 
     config_class = RendererSettings
 
-    def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
+    def build(self, model: str, fields: Mapping[str, Any]) -> Any:
         """The package's config object for this name. Raises ``ConfigError`` on fields it does not
         have."""
         from pydantic import TypeAdapter, ValidationError
@@ -73,28 +73,35 @@ class NamedRenderer(RendererOffer):
 
 
 class AutoRenderer(RendererOffer):
-    """Picks the renderer by the tokenizer's exact id: two models of one architecture may differ in
-    their template."""
+    """Picks the renderer by the model's exact id: two models of one architecture may differ in
+    their chat template."""
 
     name = "auto"
     config_class = RendererSettings
 
-    def build(self, tokenizer_path: Path, fields: Mapping[str, Any]) -> Any:
+    def check(self, model: str) -> None:
+        """Raises ``ConfigError`` for anything that is not a hub id."""
+        if "/" not in model or os.path.isdir(model):
+            raise _unknown(model)
+
+    def build(self, model: str, fields: Mapping[str, Any]) -> Any:
         """The config of the renderer made for this model. Raises ``ConfigError`` if none is
         known."""
         from renderers import config_from_name
         from renderers.base import MODEL_RENDERER_MAP
 
-        known = MODEL_RENDERER_MAP.get(str(tokenizer_path))
+        known = MODEL_RENDERER_MAP.get(model)
         if known is None:
-            raise ConfigError(
-                f"orchestrator.renderer: 'auto' knows no renderer for {str(tokenizer_path)!r}: it "
-                "matches exact model ids "
-                "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to "
-                "the family's renderer "
-                f"(one of {', '.join(NAMES)})."
-            )
+            raise _unknown(model)
         return config_from_name(known) if isinstance(known, str) else known
+
+
+def _unknown(model: str) -> ConfigError:
+    return ConfigError(
+        f"orchestrator.renderer: 'auto' knows no renderer for {model!r}: it matches exact hub ids "
+        "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to the family's "
+        f"renderer (one of {', '.join(NAMES)})."
+    )
 
 
 def _named(name: str) -> type[RendererOffer]:

@@ -1,0 +1,1 @@
+"""Speed, as medians and ratios from one run. ``make bench``, or ``python -m bench NAME...``."""

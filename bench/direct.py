@@ -1,0 +1,102 @@
+"""``prime-rl`` for the bench: with ``PRIME_RL_BENCH_DIRECT`` set, episodes are plain requests to
+the engine.
+
+The orchestrator's process is started through this module, so that its ``Environment`` can be
+replaced by one that speaks to the engine itself; loop, dispatcher, scoring, packer and wire are the
+real ones.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from typing import Any
+
+import aiohttp
+import msgspec
+
+PROMPT_TOKENS, NEW_TOKENS = 64, 64
+E = 12 + 68
+"""The byte e in the bench's tokenizer is some id; which one does not matter for the cost."""
+
+
+class DirectEnvironment:
+    """Stands in for ``prime_rl.orchestrator.env.Environment``: one request an episode, no
+    verifiers."""
+
+    num_examples = 2048
+
+    def __init__(self, settings: Any) -> None:
+        rng = random.Random(0)
+        self.examples = [
+            [rng.randrange(12, 268) for _ in range(PROMPT_TOKENS)] for _ in range(self.num_examples)
+        ]
+
+    async def __aenter__(self) -> DirectEnvironment:
+        self.http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.http.close()
+
+    async def run(
+        self, example: list[int], *, model: Any, sampling: Any, group_id: int, **request: Any
+    ) -> list[Any]:
+        from prime_rl.orchestrator.env import BranchTokens, RolloutResult
+
+        parameters = {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_completion_tokens,
+            "seed": request["seed"],
+            "logprobs": 1,
+            **sampling.extra_body,
+        }
+        body = {
+            "model": model.name,
+            "token_ids": example,
+            "cache_salt": request["cache_salt"],
+            "sampling_params": parameters,
+        }
+        url = model.base_url.removesuffix("/v1") + "/inference/v1/generate"
+        async with self.http.post(url, data=msgspec.json.encode(body)) as answer:
+            answer.raise_for_status()
+            choice = msgspec.json.decode(await answer.read())["choices"][0]
+        tokens = choice["token_ids"]
+        logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        sampled = [False] * len(example) + [True] * len(tokens)
+        branch = BranchTokens(
+            token_ids=[*example, *tokens],
+            sampled_mask=sampled,
+            logprobs=[0.0] * len(example) + logprobs,
+            roles=["user"] * len(example) + ["assistant"] * len(tokens),
+            is_content=[None] * len(sampled),
+            node_ids=[0] * len(example) + [1] * len(tokens),
+            policy_versions=None,
+        )
+        reward = tokens.count(E) / len(tokens)
+        return [RolloutResult(ok=True, reward=reward, num_turns=1, branches=[branch])]
+
+
+def orchestrate() -> int:
+    """The orchestrator's process, with the environment replaced."""
+    from prime_rl.orchestrator import __main__, build
+
+    build.Environment = DirectEnvironment  # type: ignore[misc,assignment]
+    return __main__.main()
+
+
+def main() -> None:
+    """The command line; the supervisor starts the orchestrator through this module if asked to."""
+    if len(sys.argv) == 2:
+        sys.exit(orchestrate())
+    from prime_rl.cli import main as prime_rl
+    from prime_rl.run import supervisor
+
+    if os.environ.get("PRIME_RL_BENCH_DIRECT"):
+        supervisor.ORCHESTRATOR = "bench.direct"
+    prime_rl()
+
+
+if __name__ == "__main__":
+    main()

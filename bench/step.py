@@ -1,0 +1,127 @@
+"""One RL step of 64 x (64 + 64) tokens, end to end, beside TRL's ``GRPOTrainer`` on the same model
+in the same run.
+
+    python -m bench step
+
+``full`` goes the whole road: a verifiers environment, the harness, rendering, scoring, wire,
+trainer. ``direct`` replaces verifiers by plain requests to the engine; everything else stays.
+``trl`` is the peer, with one thread and with two.
+
+CPU seconds are those of the orchestrator, engine and trainer processes together; wall is the median
+time between steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PROCESSES = ("orchestrator", "inference", "trainer")
+SKIP = 4
+"""Steps before the figures count."""
+
+MODEL = """
+import sys, torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
+torch.manual_seed(0)
+tokenizer = build_tokenizer()
+config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+    tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
+Qwen3ForCausalLM(config).save_pretrained(sys.argv[1])
+tokenizer.save_pretrained(sys.argv[1])
+"""
+
+
+def run() -> dict[str, dict[str, float]]:
+    """Median wall and CPU seconds of a step, by road."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        subprocess.run([sys.executable, "-c", MODEL, str(model)], check=True, capture_output=True)
+        figures = {road: ours(model, Path(folder), road) for road in ("full", "direct")}
+        for threads in (1, 2):
+            if peer := trl(model, threads):
+                figures[f"trl, {threads} thread{'s' * (threads > 1)}"] = peer
+    return figures
+
+
+def ours(model: Path, folder: Path, road: str) -> dict[str, float]:
+    """One run of ours; ``direct`` is chosen by an environment variable that ``bench.direct``
+    reads."""
+    paths = [str(HERE / "tasksets"), str(HERE.parent)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    if road == "direct":
+        env["PRIME_RL_BENCH_DIRECT"] = "1"
+    command = [sys.executable, "-m", "bench.direct", "run", str(HERE / "step.toml")]
+    command += ["--model.name", str(model), "--output_dir", str(folder), "--run.name", road]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    marks = sample_steps(folder / road, process)
+    output = process.communicate()[0].decode()
+    if process.returncode or len(marks) <= SKIP + 2:
+        raise SystemExit(f"bench: {road} failed:\n{output[-3000:]}")
+    walls = [b[0] - a[0] for a, b in zip(marks[SKIP:], marks[SKIP + 1 :], strict=False)]
+    cpu = {name: marks[-1][1][name] - marks[SKIP][1][name] for name in PROCESSES}
+    steps = len(walls)
+    return {
+        "wall": statistics.median(walls),
+        "cpu": sum(cpu.values()) / steps,
+        **{name: seconds / steps for name, seconds in cpu.items()},
+    }
+
+
+def sample_steps(
+    run_dir: Path, process: subprocess.Popen[bytes]
+) -> list[tuple[float, dict[str, float]]]:
+    """``(time, CPU seconds by process)`` each time the trainer finished a step."""
+    marks: list[tuple[float, dict[str, float]]] = []
+    log, seen = run_dir / "trainer.jsonl", 0
+    while process.poll() is None:
+        lines = log.read_bytes().count(b"\n") if log.exists() else 0
+        if lines > seen:
+            seen = lines
+            try:
+                marks.append((time.perf_counter(), {n: cpu_seconds(run_dir, n) for n in PROCESSES}))
+            except FileNotFoundError:  # a process has ended: the run is over
+                break
+        time.sleep(0.005)
+    return marks
+
+
+def cpu_seconds(run_dir: Path, name: str) -> float:
+    """User and system time of one process of a run, all threads (Linux)."""
+    pid = json.loads((run_dir / "status" / f"{name}.json").read_text())["pid"]
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def trl(model: Path, threads: int) -> dict[str, float] | None:
+    """The peer's step; None where TRL is not installed."""
+    command = [sys.executable, str(HERE / "peer_trl.py"), str(model), str(threads)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        print(f"bench: TRL did not run: {result.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
+        return None
+    return {k: float(v) for k, v in json.loads(result.stdout.splitlines()[-1]).items()}
+
+
+def report(figures: dict[str, dict[str, float]]) -> list[str]:
+    """Lines for people: seconds a step, and ratios to the peer."""
+    lines = [f"{'road':<16}{'wall s':>8}{'CPU s':>8}   orchestrator / engine / trainer CPU s"]
+    for road, found in figures.items():
+        parts = " / ".join(f"{found[name]:.3f}" for name in PROCESSES if name in found)
+        lines.append(f"{road:<16}{found['wall']:>8.3f}{found['cpu']:>8.3f}   {parts}")
+    peers = {road: found for road, found in figures.items() if road.startswith("trl")}
+    for road in ("full", "direct"):
+        for peer, found in peers.items():
+            wall = found["wall"] / figures[road]["wall"]
+            cpu = figures[road]["cpu"] / found["cpu"]
+            lines.append(f"{road}: {wall:.2f}x the speed of {peer}, at {cpu:.2f}x its CPU seconds")
+    return lines

@@ -1,0 +1,40 @@
+"""The bench's task: prompts of 64 tokens all told, exactly 64 new ones, reward = share of the
+letter e."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+from in_process import InProcessHarness
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+PROMPT_LETTERS = 58
+"""Plus six tokens of chat template: 64."""
+
+
+class LetterETask(vf.Task[vf.TaskData]):
+    """Scores one reply."""
+
+    @vf.stop
+    async def answered(self, trace: vf.Trace) -> bool:
+        return bool(trace.num_turns >= 1)
+
+    @vf.reward
+    async def share_of_e(self, trace: vf.Trace) -> float:
+        return trace.last_reply.count("e") / max(1, len(trace.last_reply))
+
+
+class LetterETaskset(vf.Taskset[LetterETask, vf.TasksetConfig]):
+    """Random text."""
+
+    def load(self) -> Iterator[LetterETask]:
+        rng = random.Random(0)
+        for _ in range(2048):
+            prompt = "".join(rng.choices(LETTERS, k=PROMPT_LETTERS))
+            yield LetterETask(vf.TaskData(prompt=prompt), self.config.task)
+
+
+__all__ = ["InProcessHarness", "LetterETaskset"]

@@ -1,0 +1,203 @@
+"""Streams: three ways to assign, wrong ones refused with got and expected, frozen when stamped."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl import Rollout, Sample, StreamError
+
+
+def sample(mask: str) -> Sample:
+    """One character a token: ``#`` was sampled by the policy."""
+    trained = [character == "#" for character in mask]
+    return Sample(
+        token_ids=list(range(len(mask))), loss_mask=trained, inference_logprobs=[0.0] * len(mask)
+    )
+
+
+def rollout(*masks: str) -> Rollout:
+    return Rollout(
+        env="e", example_id=0, group_id=7, reward=0.0, samples=[sample(mask) for mask in masks]
+    )
+
+
+def columns(one: Rollout, name: str = "advantages") -> list[list[float]]:
+    return [getattr(each, name).tolist() for each in one.samples]
+
+
+def test_counts():
+    one = rollout("..##", ".#")
+    assert (one.num_tokens, one.num_trainable_tokens, one.num_input_tokens) == (6, 3, 3)
+
+
+def test_a_scalar_goes_to_every_trainable_token():
+    one = rollout("..##", ".#")
+    one.assign_advantages(0.5)
+    assert columns(one) == [[0, 0, 0.5, 0.5], [0, 0.5]]
+    assert one.advantages.tolist() == [0.5, 0.5, 0.5]
+    assert one.samples[0].advantages.dtype == np.float32
+
+
+def test_a_negative_scalar_leaves_plain_zeros_off_the_mask():
+    one = rollout(".#")
+    one.assign_advantages(-1.0)
+    assert not np.signbit(one.samples[0].advantages[0])
+
+
+def test_one_value_per_trainable_token_in_order():
+    one = rollout("..##", "#.")
+    one.assign_advantages([1.0, 2.0, 3.0])
+    assert columns(one) == [[0, 0, 1, 2], [3, 0]]
+
+
+def test_one_value_per_token():
+    one = rollout("..##", "#.")
+    one.assign_advantages(np.array([0, 0, 1, 2, 3, 0.0]))
+    assert columns(one) == [[0, 0, 1, 2], [3, 0]]
+
+
+def test_both_lengths_are_one_where_every_token_is_trainable():
+    one = rollout("##")
+    one.assign_advantages([1.0, 2.0])
+    assert columns(one) == [[1, 2]]
+
+
+def test_the_streams_do_not_share_memory_with_what_was_given():
+    given_values = np.array([1.0, 2.0], np.float32)
+    one = rollout("##")
+    one.assign_advantages(given_values)
+    given_values[0] = 9.0
+    assert columns(one) == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"),
+    [([1.0], "(1,)"), ([1.0] * 4, "(4,)"), ([[1.0, 2.0, 3.0]], "(1, 3)"), ([], "(0,)")],
+)
+def test_any_other_length_is_an_error_with_got_and_expected(values, shape):
+    with pytest.raises(StreamError) as caught:
+        rollout("..##", "#.").assign_advantages(values)
+    assert str(caught.value) == (
+        "env 'e', group 7: advantages need one value per trainable token or one per token: "
+        f"got shape {shape}, expected (3,) or (6,)"
+    )
+
+
+def test_credit_off_the_mask_is_an_error():
+    with pytest.raises(StreamError) as caught:
+        rollout("..##").assign_advantages([0.0, 1.0, 1.0, 1.0])
+    assert str(caught.value) == (
+        "env 'e', group 7: advantages: got credit on 1 tokens the policy did not sample; expected "
+        "0.0 there. To train env-provided tokens use the hook observation_weights."
+    )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_credit_that_is_not_finite_is_an_error(bad):
+    with pytest.raises(StreamError, match=r"env 'e', group 7: advantages: got (nan|-?inf), exp"):
+        rollout(".#").assign_advantages(bad)
+    with pytest.raises(StreamError, match="advantages: got a value that is not finite"):
+        rollout(".##").assign_advantages([1.0, bad])
+
+
+def test_advantages_are_none_until_every_sample_has_them():
+    one = rollout(".#", ".#")
+    assert one.advantages is None
+    one.samples[0].advantages = np.zeros(2, np.float32)
+    assert one.advantages is None
+    assert Rollout(env="e", example_id=0, group_id=0, reward=0.0, samples=[]).advantages is None
+
+
+@pytest.mark.parametrize("component", ["rl", "ce", "ref_kl"])
+def test_weights_of_a_component(component):
+    one = rollout(".##")
+    one.assign_weights(component, [0.5, 2.0])
+    assert columns(one, f"{component}_weights") == [[0, 0.5, 2]]
+    one.assign_weights(component, [1.0, 0.5, 2.0])  # ce may weigh env-provided tokens
+    assert columns(one, f"{component}_weights") == [[1, 0.5, 2]]
+
+
+def test_reference_logprobs():
+    one = rollout(".##")
+    one.assign_ref_logprobs([-1.0, -2.0])
+    assert columns(one, "ref_logprobs") == [[0, -1, -2]]
+    one.assign_ref_logprobs([-3.0, -1.0, -2.0])
+    assert columns(one, "ref_logprobs") == [[-3, -1, -2]]
+
+
+def test_weights_and_reference_logprobs_must_be_finite_and_aligned():
+    nan = float("nan")
+    for assign in (
+        lambda values: rollout(".##").assign_weights("rl", values),
+        lambda values: rollout(".##").assign_ref_logprobs(values),
+    ):
+        with pytest.raises(StreamError, match="not finite"):
+            assign([nan, 1.0])
+        with pytest.raises(StreamError, match=r"got shape \(1,\), expected \(2,\) or \(3,\)"):
+            assign([1.0])
+
+
+def test_a_stamped_rollout_takes_no_more_credit():
+    one = rollout(".#")
+    one.assign_advantages(1.0)
+    one.freeze()
+    for assign in (
+        lambda: one.assign_advantages(2.0),
+        lambda: one.assign_weights("ce", [1.0]),
+        lambda: one.assign_ref_logprobs([1.0]),
+    ):
+        with pytest.raises(StreamError, match=r"env 'e', group 7: \w+ are frozen: the rollout is"):
+            assign()
+    assert columns(one) == [[0, 1]]
+
+
+@pytest.mark.parametrize("name", ["token_ids", "loss_mask", "inference_logprobs", "advantages"])
+def test_a_stamped_column_is_read_only(name):
+    one = rollout(".#")
+    one.assign_advantages(1.0)
+    one.freeze()
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(one.samples[0], name)[0] = 1
+
+
+@pytest.mark.parametrize(
+    "name", ["loss_mask", "inference_logprobs", "roles", "is_content", "policy_versions",
+             "advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"],
+)  # fmt: skip
+def test_every_column_of_a_sample_must_align(name):
+    fine = {"token_ids": [1, 2], "loss_mask": [0, 1], "inference_logprobs": [0.0, -1.0]}
+    with pytest.raises(StreamError) as caught:
+        Sample(**(fine | {name: [0, 1, 1]}))
+    assert str(caught.value) == (
+        f"sample: column {name!r} must align with token_ids: got shape (3,), expected (2,)"
+    )
+
+
+def test_columns_are_cast_to_their_types():
+    one = Sample(
+        token_ids=[1], loss_mask=[1], inference_logprobs=[-1], roles=[2], is_content=[1],
+        policy_versions=[3], advantages=[1], ref_logprobs=[1],
+    )  # fmt: skip
+    kinds = {name: getattr(one, name).dtype.str for name in ("token_ids", "loss_mask", "roles")}
+    assert kinds == {"token_ids": "<i4", "loss_mask": "|b1", "roles": "|i1"}
+    assert one.advantages.dtype == one.ref_logprobs.dtype == np.float32
+    assert one.policy_versions.dtype == np.int32 and one.is_content.dtype == np.bool_
+
+
+MASKS = st.lists(st.text("#.", min_size=1, max_size=12), min_size=1, max_size=4)
+
+
+@given(MASKS, st.data())
+def test_the_two_list_forms_agree(masks, data):
+    compact, full = rollout(*masks), rollout(*masks)
+    finite = st.floats(-8, 8, width=32)
+    count = compact.num_trainable_tokens
+    values = data.draw(st.lists(finite, min_size=count, max_size=count))
+    spread, rest = [], iter(values)
+    for character in "".join(masks):
+        spread.append(next(rest) if character == "#" else 0.0)
+    full.assign_advantages(spread)
+    assert full.advantages.tolist() == values
+    compact.assign_advantages(values)
+    assert columns(compact) == columns(full)

@@ -1,0 +1,155 @@
+"""Stamping: sampled tokens go to the algorithm's component, and nothing trains on a guess."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from prime_rl import StreamError, hookimpl
+from prime_rl.orchestrator.scoring import score_rollout, stamp
+from prime_rl.plugins.manager import Hooks
+from prime_rl.testing import make_rollout
+
+
+def credited(**kwargs):
+    rollout = make_rollout(1.0, prompt=1, completion=2, **kwargs)
+    rollout.assign_advantages(0.5)
+    return rollout
+
+
+def stream(rollout, name):
+    column = getattr(rollout.samples[0], name)
+    return None if column is None else column.tolist()
+
+
+def test_rl_ships_no_weight_stream():
+    rollout = credited()
+    stamp(rollout, "rl")
+    for name in ("rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"):
+        assert stream(rollout, name) is None
+    assert stream(rollout, "advantages") == [0, 0.5, 0.5]
+    assert rollout.frozen
+
+
+def test_ce_takes_the_sampled_tokens_out_of_rl():
+    rollout = make_rollout(prompt=1, completion=2)
+    stamp(rollout, "ce")
+    assert stream(rollout, "ce_weights") == [0, 1, 1]
+    assert stream(rollout, "rl_weights") == [0, 0, 0]
+    assert stream(rollout, "advantages") is None
+
+
+def test_ce_keeps_the_weights_of_observed_tokens():
+    rollout = make_rollout(prompt=1, completion=2, tool=1)
+    rollout.assign_weights("ce", [0, 0, 0, 0.25])
+    stamp(rollout, "ce")
+    assert stream(rollout, "ce_weights") == [0, 1, 1, 0.25]
+
+
+def test_ref_kl_trains_the_sampled_tokens_against_the_reference():
+    rollout = make_rollout(prompt=1, completion=2)
+    rollout.assign_ref_logprobs([-1.0, -2.0])
+    stamp(rollout, "ref_kl")
+    assert stream(rollout, "ref_kl_weights") == [0, 1, 1]
+    assert stream(rollout, "rl_weights") == [0, 0, 0]
+    assert stream(rollout, "ref_logprobs") == [0, -1, -2]
+
+
+def test_rl_tokens_without_advantages_are_refused():
+    with pytest.raises(StreamError) as caught:
+        stamp(make_rollout(group_id=4), "rl")
+    assert str(caught.value) == (
+        "env 'test', group 4: tokens train in the rl component but no advantages were assigned. "
+        "Assign them in score_rollout or score_group, or set the algorithm's action_loss."
+    )
+
+
+def test_one_rl_token_is_enough_to_need_advantages():
+    rollout = make_rollout(prompt=1, completion=2)
+    rollout.assign_weights("rl", [0.0, 1.0])
+    with pytest.raises(StreamError, match="no advantages"):
+        stamp(rollout, "rl")
+    none_left = make_rollout(prompt=1, completion=2)
+    none_left.assign_weights("rl", [0.0, 0.0])
+    stamp(none_left, "rl")
+
+
+def test_ref_kl_tokens_without_a_reference_are_refused():
+    with pytest.raises(StreamError) as caught:
+        stamp(make_rollout(group_id=4), "ref_kl")
+    assert str(caught.value) == (
+        "env 'test', group 4: tokens train in the ref_kl component but no ref_logprobs were "
+        "assigned. Call rollout.assign_ref_logprobs in score_rollout."
+    )
+
+
+# -- on arrival -----------------------------------------------------------------------------
+
+
+class Weigh:
+    """Echo's half: tool tokens train by cross entropy."""
+
+    def __init__(self, weights):
+        self.weights = weights
+
+    @hookimpl
+    def observation_weights(self, rollout):
+        return [self.weights]
+
+
+def arrive(rollout, *plugins):
+    hooks = Hooks()
+    for index, plugin in enumerate(plugins):
+        hooks.register(plugin, str(index))
+    asyncio.run(score_rollout(hooks, rollout))
+
+
+def test_observation_weights_become_ce_weights():
+    rollout = make_rollout(prompt=1, completion=1, tool=2)
+    arrive(rollout, Weigh([0, 0, 0.5, 0.25]))
+    assert stream(rollout, "ce_weights") == [0, 0, 0.5, 0.25]
+
+
+def test_observation_weights_merge_with_what_score_rollout_assigned_by_the_larger():
+    class Assign:
+        @hookimpl
+        def score_rollout(self, rollout):
+            rollout.assign_weights("ce", [0, 0, 1.0, 0.125])
+
+    rollout = make_rollout(prompt=1, completion=1, tool=2)
+    arrive(rollout, Assign(), Weigh([0, 0, 0.5, 0.25]))
+    assert stream(rollout, "ce_weights") == [0, 0, 1.0, 0.25]
+
+
+def test_sampled_tokens_are_no_observations():
+    with pytest.raises(StreamError) as caught:
+        arrive(make_rollout(prompt=1, completion=1, tool=1), Weigh([0, 0.5, 0]))
+    assert str(caught.value) == (
+        "env 'test': observation_weights weighs tokens the policy sampled; expected 0.0 there"
+    )
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number_stops_at_the_door(reward):
+    with pytest.raises(StreamError) as caught:
+        arrive(make_rollout(reward))
+    assert str(caught.value) == (
+        f"env 'test', example 0: reward is {reward}, expected a finite number. Mend the "
+        "environment's reward function."
+    )
+
+
+def test_nobody_weighs_and_no_stream_appears():
+    rollout = make_rollout()
+    arrive(rollout)
+    assert stream(rollout, "ce_weights") is None
+
+
+def test_stamping_leaves_the_plugins_own_array_out_of_a_second_rollout():
+    shared = np.array([0, 0, 0.5], np.float32)
+    first, second = (make_rollout(prompt=1, completion=1, tool=1) for _ in range(2))
+    for rollout in (first, second):
+        arrive(rollout, Weigh(shared))
+        rollout.assign_advantages(1.0)
+        stamp(rollout, "rl")
+    assert stream(first, "ce_weights") == stream(second, "ce_weights") == [0, 0, 0.5]

@@ -1,0 +1,166 @@
+"""Batches keep their size whatever is dropped; every rollout is decided on exactly once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl import Filter, PluginConfig, RunError, hookimpl
+from prime_rl.orchestrator.batch import BatchAssembler
+from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.plugins.manager import Hooks
+from prime_rl.testing import make_rollout
+
+
+class Reject(Filter):
+    name = "reject"
+
+    def __init__(self, reward):
+        super().__init__(PluginConfig())
+        self.reward = reward
+
+    @hookimpl
+    def filter_rollout(self, rollout):
+        return "no" if rollout.reward == self.reward else None
+
+
+PRE, POST, FINE = 1.0, 2.0, 3.0
+
+
+def assembler(size=2, patience=10, lag=8, first_step=1):
+    return BatchAssembler(
+        batch_size=size,
+        max_off_policy_steps=lag,
+        pre=FilterSlot("pre_batch_filters", Hooks(), [(Reject(PRE), True)]),
+        post=FilterSlot("post_batch_filters", Hooks(), [(Reject(POST), True)]),
+        max_empty_batches=patience,
+        first_step=first_step,
+    )
+
+
+def rollouts(*rewards, version=0, group_id=0):
+    made = [make_rollout(reward, group_id=group_id) for reward in rewards]
+    for rollout in made:
+        rollout.policy_version = version
+    return made
+
+
+def test_a_batch_is_filled_first_in_first_out():
+    one, group = assembler(size=2), rollouts(FINE, FINE, FINE)
+    one.add(group)
+    assert one.is_full and one.num_buffered == 3
+    batch = one.take()
+    assert batch.step == 1 and batch.kept == group[:2]
+    assert not one.is_full and one.num_buffered == 1 and one.batch.step == 2
+
+
+def test_what_is_dropped_is_filled_up_again():
+    one = assembler(size=2)
+    one.add(rollouts(PRE, POST, FINE))
+    assert not one.is_full and one.num_buffered == 1
+    late = rollouts(FINE)
+    one.add(late)
+    batch = one.take()
+    assert len(batch.kept) == 2 and batch.kept[1] is late[0]
+    assert sorted(batch.dropped.values()) == ["post_batch_filters", "pre_batch_filters"]
+
+
+def test_the_pre_batch_slot_is_asked_on_arrival_and_the_other_when_there_is_room():
+    one = assembler(size=1)
+    one.add(rollouts(FINE, PRE, POST, FINE))
+    metrics = one.take_metrics()
+    assert metrics["filters/pre_batch_filters/dropped"] == 1 / 4
+    assert metrics["filters/post_batch_filters/dropped"] == 0.0
+    one.take()
+    assert one.is_full
+    assert one.take_metrics()["filters/post_batch_filters/dropped"] == 1 / 2
+
+
+def test_a_batch_is_in_dispatch_order_whatever_order_groups_arrive_in():
+    one = assembler(size=4)
+    for group_id in (2, 0):
+        one.add(rollouts(FINE, FINE, group_id=group_id))
+    assert [rollout.group_id for rollout in one.take().kept] == [0, 0, 2, 2]
+
+
+@pytest.mark.parametrize(("lag", "kept"), [(0, [3]), (1, [2, 3]), (8, [0, 1, 2, 3])])
+def test_staleness_is_the_trained_version_less_the_starting_one(lag, kept):
+    one = assembler(size=4, lag=lag, first_step=4)  # batch 4 trains version 3
+    group = [rollouts(FINE, version=version)[0] for version in (0, 1, 2, 3)]
+    assert [one.staleness(rollout) for rollout in group] == [3, 2, 1, 0]
+    one.add(group)
+    assert [rollout.policy_version for rollout in one.batch.kept] == kept
+    assert list(one.batch.dropped.values()) == ["stale"] * (4 - len(kept))
+
+
+def test_time_in_the_queue_counts():
+    one = assembler(size=1, lag=0)
+    one.add(rollouts(FINE, FINE))
+    one.take()
+    assert one.num_buffered == 0 and list(one.batch.dropped.values()) == ["stale"]
+
+
+def test_a_stale_rollout_is_not_shown_to_the_filters():
+    one = assembler(size=1, lag=0, first_step=2)
+    one.add(rollouts(POST))
+    assert list(one.batch.dropped.values()) == ["stale"]
+
+
+def test_a_rollout_counts_for_the_batch_that_decides_on_it():
+    one, group = assembler(size=1, lag=8), rollouts(FINE, POST, FINE, FINE)
+    one.add(group)
+    assert one.take().seen == group[:1]
+    second = one.take()
+    assert second.seen == group[1:3] and second.dropped == {id(group[1]): "post_batch_filters"}
+    assert one.take().seen == group[3:]
+
+
+def test_a_run_that_trains_nothing_stops_and_says_why():
+    one = assembler(size=2, patience=2)
+    one.add(rollouts(POST, POST))
+    one.note_failed(1)
+    with pytest.raises(RunError) as caught:
+        one.add(rollouts(POST))
+    assert str(caught.value) == (
+        "step 1: the last 4 rollouts left nothing to train (post_batch_filters 3, failed 1). If "
+        "zero_advantage drops them, every group's rewards are equal: the task is too easy or too "
+        "hard for the policy. orchestrator.max_empty_batches sets the patience."
+    )
+
+
+def test_failures_alone_stop_it_too():
+    one = assembler(size=2, patience=1)
+    one.note_failed(1)
+    with pytest.raises(RunError, match=r"the last 2 rollouts left nothing to train \(failed 2\)"):
+        one.note_failed(1)
+
+
+def test_one_kept_rollout_renews_the_patience():
+    one = assembler(size=2, patience=2)
+    one.add(rollouts(POST, POST, POST, FINE, POST, POST, POST))
+    with pytest.raises(RunError, match="the last 4 rollouts"):
+        one.add(rollouts(PRE))
+
+
+@given(
+    st.lists(st.lists(st.sampled_from([PRE, POST, FINE]), min_size=1, max_size=4), max_size=20),
+    st.integers(1, 5),
+    st.integers(0, 3),
+)
+def test_every_rollout_is_decided_on_exactly_once_and_batches_are_whole(groups, size, lag):
+    one, added, batches = assembler(size=size, patience=1000, lag=lag), [], []
+    for number, rewards in enumerate(groups):
+        group = rollouts(*rewards, version=one.batch.step - 1, group_id=number)
+        added += group
+        one.add(group)
+        while one.is_full:
+            batches.append(one.take())
+    assert all(len(batch.kept) == size for batch in batches)
+    for batch in [*batches, one.batch]:
+        kept, dropped = {id(r) for r in batch.kept}, set(batch.dropped)
+        assert kept | dropped == {id(r) for r in batch.seen} and not kept & dropped
+        assert len(batch.seen) == len(kept) + len(dropped)
+        assert all(batch.step - 1 - rollout.policy_version <= lag for rollout in batch.kept)
+        assert all(rollout.reward == FINE for rollout in batch.kept)
+    decided = [id(r) for batch in [*batches, one.batch] for r in batch.seen]
+    assert len(decided) == len(set(decided)) == len(added) - len(one._pending)
+    assert not one._pending or one.is_full

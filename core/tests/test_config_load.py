@@ -1,0 +1,230 @@
+"""TOML files and overrides to a frozen config, or to a line a person can act on."""
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.config import RunConfig
+from prime_rl.config.load import load_config, merge, parse_overrides, parse_value, set_at
+
+LEAST = "max_steps = 3\n[model]\nname = 'm/m'\n"
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text, name="run.toml"):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_files_compose_left_to_right_key_by_key(toml):
+    one = toml(LEAST + "[orchestrator]\nbatch_size = 8\ngroup_size = 4\n", "one.toml")
+    two = toml("[orchestrator]\ngroup_size = 2\n[trainer.optim]\nlr = 0.5\n", "two.toml")
+    config = load_config([one, two])
+    assert (config.orchestrator.batch_size, config.orchestrator.group_size) == (8, 2)
+    assert config.trainer.optim.lr == 0.5
+    assert load_config([two, one]).orchestrator.group_size == 4
+
+
+def test_lists_are_replaced_whole(toml):
+    one = toml(LEAST + "[[orchestrator.train.env]]\nid = 'a'\n[[orchestrator.train.env]]\nid = 'b'")
+    two = toml("[[orchestrator.train.env]]\nid = 'c'\n", "two.toml")
+    assert [env.id for env in load_config([one, two]).orchestrator.train.env] == ["c"]
+
+
+def test_merging_leaves_its_arguments_alone():
+    below = {"a": {"b": 1}}
+    assert merge(below, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
+    assert below == {"a": {"b": 1}}
+
+
+def test_a_table_over_a_value_replaces_it():
+    assert merge({"a": 1}, {"a": {"b": 2}}) == {"a": {"b": 2}}
+    assert merge({"a": {"b": 2}}, {"a": 1}) == {"a": 1}
+
+
+def test_overrides_come_last(toml):
+    overrides = ["--max-steps", "7", "--orchestrator.batch-size=16", "--trainer.optim.lr", "1e-4"]
+    config = load_config([toml(LEAST)], overrides)
+    assert (config.max_steps, config.orchestrator.batch_size) == (7, 16)
+    assert config.trainer.optim.lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--a.b-c", "3"], (["a", "b_c"], 3)),
+        (["--a=3"], (["a"], 3)),
+        (["--a=b=c"], (["a"], "b=c")),
+        (["--flag"], (["flag"], True)),
+        (["--no-flag"], (["flag"], False)),
+        (["--no-a.flag"], (["a", "flag"], False)),
+        (["--a", "-1.5"], (["a"], -1.5)),
+        (["--a", "None"], (["a"], None)),
+        (["--a", "[1, 2]"], (["a"], [1, 2])),
+        (["--a", "{ b = 1 }"], (["a"], {"b": 1})),
+        (["--a", "true"], (["a"], True)),
+        (["--a", "hello world"], (["a"], "hello world")),
+    ],
+)
+def test_forms_of_an_override(arguments, expected):
+    assert parse_overrides(arguments) == [expected]
+
+
+def test_several_overrides():
+    assert parse_overrides(["--a", "--b", "1", "--c=x"]) == [
+        (["a"], True),
+        (["b"], 1),
+        (["c"], "x"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["'open", "2026-13-45", "a=b"])
+def test_what_is_no_toml_value_is_a_string(text):
+    assert parse_value(text) == text
+
+
+@pytest.mark.parametrize("argument", ["stray", "-x", "--"])
+def test_a_stray_argument(argument):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(["--a", "1", argument])
+    assert str(caught.value) == (
+        f"{argument!r}: expected --dotted.key value. Config files come before the overrides."
+    )
+
+
+def test_a_number_in_the_path_is_an_entry_of_a_list(toml):
+    path = toml(LEAST + "[[orchestrator.train.env]]\nid = 'a'\n")
+    config = load_config([path], ["--orchestrator.train.env.0.group_size", "4"])
+    assert config.orchestrator.train.env[0].group_size == 4
+
+
+@pytest.mark.parametrize("part", ["1", "x"])
+def test_an_entry_that_is_not_there(part):
+    with pytest.raises(ConfigError) as caught:
+        set_at({"env": [{}]}, ["env", part, "id"], "a")
+    assert str(caught.value) == (
+        f"--env.{part}: expected the number of an entry, 0 to 0, got {part!r}"
+    )
+
+
+def test_a_path_through_a_value():
+    with pytest.raises(ConfigError) as caught:
+        set_at({"seed": 3}, ["seed", "x"], 1)
+    assert str(caught.value) == "--seed.x: seed is not a table"
+
+
+def message(toml, text, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config([toml(text)], overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("--orchestrator.bach_size=8",
+         "orchestrator.bach_size: unknown key; did you mean 'batch_size'?"),
+        ("--sede=8", "sede: unknown key; did you mean 'seed'?"),
+        ("--trainer.optim.qqq=8", "trainer.optim.qqq: unknown key; known here: beta1, beta2, eps, "
+         "lr, max_norm, type, weight_decay"),
+        ("--max_steps=0", "max_steps: Input should be greater than 0 (got 0)"),
+        ("--trainer.dtype=fp16",
+         "trainer.dtype: Input should be 'float32' or 'bfloat16' (got 'fp16')"),
+        ("--orchestrator.train.sampling.top_p=0.5",
+         "orchestrator.train.sampling.top_p: unknown key; known here: extra_body, "
+         "max_completion_tokens, temperature"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_says_where_and_what(toml, override, expected):
+    assert message(toml, LEAST, [override]) == expected
+
+
+def test_a_wrong_key_inside_a_list_of_tables(toml):
+    text = LEAST + "[[orchestrator.train.env]]\nid = 'a'\n[[orchestrator.train.env]]\nidd = 'b'\n"
+    assert message(toml, text).splitlines() == [
+        "orchestrator.train.env.1.id: required, and nothing was given",
+        "orchestrator.train.env.1.idd: unknown key; did you mean 'id'?",
+    ]
+
+
+def test_held_out_envs_take_no_keys_that_only_training_reads(toml):
+    for key in ("algo = { type = 'grpo' }", "ratio = 2.0"):
+        text = LEAST + f"[[orchestrator.eval.env]]\nid = 'a'\n{key}\n"
+        assert message(toml, text).startswith(f"orchestrator.eval.env.0.{key.split()[0]}: unknown")
+
+
+def test_every_problem_has_its_line(toml):
+    lines = message(toml, "sede = 1\n").splitlines()
+    assert "model: required, and nothing was given" in lines
+    assert "max_steps: required, and nothing was given" in lines
+    assert "sede: unknown key; did you mean 'seed'?" in lines
+
+
+def test_files_that_cannot_be_read(toml, tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: no such file. Give the path of a TOML"):
+        load_config([tmp_path / "nowhere.toml"])
+    with pytest.raises(ConfigError, match=r"run\.toml: not a TOML file: .*line 1"):
+        load_config([toml("= 3")])
+    with pytest.raises(ConfigError, match="not a TOML file"):
+        load_config([tmp_path])
+
+
+def test_a_config_is_frozen(toml):
+    config = load_config([toml(LEAST)])
+    with pytest.raises(ValueError, match="frozen"):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(ValueError, match="frozen"):
+        config.orchestrator.algo.type = "x"  # type: ignore[misc]
+
+
+def test_a_resolved_config_reads_back_equal(toml):
+    text = LEAST + "[orchestrator.algo]\ntype = 'x'\nalpha = 0.5\n[inference.embedded]\nslots = 4\n"
+    config = load_config([toml(text)])
+    again = RunConfig.model_validate_json(config.model_dump_json())
+    assert again == config
+    assert again.orchestrator.algo.settings == {"alpha": 0.5}
+    assert again.inference.settings == {"slots": 4}
+
+
+def test_the_default_filter_slots_monitor_before_and_enforce_after(toml):
+    orchestrator = load_config([toml(LEAST)]).orchestrator
+    slots = (orchestrator.pre_batch_filters, orchestrator.post_batch_filters)
+    assert [{f.type: f.enforce for f in slot} for slot in slots] == [
+        {"gibberish": False, "repetition": False, "zero_advantage": False},
+        {"gibberish": False, "repetition": False, "zero_advantage": True},
+    ]
+
+
+def test_no_key_is_left_unread():
+    """A key that nothing reads must not exist: each name occurs as an attribute."""
+    import re
+    from pathlib import Path
+    from typing import get_args
+
+    from pydantic import BaseModel
+
+    import prime_rl
+
+    root = Path(prime_rl.__file__).parent
+    sources = [
+        p for p in root.rglob("*.py") if not {"config", "docs"} & set(p.parts[len(root.parts) :])
+    ]
+    text = "\n".join(path.read_text() for path in sources)
+
+    def tables(annotation):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return [annotation]
+        return [table for each in get_args(annotation) for table in tables(each)]
+
+    def unread(table, place):
+        for name, info in table.model_fields.items():
+            if not re.search(rf"\.{name}\b", text):
+                yield f"{place}{name}"
+            for inner in tables(info.annotation):
+                yield from unread(inner, f"{place}{name}.")
+
+    # weight_broadcast has one type only, so far: nothing to choose by.
+    assert set(unread(RunConfig, "")) <= {"weight_broadcast"}

@@ -1,0 +1,205 @@
+"""What can be known to fail before a process starts, fails before a process starts."""
+
+import pytest
+
+from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
+from prime_rl.config import RunConfig
+from prime_rl.plugins.manager import Hooks
+from prime_rl.run.resolve import (
+    _check_algorithms,
+    _check_filters,
+    build_engine,
+    build_model_maker,
+    check,
+)
+
+
+def config(orchestrator=None, **tables):
+    given = {"train": {"env": [{"id": "a"}]}} | (orchestrator or {})
+    tables = {"model": {"name": "owner/model"}, "max_steps": 1} | tables
+    return RunConfig.model_validate({"orchestrator": given, **tables})
+
+
+def refusal(*args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        check(config(*args, **kwargs))
+    return str(caught.value)
+
+
+def test_a_sound_config_passes():
+    assert check(config()).has_plugin("core")
+
+
+def test_no_training_env():
+    assert refusal({"train": {}}) == (
+        "orchestrator.train.env: the run has no training environment. Add a table "
+        "[[orchestrator.train.env]] with an id."
+    )
+
+
+def test_a_batch_that_groups_do_not_divide():
+    assert refusal({"batch_size": 12, "group_size": 8}) == (
+        "env 'a': group_size 8 does not divide orchestrator.batch_size 12. Make the batch a "
+        "multiple of every group size."
+    )
+    envs = {"train": {"env": [{"id": "a"}, {"id": "b", "group_size": 5}]}}
+    assert refusal(envs).startswith("env 'b': group_size 5 does not divide")
+
+
+def test_a_group_of_one_under_a_group_relative_algorithm():
+    assert refusal({"group_size": 1}) == (
+        "env 'a': algorithm 'grpo' credits a rollout relative to its siblings, so with "
+        "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 or "
+        "more."
+    )
+    envs = {"train": {"env": [{"id": "a", "group_size": 1, "algo": {"type": "max_rl"}}]}}
+    assert refusal(envs).startswith("env 'a': algorithm 'max_rl' credits")
+
+
+def test_two_envs_of_one_name():
+    envs = {"train": {"env": [{"id": "a"}, {"id": "b", "name": "a"}]}}
+    assert refusal(envs) == (
+        "orchestrator.train.env: 2 envs are called 'a'. Give each its own name."
+    )
+    assert refusal({"eval": {"env": [{"id": "a"}, {"id": "a"}]}}).startswith(
+        "orchestrator.eval.env"
+    )
+
+
+def test_a_training_env_and_a_held_out_one_may_share_a_name():
+    check(config({"eval": {"env": [{"id": "a"}]}}))
+
+
+@pytest.mark.parametrize("name", ["agg", "all", "effective"])
+def test_names_that_metrics_use(name):
+    envs = {"train": {"env": [{"id": "a", "name": name}]}}
+    assert refusal(envs) == f"orchestrator.train.env: the name {name!r} is taken by metrics"
+
+
+def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
+    message = refusal({"algo": {"type": "opsd_next"}})
+    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'opsd_next'")
+    assert "grpo, max_rl" in message
+    assert message.endswith("by convention: pip install prime-rl-opsd-next")
+
+
+def test_an_unknown_key_of_the_algorithm():
+    assert refusal({"algo": {"type": "grpo", "beta": 0.1}}) == (
+        "env 'a': algo (algorithm 'grpo').beta: unknown key; known here: none"
+    )
+
+
+def test_an_envs_own_algorithm_counts():
+    envs = {"train": {"env": [{"id": "a"}, {"id": "b", "algo": {"type": "grpoo"}}]}}
+    assert refusal(envs).endswith("Did you mean 'grpo'?")
+
+
+def test_filters_by_slot():
+    slot = {"pre_batch_filters": [{"type": "gibberish", "vocab": 3}]}
+    assert refusal(slot) == (
+        "orchestrator.pre_batch_filters (filter 'gibberish').vocab: unknown key; did you mean "
+        "'vocab_size'?"
+    )
+    unknown = {"post_batch_filters": [{"type": "giberish"}]}
+    assert refusal(unknown).startswith(
+        "orchestrator.post_batch_filters: no installed plugin offers the filter 'giberish'"
+    )
+    twice = {"post_batch_filters": [{"type": "gibberish"}, {"type": "gibberish"}]}
+    assert refusal(twice) == (
+        "orchestrator.post_batch_filters: filter 'gibberish' is listed 2 times"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "starts"),
+    [
+        ({"orchestrator": {"sampler": {"type": "x"}}},
+         "orchestrator.sampler.type: no installed plugin offers the sampler 'x'"),
+        ({"orchestrator": {"renderer": {"name": "x!"}}},
+         "orchestrator.renderer.name: no installed plugin offers the renderer 'x!'"),
+        ({"monitors": {"x": {}}}, "monitors.x: no installed plugin offers the monitor 'x'"),
+        ({"monitors": {"file": {"x": 1}}}, "monitors.file (monitor 'file').x: unknown key"),
+        ({"inference": {"engine": "x"}}, "inference.engine: no installed plugin offers the engine"),
+        ({"trainer": {"loss": {"type": "x"}}}, "trainer.loss: no installed plugin offers the loss"),
+        ({"trainer": {"loss": {"zz": 1}}}, "trainer.loss (loss 'default').zz: unknown key"),
+        ({"inference": {"portt": 1}},
+         "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
+        ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),
+        ({"inference": {"vllm": {"zz": 1}}}, "inference.vllm: unknown key; the engine's own"),
+        ({"inference": {"embedded": 3}}, "inference.embedded: expected a table, got 3"),
+        ({"model": {"name": "owner/model", "zz": 1}}, "model.zz: unknown key of a checkpoint"),
+        ({"model": {"name": "tiny-reverse", "zz": 1}}, "model (model 'tiny-reverse').zz: unknown"),
+    ],
+)  # fmt: skip
+def test_names_and_settings_of_every_other_plugin(tables, starts):
+    assert refusal(tables.pop("orchestrator", None), **tables).startswith(starts)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers"])
+def test_no_such_model(name):
+    message = refusal(model={"name": name})
+    assert message.startswith(
+        f"model.name: {name!r} is no folder, no hub id (owner/name), and no model that an "
+        "installed plugin makes (those are: "
+    )
+    assert "tiny-reverse" in message
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    assert refusal(model={"name": str(tmp_path)}) == (
+        f"model.name: {tmp_path} has no config.json; expected a Hugging Face folder"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert build_model_maker(config(model={"name": str(tmp_path)}), Hooks()) is None
+
+
+def test_a_disabled_plugin_offers_nothing():
+    message = refusal(plugins={"disabled": ["grpo"]})
+    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'grpo'")
+
+
+# -- with plugins of our own ------------------------------------------------------------------
+
+
+class Lone(Algorithm):
+    name = "lone"
+
+
+class Level(PluginConfig):
+    level: int = 0
+
+
+class Noisy(Filter):
+    name = "noisy"
+    config_class = Level
+
+
+class Brings:
+    @hookimpl
+    def register_algorithms(self):
+        return [Lone]
+
+    @hookimpl
+    def register_filters(self):
+        return [Noisy]
+
+
+@pytest.fixture
+def hooks():
+    hooks = Hooks()
+    hooks.register(Brings(), "brings")
+    return hooks
+
+
+def test_a_group_of_one_is_fine_where_credit_is_not_relative(hooks):
+    _check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks)
+
+
+def test_enforce_is_cores_and_the_rest_the_filters(hooks):
+    slots = {"pre_batch_filters": [{"type": "noisy", "enforce": False, "level": 3}]}
+    _check_filters(config(slots | {"post_batch_filters": []}), hooks)
+
+
+def test_an_engine_that_is_not_installed(hooks):
+    with pytest.raises(ConfigError, match=r"the engine 'embedded' \(installed: none\)"):
+        build_engine(config(), hooks)

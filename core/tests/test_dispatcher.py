@@ -1,0 +1,316 @@
+"""Rollouts in flight: paced, bounded, voided whole, each accounted for exactly once."""
+
+import asyncio
+import random
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl import RunError
+from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher, Member, Pace
+from prime_rl.testing import make_rollout
+
+
+class World:
+    """The loop's side: a version, a step, a queue of takers; rollouts end when told to."""
+
+    def __init__(
+        self, *, size=4, batch=8, lag=8, over=1.0, inflight=1000, max_steps=100, group=None
+    ):
+        self.version, self.step, self.buffered = 0, 1, 0
+        self.batch, self.max_steps, self.size = batch, max_steps, size
+        self.waiting: dict[tuple[int, int], asyncio.Future[Member]] = {}
+        self.most_inflight = 0
+        self.dispatcher = Dispatcher(
+            next_group=lambda: (0, 0, self.size),
+            run_rollout=self.rollout,
+            pace=lambda: Pace(self.step, self.max_steps, self.batch, self.buffered),
+            version=lambda: self.version,
+            max_off_policy_steps=lag,
+            oversampling_factor=over,
+            max_inflight=inflight,
+        )
+
+    async def rollout(self, group, index):
+        future = asyncio.get_running_loop().create_future()
+        self.waiting[group.group_id, index] = future
+        self.most_inflight = max(self.most_inflight, self.dispatcher.num_inflight)
+        try:
+            return await future
+        finally:
+            del self.waiting[group.group_id, index]
+
+    async def __aenter__(self):
+        self.task = asyncio.create_task(self.dispatcher.run())
+        await settle()
+        return self
+
+    async def __aexit__(self, *exc):
+        await self.dispatcher.close()
+        self.task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await self.task
+
+    async def end(self, group_id, *members):
+        """Let members come to something: a reward, None for a failure, or an exception."""
+        for index, outcome in enumerate(members):
+            future = self.waiting[group_id, index]
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            elif outcome is None:
+                future.set_result(Member((), "TaskError", "it broke"))
+            else:
+                future.set_result(Member((make_rollout(outcome, group_id=group_id),)))
+        await settle()
+
+    def balanced(self):
+        counts = self.dispatcher.counts
+        ended = counts["finished"] + counts["failed"] + counts["cancelled"]
+        return counts["dispatched"] == ended + self.dispatcher.num_inflight
+
+    @property
+    def groups(self):
+        return sorted({group for group, _ in self.waiting})
+
+
+async def settle():
+    for _ in range(6):
+        await asyncio.sleep(0)
+
+
+# -- groups ---------------------------------------------------------------------------------
+
+
+async def test_a_group_is_handed_on_when_all_its_members_are_there():
+    async with World(size=2, batch=2, lag=0) as world:
+        world.waiting[0, 1].set_result(Member((make_rollout(1.0),)))
+        await settle()
+        assert world.dispatcher.arrivals.empty()
+        world.waiting[0, 0].set_result(Member((make_rollout(2.0),)))
+        await settle()
+        group = world.dispatcher.arrivals.get_nowait()
+        assert [rollout.reward for rollout in group.survivors] == [2.0, 1.0]  # members' order
+
+
+async def test_failed_members_make_a_smaller_group():
+    async with World(size=3, batch=3, lag=0) as world:
+        await world.end(0, 1.0, None, 0.5)
+        group = world.dispatcher.arrivals.get_nowait()
+        assert [rollout.reward for rollout in group.survivors] == [1.0, 0.5]
+        assert group.complete and group.members[1].error == "it broke"
+        assert world.dispatcher.counts == {"dispatched": 3, "finished": 2, "failed": 1}
+
+
+async def test_a_group_whose_members_all_failed_is_handed_on_empty():
+    async with World(size=2, batch=2, lag=0) as world:
+        await world.end(0, None, None)
+        assert world.dispatcher.arrivals.get_nowait().survivors == []
+        assert world.balanced()
+
+
+async def test_several_rollouts_of_one_member_all_survive():
+    async with World(size=1, batch=1, lag=0) as world:
+        pair = (make_rollout(1.0), make_rollout(0.0))
+        world.waiting[0, 0].set_result(Member(pair))
+        await settle()
+        assert world.dispatcher.arrivals.get_nowait().survivors == list(pair)
+
+
+# -- pace -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("lag", "batches"), [(0, 1), (1, 2), (8, 2)])
+async def test_how_far_ahead_of_the_weights(lag, batches):
+    """Version 0 samples batch 1, and batch 2 if that may be off-policy; LEAD caps the rest."""
+    assert LEAD == 1
+    async with World(size=4, batch=8, lag=lag) as world:
+        assert world.dispatcher.num_inflight == 8 * batches
+
+
+async def test_a_new_version_and_a_shipped_batch_open_the_next():
+    async with World(size=4, batch=8, lag=0) as world:
+        world.step = 2
+        world.dispatcher.wake()
+        await settle()
+        assert world.groups == [0, 1]  # version 0 may not sample batch 2
+        world.version = 1
+        world.dispatcher.wake()
+        await settle()
+        assert world.dispatcher.num_inflight == 8  # the two in flight count for batch 2 now
+        for group in (0, 1):
+            await world.end(group, 1.0, 1.0, 1.0, 1.0)
+            world.dispatcher.taken(world.dispatcher.arrivals.get_nowait())
+        await settle()
+        assert world.groups == [2, 3]  # nothing of them was buffered: sampled anew
+
+
+async def test_what_is_buffered_needs_no_sampling():
+    world = World(size=4, batch=8, lag=0)
+    world.buffered = 4
+    async with world:
+        assert world.dispatcher.num_inflight == 4
+
+
+async def test_an_arrived_group_counts_until_it_is_taken_in():
+    """Neither in flight nor buffered yet, and still no other group takes its place."""
+    async with World(size=4, batch=8, lag=0) as world:
+        await world.end(0, 1.0, 1.0, 1.0, 1.0)
+        world.dispatcher.wake()
+        await settle()
+        assert world.groups == [1]
+        group = world.dispatcher.arrivals.get_nowait()
+        world.dispatcher.wake()
+        await settle()
+        assert world.groups == [1]
+        world.buffered = 4
+        world.dispatcher.taken(group)
+        await settle()
+        assert world.groups == [1] and world.dispatcher.counts["dispatched"] == 8
+
+
+async def test_members_that_came_back_early_still_count():
+    async with World(size=4, batch=8, lag=0) as world:
+        world.waiting[0, 0].set_result(Member((make_rollout(1.0),)))
+        await settle()
+        assert world.dispatcher.counts["dispatched"] == 8
+
+
+async def test_oversampling_opens_more_groups():
+    async with World(size=4, batch=8, lag=0, over=1.5) as world:
+        assert world.dispatcher.num_inflight == 12
+
+
+async def test_the_last_batch_is_the_last():
+    async with World(size=4, batch=8, lag=8, max_steps=1) as world:
+        assert world.dispatcher.num_inflight == 8
+        world.step = 2
+        assert world.dispatcher.room() == 0
+
+
+async def test_in_flight_is_bounded_to_within_the_group_that_crosses_it():
+    async with World(size=4, batch=64, lag=0, inflight=10) as world:
+        assert world.dispatcher.num_inflight == 12
+
+
+# -- staleness ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lag", "version", "dropped"), [(0, 1, 8), (1, 1, 0), (1, 2, 8), (8, 8, 0)]
+)
+async def test_groups_too_old_for_the_coming_version_are_voided_whole(lag, version, dropped):
+    world = World(size=4, batch=8, lag=lag)
+    world.buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
+    async with world:
+        assert world.dispatcher.num_inflight == 8
+        world.buffered = 1000
+        assert await world.dispatcher.drop_stale(version) == dropped
+        await settle()
+        assert world.dispatcher.num_inflight == 8 - dropped
+        assert world.dispatcher.counts["cancelled"] == dropped and world.balanced()
+
+
+async def test_a_voided_groups_finished_members_never_arrive():
+    async with World(size=3, batch=3, lag=0) as world:
+        world.waiting[0, 0].set_result(Member((make_rollout(1.0),)))
+        await settle()
+        world.buffered = 1000
+        assert await world.dispatcher.drop_stale(1) == 3
+        await settle()
+        assert world.dispatcher.arrivals.empty()
+        assert world.dispatcher.counts == {"dispatched": 3, "finished": 1, "cancelled": 2}
+
+
+async def test_a_group_that_completes_while_others_are_voided_is_voided_too():
+    world = World(size=1, batch=2, lag=0)
+    async with world:
+        world.buffered = 1000
+        stubborn = world.waiting[1, 0]
+        dropping = asyncio.create_task(world.dispatcher.drop_stale(1))
+        await asyncio.sleep(0)
+        if not stubborn.done():
+            stubborn.set_result(Member((make_rollout(1.0),)))
+        assert await dropping == 2
+        assert world.dispatcher.arrivals.empty() and world.balanced()
+
+
+async def test_closing_cancels_everything():
+    async with World(size=4, batch=8, lag=0) as world:
+        await world.dispatcher.close()
+        assert not world.waiting and world.dispatcher.num_inflight == 0
+        assert world.dispatcher.counts == {"dispatched": 8, "cancelled": 8}
+
+
+# -- what must not go unseen ----------------------------------------------------------------
+
+
+async def test_a_plugins_exception_ends_the_run():
+    async with World(size=2, batch=2, lag=0) as world:
+        await world.end(0, KeyError("judge"))
+        with pytest.raises(KeyError, match="judge"):
+            await asyncio.wait_for(world.task, 5)
+
+
+async def test_an_exhausted_sampler_ends_the_run():
+    world = World()
+
+    def exhausted():
+        raise RunError("no examples left")
+
+    world.dispatcher._next_group = exhausted
+    with pytest.raises(RunError, match="no examples left"):
+        await asyncio.wait_for(world.dispatcher.run(), 5)
+
+
+async def test_a_cancellation_that_nobody_asked_for_does_not_hang_the_run():
+    async with World(size=2, batch=2, lag=0) as world:
+        world.waiting[0, 0].cancel()
+        with pytest.raises(RunError, match="group 0 was cancelled from inside its environment"):
+            await asyncio.wait_for(world.task, 5)
+
+
+# -- anything at all ------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1.0, 1.5]))
+def test_the_books_balance_whatever_happens(seed, size, lag, over):
+    """Random finishes, failures, versions, batches: nothing lost, nothing counted twice."""
+    asyncio.run(anything(random.Random(seed), size, lag, over))
+
+
+async def anything(chance, size, lag, over):
+    bound = 3 * size
+    world = World(size=size, batch=2 * size, lag=lag, over=over, inflight=bound)
+    arrived = []
+    async with world:
+        for _ in range(60):
+            event = chance.random()
+            if event < 0.7 and world.waiting:
+                future = world.waiting[chance.choice(list(world.waiting))]
+                if not future.done():
+                    failed = chance.random() < 0.3
+                    future.set_result(Member((), "E") if failed else Member((make_rollout(1.0),)))
+            elif event < 0.85:
+                await world.dispatcher.drop_stale(world.version + 1)
+                world.version += 1
+                world.step = max(world.step, world.version + 1)
+                world.dispatcher.wake()
+            elif world.buffered >= world.batch and world.step <= world.version + 1:
+                world.buffered -= world.batch
+                world.step += 1
+                world.dispatcher.wake()
+            await settle()
+            while not world.dispatcher.arrivals.empty():
+                group = world.dispatcher.arrivals.get_nowait()
+                arrived.append(group.group_id)
+                world.buffered += len(group.survivors)
+                world.dispatcher.taken(group)
+            await settle()
+            assert world.balanced()
+    counts = world.dispatcher.counts
+    assert world.most_inflight < bound + size
+    assert len(arrived) == len(set(arrived))
+    assert counts["dispatched"] == counts["finished"] + counts["failed"] + counts["cancelled"]
+    assert world.dispatcher._handed_on == 0

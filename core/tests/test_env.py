@@ -1,0 +1,548 @@
+"""The verifiers adapter: results with exact columns, and every failure as data."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.orchestrator.env import (
+    Environment,
+    EnvSettings,
+    Examples,
+    ModelEndpoint,
+    RolloutResult,
+    SamplingSettings,
+    node_versions,
+)
+
+pytest.importorskip("in_process", reason="needs the plugin prime-rl-environments")
+import verifiers.v1 as vf
+from aiohttp import web
+from renderers import Qwen3RendererConfig
+
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+MODEL = "adapter"
+LIMIT = 128
+START, END, USER, ASSISTANT = 1, 2, 10, 11
+(NEWLINE,) = TOKENIZER.encode("\n", add_special_tokens=False)
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False))
+
+
+# -- an engine that answers what the test says --------------------------------------------
+
+
+@dataclass
+class FakeEngine:
+    """``reply`` maps a request's body to a choice's fields, or to a response of its own."""
+
+    reply: Callable[[dict[str, Any]], Any] = lambda body: {"text": "ok"}
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        answer = self.reply(body)
+        if asyncio.iscoroutine(answer):
+            answer = await answer
+        if isinstance(answer, web.StreamResponse):
+            return answer
+        tokens = [*ids(answer.pop("text")), END]
+        choice = {
+            "index": 0,
+            "token_ids": tokens,
+            "finish_reason": "stop",
+            "logprobs": {
+                "content": [
+                    {"token": f"token_id:{token}", "logprob": -float(place + 1)}
+                    for place, token in enumerate(tokens)
+                ]
+            },
+        }
+        return web.json_response({"request_id": "r", "choices": [choice | answer]})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": MODEL, "max_model_len": LIMIT}]})
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[FakeEngine]:
+    fake = FakeEngine()
+    app = web.Application()
+    app.router.add_get("/v1/models", fake.models)
+    app.router.add_post("/inference/v1/generate", fake.generate)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield fake
+    await runner.cleanup()
+
+
+# -- tasksets -------------------------------------------------------------------------------
+
+
+class Data(vf.TaskData):
+    answer: str = ""
+
+
+class Plain(vf.Task[Data]):
+    @vf.reward(weight=2.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply))
+
+
+class PlainConfig(vf.TasksetConfig):
+    prompt: str = "ab"
+
+
+class PlainTaskset(vf.Taskset[Plain, PlainConfig]):
+    def load(self) -> Any:
+        for answer in ("ok", "no"):
+            yield Plain(Data(prompt=self.config.prompt, answer=answer), self.config.task)
+
+
+class Raising(vf.Task[Data]):
+    @vf.reward
+    async def broken(self, trace: vf.Trace) -> float:
+        raise RuntimeError("the judge is on strike")
+
+
+class RaisingTaskset(vf.Taskset[Raising, vf.TasksetConfig]):
+    def load(self) -> Any:
+        yield Raising(Data(prompt="ab"), self.config.task)
+
+
+class Refusing(vf.Task[Data]):
+    @vf.stop
+    async def at_once(self, trace: vf.Trace) -> bool:
+        return True
+
+
+class RefusingTaskset(vf.Taskset[Refusing, vf.TasksetConfig]):
+    def load(self) -> Any:
+        yield Refusing(Data(prompt="ab"), self.config.task)
+
+
+class EndlessTaskset(vf.Taskset[Plain, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self) -> Any:
+        for number in count():
+            yield Plain(Data(prompt=str(number)), self.config.task)
+
+
+class EmptyTaskset(vf.Taskset[Plain, vf.TasksetConfig]):
+    def load(self) -> Any:
+        return iter(())
+
+
+class PairConfig(vf.EnvConfig):
+    asker: vf.AgentConfig = vf.AgentConfig()
+    solver: vf.AgentConfig = vf.AgentConfig(max_turns=7)
+    rounds: int = 1
+
+
+class PairEnv(vf.Env[PairConfig]):
+    """Two agents an episode; the asker does not train."""
+
+    async def setup(self, agents: Any) -> None:
+        agents.asker.trainable = False
+
+    async def run(self, task: Any, agents: Any) -> None:
+        for _ in range(self.config.rounds):
+            await agents.asker.run(task)
+        await agents.solver.run(task)
+
+
+class TalkEnv(vf.SingleAgentEnv, vf.Env[vf.SingleAgentEnvConfig]):
+    async def run(self, task: Any, agents: Any) -> None:
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            await talk.turn("more")
+
+
+@pytest.fixture
+def settings(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., EnvSettings]:
+    """``settings(Taskset, ..., **fields)``: verifiers finds the classes by the id given here."""
+    folder = tmp_path_factory.getbasetemp() / "tokenizer"
+    if not folder.exists():
+        TOKENIZER.save_pretrained(folder)
+
+    def make(*classes: type, **fields: Any) -> EnvSettings:
+        module = ModuleType("adapter_env")
+        module.__all__ = [cls.__name__ for cls in classes]  # type: ignore[attr-defined]
+        for cls in classes:
+            setattr(module, cls.__name__, cls)
+        monkeypatch.setitem(sys.modules, "adapter_env", module)
+        renderer = Qwen3RendererConfig(thinking_retention="all")
+        defaults = {"id": "adapter-env", "renderer": renderer, "tokenizer_path": Path(folder)}
+        return EnvSettings(**(defaults | fields))
+
+    return make
+
+
+async def run_first(
+    settings: EnvSettings, engine: FakeEngine, **fields: Any
+) -> list[RolloutResult]:
+    async with Environment(settings) as env:
+        model = ModelEndpoint(MODEL, engine.url)
+        return await env.run(env.examples[0], model=model, sampling=SamplingSettings(), **fields)
+
+
+async def only(settings: EnvSettings, engine: FakeEngine, **fields: Any) -> RolloutResult:
+    (result,) = await run_first(settings, engine, **fields)
+    return result
+
+
+# -- what comes back -----------------------------------------------------------------------
+
+
+async def test_a_rollout_becomes_aligned_columns(settings: Any, engine: FakeEngine) -> None:
+    engine.reply = lambda body: {
+        "text": "ok",
+        "weight_versions": [
+            {"version": 4, "start": 0, "end": 1},
+            {"version": "5", "start": 1, "end": 3},
+        ],
+    }
+    result = await only(settings(PlainTaskset), engine)
+    (branch,) = result.branches
+    a, b, o, k = ids("abok")
+    assert branch.token_ids == [START, USER, a, b, END, NEWLINE, START, ASSISTANT, o, k, END]
+    assert branch.sampled_mask == [False] * 8 + [True] * 3
+    assert branch.logprobs == [0.0] * 8 + [-1.0, -2.0, -3.0]
+    assert branch.roles == ["user"] * 6 + ["assistant"] * 5
+    assert branch.is_content == [False, False, True, True] + [False] * 4 + [True] * 3
+    assert branch.node_ids == [0] * 6 + [1] * 5
+    assert branch.policy_versions == [-1] * 8 + [4, 5, 5]
+    assert branch.trainable
+
+
+async def test_rewards_metrics_and_the_rest_of_the_record(
+    settings: Any, engine: FakeEngine
+) -> None:
+    result = await only(settings(PlainTaskset), engine)
+    assert (result.ok, result.error, result.error_type) == (True, None, None)
+    assert (result.reward, result.rewards) == (2.0, {"right": 1.0})
+    assert result.metrics == {"length": 2.0}
+    assert (result.num_turns, result.is_truncated) == (1, False)
+    assert result.stop_condition == "agent_completed"
+    assert (result.agent, result.trainable, result.info) == ("agent", True, {})
+    assert set(result.timing) == {"setup", "agent", "model", "scoring"}
+    assert 0 < result.timing["model"] <= result.timing["agent"]
+    assert result.trace.nodes[1].message.content == "ok"
+
+
+async def test_an_engine_that_does_not_tell_versions_gives_none(
+    settings: Any, engine: FakeEngine
+) -> None:
+    result = await only(settings(PlainTaskset), engine)
+    assert result.branches[0].policy_versions is None
+
+
+async def test_turns_of_a_conversation_stay_one_sequence(settings: Any, engine: FakeEngine) -> None:
+    result = await only(settings(PlainTaskset, TalkEnv), engine)
+    (branch,) = result.branches
+    assert result.num_turns == 2
+    assert sorted(set(branch.node_ids)) == [0, 1, 2, 3]
+    assert sum(branch.sampled_mask) == 6
+    assert engine.bodies[1]["token_ids"] == branch.token_ids[:-3]
+
+
+async def test_the_salt_arrives_beside_and_the_seed_inside_the_sampling_parameters(
+    settings: Any, engine: FakeEngine
+) -> None:
+    sampling = SamplingSettings(
+        temperature=0.7, top_k=5, max_completion_tokens=9, extra_body={"ignore_eos": True}
+    )
+    async with Environment(settings(PlainTaskset)) as env:
+        model = ModelEndpoint(MODEL, engine.url)
+        await env.run(env.examples[0], model=model, sampling=sampling, cache_salt="12", seed=34)
+        await env.run(env.examples[0], model=model, sampling=SamplingSettings())
+    salted, plain = engine.bodies
+    assert salted["cache_salt"] == "12"
+    assert salted["model"] == MODEL
+    assert salted["sampling_params"] == {
+        "temperature": 0.7,
+        "top_k": 5,
+        "max_tokens": 9,
+        "seed": 34,
+        "ignore_eos": True,
+        "stop_token_ids": [END, 0],
+        "logprobs": 1,
+        "skip_special_tokens": False,
+    }
+    assert "cache_salt" not in plain
+    assert "seed" not in plain["sampling_params"]
+
+
+async def test_the_key_comes_from_the_environment(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers["Authorization"])
+        raise web.HTTPForbidden(text="no")
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    monkeypatch.setenv("ADAPTER_KEY", "s3cret")
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    async with Environment(settings(PlainTaskset)) as env:
+        model = ModelEndpoint(MODEL, url, api_key_var="ADAPTER_KEY")
+        (result,) = await env.run(env.examples[0], model=model, sampling=SamplingSettings())
+    await runner.cleanup()
+    assert seen == ["Bearer s3cret"]
+    assert "s3cret" not in str(result)
+
+
+# -- failures are data ----------------------------------------------------------------------
+
+
+async def test_an_engine_that_is_down(settings: Any) -> None:
+    result = await only(settings(PlainTaskset), FakeEngine(url="http://127.0.0.1:9/v1"))
+    assert (result.ok, result.error_type, result.branches) == (False, "ProviderError", [])
+    assert "Cannot connect to host 127.0.0.1:9" in (result.error or "")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        web.Response(text="<html>"),
+        web.json_response({"choices": []}),
+        web.json_response({"choices": [{"index": 0, "token_ids": [5], "finish_reason": "stop"}]}),
+        web.json_response(
+            {"choices": [{"token_ids": [5, 6], "logprobs": {"content": [{"logprob": -1.0}]}}]}
+        ),
+    ],
+    ids=["not JSON", "no choice", "no logprobs", "a logprob too few"],
+)
+async def test_a_malformed_reply(settings: Any, engine: FakeEngine, reply: web.Response) -> None:
+    text = reply.text
+    engine.reply = lambda body: web.Response(text=text, content_type="application/json")
+    result = await only(settings(PlainTaskset), engine)
+    assert (result.ok, result.branches) == (False, [])
+    assert result.error_type in ("HarnessError", "ProviderError")
+    assert result.error
+
+
+async def test_the_engine_s_own_reason_is_passed_on(settings: Any, engine: FakeEngine) -> None:
+    reason = {"error": {"message": "unknown token 999"}}
+    engine.reply = lambda body: web.json_response(reason, status=400)
+    result = await only(settings(PlainTaskset), engine)
+    assert (result.ok, result.error_type) == (False, "ProviderError")
+    assert "HTTP 400" in (result.error or "") and "unknown token 999" in (result.error or "")
+
+
+async def test_a_prompt_longer_than_the_context_never_reaches_the_engine(
+    settings: Any, engine: FakeEngine
+) -> None:
+    result = await only(settings(PlainTaskset, args={"prompt": "x" * LIMIT}), engine)
+    assert (result.ok, result.error_type) == (False, "ProviderError")
+    assert f"exceeds maximum context length ({LIMIT})" in (result.error or "")
+    assert engine.bodies == []
+
+
+async def test_a_reward_that_raises(settings: Any, engine: FakeEngine) -> None:
+    result = await only(settings(RaisingTaskset), engine)
+    assert (result.ok, result.error_type, result.branches) == (False, "TaskError", [])
+    assert "the judge is on strike" in (result.error or "")
+
+
+async def test_a_rollout_that_takes_too_long(settings: Any, engine: FakeEngine) -> None:
+    async def sleep() -> dict[str, Any]:
+        await asyncio.sleep(30)
+        return {"text": "too late"}
+
+    engine.reply = lambda body: sleep()
+    result = await only(settings(PlainTaskset, timeout=2.0), engine)
+    assert (result.ok, result.error_type, result.branches) == (False, "TimeoutError", [])
+    assert "2s" in (result.error or "")
+
+
+async def test_a_rollout_stopped_before_its_first_token(settings: Any, engine: FakeEngine) -> None:
+    result = await only(settings(RefusingTaskset), engine)
+    assert (result.ok, result.error_type, result.stop_condition) == (False, "NoTokens", "at_once")
+    assert "no tokens were sampled" in (result.error or "")
+
+
+async def test_one_failed_agent_fails_its_episode(settings: Any, engine: FakeEngine) -> None:
+    def second_fails(body: dict[str, Any]) -> Any:
+        return {"text": "ok"} if len(engine.bodies) == 1 else web.Response(status=500, text="oom")
+
+    engine.reply = second_fails
+    asker, solver = await run_first(settings(PlainTaskset, PairEnv), engine)
+    assert (asker.agent, asker.ok, asker.branches) == ("asker", False, [])
+    assert (solver.agent, solver.ok, solver.error_type) == ("solver", False, "ProviderError")
+    assert asker.error == solver.error
+
+
+async def test_cancelling_is_not_a_failure(settings: Any, engine: FakeEngine) -> None:
+    started = asyncio.Event()
+
+    async def hang() -> Any:
+        started.set()
+        await asyncio.sleep(30)
+
+    engine.reply = lambda body: hang()
+    task = asyncio.create_task(only(settings(PlainTaskset), engine))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+# -- environments with settings of their own ----------------------------------------------
+
+
+async def test_every_seat_of_an_env_runs_here_and_keeps_its_standing(
+    settings: Any, engine: FakeEngine
+) -> None:
+    results = await run_first(settings(PlainTaskset, PairEnv, args={"rounds": 2}), engine)
+    assert [result.agent for result in results] == ["asker", "asker", "solver"]
+    assert [result.trainable for result in results] == [False, False, True]
+    assert all(result.ok for result in results)
+    assert results[2].trace.agent.config.max_turns == 7  # its author's setting stays
+
+
+async def test_max_turns_bounds_the_conversation(settings: Any, engine: FakeEngine) -> None:
+    result = await only(settings(PlainTaskset, TalkEnv, max_turns=1), engine)
+    assert (result.ok, result.num_turns, result.is_truncated) == (True, 1, True)
+
+
+def test_an_env_nobody_installed_is_named(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env 'mine': .*taskset 'no-such-env' not found"):
+        Environment(settings(PlainTaskset, id="no-such-env", name="mine"))
+
+
+def test_an_unknown_setting_is_named(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env 'adapter-env': .*promt"):
+        Environment(settings(PlainTaskset, args={"promt": "ab"}))
+
+
+def test_a_harness_nobody_installed_is_named(settings: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no-such-harness"):
+        Environment(settings(PlainTaskset, harness={"id": "no-such-harness"}))
+
+
+def test_an_empty_env_is_refused(settings: Any) -> None:
+    with pytest.raises(ConfigError, match="no examples"):
+        Environment(settings(EmptyTaskset))
+
+
+def test_tool_servers_need_a_harness_that_can_call_them(settings: Any) -> None:
+    class Tools(vf.Toolset[vf.ToolsetConfig]):
+        """Never started."""
+
+    class ToolTask(vf.Task[Data]):
+        @classmethod
+        def toolsets(cls, config: Any) -> list[Any]:
+            return [Tools(vf.ToolsetConfig())]
+
+    class ToolTaskset(vf.Taskset[ToolTask, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield ToolTask(Data(prompt="ab"), self.config.task)
+
+    with pytest.raises(ConfigError, match="tools over MCP, which harness 'in-process' cannot"):
+        Environment(settings(ToolTaskset))
+
+
+# -- examples ---------------------------------------------------------------------------------
+
+
+def test_a_finite_env_is_a_sequence(settings: Any) -> None:
+    env = Environment(settings(PlainTaskset))
+    assert (len(env.examples), env.num_examples) == (2, 2)
+    assert [env.examples[i].task.data.answer for i in (1, 0)] == ["no", "ok"]
+    assert env.examples[1].id == 1
+    with pytest.raises(IndexError, match="example 2 of 2"):
+        env.examples[2]
+
+
+def test_an_endless_env_is_read_as_far_as_asked(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Examples, "KEPT", 3)
+    env = Environment(settings(EndlessTaskset))
+    assert env.num_examples is None
+    with pytest.raises(TypeError, match="without end"):
+        len(env.examples)
+    for index in (0, 5, 6, 5, 1, 7):  # 1 was let go by then, and is generated again
+        assert env.examples[index].task.data.prompt == str(index)
+        assert len(env.examples._tasks) <= 3
+
+
+@pytest.mark.parametrize(
+    ("mask", "spans", "column"),
+    [
+        ([False, True, True], [(3, 0, 2)], [-1, 3, 3]),
+        ([False, True, True], [(3, 0, 1), (4, 1, 2)], [-1, 3, 4]),
+        ([True, True], [(3, 0, 1)], [3, -1]),
+        ([True], [(3, 0, 5)], [3]),  # more than there is
+        ([False, False], [], [-1, -1]),
+    ],
+)
+def test_version_spans_count_sampled_tokens(
+    mask: list[bool], spans: list[tuple[int, int, int]], column: list[int]
+) -> None:
+    assert node_versions(mask, spans) == column
+
+
+def test_running_an_environment_does_not_import_torch(settings: Any) -> None:
+    folder = settings(PlainTaskset).tokenizer_path
+    code = f"""
+import asyncio, sys
+from pathlib import Path
+from renderers import Qwen3RendererConfig
+from prime_rl.orchestrator.env import *
+
+async def main():
+    path, renderer = Path({str(folder)!r}), Qwen3RendererConfig()
+    settings = EnvSettings(id="reverse-text", tokenizer_path=path, renderer=renderer)
+    async with Environment(settings) as env:
+        model = ModelEndpoint("m", "http://127.0.0.1:9/v1")
+        results = await env.run(env.examples[0], model=model, sampling=SamplingSettings())
+    print(results[0].error_type, "torch" in sys.modules)
+
+asyncio.run(main())
+"""
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["ProviderError", "False"]
+
+
+async def test_a_folder_without_a_tokenizer_is_named(settings: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer '.*' cannot be loaded: FileNotFoundError"):
+        await Environment(settings(PlainTaskset, tokenizer_path=tmp_path)).start()
+
+
+def test_importing_the_adapter_does_not_import_verifiers() -> None:
+    code = "import sys, prime_rl.orchestrator.env; print('verifiers' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(out.stdout.strip().lower()) is False

@@ -1,0 +1,130 @@
+"""A slot asks everyone, counts every objection, and drops for the enforcing ones only."""
+
+import pytest
+
+from prime_rl import Filter, PluginConfig, PluginError, hookimpl
+from prime_rl.config.orchestrator import FilterConfig
+from prime_rl.orchestrator.filters import FilterSlot, build_filters
+from prime_rl.plugins.manager import Hooks, Source
+from prime_rl.plugins.offers import Offered
+from prime_rl.testing import make_rollout
+
+
+class Named(Filter):
+    """Objects to rewards in its settings; remembers whom it was asked about."""
+
+    def __init__(self, name, *rewards):
+        super().__init__(PluginConfig())
+        self.name, self.rewards, self.asked = name, rewards, []
+
+    @hookimpl
+    def filter_rollout(self, rollout):
+        self.asked.append(rollout.reward)
+        return f"reward {rollout.reward}" if rollout.reward in self.rewards else None
+
+
+def slot(*filters, shared=()):
+    hooks = Hooks()
+    for index, plugin in enumerate(shared):
+        hooks.register(plugin, f"shared{index}")
+    return FilterSlot("slot", hooks, filters)
+
+
+def objections(one, *rewards):
+    return [one.objects(make_rollout(reward)) for reward in rewards]
+
+
+def test_an_enforcing_filter_drops():
+    one = slot((Named("low", 0.0), True))
+    assert objections(one, 0.0, 1.0) == [True, False]
+
+
+def test_a_monitoring_filter_counts_and_drops_nothing():
+    one = slot((Named("low", 0.0), False))
+    assert objections(one, 0.0, 1.0) == [False, False]
+    assert one.take_metrics() == {"filters/slot/low": 0.5, "filters/slot/dropped": 0.0}
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_monitoring_filter_never_hides_an_enforcing_one(order):
+    filters = [(Named("watch", 0.0), False), (Named("drop", 0.0), True)][::order]
+    assert objections(slot(*filters), 0.0) == [True]
+
+
+def test_everyone_is_asked_even_after_one_objects():
+    filters = [Named("a", 0.0), Named("b", 0.0), Named("c")]
+    one = slot(*((each, True) for each in filters))
+    objections(one, 0.0, 1.0)
+    assert [each.asked for each in filters] == [[0.0, 1.0]] * 3
+
+
+def test_shares_by_hand_and_counters_that_start_anew():
+    one = slot((Named("a", 0.0, 1.0), True), (Named("b", 1.0), True), (Named("c", 2.0), False))
+    objections(one, 0.0, 1.0, 2.0, 3.0)
+    assert one.take_metrics() == {
+        "filters/slot/a": 0.5,
+        "filters/slot/b": 0.25,
+        "filters/slot/c": 0.25,
+        "filters/slot/dropped": 0.5,
+    }
+    assert set(one.take_metrics().values()) == {0.0}
+
+
+def test_an_installed_plugin_objects_in_every_slot_and_counts_under_its_name():
+    plugin = Named("third_party", 0.0)
+    one = slot(shared=[plugin])
+    assert objections(one, 0.0, 1.0) == [True, False]
+    assert one.take_metrics()["filters/slot/third_party"] == 0.5
+
+
+def test_an_installed_plugin_is_asked_once_a_rollout_however_many_filters_there_are():
+    plugin = Named("third_party")
+    one = slot((Named("a"), True), (Named("b"), True), shared=[plugin])
+    objections(one, 0.0)
+    assert plugin.asked == [0.0]
+
+
+def test_a_wrapper_wraps_every_filter_of_the_slot():
+    class Forgive:
+        @hookimpl(wrapper=True)
+        def filter_rollout(self, rollout):
+            reasons = yield
+            return [] if rollout.reward == 0.0 else reasons
+
+    one = slot((Named("a", 0.0, 1.0), True), (Named("b", 0.0), True), shared=[Forgive()])
+    assert objections(one, 0.0, 1.0) == [False, True]
+
+
+def test_an_empty_slot_keeps_everything():
+    one = slot()
+    assert objections(one, 0.0) == [False]
+    assert one.take_metrics() == {"filters/slot/dropped": 0.0}
+
+
+@pytest.mark.parametrize("answer", [False, True, 0])
+def test_an_answer_that_is_no_reason_is_an_error(answer):
+    class Boolean(Named):
+        @hookimpl
+        def filter_rollout(self, rollout):
+            return answer
+
+    with pytest.raises(PluginError) as caught:
+        objections(slot((Boolean("yes_no"), True)), 0.0)
+    assert str(caught.value) == (
+        f"filter 'yes_no': filter_rollout gave {answer!r}, expected the reason to drop the "
+        "rollout, or None to keep it"
+    )
+
+
+def test_filters_are_built_with_their_settings_and_their_flag():
+    class Level(PluginConfig):
+        level: int = 0
+
+    class Leveled(Filter):
+        name = "leveled"
+        config_class = Level
+
+    offers = {"leveled": Offered(Leveled, Source("x", "x", "1"))}
+    configs = [FilterConfig.model_validate({"type": "leveled", "enforce": False, "level": 3})]
+    ((built, enforce),) = build_filters(configs, offers, "slot")
+    assert isinstance(built, Leveled) and built.config == Level(level=3) and enforce is False

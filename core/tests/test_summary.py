@@ -1,0 +1,209 @@
+"""What a run came to: the summary, the plot, and how both are told; evaluation and the sampler."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from prime_rl import PluginConfig, SampledEnv
+from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.orchestrator.evals import EvalEnv, EvalResult, evaluate
+from prime_rl.orchestrator.sampler import StandardSampler
+from prime_rl.orchestrator.summary import _running_mean, read_curve, write_summary
+from prime_rl.run.report import print_summary
+
+REWARD = "train/agg/all/reward/mean"
+
+
+def result(reward, version=0):
+    talk = [["user", "say  it\nbackwards"], ["assistant", "ti yas"]]
+    shown = [{"reward": reward, "messages": talk, "error": None}]
+    return EvalResult("held", version, reward, 8, 1, {"lcs": 0.5}, shown)
+
+
+def run_with(tmp_path, rewards):
+    rows = [{"step": i + 1, REWARD: value} for i, value in enumerate(rewards)]
+    rows.insert(1, {"step": 0, "eval/held/all/reward/mean": 0.3})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_summary(tmp_path, None, {"before": [result(0.25)], "after": [result(0.75, 12)]})
+    return json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_the_summary_in_numbers(tmp_path):
+    summary = run_with(tmp_path, [0.0] * 10 + [0.5, 1.0])
+    assert summary["steps"] == 12
+    first, last = summary["sampled_reward"]["first"], summary["sampled_reward"]["last"]
+    assert (first, last, summary["sampled_reward"]["window"]) == (0.0, pytest.approx(0.15), 10)
+    assert summary["eval"]["before"][0]["reward"] == 0.25
+    assert summary["eval"]["after"][0]["policy_version"] == 12
+
+
+def test_a_short_run_says_how_short(tmp_path):
+    sampled = run_with(tmp_path, [0.25, 0.75])["sampled_reward"]
+    assert sampled == {"first": 0.5, "last": 0.5, "window": 2}
+
+
+def test_the_plot_is_a_png(tmp_path):
+    run_with(tmp_path, [0.1, 0.2, 0.3])
+    data = (tmp_path / "learning_curve.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
+
+
+def test_a_run_without_metrics_still_has_a_summary(tmp_path):
+    write_summary(tmp_path, None, {"before": [], "after": []})
+    assert (tmp_path / "learning_curve.png").exists()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["sampled_reward"] == {"first": None, "last": None, "window": 0}
+
+
+def test_the_curve_skips_lines_without_the_metric(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"step": 1, "x": 0.5}\n{"step": 1}\n{"step": 2, "x": null}\n{"step": 3, "x": 0}\n'
+    )
+    assert read_curve(path, "x") == [(1, 0.5), (3, 0)]
+    assert read_curve(tmp_path / "none", "x") == []
+
+
+def test_running_mean_by_hand():
+    assert _running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
+
+
+def told(run_dir):
+    console = Console(record=True, width=100, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_summary(console, run_dir)
+    console.file.close()
+    return console.export_text()
+
+
+def test_the_end_of_a_run_is_told(tmp_path):
+    run_with(tmp_path, [0.25, 0.75])
+    text = told(tmp_path)
+    assert "0.500 → 0.500" in text and "first and last 2 steps" in text
+    assert "0.250 → 0.750" in text and "held, 8 rollouts" in text
+    assert "say it backwards" in text and text.count("ti yas") == 2
+    assert str(tmp_path / "learning_curve.png") in text.replace("\n", "")
+
+
+def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):
+    shown = [{"reward": 1.0, "messages": [["user", "[bold]hi[/]"], ["assistant", "[/red]"]]}]
+    odd = EvalResult("held", 0, 0.5, 1, 0, {}, shown)
+    write_summary(tmp_path, None, {"before": [odd], "after": [odd]})
+    assert "[bold]hi[/]" in told(tmp_path) and "[/red]" in told(tmp_path)
+
+
+def test_no_summary_no_words(tmp_path):
+    assert told(tmp_path) == ""
+
+
+# -- evaluation -----------------------------------------------------------------------------
+
+
+@dataclass
+class FakeEnvironment:
+    """Rewards by example id; a negative one fails."""
+
+    rewards: list[float]
+    calls: list[tuple] = field(default_factory=list)
+    inflight: int = 0
+    most: int = 0
+
+    @property
+    def num_examples(self):
+        return len(self.rewards)
+
+    @property
+    def examples(self):
+        return list(range(len(self.rewards)))
+
+    async def run(self, example, *, model, sampling, group_id, cache_salt, seed):
+        self.calls.append((example, group_id, cache_salt, seed))
+        self.inflight += 1
+        self.most = max(self.most, self.inflight)
+        await asyncio.sleep(0)
+        self.inflight -= 1
+        reward = self.rewards[example]
+        if reward < 0:
+            return [RolloutResult(ok=False, reward=9.0, error="broke", error_type="TaskError")]
+        return [RolloutResult(ok=True, reward=reward, metrics={"m": reward})]
+
+
+async def evaluated(rewards, num_examples=100, group_size=1, inflight=100):
+    environment, shares = FakeEnvironment(rewards), []
+    env = EvalEnv("held", environment, SamplingSettings(), num_examples, group_size)
+    model = ModelEndpoint("m", "http://127.0.0.1:1/v1")
+    found = await evaluate(env, model, 7, 1000, inflight, shares.append)
+    return found, environment, shares
+
+
+async def test_a_failed_rollout_counts_as_reward_zero():
+    found, _, shares = await evaluated([1.0, -1.0, 0.5, 0.5])
+    assert (found.reward, found.num_rollouts, found.num_failed) == (0.5, 4, 1)
+    assert found.metrics == {"m": pytest.approx(2 / 3)}
+    assert shares == [0.25, 0.5, 0.75, 1.0]
+
+
+async def test_the_first_examples_each_with_a_seed_of_its_own_at_one_version():
+    found, environment, _ = await evaluated([0.0, 1.0, 0.5], num_examples=2, group_size=2)
+    assert sorted(environment.calls) == [
+        (0, 0, "7", 1000), (0, 0, "7", 1001), (1, 1, "7", 1002), (1, 1, "7", 1003)
+    ]  # fmt: skip
+    assert [shown["reward"] for shown in found.shown] == [0.0, 1.0]  # one an example
+
+
+async def test_at_most_so_many_at_once():
+    assert (await evaluated([0.0] * 9, inflight=2))[1].most == 2
+
+
+def test_eval_metrics_by_name():
+    assert result(0.25, version=3).as_metrics() == {
+        "eval/held/all/metrics/lcs/mean": 0.5,
+        "eval/held/all/reward/mean": 0.25,
+        "eval/held/all/has_error/mean": 0.125,
+        "eval/held/policy_version": 3.0,
+    }
+
+
+# -- the standard sampler -----------------------------------------------------------------------
+
+
+def sampler(*envs, seed=0):
+    return StandardSampler(PluginConfig(), [SampledEnv(*env) for env in envs], seed)
+
+
+def test_examples_in_order_starting_over():
+    one = sampler(("a", 3, None))
+    assert [one.next_example() for _ in range(5)] == [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1)]
+
+
+def test_an_endless_env_never_starts_over():
+    one = sampler(("a", None, None))
+    assert [one.next_example()[1] for _ in range(100)] == list(range(100))
+
+
+def test_envs_by_their_ratio():
+    one = sampler(("a", 5, 3.0), ("b", 5, 1.0))
+    picks = [one.next_example()[0] for _ in range(4000)]
+    assert picks.count(0) / 4000 == pytest.approx(0.75, abs=0.03)
+    even = sampler(("a", 5, None), ("b", 5, None))
+    assert [even.next_example()[0] for _ in range(4000)].count(0) / 4000 == pytest.approx(
+        0.5, abs=0.03
+    )
+
+
+def test_one_seed_one_order():
+    envs = (("a", 5, None), ("b", 5, None))
+    drawn = {
+        seed: [sampler_.next_example() for _ in range(50)]
+        for seed, sampler_ in ((s, sampler(*envs, seed=s)) for s in (0, 1))
+    }
+    again = sampler(*envs, seed=0)
+    assert [again.next_example() for _ in range(50)] == drawn[0] != drawn[1]
+
+
+def test_the_namespace_of_a_config_is_not_needed_for_a_summary(tmp_path):
+    write_summary(tmp_path, SimpleNamespace(), {"before": [], "after": []})
+    assert (tmp_path / "summary.json").exists()

@@ -1,0 +1,148 @@
+"""One optimizer step in this process: its numbers, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, WireError
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.run.status import Status
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.loop import Trainer, wait_for_batch
+from prime_rl.trainer.row import make_row
+from prime_rl.wire import MicroBatch, encode_batch
+
+CPU = torch.device("cpu")
+
+
+class PolicyGradient(Loss):
+    """-A * exp(t - i)"""
+
+    name = "policy_gradient"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
+        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
+
+
+@pytest.fixture
+def trainer(make_model: Callable[..., PreTrainedModel]) -> Trainer:
+    config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
+    return Trainer(make_model(), PolicyGradient(PluginConfig()), config, max_steps=20)
+
+
+def on_policy(model: PreTrainedModel, micro_batch: MicroBatch, by: float = 0.0) -> MicroBatch:
+    """Give it the model's own logprobs, off by ``by``, as if it had sampled them."""
+    with torch.no_grad():
+        logprobs = token_logprobs(model, make_row(micro_batch, CPU))[0].numpy() - by
+    micro_batch.inference_logprobs = np.where(micro_batch.loss_mask, logprobs, 0).astype("f4")
+    return micro_batch
+
+
+def test_metrics_of_packed_data_are_right(
+    trainer: Trainer, pack: Any, random_documents: Any
+) -> None:
+    documents = random_documents([9, 6, 4])
+    row = pack(documents, prompt=2, envs=("math", "code"), env_ids=[0, 1, 1])
+    with torch.no_grad():
+        entropies = token_logprobs(trainer.model, make_row(row, CPU))[1]
+    metrics = trainer.train_step(1, [on_policy(trainer.model, row, by=0.5)])
+    assert metrics["tokens/rl"] == 7 + 4 + 2
+    assert metrics["tokens/ce"] == metrics["tokens/ref_kl"] == 0
+    kl = np.exp(0.5) - 0.5 - 1
+    for name in ("all", "math", "code"):
+        assert metrics[f"mismatch_kl/{name}/mean"] == pytest.approx(kl, abs=1e-5)
+    assert metrics["mismatch_kl/all/max"] == pytest.approx(kl, abs=1e-5)
+    assert metrics["logprob_gap/max"] == pytest.approx(0.5, abs=1e-6)
+    assert metrics["loss/mean"] == metrics["loss/rl"] == pytest.approx(-np.exp(0.5), abs=1e-5)
+    assert metrics["entropy/math/mean"] == pytest.approx(float(entropies[2:9].mean()))
+    code = torch.cat([entropies[11:15], entropies[17:19]])
+    assert metrics["entropy/code/mean"] == pytest.approx(float(code.mean()))
+    everything = (7 * metrics["entropy/math/mean"] + 6 * metrics["entropy/code/mean"]) / 13
+    assert metrics["entropy/all/mean"] == pytest.approx(everything)
+    assert metrics["optim/lr"] == 1e-2
+    assert metrics["perf/throughput"] == pytest.approx(19 / metrics["time/forward_backward"])
+
+
+def test_metrics_add_up_over_micro_batches(
+    trainer: Trainer, pack: Any, random_documents: Any
+) -> None:
+    rows = [on_policy(trainer.model, pack(random_documents([n], seed=n)), by=b)
+            for n, b in ((5, 0.1), (9, 0.3))]  # fmt: skip
+    shares: list[float] = []
+    metrics = trainer.train_step(1, rows, shares.append)
+    assert shares == [0.0, 0.5]
+    first, second = (np.exp(b) - b - 1 for b in (0.1, 0.3))
+    assert metrics["mismatch_kl/all/mean"] == pytest.approx((4 * first + 8 * second) / 12, abs=1e-5)
+    assert metrics["mismatch_kl/all/max"] == pytest.approx(second, abs=1e-5)
+    assert metrics["loss/mean"] == pytest.approx(
+        -(4 * np.exp(0.1) + 8 * np.exp(0.3)) / 12, abs=1e-5
+    )
+
+
+def test_ce_alone_has_no_mismatch(trainer: Trainer, pack: Any) -> None:
+    row = pack([[1, 2, 3]], rl_weights=[0, 0, 0], ce_weights=[0, 1, 1])
+    metrics = trainer.train_step(1, [row])
+    assert not [name for name in metrics if "mismatch" in name or "gap" in name]
+    assert metrics["loss/mean"] == metrics["loss/ce"] == pytest.approx(metrics["nll"])
+    assert metrics["tokens/ce"] == 2
+
+
+def test_good_advantages_make_tokens_likelier(
+    trainer: Trainer, pack: Any, random_documents: Any
+) -> None:
+    documents = random_documents([6, 9])
+
+    def nll(step: int) -> float:
+        row = pack(documents, rl_weights=np.zeros(15), ce_weights=np.full(15, 1e-9))
+        return trainer.train_step(step, [row])["nll"]
+
+    before = nll(1)
+    for step in range(2, 8):
+        trainer.train_step(step, [on_policy(trainer.model, pack(documents))])
+    assert nll(8) < before - 0.3
+
+
+def test_a_batch_that_trains_nothing_is_refused(trainer: Trainer, pack: Any) -> None:
+    with pytest.raises(RunError, match="step 4: none of the batch's 3 tokens trains"):
+        trainer.train_step(4, [pack([[1, 2, 3]], prompt=3)])
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(
+    trainer: Trainer, pack: Any
+) -> None:
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    row = pack([[1, 2, 3]], inference_logprobs=[0, -2000, -2000])
+    with pytest.raises(
+        RunError, match=r"step 4: the gradient norm is (nan|inf).*version 3 are intact"
+    ):
+        trainer.train_step(4, [row])
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+class OneFrame:
+    """A receiver that has one frame, after one vain wait."""
+
+    def __init__(self, frame: bytes) -> None:
+        self.answers = [None, memoryview(frame)]
+
+    def receive(self, timeout: float) -> memoryview | None:
+        return self.answers.pop(0)
+
+    def close(self) -> None: ...
+
+
+def test_another_steps_batch_is_refused(pack: Any) -> None:
+    status = Status(None)
+    receiver = OneFrame(encode_batch(5, [pack([[1, 2]])]))
+    with pytest.raises(WireError, match="batches of step 5, expected step 4"):
+        wait_for_batch(receiver, 4, status)
+    assert status.last.waiting_for == "orchestrator (batch 4)"
+    assert len(wait_for_batch(OneFrame(encode_batch(4, [pack([[1, 2]])])), 4, status)) == 1

@@ -1,0 +1,148 @@
+"""Versions appear whole, old ones go, and the exported folder loads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from prime_rl import ConfigError, WeightsError
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.run.launch import Launch
+from prime_rl.run.status import Status
+from prime_rl.trainer.model import load_model, model_folder
+from prime_rl.trainer.weights import Publisher, export
+
+MakeModel = Callable[..., PreTrainedModel]
+
+
+def test_a_version_is_written_then_announced(tmp_path: Path, make_model: MakeModel) -> None:
+    model, publisher = make_model(), Publisher(tmp_path / "broadcasts", keep=2)
+    publisher.write(model, 3)
+    assert [path.name for path in publisher.path(3).iterdir()] == ["model.safetensors"]
+    publisher.announce(3)
+    assert (tmp_path / "broadcasts/step_3/STABLE").stat().st_size == 0
+    tensors = load_file(publisher.path(3) / "model.safetensors")
+    assert "lm_head.weight" not in tensors  # tied
+    assert tensors.keys() == dict(model.named_parameters()).keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(tensors[name], parameter)
+
+
+def test_an_untied_head_is_published(tmp_path: Path, make_model: MakeModel) -> None:
+    publisher = Publisher(tmp_path, keep=1)
+    publisher.write(make_model(tie_word_embeddings=False), 1)
+    assert "lm_head.weight" in load_file(publisher.path(1) / "model.safetensors")
+
+
+def test_the_last_versions_are_kept(tmp_path: Path, make_model: MakeModel) -> None:
+    model, publisher = make_model(), Publisher(tmp_path, keep=2)
+    for version in (1, 2, 3):
+        publisher.write(model, version)
+        assert (publisher.path(version - 1) / "STABLE").exists() or version == 1
+        publisher.announce(version)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2", "step_3"]
+
+
+def test_what_a_dead_trainer_left_is_replaced(tmp_path: Path, make_model: MakeModel) -> None:
+    (tmp_path / ".step_1").mkdir()
+    (tmp_path / ".step_1/model.safetensors").write_text("half")
+    (tmp_path / "step_1").mkdir()
+    publisher = Publisher(tmp_path, keep=2)
+    publisher.write(make_model(), 1)
+    assert load_file(publisher.path(1) / "model.safetensors")
+
+
+def test_a_refusing_disk_says_what_and_where(tmp_path: Path, make_model: MakeModel) -> None:
+    (tmp_path / "broadcasts").touch()  # not a folder
+    publisher = Publisher(tmp_path / "broadcasts", keep=2)
+    with pytest.raises(WeightsError, match=r"cannot write weights version 1 to .*step_1.*GiB"):
+        publisher.write(make_model(), 1)
+
+
+def test_the_exported_folder_loads_and_has_the_tokenizer(
+    tmp_path: Path, model_dir: Path, make_model: MakeModel
+) -> None:
+    (model_dir / ".ready").touch()
+    model = load_model(model_dir, TrainerConfig(device="cpu"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(2)
+    export(model, model_dir, tmp_path / "weights")
+    names = {path.name for path in (tmp_path / "weights").iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= names
+    assert ".ready" not in names  # that one is about making the first model
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "weights")
+    assert loaded.dtype == torch.float32
+    ids = torch.tensor([[1, 2, 3]])
+    model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def make_launch(model_path: str, wait_for_model: bool = False) -> Launch:
+    return Launch(
+        model_path=model_path,
+        wait_for_model=wait_for_model,
+        served_model_name="",
+        engine_urls=[],
+        transport_type="zmq",
+        transport_host="",
+        transport_ports=[],
+    )
+
+
+def test_a_plain_folder_is_not_waited_for(model_dir: Path) -> None:
+    assert not (model_dir / ".ready").exists()
+    assert model_folder(make_launch(str(model_dir)), Status(None)) == model_dir
+
+
+def test_a_folder_in_the_making_is_waited_for(tmp_path: Path) -> None:
+    status, folder = Status(None), tmp_path / "policy"
+
+    def finish() -> None:
+        while status.last.waiting_for != "model folder policy":
+            time.sleep(0.005)
+        folder.mkdir()
+        (folder / ".ready").touch()
+
+    maker = threading.Thread(target=finish)
+    maker.start()
+    assert model_folder(make_launch(str(folder), wait_for_model=True), status) == folder
+    maker.join()
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(WeightsError, match=r"folder nowhere/nothing is not there"):
+        model_folder(make_launch("nowhere/nothing"), Status(None))
+
+
+def test_a_folder_that_lacks_weights_is_refused(model_dir: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"lacks 1 of the policy's weights.*model\.norm\.weight"):
+        load_model(model_dir, TrainerConfig(device="cpu"))
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="cannot load the policy from"):
+        load_model(tmp_path, TrainerConfig(device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        load_model(model_dir, TrainerConfig(device="cuda"))
+
+
+def test_bfloat16_is_what_it_says(model_dir: Path) -> None:
+    model = load_model(model_dir, TrainerConfig(device="cpu", dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

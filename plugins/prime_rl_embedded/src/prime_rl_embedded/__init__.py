@@ -1,0 +1,80 @@
+"""The embedded engine: continuous batching over a Hugging Face model, in a server process of its
+own.
+
+This module only says how to start the server (``prime_rl_embedded.server``); it imports nothing
+heavy.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal, cast
+
+from pydantic import PositiveInt
+
+from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
+
+
+class EmbeddedConfig(PluginConfig):
+    """``[inference.embedded]``."""
+
+    num_slots: PositiveInt = 128
+    """Requests that generate at the same time; more wait in a queue."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights and KV cache. CPUs without native bfloat16 run it ten times slower than float32.
+    """
+    device: str = "auto"
+    """``auto`` takes CUDA if there is one; else ``cpu``, ``cuda``, ``cuda:1``."""
+    num_threads: PositiveInt = 1
+    """Torch threads on CPU. One is fastest where the trainer runs beside it."""
+    max_prefill_tokens: PositiveInt | None = None
+    """Prompt tokens admitted in a step. None: 1,024 on CPU, for its caches' sake, else 8,192."""
+    share_prefixes: bool = True
+    """Prefill prompts that are identical (a group's) once and copy their KV."""
+    fused: bool = True
+    """Use the fused forward for Llama-shaped models, if it reproduces the model's own logits."""
+
+
+class Embedded(Engine):
+    """Offers the server as an engine of prime-rl."""
+
+    name = "embedded"
+    config_class = EmbeddedConfig
+
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """``python -m prime_rl_embedded.server ...``; the admin key goes by the environment."""
+        config = cast(EmbeddedConfig, self.config)
+        options = {
+            "model": launch.model_path,
+            "served-model-name": launch.served_model_name,
+            "host": launch.host,
+            "port": launch.port,
+            "max-model-len": launch.max_model_len,
+            "seed": launch.seed,
+            "policy-version": launch.policy_version,
+            "status-path": launch.status_path,
+            "settings": config.model_dump_json(),
+        }
+        argv = [sys.executable, "-m", "prime_rl_embedded.server"]
+        if launch.wait_for_model:
+            argv.append("--wait-for-model")
+        for option, value in options.items():
+            if value is not None:
+                argv += [f"--{option}", str(value)]
+        threads = str(config.num_threads)
+        return EngineCommand(
+            argv=argv,
+            env={
+                "PRIME_RL_ADMIN_KEY": launch.admin_key,
+                # Set before torch starts: spinning OpenMP threads starve the trainer beside us.
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "TOKENIZERS_PARALLELISM": "false",
+            },
+        )
+
+
+@hookimpl
+def register_engines() -> list[type[Engine]]:
+    return [Embedded]

@@ -1,0 +1,89 @@
+"""The HTTP surface. Each route is a few lines: read, validate, hand to the engine, answer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from prime_rl_embedded.admin import Admin
+from prime_rl_embedded.chat import Chat
+from prime_rl_embedded.errors import RequestError
+from prime_rl_embedded.frontend import ClientGone, complete, read_body
+from prime_rl_embedded.generate import generate_response
+from prime_rl_embedded.loop import EngineLoop
+from prime_rl_embedded.metrics import render
+from prime_rl_embedded.schema import GenerateBody, Limits, decode, generate_requests
+
+log = logging.getLogger(__name__)
+Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
+
+
+class Api:
+    """The routes anybody on this machine may call."""
+
+    def __init__(self, engine: EngineLoop, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+
+    async def health(self, _: HTTPRequest) -> Response:
+        if self.engine.closed is not None or not self.engine.alive:
+            raise RequestError(self.engine.closed or "the engine's thread has ended", 503)
+        return JSONResponse({"status": "ok", "version": self.engine.scheduler.version})
+
+    async def models(self, _: HTTPRequest) -> Response:
+        limits = self.limits
+        card = {"id": limits.model_name, "object": "model", "created": 0, "owned_by": "prime-rl"}
+        return JSONResponse(
+            {"object": "list", "data": [card | {"max_model_len": limits.max_model_len}]}
+        )
+
+    async def metrics(self, _: HTTPRequest) -> Response:
+        return PlainTextResponse(render(self.engine, self.limits.model_name))
+
+    async def generate(self, http: HTTPRequest) -> Response:
+        body = decode(await read_body(http), GenerateBody)
+        requests = generate_requests(body, self.limits)
+        await complete(self.engine, http, requests)
+        with_logprobs = body.sampling_params.logprobs is not None
+        content = generate_response(requests, self.limits.model_name, with_logprobs)
+        return Response(content, media_type="application/json")
+
+
+def guarded(endpoint: Endpoint) -> Endpoint:
+    """Every failure answers as JSON with its reason."""
+
+    async def run(http: HTTPRequest) -> Response:
+        try:
+            return await endpoint(http)
+        except RequestError as error:
+            return JSONResponse(error.body, status_code=error.status)
+        except ClientGone:
+            return Response(status_code=499)
+        except Exception as error:
+            log.exception("%s %s failed", http.method, http.url.path)
+            failure = RequestError(f"{type(error).__name__}: {error}", 500)
+            return JSONResponse(failure.body, status_code=500)
+
+    return run
+
+
+def make_app(engine: EngineLoop, limits: Limits, chat: Chat, admin_key: str) -> Starlette:
+    """All routes of the engine."""
+    api, admin = Api(engine, limits), Admin(engine, admin_key)
+    routes: list[tuple[str, str, Endpoint]] = [
+        ("GET", "/health", api.health),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/metrics", api.metrics),
+        ("POST", "/inference/v1/generate", api.generate),
+        ("POST", "/v1/chat/completions", chat.completions),
+        ("POST", "/pause", admin.pause),
+        ("POST", "/update_weights", admin.update_weights),
+        ("POST", "/resume", admin.resume),
+    ]
+    return Starlette(
+        routes=[Route(path, guarded(run), methods=[method]) for method, path, run in routes]
+    )

@@ -1,0 +1,193 @@
+"""Attention of one forward that mixes decoding rows and whole prompts.
+
+A forward is flat: N tokens, of which the first ``num_decode`` are the newest token of rows 0, 1,
+... of the cache and the rest are prompts end to end. Decoding rows attend to their slot, prompts to
+themselves.
+
+Shapes: N = tokens of one forward, R = decoding rows, H = query heads, G = key/value heads, D = head
+dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from prime_rl_embedded.kv import KVCache
+
+ATTENTION_NAME = "prime_rl_slots"
+_LENGTH_BUCKET = 16
+_UNSUPPORTED = ("softcap", "s_aux")
+"""Score caps (Gemma2) and sinks (gpt-oss), as transformers passes them."""
+
+
+@dataclass(frozen=True)
+class PromptRun:
+    """Consecutive prompts of equal length, which attend as one batch."""
+
+    count: int
+    length: int
+
+
+@dataclass
+class BatchPlan:
+    """Where the tokens of one forward belong, shared by all its layers."""
+
+    cache: KVCache
+    num_decode: int
+    positions: Tensor
+    """[N] int64: each token's position in its own sequence."""
+    write_index: Tensor
+    """[N * G] int64: see ``KVCache.write_index``."""
+    context: int
+    """Cache positions that decoding rows look at: the longest row's length, rounded up."""
+    prompts: Sequence[PromptRun] = ()
+    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        cache: KVCache,
+        decode_positions: Sequence[int],
+        prompt_lengths: Sequence[int],
+        device: torch.device,
+    ) -> BatchPlan:
+        """Decode a token in rows 0..R-1, put prompts into the next; equal lengths in a run."""
+        rows = list(range(len(decode_positions)))
+        positions = list(decode_positions)
+        longest = max(decode_positions, default=-1) + 1
+        for row, length in enumerate(prompt_lengths, start=len(decode_positions)):
+            rows += [row] * length
+            positions += range(length)
+        cache.reserve(len(decode_positions) + len(prompt_lengths), max(longest, *prompt_lengths, 0))
+        bucketed = -(-longest // _LENGTH_BUCKET) * _LENGTH_BUCKET
+        row_ids, position_ids = torch.tensor([rows, positions], device=device)
+        return cls(
+            cache=cache,
+            num_decode=len(decode_positions),
+            positions=position_ids,
+            write_index=cache.write_index(row_ids, position_ids),
+            context=min(bucketed, cache.capacity),
+            prompts=_runs(prompt_lengths),
+        )
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[R, 1, 1, context], to add: 0 up to the row's position, within the window; else -inf."""
+        if (window, dtype) not in self._masks:
+            here = self.positions[: self.num_decode, None]
+            there = torch.arange(self.context, device=here.device)
+            hidden = there > here
+            if window is not None:
+                hidden |= there <= here - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=here.device)
+            self._masks[window, dtype] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window, dtype]
+
+
+def _runs(lengths: Sequence[int]) -> list[PromptRun]:
+    runs: list[PromptRun] = []
+    for length in lengths:
+        if runs and runs[-1].length == length:
+            runs[-1] = PromptRun(runs[-1].count + 1, length)
+        else:
+            runs.append(PromptRun(1, length))
+    return runs
+
+
+def attend(
+    plan: BatchPlan,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Store, then attend. Query [N, H, D], key and value [N, G, D]; returns [N, H * D]."""
+    plan.cache.write(layer, plan.write_index, key, value)
+    parts = []
+    if plan.num_decode:
+        parts.append(_attend_rows(plan, layer, query[: plan.num_decode], scale, window))
+    start = plan.num_decode
+    for run in plan.prompts:
+        end = start + run.count * run.length
+        tokens = slice(start, end)
+        parts.append(_attend_prompts(run, query[tokens], key[tokens], value[tokens], scale, window))
+        start = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _attend_rows(
+    plan: BatchPlan, layer: int, query: Tensor, scale: float | None, window: int | None
+) -> Tensor:
+    """One token a row against its slot.
+
+    The queries that share a key/value head form a query length, so keys are never repeated.
+    """
+    keys, values = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
+    rows, num_kv_heads = query.shape[0], keys.shape[1]
+    grouped = query.reshape(rows, num_kv_heads, -1, query.shape[-1])
+    mask = plan.decode_mask(window, query.dtype)
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(rows, -1)
+
+
+def _attend_prompts(
+    run: PromptRun,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Causal attention of equally long prompts among themselves."""
+    shape = (run.count, run.length, -1, query.shape[-1])
+    queries, keys, values = (x.reshape(shape).transpose(1, 2) for x in (query, key, value))
+    mask = None
+    if window is not None and window < run.length:
+        ones = torch.ones(run.length, run.length, dtype=torch.bool, device=query.device)
+        mask = ones.tril() & ~ones.tril(-window)
+    out = F.scaled_dot_product_attention(
+        queries,
+        keys,
+        values,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).reshape(run.count * run.length, -1)
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    plan: BatchPlan,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """``attend`` behind transformers' ``AttentionInterface``: query [1, H, N, D] to [1, N, H, D].
+
+    Raises ``NotImplementedError`` for what changes the scores and isn't computed here.
+    """
+    if unsupported := [name for name in _UNSUPPORTED if extras.get(name) is not None]:
+        raise NotImplementedError(f"attention with {', '.join(unsupported)}")
+    flat_query, flat_key, flat_value = (x[0].transpose(0, 1) for x in (query, key, value))
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out = attend(plan, layer, flat_query, flat_key, flat_value, scaling, sliding_window)
+    return out.view(1, query.shape[2], query.shape[1], -1), None
+
+
+AttentionInterface.register(ATTENTION_NAME, slot_attention)

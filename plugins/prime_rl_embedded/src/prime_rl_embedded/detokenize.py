@@ -1,0 +1,86 @@
+"""Token ids into text as they come, and stop strings in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_UNFINISHED = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What chat needs of a transformers tokenizer."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class TextStream:
+    """Grows ``text`` from tokens. Only a window of tokens is decoded again, so long answers stay
+    linear.
+
+    A character split over several tokens is held back until it is whole, or until ``finish``.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str], skip_special_tokens: bool
+    ) -> None:
+        self.text = ""
+        self.stopped: str | None = None
+        """The stop string that ended the text; it isn't part of it."""
+        self._tokenizer, self._stop, self._skip = tokenizer, stop, skip_special_tokens
+        self._window: list[int] = []
+        self._settled = 0
+
+    def push(self, token_ids: Sequence[int]) -> None:
+        """Append tokens, unless a stop string has been met."""
+        if self.stopped is None:
+            self._window += token_ids
+            self._extend(final=False)
+
+    def finish(self) -> None:
+        """No token follows: show what is held back."""
+        if self.stopped is None:
+            self._extend(final=True)
+
+    @property
+    def has_stops(self) -> bool:
+        return bool(self._stop)
+
+    @property
+    def shown(self) -> int:
+        """Characters to stay: a tail that may begin a stop string isn't shown yet."""
+        if self.stopped is not None:
+            return len(self.text)
+        held = max((_overlap(self.text, s) for s in self._stop), default=0)
+        return len(self.text) - held
+
+    def _extend(self, final: bool) -> None:
+        before = self._decode(self._window[: self._settled])
+        after = self._decode(self._window)
+        if after.endswith(_UNFINISHED) and not final:
+            return
+        start = len(self.text)
+        self.text += after[len(before) :]
+        # Decoders look back a little (spaces, merges), so the newest settled tokens stay.
+        self._window = self._window[self._settled :]
+        self._settled = len(self._window)
+        self._cut(start)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        if not token_ids:
+            return ""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+    def _cut(self, start: int) -> None:
+        longest = max((len(s) for s in self._stop), default=0)
+        found = [
+            (at, s) for s in self._stop if (at := self.text.find(s, max(0, start - longest))) >= 0
+        ]
+        if found:
+            at, self.stopped = min(found)
+            self.text = self.text[:at]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
+    return next((n for n in range(len(stop) - 1, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,89 @@
+"""Between the event loop and the engine's thread: awaiting requests, noticing who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from starlette.requests import Request as HTTPRequest
+
+from prime_rl_embedded.errors import RequestError
+from prime_rl_embedded.loop import EngineLoop
+from prime_rl_embedded.requests import Request
+
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class ClientGone(Exception):
+    """The client closed its connection before the answer was ready."""
+
+
+async def read_body(http: HTTPRequest) -> bytes:
+    """The whole body. Raises ``RequestError`` (413) beyond ``MAX_BODY_BYTES``."""
+    parts, size = [], 0
+    async for part in http.stream():
+        parts.append(part)
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise RequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", 413)
+    return b"".join(parts)
+
+
+def notify(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
+    """Call ``function`` in the event loop, from any thread. A closed loop has nobody to tell."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
+
+
+async def complete(engine: EngineLoop, http: HTTPRequest, requests: Sequence[Request]) -> None:
+    """Run requests to their end. Raises ``ClientGone``; ``RequestError`` if the engine failed."""
+    finished = asyncio.gather(*(_submit(engine, request) for request in requests))
+    gone = asyncio.ensure_future(http.receive())  # after the body, only a disconnect is received
+    try:
+        await asyncio.wait((finished, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not finished.done():
+            finished.cancel()
+            raise ClientGone
+    finally:
+        gone.cancel()
+        for request in requests:
+            if request.finish_reason is None:
+                engine.abort(request)
+    raise_if_failed(engine, requests)
+
+
+def _submit(engine: EngineLoop, request: Request) -> asyncio.Future[None]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[None] = loop.create_future()
+
+    def finish() -> None:
+        if not future.done():
+            future.set_result(None)
+
+    request.on_finish = lambda _: notify(loop, finish)
+    engine.submit(request)
+    return future
+
+
+async def stream_tokens(engine: EngineLoop, request: Request) -> AsyncGenerator[int]:
+    """The number of tokens so far, each time it grows. Leaving the iteration aborts the request."""
+    loop = asyncio.get_running_loop()
+    news: asyncio.Queue[int | None] = asyncio.Queue()
+    request.on_token = lambda r: notify(loop, news.put_nowait, len(r.token_ids))
+    request.on_finish = lambda _: notify(loop, news.put_nowait, None)
+    engine.submit(request)
+    try:
+        while (count := await news.get()) is not None:
+            yield count
+    finally:
+        if request.finish_reason is None:
+            engine.abort(request)
+    raise_if_failed(engine, [request])
+
+
+def raise_if_failed(engine: EngineLoop, requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.finish_reason == "error":
+            status = 500 if engine.closed is None else 503
+            raise RequestError(request.error or "the engine failed", status)

@@ -1,0 +1,105 @@
+"""The engine's thread: it alone touches the scheduler; others use its inbox."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from prime_rl_embedded.requests import Request
+from prime_rl_embedded.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+class EngineLoop:
+    """Steps the scheduler as long as there is work. Call its methods from any thread."""
+
+    def __init__(self, scheduler: Scheduler, on_death: Callable[[BaseException], None]) -> None:
+        self.scheduler = scheduler
+        self.paused = False
+        self.closed: str | None = None
+        """Why no request is taken any more."""
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._on_death = on_death
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its ``on_finish`` is called exactly once."""
+        self._inbox.put(lambda: self._submit(request))
+
+    def abort(self, request: Request) -> None:
+        """End a request whose client has gone."""
+        self._inbox.put(lambda: self.scheduler.abort(request))
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Run ``function`` in the engine's thread, between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def pause(self) -> Future[None]:
+        """Done when no step runs and none will before ``resume``. Requests keep their place."""
+        return self.call(lambda: setattr(self, "paused", True))
+
+    def resume(self) -> Future[None]:
+        """Go on stepping."""
+        return self.call(lambda: setattr(self, "paused", False))
+
+    def close(self, reason: str) -> None:
+        """Fail what is running and refuse what comes."""
+        self.closed = reason
+        self._inbox.put(lambda: self.scheduler.fail_all(reason))
+
+    def stop(self, timeout: float = 0.5) -> None:
+        """End the thread, waiting for the step that is running."""
+        self._inbox.put(lambda: setattr(self, "_stopping", True))
+        self._thread.join(timeout)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def _submit(self, request: Request) -> None:
+        self.scheduler.add(request)
+        if self.closed is not None:
+            self.scheduler.fail_all(self.closed)
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while not self._stopping:
+                    self._take_inbox()
+                    if not self.paused and self.scheduler.has_work:
+                        self.scheduler.step()
+        except BaseException as error:
+            self.closed = f"the engine died: {type(error).__name__}: {error}"
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                self.scheduler.fail_all(self.closed)
+            self._on_death(error)
+
+    def _take_inbox(self) -> None:
+        """Everything that has arrived; waits for something if there is nothing to do."""
+        idle = self.paused or not self.scheduler.has_work
+        try:
+            self._inbox.get(block=idle)()
+            while True:
+                self._inbox.get_nowait()()
+        except queue.Empty:
+            pass

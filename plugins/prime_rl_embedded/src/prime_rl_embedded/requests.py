@@ -1,0 +1,119 @@
+"""What the engine works on: sampling parameters, and a request from arrival to its last token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would only overflow."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens. Already validated and complete: no field means "not given"."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy, and its logprobs are of the distribution at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the completion; the one that does is part of it."""
+    min_tokens: int = 0
+    """No stop token is sampled before this many tokens."""
+    seed: int | None = None
+    """None: derived from the server's seed and the number of the arrival."""
+    top_logprobs: int = 0
+    """Most likely alternatives to report a token."""
+    prompt_logprobs: int | None = None
+    """None: don't score the prompt. k: the prompt's own tokens and the k most likely ones."""
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def truncated(self) -> bool:
+        """Some tokens are excluded from sampling, which needs them sorted."""
+        return not self.greedy and bool(self.top_k or self.min_p or self.top_p < 1.0)
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token that could have stood somewhere, and how likely it was."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    """1 is the most likely token."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence. The engine's thread owns it from ``submit`` until ``on_finish``."""
+
+    prompt: list[int]
+    params: SamplingParams
+    request_id: str = ""
+    salt: str | None = None
+    """Requests share KV only with requests of the same salt."""
+    priority: int = 0
+    """Lower goes first."""
+    on_token: Callable[[Request], None] | None = None
+    """Called in the engine's thread after each token."""
+    on_finish: Callable[[Request], None] | None = None
+    """Called in the engine's thread when ``finish_reason`` is set and the slot is free."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Of each sampled token under the distribution it was sampled from."""
+    top_logprobs: list[list[TokenScore]] = field(default_factory=list)
+    prompt_scores: list[list[TokenScore]] | None = None
+    """Of prompt tokens 1, 2, ...: the token itself, then the most likely ones, at temperature 1."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, index of the first token it sampled), ascending."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended it."""
+    error: str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was copied from another request."""
+
+    next_token: int = -1
+    """The token to feed next: the last sampled one, or the prompt's last where its KV was copied.
+    """
+    position: int = -1
+    """Where ``next_token`` stands in the sequence."""
+    rng: random.Random = field(default_factory=random.Random, repr=False)
+
+    @property
+    def prefix_key(self) -> tuple[str | None, tuple[int, ...]]:
+        """Requests with equal keys have equal prompt KV, under the same weights."""
+        return self.salt, tuple(self.prompt)
+
+    def accept(self, token: int, logprob: float, version: int) -> None:
+        """Append a sampled token and see whether it is the last."""
+        if not self.versions or self.versions[-1][0] != version:
+            self.versions.append((version, len(self.token_ids)))
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        self.next_token = token
+        self.position = len(self.prompt) + len(self.token_ids) - 1
+        if token in self.params.stop_token_ids:
+            self.finish_reason, self.stop_reason = "stop", token
+        elif len(self.token_ids) >= self.params.max_tokens:
+            self.finish_reason = "length"
+
+    def version_spans(self) -> list[tuple[int, int, int]]:
+        """(policy version, start, end) over the completion, without gaps."""
+        ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
+        return [
+            (version, start, end) for (version, start), end in zip(self.versions, ends, strict=True)
+        ]

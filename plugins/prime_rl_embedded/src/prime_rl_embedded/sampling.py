@@ -1,0 +1,144 @@
+"""Choosing tokens by inverse CDF, with one uniform a row, so that a row's draw doesn't depend on
+its neighbours.
+
+The distribution of a row is softmax(logits / temperature), cut by top-k, min-p and top-p in that
+order (top-p over what the others leave), and renormalised. Reported logprobs are of that
+distribution; of greedy rows, at temperature 1.
+
+Shapes: R = rows, V = vocabulary, K = top alternatives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prime_rl_embedded.requests import Request, SamplingParams, TokenScore
+
+_UNIFORM_BITS = 32
+_UNIFORM_RANGE = float(1 << _UNIFORM_BITS)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The outcome of one step, on the host."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    alternatives: list[list[TokenScore]] | None
+    """The most likely tokens of each row, if any row asked for them."""
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
+    """Draw one token a row. Logits: [R, V], any float dtype; row i belongs to ``requests[i]``."""
+    params = [request.params for request in requests]
+    logits = _without_early_stops(logits.float(), requests)
+    logprobs = sampling_logprobs(logits, params)
+    tokens = _draw(logprobs, [_uniform(request.rng) for request in requests])
+    if any(p.greedy for p in params):
+        greedy = torch.tensor([p.greedy for p in params], device=logits.device)
+        tokens = torch.where(greedy, logits.argmax(-1), tokens)
+    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    num_alternatives = max(p.top_logprobs for p in params)
+    alternatives = top_scores(logprobs, num_alternatives) if num_alternatives else None
+    return Drawn(tokens.tolist(), chosen.tolist(), alternatives)
+
+
+def sampling_logprobs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Log of the distribution each row is drawn from. Logits: [R, V] float32; returns [R, V]."""
+    if any(p.temperature != 1.0 for p in params):
+        temperatures = [1.0 if p.greedy else p.temperature for p in params]
+        logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
+    truncated = [i for i, p in enumerate(params) if p.truncated]
+    if len(truncated) == len(params):
+        logits = _truncate(logits, params)
+    elif truncated:
+        rows = torch.tensor(truncated, device=logits.device)
+        logits = logits.index_copy(0, rows, _truncate(logits[rows], [params[i] for i in truncated]))
+    return logits.log_softmax(-1)
+
+
+def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """-inf where top-k, min-p or top-p exclude a token.
+
+    The most likely token stays, and so do tokens exactly as likely as the last one kept.
+    """
+    device, size = logits.device, logits.shape[-1]
+    ordered = _descending(logits)
+    top_k = torch.tensor([p.top_k or size for p in params], device=device)[:, None]
+    min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
+    top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
+    dropped = torch.arange(size, device=device) >= top_k
+    # p < min_p * p_max, in logits. log(0) is -inf, which drops nothing.
+    dropped |= ordered < ordered[:, :1] + min_p.log()
+    kept = ordered.masked_fill(dropped, float("-inf")).softmax(-1)
+    # A token goes if those before it reach top_p. At 1.0 rounding must not drop a tail.
+    dropped |= (kept.cumsum(-1) - kept >= top_p) & (top_p < 1.0)
+    last = (size - dropped.sum(-1, keepdim=True) - 1).clamp(min=0)
+    return logits.masked_fill(logits < ordered.gather(-1, last), float("-inf"))
+
+
+def _descending(logits: Tensor) -> Tensor:
+    """Each row sorted. On CPU by NumPy, whose vectorised sort takes a fraction of torch's time."""
+    if logits.device.type != "cpu":
+        return logits.sort(dim=-1, descending=True).values
+    return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
+
+
+def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Token ids [R]: the first whose cumulative probability exceeds the row's uniform."""
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    # The scale makes rounding harmless: a uniform of 32 bits times the sum stays below the sum.
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)[:, None]
+    return torch.searchsorted(cumulative, targets * cumulative[:, -1:], right=True)[:, 0].clamp_(
+        max=logprobs.shape[-1] - 1  # only a row of nans gets here; the scheduler fails it
+    )
+
+
+def _uniform(rng: random.Random) -> float:
+    return rng.getrandbits(_UNIFORM_BITS) / _UNIFORM_RANGE
+
+
+def _without_early_stops(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    for row, request in enumerate(requests):
+        params = request.params
+        if len(request.token_ids) < params.min_tokens and params.stop_token_ids:
+            logits[row, list(params.stop_token_ids)] = float("-inf")
+    return logits
+
+
+def top_scores(logprobs: Tensor, count: int) -> list[list[TokenScore]]:
+    """The ``count`` most likely tokens of each row that have any probability. Logprobs: [R, V]."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[-1]), -1)
+    return [
+        [
+            TokenScore(token, logprob, rank)
+            for rank, (token, logprob) in enumerate(zip(row_ids, row, strict=True), start=1)
+            if logprob > float("-inf")
+        ]
+        for row_ids, row in zip(ids.tolist(), values.tolist(), strict=True)
+    ]
+
+
+def score_tokens(logits: Tensor, tokens: Tensor, num_alternatives: int) -> list[list[TokenScore]]:
+    """How likely given tokens were at temperature 1: each token itself, then the likeliest ones.
+
+    Logits: [T, V]; tokens: [T]. In chunks, because float32 copies of T x V dwarf everything else.
+    """
+    scores: list[list[TokenScore]] = []
+    chunks = zip(torch.split(logits, 512), torch.split(tokens, 512), strict=True)
+    for part, targets in chunks:
+        logprobs = part.float().log_softmax(-1)
+        chosen = logprobs.gather(-1, targets[:, None])
+        ranks = (logprobs > chosen).sum(-1) + 1
+        own = zip(targets.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
+        others = top_scores(logprobs, num_alternatives) if num_alternatives else [[]] * len(part)
+        for (token, logprob, rank), row in zip(own, others, strict=True):
+            alternatives = [score for score in row if score.token_id != token]
+            scores.append([TokenScore(token, logprob, rank), *alternatives])
+    return scores

@@ -1,0 +1,248 @@
+"""The server process: ``python -m prime_rl_embedded.server --model DIR --port PORT``.
+
+    supervisor -> argv, PRIME_RL_ADMIN_KEY -> [import torch | wait for the model | load | serve]
+    asyncio thread: HTTP            engine thread: EngineLoop -> Scheduler -> forward -> sample
+
+Torch is imported while the model may still be in the making: ``--wait-for-model`` polls for its
+``.ready`` file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from prime_rl import PrimeRLError
+from prime_rl.run.launch import ADMIN_KEY, READY
+from prime_rl.run.processes import exit_with_parent
+from prime_rl.run.status import Status
+from prime_rl_embedded import EmbeddedConfig
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from uvicorn import Server
+
+    from prime_rl_embedded.loop import EngineLoop
+    from prime_rl_embedded.scheduler import Scheduler
+    from prime_rl_embedded.schema import Limits
+
+log = logging.getLogger("prime_rl_embedded.server")
+_STATUS_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+# Longer than clients keep idle connections, or they send into one that we are closing.
+_KEEP_ALIVE_SECONDS = 120
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. The admin key isn't on it: argument lists are public."""
+    parser = argparse.ArgumentParser(prog="prime_rl_embedded.server", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a local Hugging Face folder")
+    add("--served-model-name", help="default: the folder's name")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, required=True)
+    add("--max-model-len", type=int, required=True, help="prompt and completion, in tokens")
+    add("--seed", type=int, default=0, help="of requests that bring none")
+    add("--policy-version", type=int, default=0, help="of the weights in the folder")
+    add("--status-path", type=Path)
+    add("--wait-for-model", action="store_true", help=f"until the folder holds {READY}")
+    add("--settings", type=EmbeddedConfig.model_validate_json, default=EmbeddedConfig())
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until told to stop; the exit code."""
+    args = parse(argv)
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    exit_with_parent()
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, _exit_cleanly)
+    status = Status(args.status_path)
+    try:
+        return _serve(args, status)
+    except SystemExit as stop:  # a signal, at whatever point; or uvicorn, which has said why
+        code = int(stop.code or 0)
+        status.report("failed" if code else "stopped")
+        return code
+    except PrimeRLError as error:
+        status.report(f"failed: {error}")
+        log.error("%s", error)
+        return 1
+
+
+def _exit_cleanly(signum: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
+def _serve(args: argparse.Namespace, status: Status) -> int:
+    status.report("importing torch")
+    import torch
+
+    from prime_rl_embedded.loop import EngineLoop
+    from prime_rl_embedded.model import load_model
+    from prime_rl_embedded.scheduler import Scheduler
+    from prime_rl_embedded.schema import Limits
+
+    settings: EmbeddedConfig = args.settings
+    torch.set_num_threads(settings.num_threads)
+    if args.wait_for_model:
+        wait_for_model(args.model, status)
+    status.report("loading weights")
+    model = load_model(
+        args.model,
+        max_len=args.max_model_len,
+        dtype=settings.dtype,
+        device=settings.device,
+        fused=settings.fused,
+    )
+    scheduler = Scheduler(
+        model,
+        num_slots=settings.num_slots,
+        max_model_len=args.max_model_len,
+        max_prefill_tokens=settings.max_prefill_tokens,
+        share_prefixes=settings.share_prefixes,
+        seed=args.seed,
+        version=args.policy_version,
+    )
+    limits = Limits(
+        model_name=args.served_model_name or args.model.name,
+        max_model_len=args.max_model_len,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+    )
+    log.info("%s", describe(scheduler, limits))
+    server = EngineServer(args, limits, status)
+    return server.run(EngineLoop(scheduler, server.engine_died))
+
+
+def describe(scheduler: Scheduler, limits: Limits) -> str:
+    """One line for the log: what serves, by which forward, how much memory it may take."""
+    model, cache = scheduler.model, scheduler.cache
+    forward = getattr(model.forward, "__qualname__", type(model.forward).__name__)
+    return (
+        f"{limits.model_name}: {type(model.module).__name__} on {model.device} by {forward}, "
+        f"{scheduler.num_slots} slots of {limits.max_model_len} tokens, "
+        f"KV cache at most {cache.max_bytes / 2**20:,.0f} MiB"
+    )
+
+
+def wait_for_model(path: Path, status: Status) -> None:
+    """Return when the folder is complete."""
+    while not ((path / READY).exists() and (path / "config.json").exists()):
+        status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
+        time.sleep(_POLL_SECONDS)
+
+
+class EngineServer:
+    """HTTP in the main thread, the engine in its own; either one's end is the process's."""
+
+    def __init__(self, args: argparse.Namespace, limits: Limits, status: Status) -> None:
+        self.args, self.limits, self.status = args, limits, status
+        self.failure: BaseException | None = None
+        self._stop_serving: Callable[[], None] = lambda: None
+
+    def run(self, engine: EngineLoop) -> int:
+        """Serve until a signal, or the engine's death, which it exits with 1."""
+        try:
+            asyncio.run(self._serve(engine))
+        finally:
+            engine.stop()
+        if self.failure is not None:
+            traceback.print_exception(self.failure)
+            self.status.report(f"the engine died: {self.failure}")
+            return 1
+        return 0
+
+    def engine_died(self, error: BaseException) -> None:
+        """Called in the engine's thread."""
+        self.failure = error
+        self._stop_serving()
+
+    async def _serve(self, engine: EngineLoop) -> None:
+        from prime_rl_embedded.api import make_app
+        from prime_rl_embedded.chat import Chat
+
+        chat = Chat(engine, self.limits, self.args.model)
+        app = make_app(engine, self.limits, chat, os.environ.get(ADMIN_KEY, ""))
+        server = _make_http_server(app, engine, self.args)
+        self._stop_serving = lambda: setattr(server, "should_exit", True)
+        engine.start()
+        reporting = asyncio.create_task(self._report(engine))
+        try:
+            await server.serve()
+        finally:
+            reporting.cancel()
+
+    async def _report(self, engine: EngineLoop) -> None:
+        """What the engine is doing, once a second."""
+        before, then = 0, time.monotonic()
+        while True:
+            stats, now = engine.scheduler.stats, time.monotonic()
+            rate = (stats.generated_tokens - before) / max(now - then, 1e-9)
+            before, then = stats.generated_tokens, now
+            report_activity(self.status, engine, rate)
+            await asyncio.sleep(_STATUS_SECONDS)
+
+
+def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float) -> None:
+    """One line of the live view."""
+    scheduler = engine.scheduler
+    running, waiting = len(scheduler.active), len(scheduler.waiting)
+    numbers: dict[str, Any] = {
+        "running": float(running),
+        "waiting": float(waiting),
+        "tokens/s": round(tokens_per_second, 1),
+        "policy_version": float(scheduler.version),
+    }
+    if engine.paused:
+        status.report("paused", waiting_for="a weight update to end", **numbers)
+    elif running or waiting:
+        status.report("generating", **numbers)
+    else:
+        status.report("idle", waiting_for="requests", **numbers)
+
+
+def _make_http_server(app: Starlette, engine: EngineLoop, args: argparse.Namespace) -> Server:
+    from uvicorn import Config, Server
+
+    class ClosingServer(Server):
+        """Fails what is in flight when told to stop, so that nobody waits for long answers."""
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            engine.close("the engine is shutting down")
+            super().handle_exit(sig, frame)
+
+    config = Config(
+        app,
+        host=args.host,
+        port=args.port,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=1,
+    )
+    return ClosingServer(config)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(exit_code)  # the interpreter would take most of a second to take torch apart

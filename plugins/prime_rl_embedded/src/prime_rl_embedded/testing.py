@@ -1,0 +1,193 @@
+"""For tests and benches: tiny models, and a real server process around one."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from prime_rl import EngineLaunch
+from prime_rl_embedded import Embedded, EmbeddedConfig
+
+ADMIN_KEY = "test-admin-key"
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Byte level, 265 tokens: any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def write_model(
+    folder: Path,
+    architecture: str = "Qwen3",
+    *,
+    seed: int = 0,
+    tokenizer: bool = False,
+    **config: Any,
+) -> Path:
+    """A tiny random model of any architecture; weights wide enough for peaked distributions."""
+    import torch
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "initializer_range": 0.3,
+        "eos_token_id": None,
+        "bos_token_id": None,
+        "pad_token_id": None,
+    }
+    transformers.utils.logging.disable_progress_bar()
+    torch.manual_seed(seed)
+    settings = getattr(transformers, f"{architecture}Config")(**sizes | config)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(settings)
+    model.save_pretrained(folder)
+    if tokenizer:
+        write_tokenizer(folder)
+    (folder / ".ready").touch()
+    return folder
+
+
+@dataclass
+class Served:
+    """A running server and how to talk to it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    http: httpx.Client = field(repr=False)
+
+    def post(self, route: str, body: Any = None, admin: bool = False) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"} if admin else {}
+        return self.http.post(route, json=body, headers=headers)
+
+    def generate(self, token_ids: list[int], **sampling: Any) -> dict[str, Any]:
+        """The whole reply of one generate request; logprobs on unless told otherwise."""
+        body = {"token_ids": token_ids, "sampling_params": {"logprobs": 1} | sampling}
+        answer = self.post("/inference/v1/generate", body)
+        assert answer.status_code == 200, answer.text
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    def update_weights(self, folder: Path, version: int | None = None) -> httpx.Response:
+        return self.post(
+            "/update_weights", {"weight_dir": str(folder), "version": version}, admin=True
+        )
+
+    def metric(self, name: str, labels: str = "") -> float:
+        """A metric's value now, by its name and a part of its labels."""
+        pattern = rf"^{re.escape(name)}{{[^}}]*{re.escape(labels)}[^}}]*}} (\S+)$"
+        found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
+        assert found, f"no metric {name} {labels}"
+        return float(found[1])
+
+    def wait_for(self, name: str, at_least: float, labels: str = "", seconds: float = 20) -> None:
+        """Poll a metric until it reaches a value."""
+        deadline = time.monotonic() + seconds
+        while self.metric(name, labels) < at_least:
+            assert time.monotonic() < deadline, f"{name} stays under {at_least}"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def start(
+    model: Path,
+    port: int,
+    *,
+    max_model_len: int = 256,
+    status_path: Path | None = None,
+    seed: int = 0,
+    wait_for_model: bool = False,
+    env: dict[str, str] | None = None,
+    **settings: Any,
+) -> subprocess.Popen[bytes]:
+    """Start the server as the supervisor does, by the plugin's own command."""
+    launch = EngineLaunch(
+        model_path=model,
+        served_model_name="tiny",
+        host="127.0.0.1",
+        port=port,
+        max_model_len=max_model_len,
+        seed=seed,
+        admin_key=ADMIN_KEY,
+        status_path=status_path,
+        wait_for_model=wait_for_model,
+    )
+    command = Embedded(EmbeddedConfig(**settings)).command(launch)
+    return subprocess.Popen(command.argv, env=os.environ | dict(command.env) | (env or {}))
+
+
+def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 60) -> None:
+    """Until ``/health`` answers 200."""
+    deadline = time.monotonic() + seconds
+    while True:
+        assert process.poll() is None, f"the server ended with code {process.returncode}"
+        assert time.monotonic() < deadline, f"the server is not healthy after {seconds} s"
+        try:
+            if httpx.get(f"{url}/health").is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.05)
+
+
+@contextmanager
+def serve(model: Path, **options: Any) -> Iterator[Served]:
+    """A healthy server; stopped on leaving."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    process = start(model, port, **options)
+    try:
+        wait_healthy(url, process)
+        with httpx.Client(base_url=url, timeout=60) as http:
+            yield Served(url, process, http)
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -1,0 +1,106 @@
+"""Swapping weights: all is read and checked before the first parameter changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from prime_rl import WeightsError
+
+
+def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
+    """All tensors of ``module``, from safetensors, checked. Raises ``WeightsError``."""
+    tensors: dict[str, Tensor] = {}
+    for path in _shards(directory):
+        for name, tensor in _read_shard(path).items():
+            if name in tensors:
+                raise WeightsError(f"{path}: tensor {name!r} is in another shard too")
+            tensors[name] = tensor
+    return _fitted(directory, tensors, module)
+
+
+def apply_weights(weights: Mapping[str, Tensor], module: Any) -> None:
+    """Copy checked tensors into the parameters, in place: tied and fused storage follow."""
+    state = module.state_dict()
+    for name, tensor in weights.items():
+        state[name].copy_(tensor)
+
+
+def _shards(directory: Path) -> list[Path]:
+    if not directory.is_dir():
+        raise WeightsError(f"{directory}: no such folder")
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        paths = sorted(directory.glob("model*.safetensors"))
+        if not paths:
+            raise WeightsError(f"{directory}: no model*.safetensors in it")
+        return paths
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
+    paths = [directory / name for name in names]
+    if absent := [path.name for path in paths if not path.is_file()]:
+        raise WeightsError(f"{directory}: shards missing: {', '.join(absent)}")
+    return paths
+
+
+def _read_shard(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise WeightsError(f"{path}: can't be read: {error}") from error
+
+
+def _fitted(directory: Path, tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
+    """Names, shapes, kinds and values checked against the module; tied duplicates dropped."""
+    wanted: dict[str, Tensor] = module.state_dict()
+    tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {}) or {}
+    for copy, original in tied.items():
+        _untie(directory, tensors, copy, original)
+    if missing := sorted(wanted.keys() - tensors.keys() - tied.keys()):
+        raise WeightsError(
+            f"{directory}: {_listed(missing)} missing; the model has {len(wanted)} tensors"
+        )
+    if unknown := sorted(tensors.keys() - wanted.keys()):
+        raise WeightsError(
+            f"{directory}: {_listed(unknown)} not in the model {type(module).__name__}"
+        )
+    for name, tensor in tensors.items():
+        _check(directory, name, tensor, wanted[name])
+    return tensors
+
+
+def _untie(directory: Path, tensors: dict[str, Tensor], copy: str, original: str) -> None:
+    """Keep one of two names of the same parameter. Different values would mean another model."""
+    duplicate = tensors.pop(copy, None)
+    if duplicate is None:
+        return
+    if not torch.equal(tensors.setdefault(original, duplicate), duplicate):
+        raise WeightsError(
+            f"{directory}: {copy!r} and {original!r} are one tied parameter, but differ"
+        )
+
+
+def _check(directory: Path, name: str, found: Tensor, wanted: Tensor) -> None:
+    if found.shape != wanted.shape:
+        raise WeightsError(
+            f"{directory}: {name!r} has shape {list(found.shape)}, "
+            f"the model's has {list(wanted.shape)}"
+        )
+    if found.is_floating_point() != wanted.is_floating_point():
+        raise WeightsError(f"{directory}: {name!r} is {found.dtype}, the model's is {wanted.dtype}")
+    if not torch.isfinite(found.sum(dtype=torch.float64)):
+        raise WeightsError(f"{directory}: {name!r} holds values that aren't finite")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

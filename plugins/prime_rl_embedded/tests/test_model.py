@@ -1,0 +1,132 @@
+"""Which architectures are served, by which forward, and which are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl import EngineError, WeightsError
+from prime_rl_embedded.attention import BatchPlan
+from prime_rl_embedded.fused import FusedForward
+from prime_rl_embedded.model import load_model
+from prime_rl_embedded.requests import Request, SamplingParams
+from prime_rl_embedded.scheduler import Scheduler
+from prime_rl_embedded.testing import write_model
+
+SLIDING = {
+    "use_sliding_window": True,
+    "sliding_window": 6,
+    "max_window_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+ARCHITECTURES: list[tuple[str, dict[str, Any], bool]] = [
+    ("Qwen3", {"tie_word_embeddings": True}, True),
+    ("Qwen3", {"attention_bias": True}, False),  # o_proj with bias isn't fused
+    ("Qwen3", SLIDING, True),
+    ("Llama", {}, True),
+    ("Llama", {"num_key_value_heads": 4}, True),
+    ("Qwen2", {}, True),
+    ("Mistral", {"sliding_window": None}, True),
+    ("Mistral", {"sliding_window": 6}, False),
+    ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, False),
+    ("Gemma", {}, False),
+]
+
+
+@pytest.mark.parametrize(("architecture", "config", "fusable"), ARCHITECTURES)
+@pytest.mark.parametrize("fused", [True, False])
+def test_greedy_answers_equal_transformers(
+    tmp_path: Path, architecture: str, config: dict[str, Any], fusable: bool, fused: bool
+) -> None:
+    """Prompts of 3, 9 and 30 tokens, 20 new ones: windows of 6 slide in prefill and decode."""
+    folder = write_model(tmp_path, architecture, **config)
+    served = load_model(folder, max_len=64, fused=fused)
+    assert isinstance(served.forward, FusedForward) == (fused and fusable)
+    scheduler = Scheduler(served, num_slots=2, max_model_len=64)
+    prompts = [list(range(n, n + length)) for n, length in ((1, 3), (50, 9), (100, 30))]
+    requests = [Request(p, SamplingParams(max_tokens=20, temperature=0)) for p in prompts]
+    run(scheduler, requests)
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert request.token_ids == greedy(reference, prompt, 20)
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Without any cache: a forward over the whole sequence for every token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(
+            int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
+        )
+    return ids[len(prompt) :]
+
+
+@torch.inference_mode()
+def run(scheduler: Scheduler, requests: list[Request]) -> None:
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_work:
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"), [("Gemma2", {}), ("GptOss", {"num_local_experts": 4})]
+)
+def test_attention_that_slots_cannot_compute_is_refused(
+    tmp_path: Path, architecture: str, config: dict[str, Any]
+) -> None:
+    """Gemma2 caps scores, gpt-oss has sinks: samples would follow another distribution."""
+    folder = write_model(tmp_path, architecture, **config)
+    with pytest.raises(EngineError, match=f"{architecture}ForCausalLM"):
+        load_model(folder, max_len=64)
+
+
+def test_a_checkpoint_with_tensors_missing_is_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    write_model(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"missing from the checkpoint: model\.norm\.weight"):
+        load_model(tmp_path, max_len=64)
+
+
+def test_a_truncated_checkpoint_is_refused(tmp_path: Path) -> None:
+    path = write_model(tmp_path) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(WeightsError, match="can't be loaded"):
+        load_model(tmp_path, max_len=64)
+
+
+@torch.inference_mode()
+def test_the_fused_forward_reads_parameters_that_change_in_place(tmp_path: Path) -> None:
+    served = load_model(write_model(tmp_path), max_len=64)
+    assert isinstance(served.forward, FusedForward)
+    other = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "other", seed=1))
+    for name, parameter in served.module.named_parameters():
+        parameter.copy_(other.get_parameter(name))
+    ids = torch.arange(10)
+    plan = BatchPlan.build(served.make_cache(1, 64), [], [10], served.device)
+    assert torch.allclose(served.forward(ids, plan, None), other(ids[None]).logits[0], atol=1e-4)
+
+
+def test_a_context_longer_than_the_models_positions_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"max_model_len is 513.* positions for 512"):
+        load_model(write_model(tmp_path), max_len=513)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_refused(tmp_path: Path, device: str) -> None:
+    with pytest.raises(EngineError, match=f"inference.embedded.device is '{device}'"):
+        load_model(tmp_path, max_len=64, device=device)
+
+
+def test_end_of_sequence_tokens_come_from_the_generation_config(tmp_path: Path) -> None:
+    served = load_model(write_model(tmp_path, eos_token_id=[7, 9]), max_len=64)
+    assert served.eos_token_ids == {7, 9}

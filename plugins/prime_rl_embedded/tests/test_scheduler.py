@@ -1,0 +1,197 @@
+"""The batch, in this process: order, slots, failures and what becomes of the neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl_embedded.kv import KVCache
+from prime_rl_embedded.model import ServedModel, load_model
+from prime_rl_embedded.requests import Request, SamplingParams
+from prime_rl_embedded.scheduler import Scheduler
+
+
+@pytest.fixture(scope="module")
+def model(model_folder: Path) -> ServedModel:
+    return load_model(model_folder, max_len=64)
+
+
+@pytest.fixture(autouse=True)
+def inference_mode() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture
+def scheduler(model: ServedModel) -> Scheduler:
+    return Scheduler(model, num_slots=2, max_model_len=64)
+
+
+def request(prompt: list[int], max_tokens: int = 4, **fields: Any) -> Request:
+    return Request(prompt, SamplingParams(max_tokens=max_tokens), **fields)
+
+
+def test_lower_priority_goes_first_and_equals_in_order_of_arrival(scheduler: Scheduler) -> None:
+    finished: list[str] = []
+    for name, priority in (("late", 1), ("first", 0), ("urgent", -1), ("second", 0)):
+        scheduler.add(
+            request(
+                [len(name)],
+                request_id=name,
+                priority=priority,
+                on_finish=lambda r: finished.append(r.request_id),
+            )
+        )
+    while scheduler.has_work:
+        scheduler.step()
+    assert sorted(finished[:2]) == ["first", "urgent"] and sorted(finished[2:]) == [
+        "late",
+        "second",
+    ]
+
+
+def test_a_burst_of_prompts_is_admitted_within_the_prefill_budget(model: ServedModel) -> None:
+    """Budget 10: prompts of 6, 4 and 5 tokens need two steps, and one of 30 goes alone."""
+    scheduler = Scheduler(model, num_slots=8, max_model_len=64, max_prefill_tokens=10)
+    for length in (6, 4, 5, 30):
+        scheduler.add(request([length] * length, max_tokens=9))
+    admitted = []
+    for _ in range(3):
+        scheduler.step()
+        admitted.append(len(scheduler.active))
+    assert admitted == [2, 3, 4]
+
+
+def test_unseeded_requests_depend_on_the_servers_seed_and_the_arrival(model: ServedModel) -> None:
+    def answers(seed: int) -> list[list[int]]:
+        scheduler = Scheduler(model, num_slots=2, max_model_len=64, seed=seed)
+        requests = [request([1, 2, 3], 20) for _ in range(3)]
+        for r in requests:
+            scheduler.add(r)
+        while scheduler.has_work:
+            scheduler.step()
+        return [r.token_ids for r in requests]
+
+    first = answers(0)
+    assert first == answers(0) != answers(1)
+    assert first[0] != first[1] != first[2]
+
+
+def test_a_failing_prefill_fails_what_it_admitted_and_spares_running_rows(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = request([1, 2, 3], 6)
+    undisturbed.params = SamplingParams(max_tokens=6, temperature=0)
+    alone = Request(undisturbed.prompt, undisturbed.params)
+    scheduler.add(alone)
+    while scheduler.has_work:
+        scheduler.step()
+    scheduler.add(undisturbed)
+    scheduler.step()
+    failing, finished = request([9] * 50), []
+    failing.on_finish = lambda r: finished.append(r.error)
+    scheduler.add(failing)
+    monkeypatch.setattr(scheduler.model, "forward", lambda *_: torch.zeros(1) @ torch.zeros(2))
+    scheduler.step()
+    monkeypatch.undo()
+    while scheduler.has_work:
+        scheduler.step()
+    assert len(finished) == 1 and str(finished[0]).startswith("RuntimeError: ")
+    assert undisturbed.token_ids == alone.token_ids and undisturbed.finish_reason == "length"
+
+
+def test_a_failing_decode_fails_the_running_rows_and_the_next_request_is_served(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = request([1, 2], 30)
+    scheduler.add(running)
+    scheduler.step()
+    monkeypatch.setattr(scheduler.model, "forward", lambda *_: 1 / 0)
+    scheduler.step()
+    monkeypatch.undo()
+    assert (
+        running.finish_reason == "error" and running.error == "ZeroDivisionError: division by zero"
+    )
+    assert not scheduler.has_work and scheduler.stats.finished["error"] == 1
+    after = request([1, 2], 3)
+    scheduler.add(after)
+    while scheduler.has_work:
+        scheduler.step()
+    assert after.finish_reason == "length"
+
+
+def test_logits_that_are_not_finite_fail_their_row_only(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    healthy, sick = request([1, 2], 5), request([3, 4, 5], 5)
+    scheduler.add(healthy)
+    scheduler.add(sick)
+    forward = scheduler.model.forward
+
+    def poisoned(*args: Any) -> torch.Tensor:
+        logits = forward(*args)
+        logits[1] = torch.nan
+        return logits
+
+    monkeypatch.setattr(scheduler.model, "forward", poisoned)
+    scheduler.step()
+    monkeypatch.undo()
+    while scheduler.has_work:
+        scheduler.step()
+    assert healthy.finish_reason == "length"
+    assert sick.finish_reason == "error"
+    assert sick.error == "the model's logits are not finite at position 3 under policy version 0"
+
+
+def test_an_abort_closes_the_gap_with_the_last_row(scheduler: Scheduler) -> None:
+    first, last = request([1, 2, 3], 20), Request([4, 5], SamplingParams(20, temperature=0))
+    alone = Request([4, 5], last.params)
+    for r in (alone, first, last):
+        scheduler.add(r)
+        if r is alone:
+            while scheduler.has_work:
+                scheduler.step()
+    for _ in range(5):
+        scheduler.step()
+    scheduler.abort(first)
+    assert scheduler.active == [last] and first.finish_reason == "abort"
+    while scheduler.has_work:
+        scheduler.step()
+    assert last.token_ids == alone.token_ids
+    scheduler.abort(last)
+    assert last.finish_reason == "length"
+
+
+def test_kv_computed_under_old_weights_is_not_shared(scheduler: Scheduler) -> None:
+    scheduler.add(request([1, 2, 3, 4], 20))
+    scheduler.step()
+    scheduler.swap_weights(lambda: None, version=1)
+    later = request([1, 2, 3, 4], 20)
+    scheduler.add(later)
+    scheduler.step()
+    assert later.cached_tokens == 0
+    scheduler.abort(later)
+    scheduler.abort(scheduler.active[0])
+
+
+def test_the_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
+    cache = KVCache(1, 2, 4, max_slots=20, max_len=300)
+    assert (cache.slots, cache.capacity) == (8, 128)
+    keys = torch.arange(16.0).view(2, 2, 4)
+    index = cache.write_index(torch.tensor([0, 7]), torch.tensor([127, 5]))
+    cache.write(0, index, keys, -keys)
+    cache.reserve(9, 129)
+    assert (cache.slots, cache.capacity) == (16, 256)
+    cache.reserve(17, 257)
+    assert (cache.slots, cache.capacity) == (20, 300)
+    assert torch.equal(cache.layers[0][0, 0, :, 127], keys[0])
+    assert torch.equal(cache.layers[0][1, 7, :, 5], -keys[1])
+    cache.copy_row(7, 3, 6)
+    assert torch.equal(cache.layers[0][0, 3, :, 5], keys[1])
+    assert cache.layers[0].count_nonzero() == 15 + 15 + 16  # keys[0] holds one zero
+    cache.clear_row(7)
+    assert cache.layers[0][:, 7].count_nonzero() == 0

@@ -1,0 +1,164 @@
+# mypy: allow-subclassing-any, allow-untyped-decorators
+"""A lean HTTP client for ``/inference/v1/generate``, in place of the openai SDK on that one road.
+
+``renderers.client.generate`` needs three things of an ``AsyncOpenAI``: ``base_url``, ``get`` and
+``post``. The SDK spends some 3 ms CPU on a request (building, retrying, decoding); aiohttp spends a
+tenth. And the reply passes by here raw, which is where the policy version of each token is still to
+be seen: renderers drops it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from in_process.seam import ProviderError, TrainClient, resolve_api_key, resolve_headers
+
+Span = tuple[int, int, int]
+"""``(policy version, start, end)``: the completion's tokens ``[start, end)`` were sampled by
+that version."""
+
+_versions: ContextVar[list[Span] | None] = ContextVar("weight_versions", default=None)
+
+
+@contextmanager
+def recorded_versions() -> Iterator[list[Span]]:
+    """Collects the spans of the generate call made inside; empty if the engine does not tell."""
+    spans: list[Span] = []
+    token = _versions.set(spans)
+    try:
+        yield spans
+    finally:
+        _versions.reset(token)
+
+
+class _Span(msgspec.Struct):
+    version: str | int
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    weight_versions: list[_Span] | None = None
+
+
+class _Versions(msgspec.Struct):
+    """What we read of a reply: everything else is skipped without building it."""
+
+    choices: list[_Choice]
+
+
+_decoder = msgspec.json.Decoder(_Versions)
+
+
+def version_spans(reply: bytes) -> list[Span]:
+    """The policy versions of the first choice; empty where the engine does not number them."""
+    try:
+        spans = _decoder.decode(reply).choices[0].weight_versions or []
+        return [(int(span.version), span.start, span.end) for span in spans]
+    except (msgspec.DecodeError, IndexError, ValueError):
+        return []  # a malformed reply is renderers' to refuse
+
+
+def with_token_names(reply: bytes) -> bytes:
+    """vLLM 0.32 writes ``token_id: 5`` where renderers 0.1.12 reads ``token: "token_id:5"``: add
+    what is missing."""
+    if b'"token"' in reply or b'"token_id"' not in reply:
+        return reply
+    decoded = json.loads(reply)
+    for choice in decoded.get("choices") or []:
+        for entry in (choice.get("logprobs") or {}).get("content") or []:
+            entry.setdefault("token", f"token_id:{entry.get('token_id')}")
+    return json.dumps(decoded).encode()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What ``generate`` reads of an ``httpx.Response``."""
+
+    content: bytes
+
+
+class EngineConnection:
+    """The three attributes of ``AsyncOpenAI`` that ``renderers.client.generate`` uses, over
+    aiohttp."""
+
+    def __init__(
+        self, base_url: str, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
+    ) -> None:
+        self.base_url = base_url
+        self.session = aiohttp.ClientSession(
+            headers=headers,
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(limit=0),
+            json_serialize=lambda body: msgspec.json.encode(body).decode(),
+        )
+
+    async def get(self, path: str, *, cast_to: Any) -> Any:
+        """GET ``{base_url}{path}`` as JSON."""
+        async with self.session.get(self.base_url.rstrip("/") + path) as response:
+            response.raise_for_status()
+            return await response.json()
+
+    async def post(
+        self, url: str, *, cast_to: Any, body: Any, options: Mapping[str, Any] | None = None
+    ) -> Reply:
+        """POST JSON. Raises ``ProviderError`` with the engine's status and reason, or 503 if it
+        cannot be reached."""
+        headers = (options or {}).get("headers")
+        try:
+            async with self.session.post(
+                url,
+                data=msgspec.json.encode(body),
+                headers={"Content-Type": "application/json", **(headers or {})},
+            ) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            raise ProviderError(f"{url}: timed out", status_code=504) from error
+        except aiohttp.ClientError as error:
+            raise ProviderError(
+                f"{url}: {type(error).__name__}: {error}", status_code=503
+            ) from error
+        if response.status >= 300:
+            reason = content.decode(errors="replace")[:2000]
+            raise ProviderError(
+                f"{url}: HTTP {response.status}: {reason}", status_code=response.status
+            )
+        if (spans := _versions.get()) is not None:
+            spans += version_spans(content)
+        return Reply(with_token_names(content))
+
+    async def close(self) -> None:
+        await self.session.close()
+
+
+class FastTrainClient(TrainClient):
+    """verifiers' ``TrainClient`` over an ``EngineConnection``."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        timeout = config.timeout
+        self.client = EngineConnection(
+            config.base_url,
+            {**resolve_headers(config), "Authorization": f"Bearer {resolve_api_key(config)}"},
+            aiohttp.ClientTimeout(total=None, connect=timeout.connect, sock_read=timeout.read),
+        )
+
+    @classmethod
+    def of(cls, client: TrainClient, stack: AsyncExitStack) -> FastTrainClient:
+        """The one fast client that stands in for ``client``; ``stack`` closes it with the
+        server."""
+        if isinstance(client, cls):
+            return client
+        fast: FastTrainClient | None = getattr(client, "_in_process", None)
+        if fast is None:
+            fast = client._in_process = cls(client.config)
+            stack.push_async_callback(fast.close)
+        return fast

@@ -1,0 +1,104 @@
+# mypy: allow-subclassing-any, allow-untyped-decorators
+"""The chat loop: ask the model, run the tools it calls, until it answers in text or is stopped."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+
+from in_process.seam import message_to_wire
+from in_process.turns import Refused, TurnDriver
+from prime_rl import ConfigError
+
+Wire = dict[str, Any]
+"""An OpenAI chat message, as JSON."""
+
+
+class InProcessConfig(vf.HarnessConfig):
+    """``harness = {id = "in-process", ...}``"""
+
+    tools: list[str] = []
+    """Python tools, as ``module:function``. The function, sync or async, carries an OpenAI
+    function tool as its attribute ``schema``; what it returns is shown to the model as text, and
+    so is an exception it raises."""
+
+
+class InProcessHarness(vf.Harness[InProcessConfig]):
+    """Runs a rollout's chat loop in this process. Stateless: one instance serves many rollouts
+    at once."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    SUPPORTS_MCP = False
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    def __init__(self, config: InProcessConfig) -> None:
+        super().__init__(config)
+        self.tools = dict(map(load_tool, config.tools))
+
+    async def launch(
+        self,
+        ctx: vf.ModelContext,
+        trace: vf.Trace,
+        runtime: vf.Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> vf.ProgramResult:
+        """One segment: from the prompt in ``data`` to a reply in text, or to the turn verifiers
+        refuses."""
+        driver = TurnDriver(secret, trace)
+        request: Wire = {"model": ctx.model, "messages": self.opening(data)}
+        if self.tools:
+            request["tools"] = [tool.schema for tool in self.tools.values()]  # type: ignore[attr-defined]
+        while True:
+            try:
+                reply = await driver.turn(request)
+            except Refused as refusal:
+                return vf.ProgramResult(1, "", str(refusal))
+            request["messages"].append(reply)
+            if not reply.get("tool_calls"):
+                return vf.ProgramResult(0, "", "")
+            request["messages"] += [await self.call_tool(call) for call in reply["tool_calls"]]
+
+    def opening(self, data: vf.TaskData) -> list[Wire]:
+        """The conversation the segment starts from."""
+        system, prompt = self.resolve_prompt(data)
+        messages: list[Wire] = [{"role": "system", "content": system}] if system else []
+        if isinstance(prompt, str):
+            return [*messages, {"role": "user", "content": prompt}]
+        return [*messages, *(message_to_wire(message) for message in prompt or [])]
+
+    async def call_tool(self, call: Mapping[str, Any]) -> Wire:
+        """Run one tool call. Whatever goes wrong becomes the text the model reads."""
+        name = call["function"]["name"]
+        try:
+            output = self.tools[name](**json.loads(call["function"]["arguments"]))
+            text = str(await output if inspect.isawaitable(output) else output)
+        except KeyError as error:
+            text = f"error: no tool {error}; there are: {', '.join(self.tools)}"
+        except Exception as error:  # the model is to read it and try again
+            text = f"error: {type(error).__name__}: {error}"
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}
+
+
+def load_tool(path: str) -> tuple[str, Callable[..., Any]]:
+    """``module:function`` to ``(name the model calls it by, function)``. Raises ``ConfigError``
+    if it is no tool."""
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+        return function.schema["function"]["name"], function
+    except (ImportError, AttributeError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"harness in-process: tools: {path!r} is no tool ({type(error).__name__}: {error}); "
+            'expected "module:function", the function with an OpenAI function tool as its '
+            "attribute `schema`."
+        ) from error

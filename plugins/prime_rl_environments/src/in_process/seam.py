@@ -1,0 +1,99 @@
+"""Every name of verifiers that is not its public API, in one place, and the one attribute we wrap.
+
+verifiers serves a rollout's model calls from an HTTP server on loopback: it keeps one
+``RolloutSession`` a rollout under a secret, and ``InterceptionServer.handle_request`` runs a turn
+(limits, stops, hooks, the model call, the commit to the trace, the record of the call). A harness
+in the same process needs that turn, not the HTTP around it. What is missing is the way from the
+secret a harness is handed to the server that knows it; so ``register`` is wrapped to remember it.
+
+The server still listens (lazily, one a 32 rollouts), for tool servers and for harnesses of other
+kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import version
+from weakref import WeakValueDictionary
+
+from prime_rl import PluginError
+
+SUPPORTED_VERIFIERS = "0.4.0"
+
+
+def _check() -> None:
+    """Raise ``PluginError`` if this verifiers is not one whose insides we know."""
+    if (found := version("verifiers")) != SUPPORTED_VERIFIERS:
+        raise PluginError(
+            f"harness in-process: found verifiers {found}, expected {SUPPORTED_VERIFIERS}: it "
+            f'stands on its insides. pip install "verifiers=={SUPPORTED_VERIFIERS}", or choose '
+            "another harness."
+        )
+
+
+_check()
+
+try:
+    from verifiers.v1.clients.train import TrainClient as TrainClient
+    from verifiers.v1.configs.client import resolve_api_key as resolve_api_key
+    from verifiers.v1.configs.client import resolve_headers as resolve_headers
+    from verifiers.v1.dialects.chat import ChatDialect as ChatDialect
+    from verifiers.v1.dialects.chat import message_to_wire as message_to_wire
+    from verifiers.v1.errors import ProviderError as ProviderError
+    from verifiers.v1.interception.server import InterceptionServer as InterceptionServer
+    from verifiers.v1.session import RolloutSession as RolloutSession
+except ImportError as error:
+    raise PluginError(
+        f"harness in-process: verifiers {SUPPORTED_VERIFIERS} lacks a name we stand on ({error}). "
+        "Reinstall verifiers, or choose another harness."
+    ) from error
+
+METHODS = ("_handler_for", "acquire", "register", "unregister")
+"""What we use of ``InterceptionServer``, beside its attributes ``sessions`` and ``stack``."""
+
+if missing := [name for name in METHODS if not hasattr(InterceptionServer, name)]:
+    raise PluginError(
+        f"harness in-process: verifiers' InterceptionServer lacks {', '.join(missing)}. "
+        "Reinstall verifiers, or choose another harness."
+    )
+
+_servers: WeakValueDictionary[str, InterceptionServer] = WeakValueDictionary()
+"""The server of each live rollout, by the rollout's secret."""
+
+
+def _remember_servers() -> None:
+    """Wrap ``register`` and ``unregister`` once: same behaviour, and ``_servers`` follows."""
+    register, unregister = InterceptionServer.register, InterceptionServer.unregister
+    if hasattr(register, "__wrapped__"):
+        return
+
+    @functools.wraps(register)
+    def register_and_remember(self: InterceptionServer, session: RolloutSession) -> tuple[str, str]:
+        secrets: tuple[str, str] = register(self, session)
+        _servers[secrets[0]] = self
+        return secrets
+
+    @functools.wraps(unregister)
+    def unregister_and_forget(
+        self: InterceptionServer, model_secret: str, state_secret: str
+    ) -> None:
+        _servers.pop(model_secret, None)
+        unregister(self, model_secret, state_secret)
+
+    InterceptionServer.register = register_and_remember
+    InterceptionServer.unregister = unregister_and_forget
+
+
+_remember_servers()
+
+
+def server_of(secret: str) -> InterceptionServer:
+    """The server that holds the session of this secret. Raises ``PluginError`` if the rollout is
+    not live here."""
+    server = _servers.get(secret)
+    if server is None:
+        raise PluginError(
+            "harness in-process: the rollout's interception server is not in this process. "
+            "It runs where the environment runs; it cannot drive a remote interception."
+        )
+    return server

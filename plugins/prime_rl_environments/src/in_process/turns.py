@@ -1,0 +1,63 @@
+"""One turn of a rollout, by function call instead of by HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import verifiers.v1 as vf
+
+from in_process.engine import FastTrainClient, recorded_versions
+from in_process.seam import ChatDialect, TrainClient, server_of
+
+DIALECT = ChatDialect()
+PATH = "/v1/chat/completions"
+
+
+class Refused(Exception):
+    """verifiers did not serve the turn: a limit, a stop, or a failed model call. The text is its
+    JSON reply."""
+
+
+class DirectRequest(dict[Any, Any]):
+    """The part of an aiohttp request that verifiers' handler reads; as a dict it holds the
+    handler's own notes."""
+
+    path = PATH
+
+    def __init__(self, secret: str, body: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.headers = {"Authorization": f"Bearer {secret}"}
+        self._body = json.dumps(body).encode()
+
+    async def read(self) -> bytes:
+        return self._body
+
+
+class TurnDriver:
+    """Runs the turns of one segment of one rollout."""
+
+    def __init__(self, secret: str, trace: vf.Trace) -> None:
+        self.secret = secret
+        self.trace = trace
+        server = server_of(secret)
+        self.handler = server._handler_for(DIALECT)
+        session = server.sessions[secret]
+        if isinstance(session.client, TrainClient):
+            session.client = FastTrainClient.of(session.client, server.stack)
+
+    async def turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Send one chat request; returns the assistant's message as JSON. Raises ``Refused``."""
+        with recorded_versions() as versions:
+            # In a task of its own, as aiohttp would: verifiers cancels a session's handlers when
+            # its rollout ends.
+            response = await asyncio.create_task(self.handler(DirectRequest(self.secret, request)))
+        if response.status != 200:
+            raise Refused(response.text)
+        if versions:
+            node = str(self.trace.calls[-1].node)
+            self.trace.info.setdefault("weight_versions", {})[node] = versions
+        reply: dict[str, Any] = json.loads(response.body)["choices"][0]["message"]
+        return reply

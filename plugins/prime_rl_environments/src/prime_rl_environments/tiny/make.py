@@ -1,0 +1,180 @@
+"""Make the tiny policy: weights, warm-up, folder. Imports torch; runs in a process of its own.
+
+The supervised sequences are, token by token, what the Qwen3 renderer makes of the task in a
+rollout:
+
+    <|im_start|> user\\n  w o r d  <|im_end|> \\n <|im_start|> assistant\\n | d r o w <|im_end|>
+    --------------------------- prompt ---------------------------------- | --- trained ---
+
+Shapes: B = words of a batch, T = tokens of the longest sequence, A = answer tokens of the batch, V
+= vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from prime_rl import RunError
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
+from prime_rl_environments.words import words
+
+if TYPE_CHECKING:
+    from prime_rl_environments.tiny import TinyReverseConfig
+
+Progress = Callable[[str, float], None]
+IGNORE = -100
+"""Label of a position that is not trained."""
+WINDOW = 6
+"""Batches over which the share of exact answers is averaged: 384 fresh words."""
+
+
+def make_model(config: TinyReverseConfig, directory: Path, seed: int, progress: Progress) -> None:
+    """Build, warm up and save; ``directory`` is complete once ``.ready`` is in it."""
+    progress("building the model", 0.0)
+    torch.set_num_threads(1)  # two spinning threads are slower than one at this size
+    tokenizer = build_tokenizer()
+    model = build_model(config, tokenizer, seed)
+    report = warm_up(model, tokenizer, config, seed, progress)
+    save(model, tokenizer, directory, report)
+    progress("ready", 1.0)
+
+
+def build_model(
+    config: TinyReverseConfig, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> Qwen3ForCausalLM:
+    """A float32 Qwen3 with random weights. The output head is its own matrix: it warms up faster
+    untied."""
+    torch.manual_seed(seed)
+    architecture = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    architecture._attn_implementation = "sdpa"
+    return Qwen3ForCausalLM(architecture)
+
+
+def encode_pair(tokenizer: PreTrainedTokenizerFast, word: str) -> tuple[list[int], list[int]]:
+    """``(prompt, answer)`` in token ids, as a rollout on this word renders and samples them."""
+    prompt = f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"
+    answer = f"{word[::-1]}<|im_end|>"
+    ids: list[list[int]] = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
+    return ids[0], ids[1]
+
+
+def encode_batch(
+    tokenizer: PreTrainedTokenizerFast, batch: list[str]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``input_ids`` and ``labels``, each [B, T - 1]: right-padded, labels shifted, prompts
+    ignored."""
+    pairs = [encode_pair(tokenizer, word) for word in batch]
+    longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    ids = torch.full((len(batch), longest), int(tokenizer.pad_token_id or 0))
+    labels = torch.full((len(batch), longest), IGNORE)
+    for row, (prompt, answer) in enumerate(pairs):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        labels[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
+    return ids[:, :-1], labels[:, :-1]
+
+
+def warm_up(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    config: TinyReverseConfig,
+    seed: int,
+    progress: Progress,
+) -> dict[str, float]:
+    """Supervised steps until ``warmup_exact`` of the last ``WINDOW`` batches' words come out
+    exactly right.
+
+    Every batch holds words it has not seen, so its own figures, before its update, are an
+    evaluation for free. Raises ``RunError`` after ``warmup_max_steps``.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+    shares: deque[float] = deque(maxlen=WINDOW)
+    stream = words(seed, "train", config.min_letters, config.max_letters)
+    for step in range(1, config.warmup_max_steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = config.warmup_lr * min(1.0, step / max(1, config.warmup_ramp_steps))
+        batch = list(islice(stream, config.warmup_batch_size))
+        shares.append(supervised_step(model, optimizer, *encode_batch(tokenizer, batch)))
+        exact = sum(shares) / len(shares)
+        progress("warming up the model", min(0.99, step / 70))
+        if len(shares) == WINDOW and exact >= config.warmup_exact:
+            return {"steps": step, "exact": exact}
+    raise RunError(
+        f"tiny-reverse: after {config.warmup_max_steps} supervised steps {exact:.2f} of the words "
+        f"came out right; expected {config.warmup_exact:.2f}. Raise model.warmup_max_steps or "
+        "lower model.warmup_exact."
+    )
+
+
+def supervised_step(
+    model: Qwen3ForCausalLM,
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    labels: torch.Tensor,
+) -> float:
+    """One update; returns the share of rows whose whole answer is the arg max, i.e. what greedy
+    would write."""
+    selected = labels != IGNORE  # [B, T]
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = model.lm_head(hidden[selected])  # [A, V]: prompts need no logits
+    loss = F.cross_entropy(logits, labels[selected])
+    loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    right = ~selected
+    right[selected] = logits.argmax(-1) == labels[selected]
+    return float(right.all(dim=1).float().mean())
+
+
+def save(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    directory: Path,
+    report: dict[str, float],
+) -> None:
+    """Write the folder beside ``directory`` and move its files in; ``.ready`` comes last."""
+    disable_progress_bar()
+    staging = directory.with_name(f".{directory.name}.{os.getpid()}")
+    shutil.rmtree(staging, ignore_errors=True)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id],
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model.save_pretrained(staging)
+    tokenizer.save_pretrained(staging)
+    (staging / "warmup.json").write_text(json.dumps(report))
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in staging.iterdir():
+        file.replace(directory / file.name)
+    staging.rmdir()
+    (directory / ".ready").touch()

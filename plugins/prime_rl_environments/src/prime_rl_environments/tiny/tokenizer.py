@@ -1,0 +1,60 @@
+"""A byte-level tokenizer that the Qwen3 renderer accepts, with the prompt of a short task short.
+
+256 bytes and nothing learned: any text round-trips exactly, and its offsets let the renderer tell a
+message's body from the template around it. A role line (``user`` and its newline) is one token
+instead of five to ten, which makes the rendered prompt of a word 6 tokens plus its letters. Content
+cannot be mistaken for one but by the same text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+"""What ``Qwen3Renderer`` looks up by name, in the order of their ids."""
+
+ROLE_LINES = ("system\n", "user\n", "assistant\n")
+"""What follows ``<|im_start|>`` in the Qwen3 template."""
+
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+"""For ``/v1/chat/completions``; training renders through the ``renderers`` package, to the same
+tokens."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer: 9 special tokens, 3 role lines and 256 bytes, 268 ids in all."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*SPECIAL_TOKENS, *ROLE_LINES, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
+    )
+    tokenizer.add_tokens([AddedToken(line, normalized=False) for line in ROLE_LINES])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=CHAT_TEMPLATE,
+    )

@@ -1,0 +1,48 @@
+"""Random words for the reverse-text task, and which of them training never sees.
+
+A word belongs to one split by its own checksum. So the splits are disjoint whatever the seeds, and
+a policy warmed up here is evaluated on words that neither warm-up nor training used.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Literal
+
+Split = Literal["train", "held_out"]
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+HELD_OUT_ONE_IN = 8
+
+
+def split_of(word: str) -> Split:
+    """The split a word belongs to; about one in eight is held out."""
+    return "held_out" if zlib.crc32(word.encode()) % HELD_OUT_ONE_IN == 0 else "train"
+
+
+def random_word(rng: random.Random, min_letters: int, max_letters: int) -> str:
+    """Lowercase letters, each length equally likely."""
+    letters = rng.randint(min_letters, max_letters)
+    return "".join(rng.choices(ALPHABET, k=letters))
+
+
+def words(seed: int, split: Split, min_letters: int = 4, max_letters: int = 8) -> Iterator[str]:
+    """Endless words of one split, the same for the same seed."""
+    rng = random.Random(f"{seed} {split}")
+    while True:
+        word = random_word(rng, min_letters, max_letters)
+        if split_of(word) == split:
+            yield word
+
+
+def position_score(reply: str, answer: str) -> float:
+    """Share of positions where the reply has the answer's letter, 0 to 1; the longer of the two
+    counts.
+
+    Graded, so that a policy that is half right learns from it; a reply that is too long or too
+    short cannot score 1.
+    """
+    matches = sum(a == b for a, b in zip(reply, answer, strict=False))
+    return matches / max(len(reply), len(answer), 1)

@@ -1,0 +1,95 @@
+"""A scripted inference engine on loopback, and tasksets that need no file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
+
+TOKENIZER = build_tokenizer()
+MODEL = "scripted"
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers ``/inference/v1/generate`` by ``script``: the decoded prompt in, the reply's text
+    out."""
+
+    script: Callable[[str], str] = lambda prompt: "ok"
+    version: int | None = None
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+    native_shape: bool = False
+    """Logprob entries as vLLM 0.32 writes them."""
+    base_url: str = ""
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.headers.append(dict(request.headers))
+        self.bodies.append(await request.json())
+        prompt = TOKENIZER.decode(self.bodies[-1]["token_ids"], skip_special_tokens=False)
+        ids = TOKENIZER.encode(self.script(prompt) + "<|im_end|>", add_special_tokens=False)
+        content: list[dict[str, Any]] = [
+            {"token_id": token, "logprob": -0.25 * (place + 1)} for place, token in enumerate(ids)
+        ]
+        if not self.native_shape:
+            content = [entry | {"token": f"token_id:{entry['token_id']}"} for entry in content]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": ids,
+            "finish_reason": "stop",
+            "logprobs": {"content": content},
+        }
+        if self.version is not None:
+            half = len(ids) // 2  # the weights were swapped half-way
+            choice["weight_versions"] = [
+                {"version": str(self.version), "start": 0, "end": half},
+                {"version": str(self.version + 1), "start": half, "end": len(ids)},
+            ]
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response({"data": [{"id": MODEL, "max_model_len": 2048}]})
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[ScriptedEngine]:
+    scripted = ScriptedEngine()
+    app = web.Application()
+    app.router.add_get("/v1/models", scripted.models)
+    app.router.add_post("/inference/v1/generate", scripted.generate)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    scripted.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield scripted
+    await runner.cleanup()
+
+
+@pytest.fixture(scope="session")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    TOKENIZER.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def taskset_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``taskset_module("my_id", ClassA, ClassB)``: verifiers finds these classes by that id."""
+
+    def install(name: str, *classes: type) -> None:
+        module = ModuleType(name)
+        module.__all__ = [cls.__name__ for cls in classes]  # type: ignore[attr-defined]
+        for cls in classes:
+            setattr(module, cls.__name__, cls)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    return install

@@ -1,0 +1,322 @@
+"""The in-process harness does what verifiers' HTTP road does, and what a chat loop must."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import verifiers.v1 as vf
+from renderers import Qwen3RendererConfig
+
+from in_process import InProcessHarness, seam
+from in_process.engine import version_spans, with_token_names
+from in_process.harness import load_tool
+from prime_rl import ConfigError, PluginError
+
+MODEL = "scripted"
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+async def add(a: int, b: int) -> int:
+    return a + b
+
+
+add.schema = ADD  # type: ignore[attr-defined]
+
+
+class EchoData(vf.TaskData):
+    answer: str = ""
+
+
+class EchoTask(vf.Task[EchoData]):
+    @vf.reward
+    async def answered(self, trace: vf.Trace) -> float:
+        return float(self.data.answer in trace.last_reply)
+
+
+class EchoTaskset(vf.Taskset[EchoTask, vf.TasksetConfig]):
+    def load(self) -> Any:
+        yield EchoTask(EchoData(prompt="say 42", answer="42"), self.config.task)
+
+
+class TalkConfig(vf.SingleAgentEnvConfig):
+    turns: int = 3
+
+
+class TalkEnv(vf.SingleAgentEnv, vf.Env[TalkConfig]):
+    """The env is the user: it says a word each turn."""
+
+    async def run(self, task: Any, agents: Any) -> None:
+        async with agents.agent.interaction(task) as talk:
+            segment = await talk.turn()
+            for turn in range(1, self.config.turns):
+                if segment.terminated:
+                    break
+                segment = await talk.turn(f"again {turn}")
+
+
+class HttpHarness(vf.Harness[vf.HarnessConfig]):
+    """The reference: the same chat loop over the rollout's loopback HTTP endpoint."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, urls: Any, data: Any
+    ) -> vf.ProgramResult:
+        prompt = data.prompt
+        messages = (
+            [{"role": "user", "content": prompt}]
+            if isinstance(prompt, str)
+            else [seam.message_to_wire(message) for message in prompt]
+        )
+        async with httpx.AsyncClient(verify=False) as http:
+            reply = await http.post(
+                f"{endpoint}/chat/completions",
+                json={"model": ctx.model, "messages": messages},
+                headers={"Authorization": f"Bearer {secret}"},
+            )
+        return vf.ProgramResult(0 if reply.status_code == 200 else 1, "", reply.text)
+
+
+@pytest.fixture
+def run(
+    engine: Any, tokenizer_path: Path, taskset_module: Callable[..., None]
+) -> Callable[..., Any]:
+    """``await run(harness, env=..., **agent)``: one episode's only trace."""
+    taskset_module("http_harness", HttpHarness)
+
+    async def episode(harness: str | dict[str, Any], *classes: type, **agent: Any) -> vf.Trace:
+        taskset_module("echo_taskset", *(classes or (EchoTaskset,)))
+        seat = {"harness": {"id": harness} if isinstance(harness, str) else harness}
+        table = {
+            "taskset": {"id": "echo_taskset"},
+            "agent": seat | {"runtime": {"type": "subprocess"}} | agent,
+        }
+        env = vf.load_environment(vf.resolve_env_config(table))
+        context = vf.ModelContext(
+            model=MODEL,
+            client=vf.TrainClientConfig(
+                base_url=engine.base_url,
+                api_key_var="PRIME_RL_TEST_KEY",
+                renderer=Qwen3RendererConfig(thinking_retention="all"),
+                renderer_model_name=str(tokenizer_path),
+            ),
+            sampling=vf.SamplingConfig(temperature=0.5, max_tokens=64),
+        )
+        async with env.serving():
+            (slot,) = env.slots(next(iter(env.taskset)))
+            done = await env.run_slot(slot, context)
+        (trace,) = done.traces
+        return trace
+
+    return episode
+
+
+def columns(trace: vf.Trace) -> list[tuple[Any, ...]]:
+    """What training reads of a trace."""
+    return [
+        (node.parent, node.sampled, node.token_ids, node.mask, node.is_content, node.logprobs)
+        for node in trace.nodes
+    ]
+
+
+def calls(trace: vf.Trace) -> list[tuple[Any, ...]]:
+    return [
+        (c.node, c.model, c.sampling, c.endpoint, c.finish_reason, c.usage) for c in trace.calls
+    ]
+
+
+async def test_a_trace_is_the_same_as_over_http(engine: Any, run: Any) -> None:
+    engine.script = lambda prompt: "the answer is 42"
+    direct, http = await run("in-process"), await run("http_harness")
+    assert columns(direct) == columns(http)
+    assert calls(direct) == calls(http)
+    assert (direct.reward, direct.ok, direct.stop_condition) == (1.0, True, "agent_completed")
+    assert direct.rewards == http.rewards
+
+
+async def test_a_conversation_is_the_same_as_over_http(engine: Any, run: Any) -> None:
+    engine.script = lambda prompt: f"reply {prompt.count('<|im_start|>assistant')}"
+    direct = await run("in-process", EchoTaskset, TalkEnv)
+    http = await run("http_harness", EchoTaskset, TalkEnv)
+    assert direct.num_turns == 3
+    assert len(direct.branches) == 1  # every turn extends the one before, token by token
+    assert columns(direct) == columns(http)
+    assert calls(direct) == calls(http)
+
+
+async def test_both_requests_look_the_same_to_the_engine(engine: Any, run: Any) -> None:
+    await run("in-process")
+    await run("http_harness")
+    direct, http = engine.bodies
+    assert direct == http
+    assert direct["sampling_params"]["temperature"] == 0.5
+    for header in ("Authorization", "Content-Type"):
+        assert engine.headers[0][header] == engine.headers[1][header]
+    assert "X-Session-ID" in engine.headers[0]
+
+
+async def test_python_tools_run_and_their_results_go_back(engine: Any, run: Any) -> None:
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
+    engine.script = lambda prompt: "it is 42" if "<tool_response>" in prompt else call
+    trace = await run({"id": "in-process", "tools": [f"{__name__}:add"]})
+    assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
+    assert trace.nodes[2].message.content == "42"
+    assert trace.reward == 1.0
+    assert len(trace.branches) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("subtract", {}, "error: no tool 'subtract'; there are: add"),
+        ("add", {"a": 1}, "error: TypeError: add() missing 1 required positional argument: 'b'"),
+    ],
+)
+async def test_what_goes_wrong_in_a_tool_is_told_to_the_model(
+    name: str, arguments: dict[str, int], text: str
+) -> None:
+    harness = InProcessHarness.__new__(InProcessHarness)
+    harness.tools = {"add": add}
+    call = {"id": "1", "function": {"name": name, "arguments": json.dumps(arguments)}}
+    assert (await harness.call_tool(call))["content"] == text
+
+
+@pytest.mark.parametrize("path", ["no_such_module:x", f"{__name__}:nothing", "json:dumps", "json"])
+def test_a_tool_that_is_none_is_refused_with_its_name(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tools: '{path}' is no tool"):
+        load_tool(path)
+
+
+async def test_a_turn_limit_stops_the_rollout_cleanly(engine: Any, run: Any) -> None:
+    trace = await run("in-process", EchoTaskset, TalkEnv, max_turns=2)
+    assert (trace.num_turns, trace.stop_condition, trace.ok) == (2, "max_turns", True)
+    assert trace.is_truncated
+
+
+async def test_a_stop_of_the_task_is_heard(engine: Any, run: Any) -> None:
+    class OnceTask(EchoTask):
+        @vf.stop
+        async def once(self, trace: vf.Trace) -> bool:
+            return trace.num_turns >= 1
+
+    class OnceTaskset(vf.Taskset[OnceTask, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield OnceTask(EchoData(prompt="say 42"), self.config.task)
+
+    trace = await run("in-process", OnceTaskset, TalkEnv)
+    assert (trace.num_turns, trace.stop_condition, trace.ok) == (1, "once", True)
+
+
+async def test_the_policy_version_of_every_token_is_kept(engine: Any, run: Any) -> None:
+    engine.version, engine.script = 6, lambda prompt: "abcde"
+    trace = await run("in-process", EchoTaskset, TalkEnv)
+    spans = [(6, 0, 3), (7, 3, 6)]  # five letters and the stop token
+    assert trace.info == {"weight_versions": {"1": spans, "3": spans, "5": spans}}
+
+
+async def test_an_engine_that_does_not_number_its_weights_leaves_no_trace_of_it(
+    engine: Any, run: Any
+) -> None:
+    assert (await run("in-process")).info == {}
+
+
+async def test_logprobs_in_the_shape_of_vllm_0_32_are_read(engine: Any, run: Any) -> None:
+    engine.native_shape = True
+    trace = await run("in-process")
+    assert trace.ok
+    assert trace.nodes[1].logprobs == [-0.25, -0.5, -0.75]
+
+
+async def test_an_engine_that_refuses_is_a_provider_error_with_its_reason(
+    engine: Any, run: Any
+) -> None:
+    def refuse(prompt: str) -> str:
+        from aiohttp import web
+
+        raise web.HTTPBadRequest(text='{"error": "no such model"}')
+
+    engine.script = refuse
+    trace = await run("in-process")
+    assert (trace.ok, trace.last_error.type, trace.last_error.status_code) == (
+        False,
+        "ProviderError",
+        400,
+    )
+    assert "no such model" in trace.last_error.message
+    assert trace.calls[0].error.status_code == 400
+
+
+async def test_cancelling_a_rollout_reaches_the_engine_and_leaves_nothing_registered(
+    engine: Any, run: Any
+) -> None:
+    started = asyncio.Event()
+    gone = asyncio.Event()
+
+    async def wait_for_ever(request: Any) -> Any:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            gone.set()
+
+    from aiohttp import web
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", wait_for_ever)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    task = asyncio.create_task(run("in-process"))
+    await started.wait()
+    assert len(seam._servers) == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(gone.wait(), 5)
+    assert not seam._servers
+    await runner.cleanup()
+
+
+def test_a_secret_nobody_registered_is_refused() -> None:
+    with pytest.raises(PluginError, match="not in this process"):
+        seam.server_of("unknown")
+
+
+def test_another_verifiers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam, "version", lambda name: "0.5.1")
+    with pytest.raises(PluginError, match=r"found verifiers 0\.5\.1, expected 0\.4\.0"):
+        seam._check()
+
+
+@pytest.mark.parametrize(
+    ("reply", "spans"),
+    [
+        (b'{"choices":[{"weight_versions":[{"version":"3","start":0,"end":2}]}]}', [(3, 0, 2)]),
+        (b'{"choices":[{"weight_versions":[{"version":"default","start":0,"end":2}]}]}', []),
+        (b'{"choices":[{"token_ids":[1]}]}', []),
+        (b'{"choices":[]}', []),
+        (b"not json", []),
+    ],
+)
+def test_version_spans_are_read_where_they_are_numbers(
+    reply: bytes, spans: list[tuple[int, int, int]]
+) -> None:
+    assert version_spans(reply) == spans
+
+
+def test_a_reply_that_names_its_tokens_is_left_alone() -> None:
+    reply = b'{"choices":[{"logprobs":{"content":[{"token":"token_id:5","token_id":5}]}}]}'
+    assert with_token_names(reply) is reply

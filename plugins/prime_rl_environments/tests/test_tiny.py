@@ -1,0 +1,176 @@
+"""The tiny policy: its tokenizer, its determinism, and that it half knows its task."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl import RunError
+from prime_rl_environments import register_models
+from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
+from prime_rl_environments.words import position_score, words
+
+QUICK = TinyReverseConfig(
+    hidden_size=16, intermediate_size=16, head_dim=4, warmup_exact=0.01, warmup_max_steps=3
+)
+TOKENIZER = build_tokenizer()
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def ignore(state: str, share: float) -> None:
+    """No one is watching."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model of seed 0, made once."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    TinyReverse(TinyReverseConfig()).make(directory, 0, ignore)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Any:
+    from renderers import Qwen3RendererConfig, create_renderer
+
+    return create_renderer(TOKENIZER, Qwen3RendererConfig(thinking_retention="all"))
+
+
+def test_the_hook_offers_the_maker() -> None:
+    assert list(register_models()) == [TinyReverse]
+    assert TinyReverse.name == "tiny-reverse"
+
+
+def test_importing_the_plugin_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, prime_rl_environments;"
+        "heavy = ('torch', 'transformers', 'verifiers', 'renderers');"
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@given(st.text())
+def test_any_text_survives_the_tokenizer(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_the_vocabulary_is_bytes_specials_and_role_lines() -> None:
+    assert len(TOKENIZER) == 9 + 3 + 256
+    assert TOKENIZER.encode("assistant\n", add_special_tokens=False) == [11]
+    assert len(TOKENIZER.encode("assistant", add_special_tokens=False)) == 9
+
+
+def test_warm_up_sees_the_tokens_a_rollout_sees(renderer: Any) -> None:
+    from prime_rl_environments.tiny.make import encode_pair
+
+    prompt, answer = encode_pair(TOKENIZER, "hello")
+    messages = [{"role": "user", "content": "hello"}]
+    assert prompt == renderer.render_ids(messages, add_generation_prompt=True)
+    assert len(prompt) == len("hello") + 6
+    assert renderer.parse_response(answer).content == "olleh"
+    assert answer[-1] in renderer.get_stop_token_ids()
+
+
+def test_the_renderer_tells_a_word_from_the_template(renderer: Any) -> None:
+    rendered = renderer.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
+    assert rendered.is_content == [False] * 2 + [True] * 5 + [False] * 4
+
+
+def test_the_chat_template_gives_the_renderer_s_tokens(renderer: Any) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    ids = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ids == renderer.render_ids(messages, add_generation_prompt=True)
+
+
+def test_labels_are_the_answer_alone_shifted_by_one() -> None:
+    from prime_rl_environments.tiny.make import encode_batch
+
+    ids, labels = encode_batch(TOKENIZER, ["ab", "abc"])
+    a, b, c = TOKENIZER.encode("abc", add_special_tokens=False)
+    start, end, user, assistant = 1, 2, 10, 11
+    (newline,) = TOKENIZER.encode("\n", add_special_tokens=False)
+    assert ids.tolist() == [
+        [start, user, a, b, end, newline, start, assistant, b, a, end, 0],
+        [start, user, a, b, c, end, newline, start, assistant, c, b, a],
+    ]
+    no = -100
+    assert labels.tolist() == [
+        [no, no, no, no, no, no, no, b, a, end, no, no],
+        [no, no, no, no, no, no, no, no, c, b, a, end],
+    ]
+
+
+def test_a_seed_makes_the_same_weights_again_and_another_seed_others(tmp_path: Path) -> None:
+    untrained = QUICK.model_copy(update={"warmup_exact": 0.0, "warmup_max_steps": 6})
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        TinyReverse(untrained).make(tmp_path / name, seed, ignore)
+    a, b, c = (digest(tmp_path / name / "model.safetensors") for name in "abc")
+    assert a == b != c
+
+
+def test_a_warm_up_that_does_not_get_there_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"after 3 supervised steps 0\.00 .* expected 0\.01"):
+        TinyReverse(QUICK).make(tmp_path / "m", 0, ignore)
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_folder_is_complete_and_says_when(folder: Path) -> None:
+    assert {
+        ".ready",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    } <= {file.name for file in folder.iterdir()}
+    assert list(folder.parent.iterdir()) == [folder]  # no temporary folder stays
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_it_half_knows_how_to_reverse_words_it_has_never_seen(folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
+    assert 300_000 < model.num_parameters() < 400_000
+    exact, scores, sampled = 0, [], []
+    torch.manual_seed(0)
+    held_out = list(islice(words(0, "held_out", 6, 6), 64))  # of one length, so no padding
+    prompts = [f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n" for word in held_out]
+    ids = tokenizer(prompts, return_tensors="pt", add_special_tokens=False)
+    for sample, column in ((False, scores), (True, sampled)):
+        options = (
+            {"temperature": 1.0, "top_k": 0} if sample else {"temperature": None, "top_k": None}
+        )
+        out = model.generate(**ids, do_sample=sample, max_new_tokens=9, **options)
+        replies = tokenizer.batch_decode(
+            out[:, ids["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+        column += [position_score(r, w[::-1]) for r, w in zip(replies, held_out, strict=True)]
+    exact = sum(score == 1.0 for score in scores)
+    assert exact / 64 >= 0.2
+    assert 0.35 <= sum(sampled) / 64 <= 0.8  # right enough to learn from, wrong enough to have to
+
+
+def test_a_role_line_is_not_mistaken_for_a_special_token() -> None:
+    ids = TOKENIZER.encode("user\nhi", add_special_tokens=False)
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "user\nhi"

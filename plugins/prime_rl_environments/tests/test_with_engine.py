@@ -1,0 +1,125 @@
+"""The whole road of a rollout with real parts: policy, engine, taskset, harness, adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from renderers import Qwen3RendererConfig
+
+from prime_rl import EngineLaunch
+from prime_rl.orchestrator.env import (
+    BranchTokens,
+    Environment,
+    EnvSettings,
+    ModelEndpoint,
+    SamplingSettings,
+)
+from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
+
+pytestmark = pytest.mark.slow
+VERSION = 3
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    TinyReverse(TinyReverseConfig()).make(directory, 1, lambda state, share: None)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def engine(model_path: Path) -> Iterator[ModelEndpoint]:
+    """The embedded engine serving the tiny policy as version 3."""
+    embedded = pytest.importorskip("prime_rl_embedded", reason="needs prime-rl-embedded")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = embedded.Embedded(embedded.EmbeddedConfig()).command(
+        EngineLaunch(
+            model_path=model_path,
+            served_model_name="tiny",
+            host="127.0.0.1",
+            port=port,
+            max_model_len=64,
+            seed=0,
+            admin_key="test",
+            policy_version=VERSION,
+        )
+    )
+    process = subprocess.Popen(command.argv, env={**os.environ, **command.env})
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        yield ModelEndpoint("tiny", f"http://127.0.0.1:{port}/v1")
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Until the server answers; fails if it dies."""
+    with httpx.Client(transport=httpx.HTTPTransport(retries=0)) as client:
+        while process.poll() is None:
+            try:
+                if client.get(url).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.1)
+    raise AssertionError(f"the engine exited with {process.returncode}")
+
+
+async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
+    model_path: Path, engine: ModelEndpoint
+) -> None:
+    settings = EnvSettings(
+        id="reverse-text",
+        args={"split": "held_out", "num_examples": 64},
+        renderer=Qwen3RendererConfig(thinking_retention="all"),
+        tokenizer_path=model_path,
+        timeout=60,
+    )
+    sampling = SamplingSettings(temperature=0.8, max_completion_tokens=12)
+    async with Environment(settings) as env:
+
+        async def sample(index: int) -> BranchTokens:
+            (result,) = await env.run(
+                env.examples[index], model=engine, sampling=sampling, cache_salt="3", seed=index
+            )
+            assert result.ok, result.error
+            rewards.append(result.reward)
+            return result.branches[0]
+
+        rewards: list[float] = []
+        await sample(0)
+        branches = await asyncio.gather(*(sample(index) for index in range(64)))
+        again = await sample(7)
+    assert 0.35 < sum(rewards) / len(rewards) < 0.85
+    assert again.token_ids == branches[7].token_ids  # the seed decides, not the company
+    for branch in branches:
+        assert branch.policy_versions is not None
+        assert [v for v in branch.policy_versions if v != -1] == [VERSION] * sum(
+            branch.sampled_mask
+        )
+    assert max(logprob_gap(model_path, branch, 0.8) for branch in branches[:16]) < 1e-4
+
+
+def logprob_gap(model_path: Path, branch: BranchTokens, temperature: float) -> float:
+    """Largest difference between the engine's logprobs and a plain forward of the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = torch.tensor([branch.token_ids])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model_path)(ids).logits[0, :-1]
+    logprobs = torch.log_softmax(logits / temperature, -1).gather(-1, ids[0, 1:, None])[:, 0]
+    mask = np.asarray(branch.sampled_mask)[1:]
+    gap: float = np.abs(logprobs.numpy() - np.asarray(branch.logprobs)[1:])[mask].max()
+    return gap

@@ -1,0 +1,179 @@
+"""The shipped filters, each formula by hand (reference: semantics 2.6)."""
+
+import math
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from prime_rl import PluginConfig, Rollout, Sample
+from prime_rl_filters import Gibberish, Repetition, ZeroAdvantage
+from prime_rl_filters.gibberish import GibberishConfig
+from prime_rl_filters.repetition import RepetitionConfig
+
+# log(1/151936) - 2: the golden threshold of the reference
+THRESHOLD = -13.9312
+
+
+def rollout(*samples: Sample) -> Rollout:
+    return Rollout(env="e", example_id=0, group_id=0, reward=0.0, samples=list(samples))
+
+
+def tokens(ids, logprobs, mask=None, **streams) -> Sample:
+    mask = [True] * len(ids) if mask is None else mask
+    return Sample(token_ids=ids, loss_mask=mask, inference_logprobs=logprobs, **streams)
+
+
+# -- gibberish --------------------------------------------------------------------------------
+
+
+def gibberish(*samples, **settings):
+    return Gibberish(GibberishConfig(**settings)).filter_rollout(rollout(*samples))
+
+
+def test_gibberish_threshold_is_the_references():
+    assert -math.log(151_936) - 2.0 == pytest.approx(THRESHOLD, abs=1e-4)
+    assert gibberish(tokens([100_001], [THRESHOLD - 1e-3]))
+    assert gibberish(tokens([100_001], [THRESHOLD + 1e-3])) is None
+
+
+def test_gibberish_says_which_token():
+    sample = tokens([5, 100_001, 120_000], [-1.0, -13.0, -14.5])
+    assert gibberish(sample) == "token 120000 at position 2 has logprob -14.50 < -13.93"
+
+
+def test_gibberish_needs_a_rare_token_and_a_low_probability_at_once():
+    assert gibberish(tokens([100_000], [-20.0])) is None  # the id must be above the threshold
+    assert gibberish(tokens([100_001, 5], [-1.0, -20.0])) is None
+
+
+def test_gibberish_looks_at_sampled_tokens_only_in_every_sample():
+    bad = {"ids": [1, 150_000], "logprobs": [0.0, -20.0]}
+    assert gibberish(tokens(**bad, mask=[True, False])) is None
+    assert gibberish(tokens([1], [-1.0]), tokens(**bad, mask=[False, True]))
+
+
+def test_gibberish_settings_move_the_threshold():
+    # log(1/10) - 1 = -3.3026
+    small = {"token_id_threshold": 3, "vocab_size": 10, "logprob_offset": 1.0}
+    assert gibberish(tokens([4], [-3.31]), **small)
+    assert gibberish(tokens([4], [-3.30]), **small) is None
+    assert gibberish(tokens([3], [-3.31]), **small) is None
+
+
+# -- repetition -------------------------------------------------------------------------------
+
+
+def repetition(*samples, **settings):
+    return Repetition(RepetitionConfig(**settings)).filter_rollout(rollout(*samples))
+
+
+SURE, UNSURE = -0.01, -0.0101  # log(0.99) = -0.01005
+
+
+def run(*logprobs, mask=None):
+    return tokens(list(range(len(logprobs))), list(logprobs), mask)
+
+
+def test_repetition_defaults():
+    config = RepetitionConfig()
+    assert (config.window, config.prob_threshold, config.ngram_threshold) == (3000, 0.99, None)
+    assert repetition(run(*[SURE] * 3000)) == "3000 sampled tokens in a row with p > 0.99"
+    assert repetition(run(*[SURE] * 2999)) is None
+
+
+def test_repetition_counts_the_longest_unbroken_run():
+    assert repetition(run(SURE, SURE, SURE), window=3)
+    assert repetition(run(SURE, SURE, UNSURE, SURE, SURE), window=3) is None
+    assert repetition(run(UNSURE, SURE, SURE, SURE, SURE, UNSURE), window=3) == (
+        "4 sampled tokens in a row with p > 0.99"
+    )
+
+
+def test_a_token_at_the_threshold_breaks_the_run():
+    at = float(np.float32(math.log(0.5)))
+    assert repetition(run(at, at), window=2, prob_threshold=0.5) is None
+
+
+def test_a_run_carries_over_tokens_the_policy_did_not_sample():
+    mask = [True, False, False, True, True]
+    assert repetition(run(SURE, -9.0, -9.0, SURE, SURE, mask=mask), window=3)
+
+
+def test_a_run_restarts_with_each_sample():
+    assert repetition(run(SURE, SURE), run(SURE, SURE), window=3) is None
+    assert repetition(run(UNSURE), run(SURE, SURE, SURE), window=3)
+
+
+def ngrams(ids, threshold, size=2, mask=None):
+    sample = tokens(ids, [-1.0] * len(ids), mask)
+    return repetition(sample, ngram_threshold=threshold, ngram_size=size)
+
+
+def test_repeated_ngrams_by_hand():
+    # 1212 -> 12, 21, 12: one of three 2-grams occurred before.
+    assert ngrams([1, 2, 1, 2], 0.33) == "0.33 of its 2-grams are repeated, more than 0.33"
+    assert ngrams([1, 2, 1, 2], 0.34) is None
+    # 7777 -> 77 three times: two of three.
+    assert ngrams([7, 7, 7, 7], 0.66)
+    assert ngrams([1, 2, 3, 4], 0.01) is None
+
+
+def test_ngrams_are_of_sampled_tokens_and_off_by_default():
+    assert ngrams([1, 2, 1, 2], 0.1, mask=[True, True, False, False]) is None
+    assert ngrams([7], 0.1) is None
+    assert repetition(tokens([7] * 50, [-1.0] * 50)) is None
+
+
+# -- zero advantage ---------------------------------------------------------------------------
+
+
+def zero_advantage(*samples):
+    return ZeroAdvantage(PluginConfig()).filter_rollout(rollout(*samples))
+
+
+def credited(*advantages, **streams):
+    count = len(advantages)
+    return tokens([1] * count, [0.0] * count, advantages=list(advantages), **streams)
+
+
+def test_zero_advantage_fires_where_all_credit_is_zero():
+    assert zero_advantage(credited(0.0, 0.0)) == "every advantage is zero"
+    assert zero_advantage(credited(0.0), credited(0.0)) == "every advantage is zero"
+
+
+def test_one_credited_token_is_enough():
+    assert zero_advantage(credited(0.0, 1e-9)) is None
+    assert zero_advantage(credited(0.0), credited(-0.5)) is None
+
+
+def test_never_where_nobody_assigned_credit():
+    assert zero_advantage(tokens([1], [0.0])) is None
+
+
+def test_never_where_another_component_trains_its_tokens():
+    assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.1])) is None
+    assert zero_advantage(credited(0.0, 0.0, ref_kl_weights=[1.0, 0.0])) is None
+    assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.0])) == "every advantage is zero"
+
+
+# -- settings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (GibberishConfig, {"logprob_offset": -1}),
+        (GibberishConfig, {"vocab_size": 0}),
+        (GibberishConfig, {"threshold": 1}),
+        (RepetitionConfig, {"window": 0}),
+        (RepetitionConfig, {"prob_threshold": 1.0}),
+        (
+            RepetitionConfig,
+            {"threshold": 0.5},
+        ),  # the documented key is ngram_threshold: not ignored
+    ],
+)
+def test_settings_that_cannot_work(config, setting):
+    with pytest.raises(ValidationError):
+        config(**setting)

@@ -1,0 +1,12 @@
+"""The rl losses that ship with prime-rl. Importing this brings in no torch."""
+
+from __future__ import annotations
+
+from prime_rl import Loss, hookimpl
+from prime_rl_losses.trust_region import DefaultLoss, IPOLoss
+
+
+@hookimpl
+def register_losses() -> list[type[Loss]]:
+    """Offer ``default`` and ``ipo``."""
+    return [DefaultLoss, IPOLoss]

@@ -1,0 +1,344 @@
+"""The docs say what the code does: pages are fresh, examples run, commands parse, links resolve."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+from typer.testing import CliRunner
+
+from prime_rl import Algorithm, EngineLaunch, Group, PluginConfig, hookimpl
+from prime_rl.cli.app import app
+from prime_rl.config.load import load_config, merge, read_toml
+from prime_rl.config.run import RunConfig
+from prime_rl.docs.__main__ import main as docs_main
+from prime_rl.docs.__main__ import outdated
+from prime_rl.docs.config_page import TABLES, tables_of
+from prime_rl.docs.hooks_page import hooks_page
+from prime_rl.plugins.checks import SPECS
+from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
+from prime_rl.run.directory import SUBFOLDERS
+from prime_rl.run.resolve import check
+from prime_rl.testing import make_group, score
+from prime_rl_embedded.schema import GenerateBody, GenerateSampling, UpdateBody
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+READMES = sorted([*ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")])
+CONFIGS = sorted((ROOT / "configs").glob("**/*.toml"))
+
+
+def named(path: Path) -> str:
+    """A path as pytest shows it."""
+    return str(path.relative_to(ROOT))
+
+
+def blocks(path: Path, language: str, mark: str = "") -> list[str]:
+    """Fenced code of one language; with a mark, only what follows that comment."""
+    before = re.escape(f"<!-- {mark} -->\n") if mark else ""
+    return re.findall(
+        rf"^{before}```{language}\n(.*?)^```$", path.read_text(), re.DOTALL | re.MULTILINE
+    )
+
+
+def commands() -> Iterator[list[str]]:
+    """The arguments of every ``prime-rl`` command that a console block shows."""
+    for page in dict.fromkeys([*PAGES, *READMES]):
+        for block in blocks(page, "console"):
+            for line in block.splitlines():
+                name, _, arguments = line.strip().removeprefix("$ ").partition(" ")
+                if name.rpartition("/")[2] == "prime-rl":
+                    yield arguments.split()
+
+
+# -- generated pages -----------------------------------------------------------------------------
+
+
+def test_generated_pages_say_what_the_code_says() -> None:
+    assert outdated(ROOT / "docs") == [], "run: make docs"
+
+
+def test_a_page_that_differs_is_named_with_the_command_that_mends_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert docs_main([str(tmp_path)]) == 0
+    assert docs_main(["--check", str(tmp_path)]) == 0
+    (tmp_path / "hooks.md").write_text("# Hooks\n")
+    assert docs_main(["--check", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "hooks.md differs from the code" in said
+    assert "python -m prime_rl.docs" in said
+    assert "config.md" not in said
+
+
+def test_every_hook_is_documented_with_a_section_of_its_own() -> None:
+    headings = re.findall(r"^### `(\w+)`$", hooks_page(), re.MULTILINE)
+    assert sorted(headings) == sorted(SPECS)
+    assert [name for name, spec in SPECS.items() if not (spec.__doc__ or "").strip()] == []
+
+
+def test_every_key_of_the_config_is_documented() -> None:
+    """A table is documented by its own section; every other key by the string under its field."""
+    schema = RunConfig.model_json_schema()
+    models = {**schema["$defs"], "RunConfig": schema}
+    silent = [
+        f"{name}.{key}"
+        for name in tables_of(schema)
+        for key, prop in models[name].get("properties", {}).items()
+        if not prop.get("description") and "$ref" not in prop and "items" not in prop
+    ]
+    assert silent == []
+
+
+def test_every_kind_of_offer_has_a_table_its_settings_are_documented_under() -> None:
+    assert sorted(TABLES) == sorted(kind.name for kind in KINDS)
+
+
+def test_every_setting_of_every_model_is_a_row_of_the_config_page() -> None:
+    """Counted without the generator: fields of pydantic models, walked by hand."""
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    for model in _models(RunConfig):
+        assert set(model.model_fields) <= set(rows), model.__name__
+
+
+def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    yield model
+    for info in model.model_fields.values():
+        for found in _models_in(info.annotation):
+            yield from _models(found)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _models_in(argument)
+
+
+# -- configs and commands ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=named)
+def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -> None:
+    check(load_config([path]))
+
+
+def test_configs_are_shipped() -> None:
+    assert ROOT / "configs" / "reverse_text" / "grpo.toml" in CONFIGS
+
+
+@pytest.mark.parametrize("arguments", [*commands()], ids=" ".join)
+def test_every_command_in_the_docs_parses(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training commands are run up to their first process: with ``--dry-run``."""
+    monkeypatch.chdir(ROOT)
+    if arguments[0] == "run" and "--help" not in arguments:
+        arguments = [*arguments, "--output-dir", str(tmp_path)]
+        arguments += [] if "--dry-run" in arguments else ["--dry-run"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output or result.exception
+
+
+def test_the_docs_show_commands() -> None:
+    shown = [" ".join(arguments) for arguments in commands()]
+    assert "plugins list" in shown
+    assert any(line.startswith("run configs/") for line in shown)
+
+
+def test_make_targets_in_the_docs_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^(\w[\w-]*):(?!=)", makefile, re.MULTILINE))
+    for page in PAGES:
+        shown = set(re.findall(r"(?:^|`)make ([\w-]+)", page.read_text(), re.MULTILINE))
+        assert shown <= targets, page
+
+
+# -- examples ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_python_in_the_docs_runs(page: Path) -> None:
+    """Marked blocks in their order, sharing names as for a reader; then the tests among them."""
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in blocks(page, "python", mark="tested"):
+        exec(compile(block, str(page), "exec"), names)
+    for name, function in list(names.items()):
+        if name.startswith("test_"):
+            function()
+
+
+def test_the_readme_shows_an_algorithm_that_is_accepted_and_offered() -> None:
+    algorithm, tests = blocks(ROOT / "README.md", "python", mark="tested")
+    module = ModuleType("my_rloo")
+    exec(algorithm, vars(module))
+    hooks = Hooks()
+    hooks.register(module, "rloo")
+    offered = collect(hooks, ALGORITHM)["rloo"].cls
+    assert offered.action_loss == "rl"
+    assert "def test_" in tests
+
+
+def test_python_in_the_docs_is_marked_as_tested() -> None:
+    for page in PAGES:
+        if page.name != "hooks.md":  # signatures
+            assert len(blocks(page, "python")) == len(blocks(page, "python", mark="tested")), page
+
+
+def test_the_wrapper_in_the_docs_acts_after_an_async_algorithm() -> None:
+    names: dict[str, Any] = {}
+    (wrapper,) = (b for b in blocks(ROOT / "docs/plugins.md", "python") if "wrapper=True" in b)
+    exec(wrapper, names)
+
+    class Halved:
+        score_group = staticmethod(names["score_group"])
+
+    class Late(Algorithm):
+        name = "late"
+
+        @hookimpl
+        async def score_group(self, group: Group) -> None:
+            for rollout in group:
+                rollout.assign_advantages(rollout.reward)
+
+    group = make_group([1.0, 0.5])
+    score(Late(PluginConfig()), group, Halved())
+    credit = [rollout.advantages for rollout in group]
+    assert [None if each is None else each.tolist() for each in credit] == [[0.5] * 3, [0.25] * 3]
+
+
+@pytest.mark.parametrize("page", dict.fromkeys([*PAGES, *READMES]), ids=named)
+def test_toml_in_the_docs_fits_the_schema(page: Path) -> None:
+    """Fragments of a run's config are laid over one that is whole; other TOML has to parse."""
+    whole = read_toml(ROOT / "configs/reverse_text/grpo.toml")
+    for block in blocks(page, "toml"):
+        fragment = tomllib.loads(block)
+        if "project" not in fragment:
+            RunConfig.model_validate(merge(whole, fragment))
+
+
+# -- the engine's contract -------------------------------------------------------------------
+
+ENGINES = ROOT / "docs/engines.md"
+
+
+def test_every_route_of_the_embedded_engine_is_in_the_contract_and_no_other() -> None:
+    source = (ROOT / "plugins/prime_rl_embedded/src/prime_rl_embedded/api.py").read_text()
+    served = set(re.findall(r'\("(GET|POST)", "(/[\w/]+)"', source))
+    assert len(served) == 8
+    assert set(re.findall(r"`(GET|POST) (/[\w/]+)", ENGINES.read_text())) == served
+
+
+def test_the_requests_in_the_contract_are_ones_the_embedded_engine_reads() -> None:
+    requests = [json.loads(block) for block in blocks(ENGINES, "json")]
+    (generate,) = (each for each in requests if "sampling_params" in each)
+    assert set(generate) <= set(GenerateBody.__struct_fields__)
+    assert set(generate["sampling_params"]) <= set(GenerateSampling.__struct_fields__)
+    (update,) = re.findall(r"`POST /update_weights` with `(\{.+?\})`", ENGINES.read_text())
+    assert set(json.loads(update)) == set(UpdateBody.__struct_fields__)
+
+
+def test_every_field_of_an_engine_launch_is_in_the_contract() -> None:
+    table = ENGINES.read_text().partition("| field of `EngineLaunch`")[2].partition("\n\n")[0]
+    for field in fields(EngineLaunch):
+        assert f"`{field.name}`" in table
+
+
+def test_every_folder_of_a_run_directory_is_documented() -> None:
+    text = (ROOT / "docs/run-directory.md").read_text()
+    for folder in SUBFOLDERS:
+        assert f"`{folder}/" in text, folder
+
+
+# -- links and hygiene ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page", dict.fromkeys([*PAGES, *READMES, ROOT / "CHANGELOG.md"]), ids=named
+)
+def test_links_between_docs_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (page.parent / file).resolve() if file else page
+        assert linked.exists(), target
+        if anchor:
+            assert anchor in _anchors(linked), target
+
+
+def _anchors(page: Path) -> set[str]:
+    """Headings as GitHub links to them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_files_named_in_the_docs_exist(page: Path) -> None:
+    """Paths in backticks that look like source: relative to the repository or to core's package."""
+    roots = [
+        ROOT,
+        ROOT / "core/src/prime_rl",
+        ROOT / "plugins/prime_rl_embedded/src/prime_rl_embedded",
+    ]
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    for path in re.findall(r"`([\w./]+/[\w.]+\.(?:py|toml|md))`", text):
+        assert any((root / path).exists() for root in roots), f"{page.name}: {path}"
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    """Paths of somebody's machine, addresses of package registries: in nothing git would take."""
+    patterns = [
+        r"/(?:home|root|Users)/\w",
+        r"/work/(?:main|shared)",
+        r"/tmp/brief",
+        r"https?://[\w.-]*(?:pypi|artifactory|nexus|devpi)",
+    ]
+    forbidden = re.compile("|".join(patterns))
+    found = []
+    for path in _files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        if path != Path(__file__):
+            lines = enumerate(text.splitlines(), 1)
+            found += [
+                f"{named(path)}:{n}: {line.strip()}" for n, line in lines if forbidden.search(line)
+            ]
+    assert found == []
+
+
+def _files() -> list[Path]:
+    """What git tracks or would; everything but hidden and built folders where there is no git."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = listed.stdout.splitlines()
+    if listed.returncode or not names:
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
+
+
+def test_every_distribution_has_a_readme_that_names_it() -> None:
+    for pyproject in [
+        *ROOT.glob("plugins/*/pyproject.toml"),
+        *ROOT.glob("prime_rl_*/pyproject.toml"),
+    ]:
+        (name,) = re.findall(r'^name = "(.+)"$', pyproject.read_text(), re.MULTILINE)
+        assert f"# {name}" in (pyproject.parent / "README.md").read_text()
+        assert f"`{name}`" in (ROOT / "README.md").read_text()
