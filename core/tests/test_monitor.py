@@ -19,7 +19,7 @@ from prime_rl.testing import make_rollout
 
 
 def test_describe_by_hand():
-    # sorted 0 1 2 3 10: the 10th percentile lies 0.4 of the way from 0 to 1, the 90th 0.6 from 3 to 10
+    # sorted 0 1 2 3 10: p10 lies 0.4 of the way from 0 to 1, p90 0.6 of the way from 3 to 10
     assert describe([3, 1, 2, 0, 10], "x") == pytest.approx(
         {"x/mean": 3.2, "x/max": 10, "x/min": 0, "x/p10": 0.4, "x/p90": 7.2}
     )

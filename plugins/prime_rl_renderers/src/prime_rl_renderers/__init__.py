@@ -99,8 +99,8 @@ class AutoRenderer(RendererOffer):
 def _unknown(model: str) -> ConfigError:
     return ConfigError(
         f"orchestrator.renderer: 'auto' knows no renderer for {model!r}: it matches exact hub ids "
-        "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to the family's "
-        f"renderer (one of {', '.join(NAMES)})."
+        "only, never a folder or a fine-tune's name. Set orchestrator.renderer.name to the "
+        f"family's renderer (one of {', '.join(NAMES)})."
     )
 
 

@@ -1,0 +1,292 @@
+"""Real processes: their logs, their end, and what is said of one that dies."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from prime_rl import RunError
+from prime_rl.run import supervisor
+from prime_rl.run.children import end, free_ports, start
+from prime_rl.run.supervisor import _sigterm_is_ctrl_c, _uninterrupted, _watch
+
+FOREVER = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def spawn(tmp_path):
+    children = []
+
+    def python(code, name="child", **env):
+        argv = [sys.executable, "-c", code]
+        children.append(start(name, argv, env, tmp_path / f"{name}.log"))
+        return children[-1]
+
+    yield python
+    end(children, grace=0)
+
+
+def alive(pid):
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def whole(path):
+    """The text of a file once it ends in a newline."""
+    eventually(lambda: path.exists() and path.read_text().endswith("\n"))
+    return path.read_text()
+
+
+# -- one child ------------------------------------------------------------------------------
+
+
+def test_both_streams_go_to_the_childs_own_log(spawn):
+    one = spawn("import sys; print('out', flush=True); print('err', file=sys.stderr)", "one")
+    two = spawn("print('two')", "two")
+    assert one.process.wait(30) == two.process.wait(30) == 0
+    assert one.log.read_text() == "out\nerr\n" and two.log.read_text() == "two\n"
+
+
+def test_the_last_lines_of_a_log(spawn):
+    child = spawn("for i in range(40): print(i)")
+    child.process.wait(30)
+    assert child.last_lines(2) == ["38", "39"] and len(child.last_lines()) == 15
+    child.log.unlink()
+    assert child.last_lines() == []
+
+
+def test_bytes_that_are_no_text_do_not_hide_the_log(spawn):
+    child = spawn(r"import sys; sys.stdout.buffer.write(b'\xff bad\n')")
+    child.process.wait(30)
+    assert child.last_lines()[-1].endswith(" bad")
+
+
+def test_a_childs_environment(spawn, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    names = "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MINE", "PRIME_RL_PARENT_PID"
+    child = spawn(f"import os; print(*(os.environ[n] for n in {names}))", MINE="here")
+    child.process.wait(30)
+    assert child.log.read_text() == f"3 PASSIVE here {os.getpid()}\n"  # what the user set stays
+
+
+def test_a_child_has_a_session_of_its_own(spawn):
+    child = spawn(FOREVER)
+    assert os.getsid(child.process.pid) == child.process.pid != os.getsid(0)
+
+
+# -- ending them ----------------------------------------------------------------------------
+
+
+def test_ending_asks_first(spawn):
+    child = spawn(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(3)))\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)"
+    )
+    whole(child.log)
+    end([child], grace=30)
+    assert child.exit_code == 3 and child.log.read_text() == "up\nbye\n"
+
+
+def test_ending_insists(spawn):
+    child = spawn(
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "print('up', flush=True); time.sleep(600)"
+    )
+    whole(child.log)
+    end([child], grace=0.1)
+    assert child.exit_code == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("parent", ["time.sleep(600)", "sys.exit(0)"])
+def test_ending_takes_what_a_child_started_even_if_the_child_is_gone(spawn, parent):
+    child = spawn(
+        "import subprocess, sys, time\n"
+        f"other = subprocess.Popen([sys.executable, '-c', {FOREVER!r}])\n"
+        f"print(other.pid, flush=True); {parent}"
+    )
+    grandchild = int(whole(child.log))
+    if "exit" in parent:
+        child.process.wait(30)
+    assert alive(grandchild)
+    end([child], grace=5)
+    eventually(lambda: not alive(grandchild))
+
+
+def test_ending_twice_or_nothing_is_fine(spawn):
+    child = spawn("pass")
+    end([child])
+    end([child])
+    end([])
+
+
+# -- dying with the parent --------------------------------------------------------------------
+
+
+def test_a_child_dies_with_a_parent_that_is_killed(tmp_path):
+    """SIGKILL gives the parent no chance to clean up: the kernel has to."""
+    log = tmp_path / "child.log"
+    child = (
+        "import os, time; from prime_rl.run.processes import exit_with_parent\n"
+        "exit_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
+    )
+    parent = (
+        "import sys, time; from pathlib import Path; from prime_rl.run.children import start\n"
+        f"start('c', [sys.executable, '-c', {child!r}], {{}}, Path({str(log)!r})); time.sleep(600)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    try:
+        pid = int(whole(log))
+        assert alive(pid)
+    finally:
+        process.kill()
+        process.wait()
+    eventually(lambda: not alive(pid))
+
+
+def test_a_child_whose_parent_is_gone_already_ends_at_once(tmp_path):
+    code = "from prime_rl.run.processes import exit_with_parent; exit_with_parent(); print('on')"
+    env = {**os.environ, "PRIME_RL_PARENT_PID": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+# -- watching -------------------------------------------------------------------------------
+
+VIEW = SimpleNamespace(refresh=lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)
+
+
+def test_a_run_is_over_when_orchestrator_and_trainer_are(spawn):
+    children = [spawn("pass", "model"), spawn(FOREVER, "inference")]
+    children += [spawn("pass", "trainer"), spawn("import time; time.sleep(0.3)", "orchestrator")]
+    _watch(children, VIEW)
+    assert children[1].exit_code is None  # the engine is ended by the supervisor
+
+
+@pytest.mark.parametrize("name", ["model", "inference", "trainer", "orchestrator"])
+def test_a_child_that_dies_ends_the_run_with_name_code_and_last_lines(spawn, name):
+    dying = "import sys; print('loading'); sys.exit('the reason')"
+    names = ("model", "inference", "trainer", "orchestrator")
+    children = [spawn(dying if each == name else FOREVER, each) for each in names]
+    with pytest.raises(RunError) as caught:
+        _watch(children, VIEW)
+    log = children[names.index(name)].log
+    message = str(caught.value)
+    assert message.splitlines()[0] == f"{name} exited with code 1. The end of its log ({log}):"
+    assert sorted(message.splitlines()[1:]) == ["    loading", "    the reason"]
+
+
+def test_a_child_that_is_killed_is_said_to_be(spawn):
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn(FOREVER, name) for name in names]
+    os.kill(children[1].process.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"^trainer was ended by SIGKILL\. The end of its log"):
+        _watch(children, VIEW)
+
+
+def test_an_engine_that_just_stops_has_died_too(spawn):
+    children = [
+        spawn("pass", "inference"),
+        spawn(FOREVER, "trainer"),
+        spawn(FOREVER, "orchestrator"),
+    ]
+    with pytest.raises(RunError, match=r"^inference exited with code 0\."):
+        _watch(children, VIEW)
+
+
+def test_a_trainer_that_never_ends_is_named(spawn, monkeypatch):
+    monkeypatch.setattr(supervisor, "TRAINER_GRACE", 0.2)
+    children = [
+        spawn(FOREVER, "inference"),
+        spawn(FOREVER, "trainer"),
+        spawn("pass", "orchestrator"),
+    ]
+    with pytest.raises(RunError, match="the trainer is still busy 0 s after the last step"):
+        _watch(children, VIEW)
+
+
+def test_the_view_is_refreshed_while_the_run_goes_on(spawn):
+    refreshed = []
+    view = SimpleNamespace(refresh=lambda: refreshed.append(time.monotonic()))
+    nap = "import time; time.sleep(0.3)"
+    _watch(
+        [spawn(FOREVER, "inference"), spawn("pass", "trainer"), spawn(nap, "orchestrator")], view
+    )
+    assert len(refreshed) >= 2
+
+
+# -- signals --------------------------------------------------------------------------------
+
+
+def test_being_asked_to_end_is_like_ctrl_c_and_only_meanwhile():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), _sigterm_is_ctrl_c():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_clean_up_is_not_cut_short():
+    before = signal.getsignal(signal.SIGINT)
+    with _uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.05)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_was_started_before_a_failing_start_is_known(monkeypatch, tmp_path, spawn):
+    """``_start`` is a generator: the supervisor must hold each child as soon as it runs."""
+
+    def starting(*_):
+        yield spawn(FOREVER, "model")
+        raise RuntimeError("the engine plugin failed")
+
+    ended = []
+    monkeypatch.setattr(supervisor, "_plan", lambda config: SimpleNamespace(write=lambda _: None))
+    monkeypatch.setattr(supervisor, "_start", starting)
+    monkeypatch.setattr(supervisor, "end", lambda children: ended.extend(children))
+    with pytest.raises(RuntimeError, match="the engine plugin failed"):
+        supervisor.run(None, tmp_path, VIEW)
+    assert [child.name for child in ended] == ["model"]
+
+
+# -- ports ----------------------------------------------------------------------------------
+
+
+def test_free_ports_are_free_and_differ():
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    for port in ports:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+
+
+def test_a_port_in_use_is_not_free():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        assert listener.getsockname()[1] not in free_ports(50)

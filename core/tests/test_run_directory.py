@@ -1,0 +1,142 @@
+"""A run's own folder, and the status files in it."""
+
+import json
+import os
+import threading
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.config import RunConfig
+from prime_rl.run.directory import SUBFOLDERS, log_dir, make_run_dir
+from prime_rl.run.launch import Launch
+from prime_rl.run.status import Status, StatusReport, read_status
+
+
+def config(tmp_path, **tables):
+    given = {
+        "model": {"name": "owner/My Model"},
+        "max_steps": 1,
+        "output_dir": str(tmp_path / "out"),
+    }
+    envs = {"train": {"env": [{"id": "a"}, {"id": "b/c", "name": "Two"}]}}
+    return RunConfig.model_validate({**given, "orchestrator": envs, **tables})
+
+
+def test_a_run_directory_has_its_folders_and_the_resolved_config(tmp_path):
+    asked = config(tmp_path, seed=3)
+    run_dir = make_run_dir(asked)
+    assert run_dir == tmp_path / "out" / "a-two--my-model--1"
+    assert all((run_dir / folder).is_dir() for folder in SUBFOLDERS)
+    assert (run_dir / "logs" / "latest").resolve() == log_dir(run_dir).resolve()
+    assert RunConfig.model_validate_json((run_dir / "configs/run.json").read_bytes()) == asked
+
+
+def test_a_second_run_gets_its_own(tmp_path):
+    names = [make_run_dir(config(tmp_path)).name for _ in range(3)]
+    assert [name.rsplit("--", 1)[1] for name in names] == ["1", "2", "3"]
+
+
+def test_runs_that_start_at_once_get_their_own(tmp_path):
+    made, barrier = [], threading.Barrier(8)
+
+    def start():
+        barrier.wait()
+        made.append(make_run_dir(config(tmp_path)))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(made)) == 8
+
+
+def test_an_explicit_name_is_used_once(tmp_path):
+    named = config(tmp_path, run={"name": "mine"})
+    run_dir = make_run_dir(named)
+    (run_dir / "metrics.jsonl").write_text("first")
+    with pytest.raises(ConfigError) as caught:
+        make_run_dir(named)
+    assert str(caught.value) == (
+        f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a free "
+        "one, or remove the folder."
+    )
+    assert (run_dir / "metrics.jsonl").read_text() == "first"
+
+
+def test_a_launch_reads_back_and_holds_no_secret(tmp_path):
+    run_dir = make_run_dir(config(tmp_path))
+    launch = Launch(
+        model_path="m", served_model_name="s", engine_urls=["http://127.0.0.1:1"],
+        transport_type="zmq", transport_host="127.0.0.1", transport_ports=[2], wait_for_model=True,
+    )  # fmt: skip
+    launch.write(run_dir)
+    assert Launch.read(run_dir) == launch
+    keys = json.loads((run_dir / "configs" / "launch.json").read_text())
+    assert not [name for name in keys if "key" in name or "secret" in name]
+
+
+# -- status ---------------------------------------------------------------------------------
+
+
+def test_a_status_reads_back(tmp_path):
+    path = tmp_path / "trainer.json"
+    assert read_status(path) is None
+    Status(path).report("training", progress=0.25, waiting_for="batch 3", step=2, note="x")
+    report = read_status(path)
+    assert (report.state, report.progress, report.waiting_for) == ("training", 0.25, "batch 3")
+    assert report.detail == {"step": 2, "note": "x"}
+    assert report.pid == os.getpid() and report.time > 0
+
+
+def test_a_new_report_forgets_the_old_one(tmp_path):
+    status = Status(tmp_path / "s.json")
+    status.report("a", progress=0.5, waiting_for="b", n=1)
+    status.report("c")
+    report = read_status(tmp_path / "s.json")
+    assert (report.state, report.progress, report.waiting_for, report.detail) == (
+        "c",
+        None,
+        None,
+        {},
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_a_status_without_a_path_writes_nothing():
+    status = Status(None)
+    status.report("a")
+    assert status.last.state == "a"
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"unknown": 1}', "null"])
+def test_a_file_that_is_no_status_is_none(tmp_path, text):
+    path = tmp_path / "s.json"
+    path.write_text(text)
+    assert read_status(path) is None
+
+
+def test_a_reader_never_sees_half_a_report(tmp_path):
+    path, done = tmp_path / "s.json", threading.Event()
+    status = Status(path)
+    status.report("x" * 20_000)
+    torn = []
+
+    def read():
+        while not done.is_set():
+            report = read_status(path)
+            if report is None or len(set(report.state)) != 1 or len(report.state) != 20_000:
+                torn.append(report)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for number in range(200):
+        status.report("ab"[number % 2] * 20_000)
+    done.set()
+    reader.join()
+    assert torn == []
+
+
+def test_a_fresh_report_is_starting():
+    assert StatusReport().state == "starting"
