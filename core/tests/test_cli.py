@@ -21,6 +21,8 @@ name = "tiny-reverse"
 [orchestrator]
 batch_size = 8
 group_size = 4
+[orchestrator.renderer]
+name = "qwen3"
 [[orchestrator.train.env]]
 id = "reverse-text"
 """

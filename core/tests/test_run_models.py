@@ -1,16 +1,17 @@
 """Models made here: cached whole, one for each set of settings, nothing left by a crash."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
-from prime_rl import ModelMaker, PluginConfig
+from prime_rl import ConfigError, ModelMaker, PluginConfig
+from prime_rl.config import RunConfig
 from prime_rl.run.launch import READY, wait_for_model
-from prime_rl.run.models import cache_dir, cached_path, make
+from prime_rl.run.models import cache_dir, cached_path, fetch, make, model_path
 from prime_rl.run.status import Status, read_status
 
 
@@ -22,16 +23,15 @@ class Tiny(ModelMaker):
     name = "tiny"
     config_class = Settings
 
-    def make(self, directory, seed, progress):
+
+def fills(text):
+    """A maker's work: one file, into a folder that is empty."""
+
+    def fill(directory):
         assert list(directory.iterdir()) == []
-        progress("warming up", 0.5)
-        (directory / "config.json").write_text(str(seed))
+        (directory / "config.json").write_text(text)
 
-
-class Breaks(Tiny):
-    def make(self, directory, seed, progress):
-        (directory / "half").touch()
-        raise RuntimeError("no memory")
+    return fill
 
 
 @pytest.fixture(autouse=True)
@@ -59,26 +59,35 @@ def test_the_cache_follows_the_users_cache_folder(monkeypatch, tmp_path):
 
 
 def test_a_made_model_is_whole_and_alone(cache):
-    status = cache.parent / "model.json"
-    make(Tiny(Settings()), cache / "m", 3, Status(status))
+    make(fills("3"), cache / "m")
     assert (cache / "m" / "config.json").read_text() == "3" and (cache / "m" / READY).exists()
     assert [entry.name for entry in cache.iterdir()] == ["m"]
-    assert (read_status(status).state, read_status(status).progress) == ("warming up", 0.5)
+
+
+def test_nobody_sees_a_model_that_is_half_made(cache):
+    def fill(directory):
+        fills("3")(directory)
+        assert not (cache / "m").exists() and not (directory / READY).exists()
+
+    make(fill, cache / "m")
 
 
 def test_a_maker_that_fails_leaves_nothing(cache):
+    def fill(directory):
+        fills("3")(directory)
+        raise RuntimeError("no memory")
+
     with pytest.raises(RuntimeError, match="no memory"):
-        make(Breaks(Settings()), cache / "m", 0, Status(None))
+        make(fill, cache / "m")
     assert list(cache.iterdir()) == []
 
 
 def test_another_process_may_be_faster(cache):
-    class Overtaken(Tiny):
-        def make(self, directory, seed, progress):
-            super().make(directory, seed, progress)
-            make(Tiny(Settings()), cache / "m", 1, Status(None))
+    def overtaken(directory):
+        fills("2")(directory)
+        make(fills("1"), cache / "m")
 
-    make(Overtaken(Settings()), cache / "m", 2, Status(None))
+    make(overtaken, cache / "m")
     assert (cache / "m" / "config.json").read_text() == "1"  # the first stays
     assert [entry.name for entry in cache.iterdir()] == ["m"]
 
@@ -87,7 +96,39 @@ def test_a_folder_in_the_way_that_is_no_model_is_an_error(cache):
     (cache / "m").mkdir(parents=True)
     (cache / "m" / "stray").touch()
     with pytest.raises(OSError, match="not empty"):
-        make(Tiny(Settings()), cache / "m", 0, Status(None))
+        make(fills("1"), cache / "m")
+    assert [entry.name for entry in cache.iterdir()] == ["m"]
+
+
+def run_of(name):
+    return RunConfig.model_validate({"model": {"name": str(name)}, "max_steps": 1})
+
+
+def test_a_folder_is_used_as_it_is(tmp_path, cache):
+    (tmp_path / "config.json").write_text("{}")
+    assert model_path(run_of(tmp_path)) == (str(tmp_path), False)
+
+
+def test_a_hub_model_is_fetched_once(cache):
+    path, to_make = model_path(run_of("owner/name"))
+    assert to_make and path == str(cache / "hub--owner--name")
+    make(fills("{}"), cache / "hub--owner--name")
+    assert model_path(run_of("owner/name")) == (path, False)
+
+
+def test_a_hub_that_cannot_be_reached_is_said_so(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def offline(*_, **__):
+        raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ConfigError) as caught:
+        fetch("owner/name", tmp_path, Status(tmp_path / "model.json"))
+    assert str(caught.value) == (
+        "model.name: 'owner/name' is no folder here, and fetching it from the hub failed: no route"
+    )
+    assert read_status(tmp_path / "model.json").waiting_for == "Hugging Face hub"
 
 
 MAKER = """
@@ -115,7 +156,7 @@ def maker(code, *arguments):
 
 
 def test_makers_side_by_side_give_one_whole_model(cache):
-    code = "models.make(Slow(PluginConfig()), Path(sys.argv[1]), 0, Status(None))"
+    code = "models.make(lambda d: Slow(PluginConfig()).make(d, 0, None), Path(sys.argv[1]))"
     processes = [maker(code, cache / "m", 0.2) for _ in range(3)]
     for process in processes:
         process.communicate(timeout=60)
@@ -151,13 +192,9 @@ models.main()
 
 
 async def test_waiting_for_a_model_ends_when_it_is_whole(tmp_path):
-    import asyncio
-
     waiting = asyncio.create_task(wait_for_model(tmp_path / "m", poll=0.01))
     (tmp_path / "m").mkdir()
     await asyncio.sleep(0.05)
     assert not waiting.done()
     (tmp_path / "m" / READY).touch()
-    start = time.monotonic()
-    await waiting
-    assert time.monotonic() - start < 30
+    await asyncio.wait_for(waiting, 30)

@@ -123,8 +123,8 @@ def test_while_processes_start(run_dir):
 
 def test_while_training(run_dir):
     for step in (1, 2):
-        log(run_dir, step, step / 4, seconds=step, tokens=1000.0 * step,
-            **{"off_policy/mean": 1.0, "off_policy/max": 2.0, "mismatch_kl/all/mean": 3.2e-7})  # fmt: skip
+        more = {"off_policy/mean": 1.0, "off_policy/max": 2.0, "mismatch_kl/all/mean": 3.2e-7}
+        log(run_dir, step, step / 4, seconds=step, tokens=1000.0 * step, **more)
     status(run_dir, "orchestrator", "sampling batch 3", inflight=64, buffered="8/64")
     text = drawn(run_dir)
     for shown in ("2/10", "0.500 ▁█", "1,000", "1.00 steps (max 2)", "3.2e-07", "sampling batch 3",

@@ -55,6 +55,22 @@ def test_greedy_answers_equal_transformers(
         assert request.token_ids == greedy(reference, prompt, 20)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_half_precision_follows_the_float32_model(tmp_path: Path, dtype: str, fused: bool) -> None:
+    """Logprobs of 20 sampled tokens against a float32 forward, to the precision of 8 or 11 bits."""
+    folder = write_model(tmp_path)
+    served = load_model(folder, max_len=64, dtype=dtype, fused=fused)
+    request = Request(list(range(10)), SamplingParams(max_tokens=20, seed=1))
+    run(Scheduler(served, num_slots=1, max_model_len=64), [request])
+    ids = torch.tensor([request.prompt + request.token_ids])
+    reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logprobs = reference(input_ids=ids, use_cache=False).logits[0, 9:-1].log_softmax(-1)
+    expected = logprobs.gather(-1, ids[0, 10:, None])[:, 0].tolist()
+    assert request.logprobs == pytest.approx(expected, abs=0.5 if dtype == "bfloat16" else 0.05)
+
+
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     """Without any cache: a forward over the whole sequence for every token."""

@@ -18,6 +18,7 @@ import pytest
 
 from prime_rl import Engine, EngineLaunch
 from prime_rl_embedded import Embedded, EmbeddedConfig, register_engines, server
+from prime_rl_embedded.scheduler import Scheduler
 from prime_rl_embedded.server import parse
 from prime_rl_embedded.testing import Served, free_port, start, wait_healthy, write_model
 
@@ -99,33 +100,6 @@ def wait_for_state(path: Path, state: str, process: subprocess.Popen[Any]) -> No
         time.sleep(0.05)
 
 
-def test_an_engine_that_dies_ends_the_process_with_its_traceback(model_folder: Path) -> None:
-    """The request that met the failure is told, too."""
-    port = free_port()
-    code = f"""
-import sys
-from prime_rl_embedded import scheduler, server
-def step(self): raise MemoryError("boom")
-scheduler.Scheduler.step = step
-argv = ["--model", {str(model_folder)!r}, "--port", "{port}", "--max-model-len", "64"]
-sys.exit(server.main(argv))
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
-    try:
-        wait_healthy(f"http://127.0.0.1:{port}", process)
-        answer = httpx.post(
-            f"http://127.0.0.1:{port}/inference/v1/generate", json={"token_ids": [1]}, timeout=60
-        )
-        assert answer.status_code == 503
-        assert answer.json()["error"]["message"] == "the engine died: MemoryError: boom"
-        _, stderr = process.communicate(timeout=30)
-        assert process.returncode == 1
-        assert "MemoryError: boom" in stderr and "in step" in stderr
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     status = tmp_path / "status.json"
@@ -191,3 +165,31 @@ def test_a_port_that_is_taken_ends_it_with_one_line(
         assert main(model_folder, port, tmp_path / "status.json") != 0
     (record,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "address already in use" in record.message and str(port) in record.message
+
+
+def test_an_engine_that_dies_ends_the_process_with_its_traceback(
+    tmp_path: Path,
+    model_folder: Path,
+    main: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Not a failing step, which ends its requests only: the thread itself."""
+
+    def step(self: Scheduler) -> None:
+        raise MemoryError("boom")
+
+    monkeypatch.setattr(Scheduler, "step", step)
+    port, status = free_port(), tmp_path / "status.json"
+    url = f"http://127.0.0.1:{port}"
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(main, model_folder, port, status)
+        deadline = time.monotonic() + 60
+        while not status.exists() or json.loads(status.read_text())["state"] != "idle":
+            assert not code.done() and time.monotonic() < deadline
+        answer = httpx.post(f"{url}/inference/v1/generate", json={"token_ids": [1]}, timeout=60)
+        assert code.result() == 1
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "the engine died: MemoryError: boom"
+    assert "in step" in (stderr := capsys.readouterr().err) and "MemoryError: boom" in stderr
+    assert json.loads(status.read_text())["state"] == "the engine died: boom"

@@ -147,6 +147,20 @@ def test_logits_that_are_not_finite_fail_their_row_only(
     assert sick.error == "the model's logits are not finite at position 3 under policy version 0"
 
 
+def test_a_request_that_shares_a_prompt_whose_logits_are_not_finite_fails_with_it(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would otherwise copy the row that was cleared, and sample from nothing."""
+    twins = [request([3, 4, 5], 5), request([3, 4, 5], 5)]
+    for twin in twins:
+        scheduler.add(twin)
+    forward = scheduler.model.forward
+    monkeypatch.setattr(scheduler.model, "forward", lambda *args: forward(*args) * torch.nan)
+    scheduler.step()
+    assert [twin.finish_reason for twin in twins] == ["error", "error"]
+    assert twins[1].error == twins[0].error and not scheduler.has_work
+
+
 def test_an_abort_closes_the_gap_with_the_last_row(scheduler: Scheduler) -> None:
     first, last = request([1, 2, 3], 20), Request([4, 5], SamplingParams(20, temperature=0))
     alone = Request([4, 5], last.params)

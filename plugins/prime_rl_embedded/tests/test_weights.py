@@ -87,6 +87,26 @@ def test_requests_in_flight_keep_their_kv_and_go_on_with_the_new_weights(
     assert found == pytest.approx(logprobs, abs=1e-4)
 
 
+def test_updates_without_a_pause_fall_between_two_tokens_of_every_request(
+    server: Served, model_folder: Path, other_folder: Path
+) -> None:
+    """12 requests over 8 slots, 3 updates: spans ascend without gaps and cover every token."""
+    with ThreadPoolExecutor(12) as pool:
+        running = [pool.submit(server.generate, [i], max_tokens=300, seed=i) for i in range(12)]
+        server.wait_for("vllm:num_requests_running", 8)
+        for version in (1, 2, 3):
+            folder = (model_folder, other_folder)[version % 2]
+            assert server.update_weights(folder, version=version).status_code == 200
+        choices = [future.result()["choices"][0] for future in running]
+    for choice in choices:
+        spans = choice["weight_versions"]
+        assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
+        assert spans[-1]["end"] == 300 == len(choice["token_ids"])
+        versions = [int(span["version"]) for span in spans]
+        assert versions == sorted(set(versions)) and set(versions) <= {0, 1, 2, 3}
+    assert any(len(choice["weight_versions"]) > 1 for choice in choices)
+
+
 @torch.no_grad()
 def continue_with_old_cache(
     first: Path, second: Path, swap: int, length: int

@@ -76,13 +76,17 @@ def test_the_vocabulary_is_bytes_specials_and_role_lines() -> None:
     assert len(TOKENIZER.encode("assistant", add_special_tokens=False)) == 9
 
 
-def test_warm_up_sees_the_tokens_a_rollout_sees(renderer: Any) -> None:
+@pytest.mark.parametrize(("thinking", "extra"), [(True, 6), (False, 12)])
+def test_warm_up_sees_the_tokens_a_rollout_sees(thinking: bool, extra: int) -> None:
+    from renderers import Qwen3RendererConfig, create_renderer
+
     from prime_rl_environments.tiny.make import encode_pair
 
-    prompt, answer = encode_pair(TOKENIZER, "hello")
+    renderer = create_renderer(TOKENIZER, Qwen3RendererConfig(enable_thinking=thinking))
+    prompt, answer = encode_pair(TOKENIZER, "hello", thinking)
     messages = [{"role": "user", "content": "hello"}]
     assert prompt == renderer.render_ids(messages, add_generation_prompt=True)
-    assert len(prompt) == len("hello") + 6
+    assert len(prompt) == len("hello") + extra
     assert renderer.parse_response(answer).content == "olleh"
     assert answer[-1] in renderer.get_stop_token_ids()
 
@@ -103,17 +107,14 @@ def test_labels_are_the_answer_alone_shifted_by_one() -> None:
 
     ids, labels = encode_batch(TOKENIZER, ["ab", "abc"])
     a, b, c = TOKENIZER.encode("abc", add_special_tokens=False)
-    start, end, user, assistant = 1, 2, 10, 11
     (newline,) = TOKENIZER.encode("\n", add_special_tokens=False)
-    assert ids.tolist() == [
-        [start, user, a, b, end, newline, start, assistant, b, a, end, 0],
-        [start, user, a, b, c, end, newline, start, assistant, c, b, a],
-    ]
-    no = -100
-    assert labels.tolist() == [
-        [no, no, no, no, no, no, no, b, a, end, no, no],
-        [no, no, no, no, no, no, no, no, c, b, a, end],
-    ]
+    start, end, user, assistant, think, unthink = 1, 2, 10, 11, 7, 8
+    thought = [think, newline, newline, unthink, newline, newline]
+    short = [start, user, a, b, end, newline, start, assistant, b, a, end]
+    long = [start, user, a, b, c, end, newline, start, assistant, *thought, c, b, a]
+    assert ids.tolist() == [short + [0] * 7, long]
+    no = [-100]
+    assert labels.tolist() == [no * 7 + [b, a, end] + no * 8, no * 14 + [c, b, a, end]]
 
 
 def test_a_seed_makes_the_same_weights_again_and_another_seed_others(tmp_path: Path) -> None:
@@ -155,7 +156,7 @@ def test_it_half_knows_how_to_reverse_words_it_has_never_seen(folder: Path) -> N
     exact, scores, sampled = 0, [], []
     torch.manual_seed(0)
     held_out = list(islice(words(0, "held_out", 6, 6), 64))  # of one length, so no padding
-    prompts = [f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n" for word in held_out]
+    prompts = [f"<|im_start|>user\n{w}<|im_end|>\n<|im_start|>assistant\n" for w in held_out]
     ids = tokenizer(prompts, return_tensors="pt", add_special_tokens=False)
     for sample, column in ((False, scores), (True, sampled)):
         options = (

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl.config.base import Settings
+from prime_rl.plugins.errors import ConfigError
 
 
 class OptimConfig(Settings):
@@ -40,6 +41,28 @@ class SchedulerConfig(Settings):
     """Steps of the final decay of ``linear``. None: everything after warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """The rate at the end of the decay."""
+
+    def num_decay_steps(self, max_steps: int) -> int:
+        """How many steps the final decay takes."""
+        if self.type == "constant":
+            return 0
+        if self.type == "cosine" or self.decay_steps is None:
+            return max(0, max_steps - self.warmup_steps)
+        return self.decay_steps
+
+    def check(self, peak: float, max_steps: int) -> None:
+        """Raises ``ConfigError`` if it does not fit into a run of ``max_steps`` at rate
+        ``peak``."""
+        warmup, decay = self.warmup_steps, self.num_decay_steps(max_steps)
+        if warmup + decay > max_steps:
+            raise ConfigError(
+                f"trainer.scheduler: warmup_steps {warmup} and decay_steps {decay} "
+                f"take {warmup + decay} steps, max_steps is {max_steps}. Shorten one of them."
+            )
+        if self.min_lr > peak:
+            raise ConfigError(
+                f"trainer.scheduler.min_lr is {self.min_lr}, expected at most optim.lr {peak}"
+            )
 
 
 class LossConfig(Settings):

@@ -39,15 +39,16 @@ def check(config: RunConfig) -> Hooks:
     ``PluginError``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     _check_envs(config)
+    config.trainer.scheduler.check(config.trainer.optim.lr, config.max_steps)
     _check_algorithms(config, hooks)
     _check_filters(config, hooks)
+    build_model_maker(config, hooks)  # before the renderer, which depends on the model
     orchestrator = config.orchestrator
     _check(SAMPLER, orchestrator.sampler.type, orchestrator.sampler.settings, hooks)
     _check_renderer(config, hooks)
     for name, table in config.monitors.items():
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
     build_engine(config, hooks)
-    build_model_maker(config, hooks)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
     return hooks

@@ -24,6 +24,7 @@ from rich.text import Text
 from prime_rl.run.status import StatusReport, read_status
 
 PROCESSES = ("model", "inference", "trainer", "orchestrator")
+SLOW_SECONDS = 2.0
 BARS = "▁▂▃▄▅▆▇█"
 REWARD = "train/agg/all/reward/mean"
 
@@ -65,7 +66,6 @@ class View:
             title=f"prime-rl · {self.run_dir.name}",
             subtitle=str(self.run_dir),
             border_style="blue",
-            expand=False,
             width=min(self.console.width, 110),
         )
 
@@ -195,14 +195,15 @@ def _off_policy(latest: dict[str, Any]) -> str:
 
 
 def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:
-    waiting = report.waiting_for or ""
+    state = Text(report.state)
+    if (seconds := time.time() - report.time) > SLOW_SECONDS:
+        state.append(f"  {clock(seconds)}", "dim")  # so that what takes long is seen to take long
     detail = "  ".join(f"{name} {_plain(value)}" for name, value in report.detail.items())
     last: RenderableType = Text(detail, "dim")
     if report.progress is not None and report.progress < 1:
-        last = _row(
-            ProgressBar(total=1.0, completed=report.progress, width=20), f"{report.progress:4.0%}"
-        )
-    return Text(report.state), Text(waiting, "yellow"), last
+        bar = ProgressBar(total=1.0, completed=report.progress, width=20)
+        last = _row(bar, f"{report.progress:4.0%}")
+    return state, Text(report.waiting_for or "", "yellow"), last
 
 
 def _plain(value: float | str) -> str:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.config.trainer import OptimConfig, SchedulerConfig
-from prime_rl.plugins.errors import ConfigError
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
@@ -35,22 +34,14 @@ def make_schedule(config: SchedulerConfig, peak: float, max_steps: int) -> Calla
     """The learning rate of step n = 1 .. ``max_steps``; W = warm-up steps, D = decay steps::
 
         warm-up  n <= W          peak * n / W                      (the first step already learns)
-        hold                     peak decay    last D steps    from peak, reaching min_lr after the
-        last step (which so still learns)
+        hold                     peak
+        decay    last D steps    from peak, reaching min_lr after the last step (which still learns)
 
     ``linear`` decays on a line, ``cosine`` on half a wave over everything after warm-up. Raises
     ``ConfigError`` if warm-up and decay do not fit into the run or ``min_lr`` lies above ``lr``.
     """
-    warmup, decay = config.warmup_steps, _decay_steps(config, max_steps)
-    if warmup + decay > max_steps:
-        raise ConfigError(
-            f"trainer.scheduler: warmup_steps {warmup} and decay_steps {decay} "
-            f"take {warmup + decay} steps, max_steps is {max_steps}. Shorten one of them."
-        )
-    if config.min_lr > peak:
-        raise ConfigError(
-            f"trainer.scheduler.min_lr is {config.min_lr}, expected at most optim.lr {peak}"
-        )
+    config.check(peak, max_steps)
+    warmup, decay = config.warmup_steps, config.num_decay_steps(max_steps)
 
     def learning_rate(step: int) -> float:
         if step <= warmup:
@@ -64,11 +55,3 @@ def make_schedule(config: SchedulerConfig, peak: float, max_steps: int) -> Calla
         return peak + (config.min_lr - peak) * share
 
     return learning_rate
-
-
-def _decay_steps(config: SchedulerConfig, max_steps: int) -> int:
-    if config.type == "constant":
-        return 0
-    if config.type == "cosine" or config.decay_steps is None:
-        return max(0, max_steps - config.warmup_steps)
-    return config.decay_steps

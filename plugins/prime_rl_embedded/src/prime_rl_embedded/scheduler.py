@@ -211,6 +211,10 @@ class Scheduler:
         leader = self._prefixes[follower.prefix_key]
         length = len(follower.prompt)
         row = len(self.active)
+        if leader.finish_reason == "error":  # its row has been cleared: there is nothing to copy
+            follower.finish_reason, follower.error = "error", leader.error
+            self.active.append(follower)
+            return
         self.cache.reserve(row + 1, length)
         self.cache.copy_row(self.active.index(leader), row, length - 1)
         follower.next_token, follower.position = follower.prompt[-1], length - 1

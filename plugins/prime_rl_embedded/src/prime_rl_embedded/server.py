@@ -140,8 +140,8 @@ def describe(scheduler: Scheduler, limits: Limits) -> str:
 
 def wait_for_model(path: Path, status: Status) -> None:
     """Return when the folder is complete."""
+    status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
     while not ((path / READY).exists() and (path / "config.json").exists()):
-        status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
         time.sleep(_POLL_SECONDS)
 
 
@@ -179,14 +179,16 @@ class EngineServer:
         server = _make_http_server(app, engine, self.args)
         self._stop_serving = lambda: setattr(server, "should_exit", True)
         engine.start()
-        reporting = asyncio.create_task(self._report(engine))
+        reporting = asyncio.create_task(self._report(engine, server))
         try:
             await server.serve()
         finally:
             reporting.cancel()
 
-    async def _report(self, engine: EngineLoop) -> None:
-        """What the engine is doing, once a second."""
+    async def _report(self, engine: EngineLoop, server: Server) -> None:
+        """What the engine is doing, once a second, from when it can be reached."""
+        while not server.started:
+            await asyncio.sleep(_POLL_SECONDS)
         before, then = 0, time.monotonic()
         while True:
             stats, now = engine.scheduler.stats, time.monotonic()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Progress = Callable[[str, float], None]
 IGNORE = -100
 """Label of a position that is not trained."""
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+"""What the renderer puts after the generation prompt when thinking is disabled."""
 WINDOW = 6
 """Batches over which the share of exact answers is averaged: 384 fresh words."""
 
@@ -76,9 +78,15 @@ def build_model(
     return Qwen3ForCausalLM(architecture)
 
 
-def encode_pair(tokenizer: PreTrainedTokenizerFast, word: str) -> tuple[list[int], list[int]]:
-    """``(prompt, answer)`` in token ids, as a rollout on this word renders and samples them."""
+def encode_pair(
+    tokenizer: PreTrainedTokenizerFast, word: str, thinking: bool = True
+) -> tuple[list[int], list[int]]:
+    """``(prompt, answer)`` in token ids, as a rollout on this word renders and samples them.
+
+    ``thinking`` is the renderer's ``enable_thinking``: off, the prompt ends in an empty thought.
+    """
     prompt = f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"
+    prompt += "" if thinking else NO_THOUGHT
     answer = f"{word[::-1]}<|im_end|>"
     ids: list[list[int]] = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
     return ids[0], ids[1]
@@ -87,9 +95,12 @@ def encode_pair(tokenizer: PreTrainedTokenizerFast, word: str) -> tuple[list[int
 def encode_batch(
     tokenizer: PreTrainedTokenizerFast, batch: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input_ids`` and ``labels``, each [B, T - 1]: right-padded, labels shifted, prompts
-    ignored."""
-    pairs = [encode_pair(tokenizer, word) for word in batch]
+    """``input_ids`` and ``labels``, each [B, T - 1]: right-padded, labels shifted, prompts ignored.
+
+    Every other prompt has thinking off, so that either setting of the renderer finds a policy that
+    knows its prompts; one it has not seen scores 0.03 instead of 0.5.
+    """
+    pairs = [encode_pair(tokenizer, word, row % 2 == 0) for row, word in enumerate(batch)]
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     ids = torch.full((len(batch), longest), int(tokenizer.pad_token_id or 0))
     labels = torch.full((len(batch), longest), IGNORE)
