@@ -58,9 +58,9 @@ def test_overrides_come_last(toml):
         (["--a.b-c", "3"], (["a", "b_c"], 3)),
         (["--a=3"], (["a"], 3)),
         (["--a=b=c"], (["a"], "b=c")),
-        (["--flag"], (["flag"], True)),
-        (["--no-flag"], (["flag"], False)),
-        (["--no-a.flag"], (["a", "flag"], False)),
+        (["--flag"], (["flag"], "true")),
+        (["--no-flag"], (["flag"], "false")),
+        (["--no-a.flag"], (["a", "flag"], "false")),
         (["--a", "-1.5"], (["a"], -1.5)),
         (["--a", "None"], (["a"], None)),
         (["--a", "[1, 2]"], (["a"], [1, 2])),
@@ -75,7 +75,7 @@ def test_forms_of_an_override(arguments, expected):
 
 def test_several_overrides():
     assert parse_overrides(["--a", "--b", "1", "--c=x"]) == [
-        (["a"], True),
+        (["a"], "true"),
         (["b"], 1),
         (["c"], "x"),
     ]
@@ -213,6 +213,7 @@ def test_no_key_is_left_unread():
         p for p in root.rglob("*.py") if not {"config", "docs"} & set(p.parts[len(root.parts) :])
     ]
     text = "\n".join(path.read_text() for path in sources)
+    own = "\n".join(path.read_text() for path in (root / "config").glob("*.py"))
 
     def tables(annotation):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -221,10 +222,19 @@ def test_no_key_is_left_unread():
 
     def unread(table, place):
         for name, info in table.model_fields.items():
-            if not re.search(rf"\.{name}\b", text):
+            if not re.search(rf"\.{name}\b", text) and not re.search(rf"self\.{name}\b", own):
                 yield f"{place}{name}"
             for inner in tables(info.annotation):
                 yield from unread(inner, f"{place}{name}.")
 
     # weight_broadcast has one type only, so far: nothing to choose by.
     assert set(unread(RunConfig, "")) <= {"weight_broadcast"}
+
+
+def test_a_number_whose_value_was_forgotten_is_no_silent_one(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('max_steps = 3\n[model]\nname = "m"\n')
+    with pytest.raises(ConfigError, match=r"max_steps: .*\(got 'true'\)"):
+        load_config([file], ["--max-steps"])
+    switched = load_config([file], ["--no-orchestrator.save_rollouts"])
+    assert switched.orchestrator.save_rollouts is False

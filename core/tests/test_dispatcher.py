@@ -20,6 +20,7 @@ class World:
         self, *, size=4, batch=8, lag=8, over=1.0, inflight=1000, max_steps=100, group=None
     ):
         self.version, self.step, self.buffered = 0, 1, 0
+        self.stubborn = False  # rollouts that finish although they are cancelled
         self.batch, self.max_steps, self.size = batch, max_steps, size
         self.waiting: dict[tuple[int, int], asyncio.Future[Member]] = {}
         self.most_inflight = 0
@@ -39,6 +40,10 @@ class World:
         self.most_inflight = max(self.most_inflight, self.dispatcher.num_inflight)
         try:
             return await future
+        except asyncio.CancelledError:
+            if self.stubborn:
+                return Member((make_rollout(1.0),))
+            raise
         finally:
             del self.waiting[group.group_id, index]
 
@@ -234,6 +239,17 @@ async def test_a_group_that_completes_while_others_are_voided_is_voided_too():
             stubborn.set_result(Member((make_rollout(1.0),)))
         assert await dropping == 2
         assert world.dispatcher.arrivals.empty() and world.balanced()
+
+
+async def test_a_rollout_that_ignores_its_cancellation_does_not_revive_its_group():
+    world = World(size=2, batch=2, lag=0)
+    world.stubborn = True
+    async with world:
+        world.buffered = 1000
+        assert await world.dispatcher.drop_stale(1) == 2
+        await settle()
+        assert world.dispatcher.arrivals.empty() and not world.task.done()
+        assert world.dispatcher.counts == {"dispatched": 2, "finished": 2, "cancelled": 0}
 
 
 async def test_closing_cancels_everything():

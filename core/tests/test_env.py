@@ -244,8 +244,8 @@ async def test_a_rollout_becomes_aligned_columns(settings: Any, engine: FakeEngi
 async def test_rewards_metrics_and_the_rest_of_the_record(
     settings: Any, engine: FakeEngine
 ) -> None:
-    result = await only(settings(PlainTaskset), engine)
-    assert (result.ok, result.error, result.error_type) == (True, None, None)
+    result = await only(settings(PlainTaskset), engine, group_id=7)
+    assert (result.ok, result.error, result.error_type, result.group_id) == (True, None, None, 7)
     assert (result.reward, result.rewards) == (2.0, {"right": 1.0})
     assert result.metrics == {"length": 2.0}
     assert (result.num_turns, result.is_truncated) == (1, False)

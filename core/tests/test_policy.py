@@ -24,7 +24,8 @@ class Engine:
     """A stand-in server on loopback that notes every request."""
 
     def __init__(self):
-        self.calls, self.refuse, self.models = [], {}, [{"id": "m"}]
+        self.calls, self.done, self.refuse, self.models = [], [], {}, [{"id": "m"}]
+        self.slow = set()
         self.on_update = lambda: None
 
     async def handle(self, request):
@@ -33,6 +34,9 @@ class Engine:
         self.key = request.headers.get("Authorization")
         if request.path == "/update_weights":
             self.on_update()
+        if request.path in self.slow:
+            await asyncio.sleep(0.2)
+        self.done.append(request.path)
         if request.path in self.refuse:
             return web.Response(status=self.refuse[request.path], text="the reason")
         if request.path == "/v1/models":
@@ -253,6 +257,15 @@ async def test_one_engine_that_cannot_pause_leaves_no_other_one_paused(tmp_path)
         with pytest.raises(EngineError, match="refused /pause: 500"):
             await admin.update_weights(tmp_path, 1)
     assert good.paths == ["/pause", "/resume"]
+
+
+async def test_no_resume_overtakes_a_slow_pause(tmp_path):
+    slow, bad = Engine(), Engine()
+    slow.slow, bad.refuse = {"/pause"}, {"/pause": 500}
+    async with connected(slow, bad) as admin:
+        with pytest.raises(EngineError, match="refused /pause: 500"):
+            await admin.update_weights(tmp_path, 1)
+    assert slow.done == ["/pause", "/resume"]
 
 
 async def test_an_engine_that_is_gone_is_named():

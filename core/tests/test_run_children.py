@@ -14,6 +14,7 @@ import pytest
 from prime_rl import RunError
 from prime_rl.run import supervisor
 from prime_rl.run.children import end, free_ports, start
+from prime_rl.run.status import DONE, Status
 from prime_rl.run.supervisor import _sigterm_is_ctrl_c, _uninterrupted, _watch
 
 FOREVER = "import time; time.sleep(600)"
@@ -171,7 +172,14 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once(tmp_path):
 
 # -- watching -------------------------------------------------------------------------------
 
-VIEW = SimpleNamespace(refresh=lambda: None)
+
+@pytest.fixture
+def view(tmp_path):
+    """Stands in for the live view; every process named here has said that it is done."""
+    (tmp_path / "status").mkdir()
+    for name in ("model", "trainer", "orchestrator"):
+        Status(tmp_path / "status" / f"{name}.json").report(DONE)
+    return SimpleNamespace(refresh=lambda: None, run_dir=tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -179,45 +187,54 @@ def quick(monkeypatch):
     monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)
 
 
-def test_a_run_is_over_when_orchestrator_and_trainer_are(spawn):
+def test_a_run_is_over_when_orchestrator_and_trainer_are(spawn, view):
     children = [spawn("pass", "model"), spawn(FOREVER, "inference")]
     children += [spawn("pass", "trainer"), spawn("import time; time.sleep(0.3)", "orchestrator")]
-    _watch(children, VIEW)
+    _watch(children, view)
     assert children[1].exit_code is None  # the engine is ended by the supervisor
 
 
 @pytest.mark.parametrize("name", ["model", "inference", "trainer", "orchestrator"])
-def test_a_child_that_dies_ends_the_run_with_name_code_and_last_lines(spawn, name):
+def test_a_child_that_dies_ends_the_run_with_name_code_and_last_lines(spawn, view, name):
     dying = "import sys; print('loading'); sys.exit('the reason')"
     names = ("model", "inference", "trainer", "orchestrator")
     children = [spawn(dying if each == name else FOREVER, each) for each in names]
     with pytest.raises(RunError) as caught:
-        _watch(children, VIEW)
+        _watch(children, view)
     log = children[names.index(name)].log
     message = str(caught.value)
     assert message.splitlines()[0] == f"{name} exited with code 1. The end of its log ({log}):"
     assert sorted(message.splitlines()[1:]) == ["    loading", "    the reason"]
 
 
-def test_a_child_that_is_killed_is_said_to_be(spawn):
+def test_a_child_that_is_killed_is_said_to_be(spawn, view):
     names = ("inference", "trainer", "orchestrator")
     children = [spawn(FOREVER, name) for name in names]
     os.kill(children[1].process.pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"^trainer was ended by SIGKILL\. The end of its log"):
-        _watch(children, VIEW)
+        _watch(children, view)
 
 
-def test_an_engine_that_just_stops_has_died_too(spawn):
+def test_an_engine_that_just_stops_has_died_too(spawn, view):
     children = [
         spawn("pass", "inference"),
         spawn(FOREVER, "trainer"),
         spawn(FOREVER, "orchestrator"),
     ]
-    with pytest.raises(RunError, match=r"^inference exited with code 0\."):
-        _watch(children, VIEW)
+    with pytest.raises(RunError, match=r"^inference exited with code 0 before it was done\."):
+        _watch(children, view)
 
 
-def test_a_trainer_that_never_ends_is_named(spawn, monkeypatch):
+@pytest.mark.parametrize("name", ["trainer", "orchestrator"])
+def test_one_that_ends_without_having_said_it_is_done_has_died_too(spawn, view, name):
+    Status(view.run_dir / "status" / f"{name}.json").report("training")
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("pass" if each == name else FOREVER, each) for each in names]
+    with pytest.raises(RunError, match=f"^{name} exited with code 0 before it was done"):
+        _watch(children, view)
+
+
+def test_a_trainer_that_never_ends_is_named(spawn, view, monkeypatch):
     monkeypatch.setattr(supervisor, "TRAINER_GRACE", 0.2)
     children = [
         spawn(FOREVER, "inference"),
@@ -225,12 +242,12 @@ def test_a_trainer_that_never_ends_is_named(spawn, monkeypatch):
         spawn("pass", "orchestrator"),
     ]
     with pytest.raises(RunError, match="the trainer is still busy 0 s after the last step"):
-        _watch(children, VIEW)
+        _watch(children, view)
 
 
-def test_the_view_is_refreshed_while_the_run_goes_on(spawn):
+def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):
     refreshed = []
-    view = SimpleNamespace(refresh=lambda: refreshed.append(time.monotonic()))
+    view.refresh = lambda: refreshed.append(time.monotonic())
     nap = "import time; time.sleep(0.3)"
     _watch(
         [spawn(FOREVER, "inference"), spawn("pass", "trainer"), spawn(nap, "orchestrator")], view

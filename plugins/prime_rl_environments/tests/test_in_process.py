@@ -180,7 +180,7 @@ async def test_python_tools_run_and_their_results_go_back(engine: Any, run: Any)
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
-        ("subtract", {}, "error: no tool 'subtract'; there are: add"),
+        ("subtract", {}, "error: LookupError: no tool 'subtract'; there are: add"),
         ("add", {"a": 1}, "error: TypeError: add() missing 1 required positional argument: 'b'"),
     ],
 )
@@ -191,6 +191,20 @@ async def test_what_goes_wrong_in_a_tool_is_told_to_the_model(
     harness.tools = {"add": add}
     call = {"id": "1", "function": {"name": name, "arguments": json.dumps(arguments)}}
     assert (await harness.call_tool(call))["content"] == text
+
+
+async def test_a_system_prompt_and_a_conversation_open_the_request() -> None:
+    harness = InProcessHarness.__new__(InProcessHarness)
+    plain = vf.TaskData(prompt="hi", system_prompt="be brief")
+    assert harness.opening(plain) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "hi"},
+    ]
+    talk = vf.TaskData(prompt=[vf.UserMessage(content="a"), vf.AssistantMessage(content="b")])
+    assert harness.opening(talk) == [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+    ]
 
 
 @pytest.mark.parametrize("path", ["no_such_module:x", f"{__name__}:nothing", "json:dumps", "json"])

@@ -153,7 +153,8 @@ def test_it_half_knows_how_to_reverse_words_it_has_never_seen(folder: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.dtype == torch.float32
     assert 300_000 < model.num_parameters() < 400_000
-    exact, scores, sampled = 0, [], []
+    scores: list[float] = []
+    sampled: list[float] = []
     torch.manual_seed(0)
     held_out = list(islice(words(0, "held_out", 6, 6), 64))  # of one length, so no padding
     prompts = [f"<|im_start|>user\n{w}<|im_end|>\n<|im_start|>assistant\n" for w in held_out]
@@ -167,9 +168,9 @@ def test_it_half_knows_how_to_reverse_words_it_has_never_seen(folder: Path) -> N
             out[:, ids["input_ids"].shape[1] :], skip_special_tokens=True
         )
         column += [position_score(r, w[::-1]) for r, w in zip(replies, held_out, strict=True)]
-    exact = sum(score == 1.0 for score in scores)
-    assert exact / 64 >= 0.2
-    assert 0.35 <= sum(sampled) / 64 <= 0.8  # right enough to learn from, wrong enough to have to
+    assert sum(scores) / 64 >= 0.5
+    assert any(score == 1.0 for score in scores)
+    assert 0.3 <= sum(sampled) / 64 <= 0.7  # right enough to learn from, wrong enough to have to
 
 
 def test_a_role_line_is_not_mistaken_for_a_special_token() -> None:

@@ -101,7 +101,7 @@ async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
         await sample(0)
         branches = await asyncio.gather(*(sample(index) for index in range(64)))
         again = await sample(7)
-    assert 0.35 < sum(rewards) / len(rewards) < 0.85
+    assert 0.3 < sum(rewards) / len(rewards) < 0.85
     assert again.token_ids == branches[7].token_ids  # the seed decides, not the company
     for branch in branches:
         assert branch.policy_versions is not None

@@ -54,8 +54,8 @@ def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
-    """``["--a.b-c", "3", "--flag", "--no-other"]`` -> ``[(["a", "b_c"], 3), (["flag"], True),
-    (["other"], False)]``."""
+    """``["--a.b-c", "3", "--flag", "--no-other"]`` -> ``[(["a", "b_c"], 3),
+    (["flag"], "true"), (["other"], "false")]``."""
     result: list[tuple[list[str], Any]] = []
     rest = list(arguments)
     while rest:
@@ -70,7 +70,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
         elif rest and not rest[0].startswith("--"):
             value = parse_value(rest.pop(0))
         else:
-            value = not name.startswith("no-")
+            # As text: only a switch takes it, so that a forgotten value is no silent 1.
+            value = "false" if name.startswith("no-") else "true"
             name = name.removeprefix("no-")
         result.append((name.replace("-", "_").split("."), value))
     return result

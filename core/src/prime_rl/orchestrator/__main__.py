@@ -19,7 +19,7 @@ from prime_rl.plugins.errors import PrimeRLError
 from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.run.launch import ADMIN_KEY, Launch, wait_for_model
 from prime_rl.run.processes import exit_with_parent
-from prime_rl.run.status import Status
+from prime_rl.run.status import DONE, Status
 from prime_rl.wire.transport import make_sender
 
 
@@ -63,7 +63,7 @@ async def _run(run_dir: Path, config: RunConfig) -> None:
         results = await orchestrator.run()
     status.report("writing the summary")
     write_summary(run_dir, config, results)
-    status.report("done")
+    status.report(DONE)
 
 
 async def _build(

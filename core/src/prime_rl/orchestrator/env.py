@@ -23,7 +23,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,10 @@ end)]}``."""
 
 ROLLOUTS_PER_RENDERER = 4096
 """One tokenizer serves all of them: a render takes a fraction of a millisecond."""
+
+INTERCEPTION = {"type": "elastic", "multiplex": 4096}
+"""One interception server a process: verifiers' 32 rollouts a server are for tunnels, and each
+server is a port."""
 
 GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Tokenizer classes without code of their own: all there is to them is in ``tokenizer.json``."""
@@ -162,6 +166,8 @@ class RolloutResult:
     """False: a fixed opponent or judge; never trains."""
     branches: list[BranchTokens] = field(default_factory=list)
     trace: Trace | None = None
+    group_id: int = 0
+    """The group it was sampled for."""
     timing: dict[str, float] = field(default_factory=dict)
     """Seconds by stage: setup, agent, model (part of agent), scoring."""
 
@@ -214,12 +220,16 @@ class Examples:
 
 
 class Environment:
-    """One verifiers environment, run in this process. Use ``async with``, or ``start`` and
-    ``close``."""
+    """One verifiers environment, run in this process.
+
+    Use ``async with``, or ``start`` and ``close``.
+    """
 
     def __init__(self, settings: EnvSettings) -> None:
-        """Import verifiers, find the taskset, load its rows. Raises ``ConfigError`` if that cannot
-        work."""
+        """Import verifiers, find the taskset, load its rows.
+
+        Raises ``ConfigError`` if that cannot work.
+        """
         self.settings = settings
         self._vf = import_verifiers(settings)
         self._env = load_environment(self._vf, settings)
@@ -278,9 +288,10 @@ class Environment:
             context = self._context(model, sampling, cache_salt, seed)
             (slot,) = self._env.slots(example.task, 1)
             episode = await self._env.run_slot(slot, context)
-            return results_of(episode)
+            results = results_of(episode)
         except Exception as error:  # not the run's business how an environment fails
-            return [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
+            results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
+        return [replace(result, group_id=group_id) for result in results]
 
     def _context(
         self, model: ModelEndpoint, sampling: SamplingSettings, salt: str | None, seed: int | None
@@ -369,7 +380,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     where = f"env {settings.label!r}"
     try:
         env = vf.load_environment(vf.resolve_env_config(environment_table(settings)))
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         raise ConfigError(f"{where}: {error}") from error
     except ValidationError as error:
         faults = "; ".join(
@@ -397,6 +408,7 @@ def environment_table(settings: EnvSettings) -> dict[str, Any]:
     table["taskset"] = {"id": settings.id} | {
         key: value for key, value in settings.args.items() if key not in own
     }
+    table["interception"] = dict(INTERCEPTION)
     table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
     for name in seats:
         default = config_class.model_fields[name].default

@@ -25,7 +25,7 @@ from prime_rl.plugins.offers import MODEL, collect
 from prime_rl.run.launch import READY, Launch
 from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.resolve import build_model_maker
-from prime_rl.run.status import Status
+from prime_rl.run.status import DONE, Status
 
 
 def cached_path(maker: ModelMaker, version: str, seed: int) -> Path:
@@ -109,7 +109,7 @@ def main() -> int:
             maker.make(directory, config.seed, lambda s, share: status.report(s, progress=share))
 
     make(fill, Path(Launch.read(run_dir).model_path))
-    status.report("done", progress=1.0)
+    status.report(DONE, progress=1.0)
     return 0
 
 

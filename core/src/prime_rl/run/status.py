@@ -12,6 +12,9 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+DONE = "done"
+"""The last state of a process that did all it was there for."""
+
 
 @dataclass(frozen=True)
 class StatusReport:

@@ -29,6 +29,7 @@ from prime_rl.run.directory import log_dir
 from prime_rl.run.launch import ADMIN_KEY, Launch
 from prime_rl.run.models import model_path
 from prime_rl.run.resolve import build_engine
+from prime_rl.run.status import DONE, read_status
 from prime_rl.run.view import View
 
 TICK_SECONDS = 0.25
@@ -111,7 +112,7 @@ def _watch(children: list[Child], view: View) -> None:
     deadline: float | None = None
     while orchestrator.exit_code is None or trainer.exit_code is None:
         for child in children:
-            _check_alive(child, may_be_done=child.name != "inference")
+            _check_alive(child, view.run_dir)
         if orchestrator.exit_code == 0:
             deadline = deadline or time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
@@ -121,15 +122,20 @@ def _watch(children: list[Child], view: View) -> None:
         view.refresh()
         time.sleep(TICK_SECONDS)
     for child in (orchestrator, trainer):
-        _check_alive(child, may_be_done=True)
+        _check_alive(child, view.run_dir)
     view.refresh()
 
 
-def _check_alive(child: Child, *, may_be_done: bool) -> None:
+def _check_alive(child: Child, run_dir: Path) -> None:
+    """Raises ``RunError`` if a child has ended without having said that it is done."""
     code = child.exit_code
-    if code is None or (code == 0 and may_be_done):
+    if code is None:
+        return
+    report = read_status(run_dir / "status" / f"{child.name}.json")
+    if code == 0 and report is not None and report.state == DONE:
         return
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    how += " before it was done" if code == 0 else ""
     tail = "\n".join(f"    {line}" for line in child.last_lines())
     raise RunError(f"{child.name} {how}. The end of its log ({child.log}):\n{tail}")
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.base import Loss
 from prime_rl.plugins.errors import RunError, WireError
-from prime_rl.run.status import Status
+from prime_rl.run.status import DONE, Status
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import row_loss
 from prime_rl.trainer.metrics import MetricsFile, StepMetrics, peak_memory
@@ -176,4 +176,4 @@ def finish(trainer: Trainer, model_path: Path, run_dir: Path, status: Status) ->
     status.report("exporting the trained model")
     with torch.no_grad():
         export(trainer.model, model_path, run_dir / "weights")
-    status.report("done")
+    status.report(DONE)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -85,5 +86,13 @@ def make_app(engine: EngineLoop, limits: Limits, chat: Chat, admin_key: str) -> 
         ("POST", "/resume", admin.resume),
     ]
     return Starlette(
-        routes=[Route(path, guarded(run), methods=[method]) for method, path, run in routes]
+        routes=[Route(path, guarded(run), methods=[method]) for method, path, run in routes],
+        exception_handlers={HTTPException: no_such_route},
     )
+
+
+async def no_such_route(http: HTTPRequest, error: Exception) -> Response:
+    """An unknown path or method answers as JSON too."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    failure = RequestError(f"{http.method} {http.url.path}: no such route here", status)
+    return JSONResponse(failure.body, status_code=status)

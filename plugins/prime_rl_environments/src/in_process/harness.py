@@ -80,10 +80,10 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
         """Run one tool call. Whatever goes wrong becomes the text the model reads."""
         name = call["function"]["name"]
         try:
+            if name not in self.tools:
+                raise LookupError(f"no tool {name!r}; there are: {', '.join(self.tools)}")
             output = self.tools[name](**json.loads(call["function"]["arguments"]))
             text = str(await output if inspect.isawaitable(output) else output)
-        except KeyError as error:
-            text = f"error: no tool {error}; there are: {', '.join(self.tools)}"
         except Exception as error:  # the model is to read it and try again
             text = f"error: {type(error).__name__}: {error}"
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}

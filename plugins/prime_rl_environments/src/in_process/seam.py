@@ -6,8 +6,7 @@ verifiers serves a rollout's model calls from an HTTP server on loopback: it kee
 in the same process needs that turn, not the HTTP around it. What is missing is the way from the
 secret a harness is handed to the server that knows it; so ``register`` is wrapped to remember it.
 
-The server still listens (lazily, one a 32 rollouts), for tool servers and for harnesses of other
-kinds.
+The server still listens, for tool servers and for harnesses of other kinds.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def warm_up(
         batch = list(islice(stream, config.warmup_batch_size))
         shares.append(supervised_step(model, optimizer, *encode_batch(tokenizer, batch)))
         exact = sum(shares) / len(shares)
-        progress("warming up the model", min(0.99, step / 70))
+        progress("warming up the model", min(0.99, step / 65))
         if len(shares) == WINDOW and exact >= config.warmup_exact:
             return {"steps": step, "exact": exact}
     raise RunError(

@@ -110,3 +110,9 @@ def leave_early(server: Served, params: dict[str, Any]) -> float:
 def test_unknown_routes_and_methods_do_not_reach_the_engine(server: Served) -> None:
     assert server.http.get("/nope").status_code == 404
     assert server.http.get("/inference/v1/generate").status_code == 405
+
+
+def test_an_unknown_route_answers_as_json_too(server: Served) -> None:
+    answer = server.post("/v1/nothing", {})
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "POST /v1/nothing: no such route here"
