@@ -287,7 +287,7 @@ def test_what_was_started_before_a_failing_start_is_known(monkeypatch, tmp_path,
     monkeypatch.setattr(supervisor, "_start", starting)
     monkeypatch.setattr(supervisor, "end", lambda children: ended.extend(children))
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
-        supervisor.run(None, tmp_path, VIEW)
+        supervisor.run(None, tmp_path, None)
     assert [child.name for child in ended] == ["model"]
 
 
