@@ -32,10 +32,10 @@ def test_rows_are_laid_out_by_length_with_every_column_along(pack: Any) -> None:
         env_ids=[0, 1, 0],
         advantages=np.arange(7),
     )
-    row = make_row(micro_batch, CPU)
-    assert row.documents.lengths == (3, 2, 2)
+    row = make_row(micro_batch, CPU, share=False)
+    assert row.lengths == (3, 2, 2)
     assert row.token_ids.tolist() == [21, 22, 23, 11, 12, 31, 32]
-    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert row.layout.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1, 2, 2]
     assert row.advantages is not None
     assert row.advantages.tolist() == [2, 3, 4, 0, 1, 5, 6]
@@ -64,11 +64,11 @@ def test_a_window_reaches_that_many_tokens_back_itself_included() -> None:
 def test_attention_that_the_kernels_lack_is_refused(
     make_model: Callable[..., PreTrainedModel], pack: Any
 ) -> None:
-    row = make_row(pack([[1, 2, 3]]), CPU)
+    row = make_row(pack([[1, 2, 3]]), CPU, share=False)
     with pytest.raises(ConfigError, match="'softcap'"):
         make_model().base_model(
             input_ids=row.token_ids[None],
-            position_ids=row.position_ids[None],
-            documents=row.documents,
+            position_ids=row.layout.position_ids[None],
+            documents=row.layout.documents,
             softcap=30.0,
         )

@@ -93,6 +93,9 @@ class TrainerConfig(Settings):
     attention: Literal["auto", "varlen", "mask"] = "auto"
     """How documents of a packed row are kept apart: ``varlen`` computes each document by itself,
     ``mask`` builds a dense block mask. ``auto`` takes the faster one for the device."""
+    share_prompts: bool = True
+    """Compute a prompt that several rollouts of a row start from once: the same numbers for less
+    work. On CPU, with ``varlen`` attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` takes CUDA if there is one."""
     keep_broadcasts: PositiveInt = 2

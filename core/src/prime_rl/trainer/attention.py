@@ -6,10 +6,12 @@ there will do. The row's ``Documents`` travel as a keyword argument through the 
 ``varlen`` calls the kernel once for each run of documents of equal length, folded into a batch: no
 mask, no padding. Rows are laid out by length for that (``row.py``). Measured on CPU it is as fast
 as a padded batch of equal lengths, and padding unequal lengths to share a call gains nothing. On a
-GPU in half precision one varlen kernel does all. ``mask`` builds a dense block mask: the reference,
-and the way for models that need what the kernels lack.
+GPU in half precision one varlen kernel does all. Beginnings that several sequences share are
+computed once, and their continuations attend to them by index (``layout.py``). ``mask`` builds a
+dense block mask: the reference, and the way for models that need what the kernels lack.
 
-Shapes: T = tokens of the row, H = heads, D = head size, n = documents of a run, L = their length.
+Shapes: T = tokens of the row, H = heads, D = head size, n = documents of a run, L = their length,
+C = tokens of a continuation, K = the tokens it attends to.
 """
 
 from __future__ import annotations
@@ -31,12 +33,36 @@ NAMES: dict[Attention, str] = {"varlen": "prime_rl_varlen", "mask": "prime_rl_ma
 """Under which name transformers knows each."""
 
 
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """Sequences of one shape that go on from documents computed before them.
+
+    Their tokens lie behind all documents, run after run.
+    """
+
+    num: int
+    """n"""
+    num_queries: int
+    """C: each one's own tokens."""
+    num_keys: int
+    """K: the tokens before them and their own."""
+    key_index: Tensor
+    """[n * K] int64: where each one's keys and values lie in the row."""
+
+
 @dataclass(frozen=True)
 class Documents:
     """Where the documents of one packed row begin and end."""
 
     lengths: tuple[int, ...]
     device: torch.device
+    continuations: tuple[Continuation, ...] = ()
+    """What goes on from them, if their beginnings are shared (``layout.py``)."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, shared beginnings counted."""
+        return max((*self.lengths, *(run.num_keys for run in self.continuations)))
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
@@ -88,7 +114,7 @@ def _varlen(
     """Queries [1, H, T, D], keys and values with as many or fewer heads -> ([1, T, H, D], None)."""
     _refuse_what_kernels_lack(module, others)
     window = sliding_window
-    if window is not None and window >= max(documents.lengths):
+    if window is not None and window >= documents.longest:
         window = None
     if _has_varlen_kernel(query):
         return _varlen_kernel(query, key, value, scaling, window, documents), None
@@ -96,19 +122,46 @@ def _varlen(
     for (_, length), q, k, v in zip(
         documents.runs, *(_fold_runs(x, documents) for x in (query, key, value)), strict=True
     ):
-        band = None if window is None else _band(length, window, query.device)
+        band = None if window is None else _band(length, length, window, query.device)
         output = _attend(q, k, v, band, scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
+    outputs += _continue(query, key, value, scaling, window, documents)
     return torch.cat(outputs)[None], None
+
+
+def _continue(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    documents: Documents,
+) -> list[Tensor]:
+    """Attention of what goes on from shared beginnings: [n * C, H, D] of each run."""
+    outputs, start = [], sum(documents.run_sizes)
+    for run in documents.continuations:
+        size = run.num * run.num_queries
+        q = _fold(query[0].narrow(1, start, size), run.num)
+        k, v = (_fold(x[0].index_select(1, run.key_index), run.num) for x in (key, value))
+        reach = run.num_keys if window is None else window
+        band = _band(run.num_queries, run.num_keys, reach, query.device)
+        output = _attend(q, k, v, band, scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        start += size
+    return outputs
 
 
 def _fold_runs(column: Tensor, documents: Documents) -> list[Tensor]:
     """[1, H, T, D] -> [n, H, L, D] of each run: views."""
-    parts = column[0].split_with_sizes(documents.run_sizes, 1)
-    return [
-        part.view(part.shape[0], num, length, part.shape[2]).transpose(0, 1)
-        for part, (num, length) in zip(parts, documents.runs, strict=True)
-    ]
+    whole = column[0].narrow(1, 0, sum(documents.run_sizes))
+    parts = whole.split_with_sizes(documents.run_sizes, 1)
+    return [_fold(part, num) for part, (num, _) in zip(parts, documents.runs, strict=True)]
+
+
+def _fold(part: Tensor, num: int) -> Tensor:
+    """[H, n * L, D] -> [n, H, L, D]: a view."""
+    heads, tokens, size = part.shape
+    return part.view(heads, num, tokens // num, size).transpose(0, 1)
 
 
 def _mask(
@@ -143,10 +196,11 @@ def _attend(
     )
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[L, L] bool: causal, less than ``window`` back."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() & ~ones.tril(-window)
+def _band(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """[C, K] bool: the queries are the last C of K tokens; causal, less than ``window`` back."""
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    before = num_keys - num_queries
+    return ones.tril(before) & ~ones.tril(before - window)
 
 
 def _has_varlen_kernel(query: Tensor) -> bool:
@@ -175,7 +229,7 @@ def _varlen_kernel(
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
-    longest = max(documents.lengths)
+    longest = documents.longest
     output = varlen_attn(
         q,
         k,

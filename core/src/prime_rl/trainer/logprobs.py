@@ -29,10 +29,10 @@ def token_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
     drawn uniformly.
     """
     hidden = model.base_model(
-        input_ids=row.token_ids[None],
-        position_ids=row.position_ids[None],
+        input_ids=row.layout.token_ids[None],
+        position_ids=row.layout.position_ids[None],
         use_cache=False,
-        documents=row.documents,
+        documents=row.layout.documents,
     ).last_hidden_state[0]
     uniform = math.log(cast(int, model.config.vocab_size))
     logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=_at_least_float32(hidden))
@@ -41,7 +41,7 @@ def token_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
     if not len(row.targets):  # keeps the graph, so that the backward pass runs here as anywhere
         return logprobs + 0.0 * head(hidden[:1]).sum(), entropies
     chosen, entropy = _target_logprobs(
-        head, hidden[row.targets - 1], row.temperatures, row.token_ids[row.targets]
+        head, hidden[row.layout.sources], row.temperatures, row.token_ids[row.targets]
     )
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)

@@ -49,6 +49,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
+        # The dense mask and the GPU's kernel know documents only.
+        by_document = self.config.attention == "mask" or self.device.type != "cpu"
+        self.share_prompts = self.config.share_prompts and not by_document
         self.optimizer = make_optimizer(self.model.parameters(), self.config.optim)
         self.learning_rate = make_schedule(
             self.config.scheduler, self.config.optim.lr, self.max_steps
@@ -95,7 +98,7 @@ class Trainer:
         metrics = StepMetrics(counts)
         for number, micro_batch in enumerate(micro_batches):
             progress(number / len(micro_batches))
-            row = make_row(micro_batch, self.device)
+            row = make_row(micro_batch, self.device, share=self.share_prompts)
             logprobs, entropies = token_logprobs(self.model, row)
             loss = row_loss(row, logprobs, self.loss, counts)
             torch.autograd.backward(loss.loss)

@@ -123,7 +123,7 @@ def _sequences(
     inputs: LossInputs, row: Row, component: Component
 ) -> Iterator[tuple[int, LossInputs]]:
     """Each sequence with members, by itself."""
-    lengths = list(row.documents.lengths)
+    lengths = list(row.lengths)
     columns: dict[str, Any] = {
         name: [None] * len(lengths) if column is None else column.split_with_sizes(lengths)
         for name, column in vars(inputs).items()

@@ -20,7 +20,7 @@ from torch import Tensor
 from prime_rl.plugins.base import LossComponent
 from prime_rl.plugins.errors import StreamError
 from prime_rl.rollout import BoolColumn
-from prime_rl.trainer.attention import Documents
+from prime_rl.trainer.layout import Layout, plain_layout, shared_layout
 from prime_rl.wire.micro_batch import MicroBatch
 
 COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
@@ -46,11 +46,12 @@ class Component:
 class Row:
     """One packed row, ready for the model."""
 
-    documents: Documents
+    layout: Layout
+    """What the model computes of it."""
+    lengths: tuple[int, ...]
+    """[S] tokens of each sequence."""
     token_ids: Tensor
     """[T] int64"""
-    position_ids: Tensor
-    """[T] int64, restarting at each document."""
     sequence_ids: Tensor
     """[T] int64: which document a token belongs to."""
     targets: Tensor
@@ -72,7 +73,7 @@ class Row:
 
     @property
     def num_sequences(self) -> int:
-        return len(self.documents.lengths)
+        return len(self.lengths)
 
 
 def members(micro_batch: MicroBatch, component: LossComponent) -> BoolColumn:
@@ -96,13 +97,13 @@ def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
     return dict(zip(COMPONENTS, counts, strict=True))
 
 
-def make_row(micro_batch: MicroBatch, device: torch.device) -> Row:
-    """Lay the sequences out by length and move them over.
+def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = True) -> Row:
+    """Lay the sequences out by length and move them over; ``share``: compute shared prompts once.
 
     Raises ``StreamError`` if a component has members but not the stream it needs.
     """
     tokens, order = _by_length(micro_batch)
-    lengths = micro_batch.sequence_lengths[order]
+    lengths = micro_batch.sequence_lengths[order].astype(np.int64)
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
@@ -120,10 +121,15 @@ def make_row(micro_batch: MicroBatch, device: torch.device) -> Row:
             owners = np.unique(sequence_ids[mask]).tolist()
             components[name] = Component(_tensor(mask, np.bool_, device), weights, owners)
     chosen = temperatures[targets]
+    token_ids = micro_batch.token_ids[tokens].astype(np.int64)
+    if share and len(targets):
+        layout = shared_layout(token_ids, sequence_ids, lengths, targets, device)
+    else:
+        layout = plain_layout(token_ids, positions, lengths, targets, device)
     return Row(
-        documents=Documents(tuple(lengths.tolist()), device),
-        token_ids=_tensor(micro_batch.token_ids[tokens], np.int64, device),
-        position_ids=_tensor(positions, np.int64, device),
+        layout=layout,
+        lengths=tuple(lengths.tolist()),
+        token_ids=_tensor(token_ids, np.int64, device),
         sequence_ids=_tensor(sequence_ids, np.int64, device),
         targets=_tensor(targets, np.int64, device),
         temperatures=None if (chosen == 1).all() else _tensor(chosen, np.float32, device),

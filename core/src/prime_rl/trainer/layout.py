@@ -1,0 +1,135 @@
+"""Which tokens of a row the model has to compute, and where each target finds its hidden state.
+
+Rollouts of one group start from the same prompt, and a hidden state depends on nothing but the
+tokens up to it. So a prompt that several sequences share is computed once, their continuations
+attend to it, and its gradient is the sum over all of them: the same numbers for less work. Nor is a
+sequence's last token computed, because nothing follows it, nor a sequence that trains nothing.
+
+    row        prompt aaa | prompt bb | prompt cccc | other dd
+    computed   prompt | other d | ccc | aa | b           (blocks, then what continues the first)
+
+Shapes: T = tokens of the row, S = its sequences, N = its targets, U = tokens computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from prime_rl.trainer.attention import Continuation, Documents
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Block: TypeAlias = tuple[int, list[int]]
+"""(length, sequences that start with it): computed from position 0."""
+Tail: TypeAlias = tuple[int, int, int]
+"""(length, position it starts at, sequence): what follows a shared block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What goes through the model, and how to read what comes out."""
+
+    token_ids: Tensor
+    """[U] int64"""
+    position_ids: Tensor
+    """[U] int64: the token's position in its own sequence."""
+    documents: Documents
+    sources: Tensor
+    """[N] int64: the computed token whose hidden state predicts each target."""
+
+
+def plain_layout(
+    token_ids: Ints, positions: Ints, lengths: Ints, targets: Ints, device: torch.device
+) -> Layout:
+    """Every token, as it lies in the row."""
+    return Layout(
+        token_ids=_tensor(token_ids, device),
+        position_ids=_tensor(positions, device),
+        documents=Documents(tuple(lengths.tolist()), device),
+        sources=_tensor(targets - 1, device),
+    )
+
+
+def shared_layout(
+    token_ids: Ints, sequence_ids: Ints, lengths: Ints, targets: Ints, device: torch.device
+) -> Layout:
+    """Shared prompts once, and nothing that no target depends on. Needs a target."""
+    starts = np.cumsum(lengths) - lengths
+    owners = sequence_ids[targets]
+    before = targets - 1 - starts[owners]  # [N] the position that predicts each target
+    blocks, tails = _plan(token_ids, starts, _first_and_last(before, owners, len(lengths)))
+    rows: list[Ints] = []  # which tokens of the row are computed, in order
+    head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
+    split = np.zeros(len(lengths), np.int64)  # [S] ... for positions before this one,
+    tail = np.zeros(len(lengths), np.int64)  # [S] and for those from it on
+    offset = 0
+    for length, sharing in blocks:
+        rows.append(starts[sharing[0]] + np.arange(length))
+        head[sharing] = tail[sharing] = offset
+        offset += length
+    continuations = []
+    for (length, prefix), run in groupby(tails, key=lambda found: found[:2]):
+        keys = []
+        for _, _, sequence in run:
+            rows.append(starts[sequence] + prefix + np.arange(length))
+            keys += [head[sequence] + np.arange(prefix), offset + np.arange(length)]
+            split[sequence], tail[sequence] = prefix, offset - prefix
+            offset += length
+        continuations.append(
+            Continuation(
+                len(keys) // 2, length, prefix + length, _tensor(np.concatenate(keys), device)
+            )
+        )
+    chosen = np.concatenate(rows)
+    sources = before + np.where(before < split[owners], head[owners], tail[owners])
+    return Layout(
+        token_ids=_tensor(token_ids[chosen], device),
+        position_ids=_tensor(chosen - starts[sequence_ids[chosen]], device),
+        documents=Documents(tuple(length for length, _ in blocks), device, tuple(continuations)),
+        sources=_tensor(sources, device),
+    )
+
+
+def _first_and_last(before: Ints, owners: Ints, num_sequences: int) -> tuple[Ints, Ints]:
+    """[S], [S] the first and the last position of each sequence that predicts a target; -1:
+    none."""
+    first = np.full(num_sequences, np.iinfo(np.int64).max)
+    last = np.full(num_sequences, -1)
+    np.minimum.at(first, owners, before)
+    np.maximum.at(last, owners, before)
+    return first, last
+
+
+def _plan(
+    token_ids: Ints, starts: Ints, reach: tuple[Ints, Ints]
+) -> tuple[list[Block], list[Tail]]:
+    """Blocks and tails, longest first so that neighbours of equal length share a call.
+
+    A prompt reaches up to the first position that predicts a target, that one included.
+    """
+    first, last = reach
+    by_prompt: dict[bytes, list[int]] = {}
+    for sequence in np.flatnonzero(last >= 0).tolist():
+        start = starts[sequence]
+        prompt = token_ids[start : start + first[sequence] + 1].tobytes()
+        by_prompt.setdefault(prompt, []).append(sequence)
+    blocks: list[Block] = []
+    tails: list[Tail] = []
+    for sharing in by_prompt.values():
+        end = int(first[sharing[0]]) + 1
+        if len(sharing) == 1:
+            blocks.append((int(last[sharing[0]]) + 1, sharing))
+            continue
+        blocks.append((end, sharing))
+        tails += [(int(last[s]) + 1 - end, end, s) for s in sharing if last[s] >= end]
+    return sorted(blocks, reverse=True), sorted(tails, reverse=True)
+
+
+def _tensor(column: Ints, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(column, np.int64)).to(device)
