@@ -252,12 +252,15 @@ def declared(folder: Path, extras: bool = True) -> set[str]:
 
 
 def test_verifiers_lives_behind_one_adapter() -> None:
-    """``orchestrator/__main__.py`` imports it for the time that takes, and uses nothing of it."""
+    """Its types may be named where its objects pass through; only the adapter imports it to use.
+
+    ``orchestrator/__main__.py`` imports it for the time that takes, and uses nothing of it.
+    """
     found = {
         each.file.relative_to(CORE).as_posix()
         for f in files()
         for each in imports(f)
-        if each.inside("verifiers")
+        if each.inside("verifiers") and not each.typing_only
     }
     assert found <= {"orchestrator/env.py", "orchestrator/__main__.py"}
     lines = (CORE / "orchestrator/__main__.py").read_text().splitlines()
@@ -266,13 +269,13 @@ def test_verifiers_lives_behind_one_adapter() -> None:
 
 
 def test_the_loop_knows_no_trace() -> None:
-    """Of a verifiers trace, only the adapter reads anything; everyone else passes it on."""
+    """Of a verifiers trace, only the adapter's modules read anything; all others pass it on."""
     readers = [
         path.relative_to(CORE).as_posix()
         for path in files("orchestrator", "rollout.py", "plugins", "monitor", "wire")
         if re.search(r"\btrace\.\w", path.read_text())
     ]
-    assert readers == ["orchestrator/env.py"]
+    assert set(readers) <= {"orchestrator/episode.py", "orchestrator/traces.py"}
 
 
 # -- 6: config -----------------------------------------------------------------------------------

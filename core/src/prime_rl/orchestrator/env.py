@@ -23,24 +23,27 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.orchestrator.episode import BranchTokens as BranchTokens
+from prime_rl.orchestrator.episode import EnvSettings as EnvSettings
+from prime_rl.orchestrator.episode import Example as Example
+from prime_rl.orchestrator.episode import ModelEndpoint as ModelEndpoint
+from prime_rl.orchestrator.episode import RolloutResult as RolloutResult
+from prime_rl.orchestrator.episode import SamplingSettings as SamplingSettings
+from prime_rl.orchestrator.traces import results_of
 from prime_rl.plugins.errors import ConfigError
 
 if TYPE_CHECKING:
-    from verifiers.v1 import Episode, ModelContext, Task, Trace
+    from verifiers.v1 import ModelContext, Task
 
 DEFAULT_HARNESS = "in-process"
 """Harness of a taskset that brings none; a module of that name must be installed."""
 
 DEFAULT_HARNESS_PACKAGE = "prime-rl-environments"
-
-VERSIONS_KEY = "weight_versions"
-"""Key of ``trace.info`` under which a harness may leave ``{node index: [(policy version, start,
-end)]}``."""
 
 ROLLOUTS_PER_RENDERER = 4096
 """One tokenizer serves all of them: a render takes a fraction of a millisecond."""
@@ -59,124 +62,6 @@ QUIET_LOGGERS = {
     "renderers": logging.WARNING,
     "verifiers": logging.CRITICAL,  # its failures come back as results, and are logged from there
 }
-
-
-@dataclass(frozen=True)
-class EnvSettings:
-    """One environment, as configured."""
-
-    id: str
-    """The taskset's id, as verifiers resolves it."""
-    name: str = ""
-    """Label in errors. Empty: the id."""
-    args: Mapping[str, Any] = field(default_factory=dict)
-    """The taskset's settings, and the env's own where it has some."""
-    harness: Mapping[str, Any] | None = None
-    """``id`` and settings. None: the taskset's own, else ``DEFAULT_HARNESS``."""
-    timeout: float | None = None
-    """Seconds an episode may take before it counts as failed."""
-    max_turns: int | None = None
-    renderer: Any = None
-    """A config object of the ``renderers`` package. None: it guesses from the tokenizer's name."""
-    tokenizer_path: Path | None = None
-    """Folder the renderer loads its tokenizer from. None: the model's name is used."""
-
-    @property
-    def label(self) -> str:
-        return self.name or self.id
-
-
-@dataclass(frozen=True)
-class ModelEndpoint:
-    """Who answers."""
-
-    name: str
-    base_url: str
-    """Ends in ``/v1``."""
-    api_key_var: str = "PRIME_RL_ENGINE_API_KEY"
-    """Environment variable with the bearer key; unset means no key."""
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How it answers. None: the engine's default."""
-
-    temperature: float | None = 1.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    max_completion_tokens: int | None = None
-    """Per turn. None: up to the context's end."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further sampling parameters."""
-
-
-@dataclass(frozen=True, eq=False)
-class Example:
-    """One row of the environment."""
-
-    id: int
-    """Its index in ``Environment.examples``."""
-    task: Task
-
-
-@dataclass(frozen=True, eq=False)
-class BranchTokens:
-    """One token sequence of a trace, columns of length T. Branches of one trace may share leading
-    nodes."""
-
-    token_ids: list[int]
-    sampled_mask: list[bool]
-    logprobs: list[float]
-    """log μ of sampled tokens, at the temperature they were sampled at; 0.0 elsewhere."""
-    roles: list[str]
-    """Role of the message each token belongs to."""
-    is_content: list[bool | None]
-    """Body or scaffold of its message; None where the renderer cannot tell."""
-    node_ids: list[int]
-    """The trace's node each token belongs to: equal ids in two branches are the same sampling
-    event."""
-    policy_versions: list[int] | None
-    """Policy that sampled each token; -1 off the mask, or unknown. None: the engine or harness
-    does not tell."""
-    trainable: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class RolloutResult:
-    """What one agent's run in one episode came to."""
-
-    ok: bool
-    """It finished, scored, and has sampled tokens; and so did its siblings in the episode."""
-    reward: float = 0.0
-    rewards: dict[str, float] = field(default_factory=dict)
-    """Named reward terms, each before its weight."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
-    num_turns: int = 0
-    is_truncated: bool = False
-    stop_condition: str | None = None
-    error_type: str | None = None
-    """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
-    error: str | None = None
-    """What went wrong, in one line or more."""
-    agent: str = "agent"
-    """The env's seat that ran."""
-    trainable: bool = True
-    """False: a fixed opponent or judge; never trains."""
-    branches: list[BranchTokens] = field(default_factory=list)
-    trace: Trace | None = None
-    group_id: int = 0
-    """The group it was sampled for."""
-    timing: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage: setup, agent, model (part of agent), scoring."""
-
-    @property
-    def messages(self) -> list[tuple[str, str]]:
-        """The conversation for people: ``(role, text)`` of the last branch."""
-        if self.trace is None:
-            return []
-        return [(message.role, str(message.content or "")) for message in self.trace.messages]
 
 
 class Examples:
@@ -461,121 +346,3 @@ def check_tools(env: Any, where: str) -> None:
                 f"{where}: the taskset serves tools over MCP, which harness "
                 f"{harness.config.id!r} cannot call; set harness = {{id = ...}} to one that can."
             )
-
-
-# -- verifiers' episode to our results ---------------------------------------------------
-
-
-def results_of(episode: Episode) -> list[RolloutResult]:
-    """One result a trace. If any failed, all are failed: half an episode does not train."""
-    failure = episode_failure(episode)
-    if not episode.traces:
-        kind, text = failure or ("NoTrace", "the episode ran no agent")
-        return [RolloutResult(ok=False, error_type=kind, error=text)]
-    failures = [failure or trace_failure(trace) for trace in episode.traces]
-    sibling = next((found for found in failures if found), None)
-    return [
-        result_of(trace, own or sibling)
-        for trace, own in zip(episode.traces, failures, strict=True)
-    ]
-
-
-def episode_failure(episode: Episode) -> tuple[str, str] | None:
-    """``(class, text)`` of a failure of the episode itself: a hook of the env raised, or it took
-    too long."""
-    if episode.errors:
-        return episode.errors[-1].type, episode.errors[-1].message
-    return ("TimeoutError", "the episode timed out") if episode.is_timeout else None
-
-
-def trace_failure(trace: Trace) -> tuple[str, str] | None:
-    """``(class, text)`` of why a trace must not train, or None."""
-    if not trace.ok:
-        error = trace.last_error
-        return (error.type, error.message) if error else ("Failed", f"{trace.stop_condition}")
-    if trace.is_timeout:
-        return "TimeoutError", f"{trace.stop_condition}"
-    if trace.agent.trainable and not any(node.sampled and any(node.mask) for node in trace.nodes):
-        return "NoTokens", f"no tokens were sampled (stopped by {trace.stop_condition})"
-    return None
-
-
-def result_of(trace: Trace, failure: tuple[str, str] | None) -> RolloutResult:
-    """The result of one trace; a failed one carries no tokens."""
-    info = dict(trace.info)
-    versions = info.pop(VERSIONS_KEY, None)
-    return RolloutResult(
-        ok=failure is None,
-        reward=trace.reward,
-        rewards={name: term.score for name, term in trace.rewards.items() if term is not None},
-        metrics={name: value for name, value in trace.metrics.items() if value is not None},
-        info=info,
-        num_turns=trace.num_turns,
-        is_truncated=trace.is_truncated,
-        stop_condition=trace.stop_condition,
-        error_type=failure[0] if failure else None,
-        error=failure[1] if failure else None,
-        agent=trace.agent.name,
-        trainable=trace.agent.trainable,
-        branches=[] if failure else branches_of(trace, versions),
-        trace=trace,
-        timing=timing_of(trace),
-    )
-
-
-def branches_of(
-    trace: Trace, versions: Mapping[str, list[tuple[int, int, int]]] | None
-) -> list[BranchTokens]:
-    """Every root-to-leaf path as aligned columns."""
-    index = {id(node): position for position, node in enumerate(trace.nodes)}
-    return [branch_tokens(branch, index, versions) for branch in trace.branches]
-
-
-def branch_tokens(
-    branch: Any,
-    index: Mapping[int, int],
-    versions: Mapping[str, list[tuple[int, int, int]]] | None,
-) -> BranchTokens:
-    """Columns of one branch; ``index`` finds a node's place in the trace by the node's ``id()``."""
-    roles: list[str] = []
-    content: list[bool | None] = []
-    node_ids: list[int] = []
-    policy: list[int] = []
-    for node in branch.nodes:
-        length, position = len(node.token_ids), index[id(node)]
-        roles += [node.message.role] * length
-        content += node.is_content or [None] * length
-        node_ids += [position] * length
-        policy += node_versions(node.mask, (versions or {}).get(str(position), ()))
-    return BranchTokens(
-        token_ids=branch.token_ids,
-        sampled_mask=branch.sampled_mask,
-        logprobs=branch.logprobs,
-        roles=roles,
-        is_content=content,
-        node_ids=node_ids,
-        policy_versions=None if versions is None else policy,
-        trainable=branch.trainable,
-    )
-
-
-def node_versions(mask: list[bool], spans: Any) -> list[int]:
-    """Policy version by token of one node; the spans count its sampled tokens, which end the
-    node."""
-    column = [-1] * len(mask)
-    first = len(mask) - sum(mask)
-    for version, start, end in spans:
-        for position in range(first + start, min(first + end, len(mask))):
-            column[position] = version
-    return column
-
-
-def timing_of(trace: Trace) -> dict[str, float]:
-    """Seconds by stage."""
-    timing = trace.timing
-    return {
-        "setup": timing.boot.duration + timing.setup.duration,
-        "agent": timing.agent.duration,
-        "model": timing.agent.model.duration,
-        "scoring": timing.finalize.duration + timing.scoring.duration,
-    }

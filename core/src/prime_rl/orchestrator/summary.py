@@ -73,7 +73,14 @@ def _mark_evals(axes: Any, results: Mapping[str, Sequence[EvalResult]]) -> None:
         for result in listed:
             by_env.setdefault(result.env, []).append((result.policy_version, result.reward))
     for env, points in sorted(by_env.items()):
-        axes.plot(*zip(*points, strict=True), "o--", markersize=6, label=f"held out: {env}")
+        axes.plot(
+            *zip(*points, strict=True),
+            "o--",
+            color="#d9822b",
+            markersize=6,
+            linewidth=1,
+            label=f"held out: {env}",
+        )
 
 
 def _running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:

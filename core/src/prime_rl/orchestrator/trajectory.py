@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.orchestrator.env import BranchTokens, RolloutResult
+from prime_rl.orchestrator.episode import BranchTokens, RolloutResult
 from prime_rl.plugins.errors import StreamError
 from prime_rl.rollout import ROLES, BoolColumn, Rollout, Sample
 

@@ -25,6 +25,8 @@ from prime_rl.run.status import StatusReport, read_status
 
 PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0
+PRINT_EVERY = 10
+"""Steps between two lines where there is no terminal."""
 BARS = "▁▂▃▄▅▆▇█"
 REWARD = "train/agg/all/reward/mean"
 
@@ -40,6 +42,7 @@ class View:
         self.started = time.monotonic()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._printed: dict[str, str] = {}
+        self._printed_step = 0
 
     def __enter__(self) -> View:
         if self._live:
@@ -111,12 +114,9 @@ class View:
                 self._printed[name] = news
                 self.console.print(f"{name}: {news}", markup=False, highlight=False)
         step = self.metrics.step
-        if (
-            step
-            and self._printed.get("step") != str(step)
-            and (step % 10 == 0 or step == self.max_steps)
-        ):
-            self._printed["step"] = str(step)
+        shown = self.max_steps if step == self.max_steps else step - step % PRINT_EVERY
+        if shown > self._printed_step:
+            self._printed_step = shown
             self.console.print(
                 f"step {step}/{self.max_steps} | reward {self.metrics.rewards[-1]:.3f} | "
                 f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy "
