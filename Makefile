@@ -40,6 +40,7 @@ docs-check: setup
 	$(BIN)/python -m prime_rl.docs --check
 
 bench: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-bench.txt
 	$(BIN)/python -m bench $(ARGS)
 
 wheels: setup

@@ -35,3 +35,7 @@ def report(figures: dict[str, dict[str, float]]) -> list[str]:
         f"{count:>9} samples: {found['cpu']:.3f} CPU s, rows {found['filled']:.2%} full"
         for count, found in figures.items()
     ]
+
+
+if __name__ == "__main__":
+    print("\n".join(report(run())))

@@ -63,8 +63,12 @@ def ours(model: Path, folder: Path, road: str) -> dict[str, float]:
     command = [sys.executable, "-m", "bench.direct", "run", str(HERE / "step.toml")]
     command += ["--model.name", str(model), "--output_dir", str(folder), "--run.name", road]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    marks = sample_steps(folder / road, process)
-    output = process.communicate()[0].decode()
+    try:
+        marks = sample_steps(folder / road, process)
+        output = process.communicate()[0].decode()
+    finally:
+        process.terminate()  # if we are stopped, so is the run
+        process.wait()
     if process.returncode or len(marks) <= SKIP + 2:
         raise SystemExit(f"bench: {road} failed:\n{output[-3000:]}")
     walls = [b[0] - a[0] for a, b in zip(marks[SKIP:], marks[SKIP + 1 :], strict=False)]
@@ -125,3 +129,7 @@ def report(figures: dict[str, dict[str, float]]) -> list[str]:
             cpu = figures[road]["cpu"] / found["cpu"]
             lines.append(f"{road}: {wall:.2f}x the speed of {peer}, at {cpu:.2f}x its CPU seconds")
     return lines
+
+
+if __name__ == "__main__":
+    print("\n".join(report(run())))

@@ -50,8 +50,7 @@ def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(tmp_path, toml)
     assert done.stdout == f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}\n"
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     assert (config.seed, config.orchestrator.batch_size, config.inference.port) == (7, 8, 1234)
-    assert not list((run_dir / "logs" / "latest").iterdir())
-    assert not list((run_dir / "status").iterdir())
+    assert sorted(each.name for each in run_dir.iterdir()) == [".dry-run", "configs"]
 
 
 def test_errors_are_one_message_on_stderr_and_code_2(tmp_path, toml):

@@ -203,3 +203,29 @@ def test_enforce_is_cores_and_the_rest_the_filters(hooks):
 def test_an_engine_that_is_not_installed(hooks):
     with pytest.raises(ConfigError, match=r"the engine 'embedded' \(installed: none\)"):
         build_engine(config(), hooks)
+
+
+def test_a_row_that_cannot_hold_a_sample():
+    assert refusal(trainer={"micro_batch_tokens": 100}, seq_len=128) == (
+        "trainer.micro_batch_tokens: a row of 100 tokens cannot hold a sample of seq_len = 128. "
+        "Raise it to seq_len or more, or leave it out."
+    )
+
+
+def test_a_bound_that_cannot_hold_a_group():
+    assert refusal({"max_inflight_rollouts": 4}) == (
+        "orchestrator.max_inflight_rollouts: 4 cannot hold one group of 8. Raise it, or lower "
+        "group_size."
+    )
+
+
+def test_a_disabled_plugin_that_is_not_there():
+    message = refusal(plugins={"disabled": ["cor"]})
+    assert message.startswith("plugins.disabled: no installed plugin is called 'cor' (installed: ")
+    assert "core" in message
+
+
+@pytest.mark.parametrize("key", ["top_k", "top_p", "min_p", "seed", "max_tokens", "logit_bias"])
+def test_training_samples_the_whole_distribution(key):
+    with pytest.raises(ValueError, match=f"{key} would shape or replace the distribution"):
+        config({"train": {"env": [{"id": "a"}], "sampling": {"extra_body": {key: 1}}}})

@@ -187,6 +187,15 @@ async def test_oversampling_opens_more_groups():
         assert world.dispatcher.num_inflight == 12
 
 
+async def test_oversampling_counts_what_the_batch_still_needs():
+    world = World(size=4, batch=8, lag=0, over=2.0)
+    world.buffered = 6  # two are missing, so four are asked for: one group
+    async with world:
+        assert world.dispatcher.num_inflight == 4
+        world.buffered = 8
+        assert world.dispatcher.room() <= 0
+
+
 async def test_the_last_batch_is_the_last():
     async with World(size=4, batch=8, lag=8, max_steps=1) as world:
         assert world.dispatcher.num_inflight == 8

@@ -23,8 +23,8 @@ from prime_rl.orchestrator.env import (
     ModelEndpoint,
     RolloutResult,
     SamplingSettings,
-    node_versions,
 )
+from prime_rl.orchestrator.traces import node_versions
 
 pytest.importorskip("in_process", reason="needs the plugin prime-rl-environments")
 import verifiers.v1 as vf

@@ -140,3 +140,20 @@ def test_a_reader_never_sees_half_a_report(tmp_path):
 
 def test_a_fresh_report_is_starting():
     assert StatusReport().state == "starting"
+
+
+def test_what_a_dry_run_made_the_real_run_may_claim_once(tmp_path):
+    named = config(tmp_path, run={"name": "mine"})
+    dry = make_run_dir(named, dry=True)
+    assert sorted(each.name for each in dry.iterdir()) == [".dry-run", "configs"]
+    assert make_run_dir(named, dry=True) == dry
+    assert make_run_dir(named) == dry
+    assert all((dry / folder).is_dir() for folder in SUBFOLDERS)
+    with pytest.raises(ConfigError, match="exists already"):
+        make_run_dir(named)
+
+
+def test_dry_runs_use_up_no_numbers(tmp_path):
+    names = [make_run_dir(config(tmp_path), dry=True).name for _ in range(2)]
+    names.append(make_run_dir(config(tmp_path)).name)
+    assert [name.rsplit("--", 1)[1] for name in names] == ["1", "1", "1"]

@@ -181,3 +181,12 @@ def test_columns_align_and_say_nothing_off_the_mask(branches):
         )
         np.testing.assert_array_equal(sample.policy_versions == 5, sample.loss_mask)
         assert not (sample.loss_mask & (sample.roles != 2)).any()
+
+
+def test_what_an_earlier_sample_holds_is_marked_as_repeated():
+    shared = [user(0, 1, 2), says(1, 3)]
+    samples = build_samples(
+        [branch(*shared, user(2, 4), says(3, 5)), branch(*shared, user(4, 6), says(5, 7))], 1.0
+    )
+    assert samples[0].is_repeat is None
+    assert samples[1].is_repeat.tolist() == [True, True, True, False, False]

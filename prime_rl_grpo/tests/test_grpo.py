@@ -1,6 +1,8 @@
 """Hand-worked credit; golden values of the formulas in the modules' docstrings."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prime_rl import PluginConfig
 from prime_rl.testing import check_algorithm, make_group, score
@@ -38,3 +40,17 @@ def test_max_rl_gives_no_credit_where_nobody_scored():
 @pytest.mark.parametrize("algorithm", [GRPO, MaxRL])
 def test_keeps_the_contract(algorithm):
     check_algorithm(algorithm(PluginConfig()))
+
+
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_ties_are_exactly_zero_whatever_the_reward(reward, size):
+    for algorithm in (GRPO, MaxRL):
+        assert credit(algorithm(PluginConfig()), [reward] * size) == [0.0] * size
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=16))
+def test_grpo_is_the_reward_above_the_mean(rewards):
+    mean = sum(rewards) / len(rewards)
+    assert credit(GRPO(PluginConfig()), rewards) == pytest.approx(
+        [reward - mean for reward in rewards], abs=1e-5
+    )

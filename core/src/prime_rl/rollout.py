@@ -49,6 +49,9 @@ class Sample:
     """True on a message's body, False on the chat template's scaffold. None: no attribution."""
     policy_versions: IntColumn | None = None
     """Version of the policy that sampled each token; -1 off the mask."""
+    is_repeat: BoolColumn | None = None
+    """True where an earlier sample of the rollout holds the same token of the same message: it
+    trains there and not here. None: nowhere."""
     advantages: FloatColumn | None = None
     rl_weights: FloatColumn | None = None
     ce_weights: FloatColumn | None = None
@@ -88,6 +91,7 @@ _OPTIONAL: Mapping[str, type] = {
     "roles": np.int8,
     "is_content": np.bool_,
     "policy_versions": np.int32,
+    "is_repeat": np.bool_,
     **dict.fromkeys(STREAMS, np.float32),
 }
 
@@ -115,6 +119,8 @@ class Rollout:
     """The policy's version when the rollout's group was started: staleness counts from here."""
     trace: Any = None
     """The env framework's own record (a ``verifiers`` trace)."""
+    assigned: set[str] = field(default_factory=set)
+    """Streams that an algorithm has written itself: stamping leaves them as they are."""
     frozen: bool = False
 
     @property
@@ -173,6 +179,7 @@ class Rollout:
         name = f"{component}_weights"
         self._check_open(name)
         self._write(name, np.asarray(values, np.float32))
+        self.assigned.add(name)
 
     def freeze(self) -> None:
         """Stamp the streams: any later assignment raises ``StreamError``."""

@@ -40,8 +40,15 @@ def test_ce_takes_the_sampled_tokens_out_of_rl():
 
 
 def test_ce_keeps_the_weights_of_observed_tokens():
+    class Observed:
+        @hookimpl
+        def observation_weights(self, rollout):
+            return [[0, 0, 0, 0.25]]
+
     rollout = make_rollout(prompt=1, completion=2, tool=1)
-    rollout.assign_weights("ce", [0, 0, 0, 0.25])
+    hooks = Hooks()
+    hooks.register(Observed())
+    asyncio.run(score_rollout(hooks, rollout))
     stamp(rollout, "ce")
     assert stream(rollout, "ce_weights") == [0, 1, 1, 0.25]
 
@@ -153,3 +160,33 @@ def test_stamping_leaves_the_plugins_own_array_out_of_a_second_rollout():
         rollout.assign_advantages(1.0)
         stamp(rollout, "rl")
     assert stream(first, "ce_weights") == stream(second, "ce_weights") == [0, 0, 0.5]
+
+
+def test_weights_an_algorithm_assigned_stay_as_they_are():
+    rollout = make_rollout(prompt=1, completion=2)
+    rollout.assign_weights("ce", [0.5, 0.25])
+    stamp(rollout, "ce")
+    assert stream(rollout, "ce_weights") == [0, 0.5, 0.25]
+    assert stream(rollout, "rl_weights") == [0, 0, 0]
+
+
+def test_rl_weights_assigned_beside_another_component_stay_too():
+    rollout = credited()
+    rollout.assign_weights("rl", [1.0, 0.0])
+    stamp(rollout, "ce")
+    assert stream(rollout, "ce_weights") == [0, 1, 1]
+    assert stream(rollout, "rl_weights") == [0, 1, 0]
+
+
+def test_an_observed_token_that_an_earlier_sample_holds_trains_there_only():
+    class Observed:
+        @hookimpl
+        def observation_weights(self, rollout):
+            return [[0, 0, 0, 0.1, 0.1]]
+
+    rollout = make_rollout(prompt=1, completion=2, tool=2)
+    rollout.samples[0].is_repeat = np.array([True, False, False, True, False])
+    hooks = Hooks()
+    hooks.register(Observed())
+    asyncio.run(score_rollout(hooks, rollout))
+    assert stream(rollout, "ce_weights") == pytest.approx([0, 0, 0, 0, 0.1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.run.status import Status
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, wait_for_batch
+from prime_rl.trainer.metrics import MetricsFile
 from prime_rl.trainer.row import make_row
 from prime_rl.wire import MicroBatch, encode_batch
 
@@ -146,3 +149,31 @@ def test_another_steps_batch_is_refused(pack: Any) -> None:
         wait_for_batch(receiver, 4, status)
     assert status.last.waiting_for == "orchestrator (batch 4)"
     assert len(wait_for_batch(OneFrame(encode_batch(4, [pack([[1, 2]])])), 4, status)) == 1
+
+
+def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
+    make_model: Callable[..., PreTrainedModel], pack: Any, random_documents: Any
+) -> None:
+    config = TrainerConfig.model_validate(
+        {"optim": {"lr": 1e-6, "weight_decay": 0.0}, "device": "cpu", "dtype": "bfloat16"}
+    )
+    model = make_model().float()
+    trainer = Trainer(model, PolicyGradient(PluginConfig()), config, max_steps=1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batch = pack(random_documents([9, 5]))
+    exact, _ = token_logprobs(model, make_row(batch, CPU))
+    batch.inference_logprobs = np.where(batch.loss_mask, -4.0, 0.0).astype("f4")
+    metrics = trainer.train_step(1, [batch])
+    assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
+    assert math.isfinite(metrics["optim/grad_norm"])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = token_logprobs(model, make_row(batch, CPU))
+    assert 1e-4 < (rounded - exact).abs().max() < 0.5  # bfloat16 keeps three digits
+
+
+def test_a_metric_that_is_no_number_is_null_on_disk_and_readable(tmp_path: Path) -> None:
+    from prime_rl.orchestrator.policy import TrainerLog
+
+    MetricsFile(tmp_path / "trainer.jsonl").append(3, {"loss/mean": math.nan, "optim/lr": 0.5})
+    (step,) = TrainerLog(tmp_path / "trainer.jsonl").read_new()
+    assert (step.step, step.metrics) == (3, {"loss/mean": None, "optim/lr": 0.5})

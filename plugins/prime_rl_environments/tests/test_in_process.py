@@ -334,3 +334,16 @@ def test_version_spans_are_read_where_they_are_numbers(
 def test_a_reply_that_names_its_tokens_is_left_alone() -> None:
     reply = b'{"choices":[{"logprobs":{"content":[{"token":"token_id:5","token_id":5}]}}]}'
     assert with_token_names(reply) is reply
+
+
+def test_every_turn_of_every_agent_draws_numbers_of_its_own() -> None:
+    from in_process.engine import seed_offset, with_offset
+
+    offsets = {seed_offset(agent, number) for agent in ("agent", "judge") for number in range(4)}
+    assert len(offsets) == 8 and seed_offset("agent", 0) == 0
+    body = {"token_ids": [1], "sampling_params": {"seed": 2**31 - 1, "temperature": 1.0}}
+    assert with_offset(body, 0) is body
+    assert with_offset(body, 3)["sampling_params"] == {"seed": 2, "temperature": 1.0}
+    assert body["sampling_params"]["seed"] == 2**31 - 1
+    unseeded = {"sampling_params": {"temperature": 1.0}}
+    assert with_offset(unseeded, 3) is unseeded

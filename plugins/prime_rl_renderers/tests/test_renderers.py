@@ -33,7 +33,13 @@ def test_an_unknown_field_is_refused_by_name():
 
 
 def test_auto_knows_a_model_by_its_exact_id():
-    assert AutoRenderer(PluginConfig()).build("Qwen/Qwen3-0.6B", {}).name == "qwen3"
+    config = AutoRenderer(PluginConfig()).build("Qwen/Qwen3-0.6B", {"enable_thinking": False})
+    assert (config.name, config.enable_thinking) == ("qwen3", False)
+
+
+def test_auto_refuses_a_field_its_renderer_does_not_have():
+    with pytest.raises(ConfigError, match=r"\(qwen3\): .*bogus"):
+        AutoRenderer(PluginConfig()).build("Qwen/Qwen3-0.6B", {"bogus": 1})
 
 
 def test_auto_refuses_an_unknown_id_and_says_what_to_do():

@@ -8,9 +8,8 @@ member is a smaller group; 2. the loss divides by the step's token count, not by
 
 from __future__ import annotations
 
-from statistics import fmean
-
 from prime_rl import Algorithm, Group, hookimpl
+from prime_rl_grpo.centre import centred
 
 
 class GRPO(Algorithm):
@@ -22,6 +21,6 @@ class GRPO(Algorithm):
     @hookimpl
     def score_group(self, group: Group) -> None:
         """Assign every rollout of the group its reward minus the group's mean."""
-        baseline = fmean(rollout.reward for rollout in group)
-        for rollout in group:
-            rollout.assign_advantages(rollout.reward - baseline)
+        rewards = [rollout.reward for rollout in group]
+        for rollout, advantage in zip(group, centred(rewards), strict=True):
+            rollout.assign_advantages(advantage)

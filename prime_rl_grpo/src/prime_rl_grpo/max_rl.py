@@ -11,6 +11,7 @@ from __future__ import annotations
 from statistics import fmean
 
 from prime_rl import Algorithm, Group, hookimpl
+from prime_rl_grpo.centre import centred
 
 
 class MaxRL(Algorithm):
@@ -22,6 +23,7 @@ class MaxRL(Algorithm):
     @hookimpl
     def score_group(self, group: Group) -> None:
         """Assign every rollout of the group its centred reward over the group's mean."""
-        mean = fmean(rollout.reward for rollout in group)
-        for rollout in group:
-            rollout.assign_advantages((rollout.reward - mean) / mean if mean > 0 else 0.0)
+        rewards = [rollout.reward for rollout in group]
+        mean = fmean(rewards)
+        for rollout, above in zip(group, centred(rewards), strict=True):
+            rollout.assign_advantages(above / mean if mean > 0 else 0.0)

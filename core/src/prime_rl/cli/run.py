@@ -32,7 +32,7 @@ def run(
     paths, overrides = split_arguments([*files, *context.args])
     config = load_config([Path(path) for path in paths], overrides)
     check(config)
-    run_dir = make_run_dir(config)
+    run_dir = make_run_dir(config, dry=dry_run)
     if dry_run:
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from prime_rl.config.base import Settings
 
@@ -45,6 +45,13 @@ class FilterConfig(PluginTable):
     """False: count what it would drop, and drop nothing."""
 
 
+SHAPING_KEYS = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+}
+"""Sampling parameters that training sets itself, or cannot allow."""
+
+
 class SamplingConfig(Settings):
     """How rollouts are sampled. Training needs the distribution whole: no top_p, top_k or min_p
     here."""
@@ -54,7 +61,18 @@ class SamplingConfig(Settings):
     max_completion_tokens: PositiveInt | None = None
     """None: up to the context's end."""
     extra_body: dict[str, Any] = {}
-    """Further keys of the engine's sampling parameters."""
+    """Further keys of the engine's sampling parameters; none that shapes the distribution."""
+
+    @field_validator("extra_body")
+    @classmethod
+    def _leaves_the_distribution_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
+        shaping = sorted(set(value) & SHAPING_KEYS)
+        if shaping:
+            raise ValueError(
+                f"{', '.join(shaping)} would shape or replace the distribution that the trainer "
+                "has to reproduce; set temperature and max_completion_tokens by their own keys"
+            )
+        return value
 
 
 class EvalSamplingConfig(Settings):
@@ -106,7 +124,7 @@ class EnvConfig(SourceConfig):
     group_size: PositiveInt | None = None
     """None: ``orchestrator.group_size``."""
     sampling: SamplingConfig | None = None
-    """None: ``[orchestrator.train.sampling]``."""
+    """Laid over ``[orchestrator.train.sampling]``, key by key."""
 
 
 class EvalEnvConfig(SourceConfig):
@@ -118,7 +136,7 @@ class EvalEnvConfig(SourceConfig):
     group_size: PositiveInt = 1
     """Rollouts an example; the reward reported is their mean."""
     sampling: EvalSamplingConfig | None = None
-    """None: ``[orchestrator.eval.sampling]``."""
+    """Laid over ``[orchestrator.eval.sampling]``, key by key."""
 
 
 class TrainConfig(Settings):
@@ -185,5 +203,5 @@ class OrchestratorConfig(Settings):
     """Stop the run after so many batches' worth of rollouts in a row left nothing to train."""
     save_rollouts: bool = True
     """Write every step's rollouts to the run directory."""
-    weights_timeout: NonNegativeFloat = 1200.0
+    weights_timeout: PositiveFloat = 1200.0
     """Seconds to wait for new weights before the run is declared stuck."""

@@ -77,8 +77,8 @@ class RunConfig(Settings):
     rollout_transport: TransportConfig = TransportConfig()
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     plugins: PluginsConfig = PluginsConfig()
-    monitors: dict[str, dict[str, Any]] = {"file": {}}
-    """One table a monitor, by the name an installed plugin offers."""
+    monitors: dict[str, dict[str, Any]] = {}
+    """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""
     log: LogConfig = LogConfig()
     run: RunDirConfig = RunDirConfig()
     seq_len: PositiveInt = 2048

@@ -87,7 +87,9 @@ class TrainerConfig(Settings):
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of weights and compute."""
+    """Precision of compute. Weights and optimizer state stay in float32: steps of a usual size
+    would
+    vanish in bfloat16's rounding."""
     micro_batch_tokens: PositiveInt | None = None
     """Capacity of one packed row, in tokens. None: ``seq_len``."""
     attention: Literal["auto", "varlen", "mask"] = "auto"
@@ -98,5 +100,6 @@ class TrainerConfig(Settings):
     work. On CPU, with ``varlen`` attention."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` takes CUDA if there is one."""
-    keep_broadcasts: PositiveInt = 2
-    """How many published weight versions stay on disk."""
+    keep_broadcasts: Annotated[int, Field(ge=2)] = 2
+    """How many published weight versions stay on disk; an engine may still be loading the last but
+    one."""

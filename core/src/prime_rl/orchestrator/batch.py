@@ -11,6 +11,8 @@ from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import Rollout
 
+STALE = "stale"
+
 
 @dataclass
 class Batch:
@@ -23,6 +25,11 @@ class Batch:
     """Every rollout that was decided on for this batch: what trains and what was dropped."""
     dropped: dict[int, str] = field(default_factory=dict)
     """Why, by ``id()`` of the rollout: the slot that objected, or ``stale``."""
+
+    @property
+    def num_stale(self) -> int:
+        """Rollouts that grew too old while they waited."""
+        return sum(reason == STALE for reason in self.dropped.values())
 
 
 class BatchAssembler:
@@ -74,7 +81,7 @@ class BatchAssembler:
         while self._pending and not self.is_full:
             rollout = self._pending.popleft()
             if self.staleness(rollout) > self._max_off_policy:
-                self._drop(rollout, "stale")
+                self._drop(rollout, STALE)
             elif self._post.objects(rollout):
                 self._drop(rollout, "post_batch_filters")
             else:

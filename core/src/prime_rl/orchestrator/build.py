@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from prime_rl.config.base import Settings
 from prime_rl.config.orchestrator import EvalSamplingConfig, SamplingConfig, SourceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.batch import BatchAssembler
@@ -27,6 +28,8 @@ from prime_rl.plugins.offers import (
     settings_of,
 )
 from prime_rl.run.launch import ENGINE_KEY, Launch
+
+AnySettings = TypeVar("AnySettings", bound=Settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +72,7 @@ def build_train_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[Tr
     algorithms = build_algorithms(config, hooks)
     envs = []
     for env, algorithm in zip(config.orchestrator.train.env, algorithms, strict=True):
-        sampling = env.sampling or config.orchestrator.train.sampling
+        sampling = merged(config.orchestrator.train.sampling, env.sampling)
         envs.append(
             TrainEnv(
                 name=env.label,
@@ -91,7 +94,7 @@ def build_eval_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[Eva
         EvalEnv(
             name=env.label,
             environment=_environment(env, renderer, launch),
-            sampling=eval_sampling(env.sampling or config.orchestrator.eval.sampling),
+            sampling=eval_sampling(merged(config.orchestrator.eval.sampling, env.sampling)),
             num_examples=env.num_examples,
             group_size=env.group_size,
         )
@@ -114,11 +117,20 @@ def _environment(env: SourceConfig, renderer: Any, launch: Launch) -> Environmen
     )
 
 
+def merged(group: AnySettings, env: AnySettings | None) -> AnySettings:
+    """The group's settings with what one env sets for itself laid over them."""
+    if env is None:
+        return group
+    return group.model_copy(update={name: getattr(env, name) for name in env.model_fields_set})
+
+
 def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
     """The whole distribution at one temperature: what the trainer can reproduce."""
     return SamplingSettings(
         temperature=sampling.temperature,
         top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
         max_completion_tokens=sampling.max_completion_tokens,
         extra_body=sampling.extra_body,
     )
@@ -162,9 +174,10 @@ def build_assembler(config: RunConfig, hooks: Hooks, launch: Launch) -> BatchAss
 
 
 def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monitor]:
-    """Every monitor that has a table."""
+    """Every monitor that has a table, and ``file``, which the live view and the summary read."""
     offers, monitors = collect(hooks, MONITOR), []
-    for name, table in config.monitors.items():
+    tables: dict[str, dict[str, Any]] = {"file": {}} | config.monitors
+    for name, table in tables.items():
         where = f"monitors.{name}"
         cls = select(MONITOR, name, offers, where)
         monitors.append(cls(settings_of(cls, MONITOR, table, where), run_dir))

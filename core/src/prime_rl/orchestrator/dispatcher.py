@@ -16,6 +16,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import Rollout
@@ -146,8 +147,8 @@ class Dispatcher:
         # A group counts whole until it is taken in: members that came back early still belong to
         # its batch.
         opened = sum(group.size for group in self._open.values())
-        committed = pace.buffered + opened + self._handed_on
-        wanted = int(batches * pace.batch_size * self._oversampling) - committed
+        needed = max(0, batches * pace.batch_size - pace.buffered)
+        wanted = ceil(needed * self._oversampling) - opened - self._handed_on
         return min(wanted, self._max_inflight - self.num_inflight)
 
     def _open_group(self) -> None:

@@ -183,7 +183,6 @@ class Environment:
     ) -> ModelContext:
         """Model, client and sampling of one episode, in verifiers' terms."""
         values = {
-            **sampling.extra_body,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
@@ -193,6 +192,7 @@ class Environment:
             "cache_salt": salt,  # verifiers moves it to the top level of the engine's request
         }
         known = {key: value for key, value in values.items() if value is not None}
+        known = {**sampling.extra_body, **known}
         return self._vf.ModelContext(
             model=model.name,
             client=self._client(model),

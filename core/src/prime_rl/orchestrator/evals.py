@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -14,6 +16,8 @@ from prime_rl.orchestrator.env import (
     RolloutResult,
     SamplingSettings,
 )
+
+log = logging.getLogger(__name__)
 
 NUM_SHOWN = 3
 """Rollouts kept for the summary, from the first examples: the same ones before and after."""
@@ -85,7 +89,8 @@ async def evaluate(
             )
         done += 1
         progress(done / total)
-        return results[0]
+        # The policy's own result, where an env also has fixed players.
+        return next((result for result in results if result.trainable), results[0])
 
     results = await asyncio.gather(
         *(one(example, member) for example in range(count) for member in range(env.group_size))
@@ -95,6 +100,9 @@ async def evaluate(
 
 def _summarise(env: EvalEnv, version: int, results: Sequence[RolloutResult]) -> EvalResult:
     finished = [result for result in results if result.ok]
+    reasons = Counter(f"{r.error_type}: {r.error}" for r in results if not r.ok)
+    for reason, count in reasons.most_common():
+        log.warning("eval %r: %d of %d rollouts failed: %s", env.name, count, len(results), reason)
     names = sorted({name for result in finished for name in result.metrics})
     return EvalResult(
         env=env.name,

@@ -44,6 +44,7 @@ from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.store import write_rollouts
 from prime_rl.orchestrator.trajectory import build_rollout
 from prime_rl.plugins.base import Monitor, Sampler
+from prime_rl.plugins.errors import RunError
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Rollout
 from prime_rl.run.launch import Launch
@@ -110,9 +111,13 @@ class Orchestrator:
             version=lambda: self.policy.version,
             max_off_policy_steps=config.orchestrator.max_off_policy_steps,
             oversampling_factor=config.orchestrator.oversampling_factor,
-            max_inflight=config.orchestrator.max_inflight_rollouts
-            or int(config.orchestrator.batch_size * config.orchestrator.oversampling_factor),
+            max_inflight=self._max_inflight(),
         )
+
+    def _max_inflight(self) -> int:
+        settings = self.config.orchestrator
+        oversampled = int(settings.batch_size * settings.oversampling_factor)
+        return settings.max_inflight_rollouts or oversampled
 
     # -- the loop ---------------------------------------------------------------------------
 
@@ -180,10 +185,7 @@ class Orchestrator:
         """Wait until the engines have the last weights."""
         last = self.config.max_steps
         self.status.report("finishing", waiting_for=f"trainer (weights of step {last})")
-        waiting = asyncio.create_task(
-            self.policy.wait_for(last, self.config.orchestrator.weights_timeout)
-        )
-        await self._or_crash(waiting, background)
+        await self._or_crash(asyncio.create_task(self.policy.wait_for(last)), background)
 
     # -- what the dispatcher asks for ---------------------------------------------------------
 
@@ -213,7 +215,12 @@ class Orchestrator:
         )
         if failure := next((result for result in results if not result.ok), None):
             return self._failed(env, group, failure)
-        rollouts = [self._rollout(env, group, result) for result in results if result.trainable]
+        found = [self._rollout(env, group, result) for result in results if result.trainable]
+        rollouts = [rollout for rollout in found if rollout.samples]
+        if not rollouts:
+            reason = "no agent left tokens to train"
+            empty = RolloutResult(ok=False, error_type="NoTokens", error=reason)
+            return self._failed(env, group, empty)
         for rollout in rollouts:
             await score_rollout(env.hooks, rollout)
         return Member(tuple(rollouts))
@@ -267,7 +274,7 @@ class Orchestrator:
                 self.endpoint,
                 self.policy.version,
                 seed=self.config.seed,
-                max_inflight=self.config.orchestrator.batch_size,
+                max_inflight=self._max_inflight(),
                 progress=lambda share: self.status.report(
                     f"evaluating {when} training", progress=share
                 ),
@@ -292,22 +299,44 @@ class Orchestrator:
         task: asyncio.Task[OpenGroup] | asyncio.Task[None],
         background: Sequence[asyncio.Task[None]],
     ) -> None:
-        """Until ``task`` is done; if a background task dies first, raise what it died of."""
+        """Until ``task`` is done.
+
+        If a background task dies first, raise what it died of; if nothing is sampled and no weights
+        come for ``weights_timeout`` seconds, the run is stuck.
+        """
+        idle_since = time.monotonic()
         try:
-            await asyncio.wait([task, *background], return_when=asyncio.FIRST_COMPLETED)
-            for other in background:
-                if other.done():
-                    other.result()
+            while not task.done():
+                await asyncio.wait(
+                    [task, *background], timeout=1.0, return_when=asyncio.FIRST_COMPLETED
+                )
+                for other in background:
+                    if other.done():
+                        other.result()
+                if self.dispatcher.num_inflight:
+                    idle_since = time.monotonic()
+                elif time.monotonic() - idle_since > self.config.orchestrator.weights_timeout:
+                    raise self._stuck()
             await task
         finally:
             task.cancel()
+
+    def _stuck(self) -> RunError:
+        last = self.status.last
+        return RunError(
+            f"nothing has moved for {self.config.orchestrator.weights_timeout:.0f} s "
+            f"(orchestrator.weights_timeout): {last.state}, waiting for {last.waiting_for}. "
+            f"The engines have version {self.policy.version}. See logs/latest/trainer.log."
+        )
 
     # -- reporting --------------------------------------------------------------------------------
 
     def _report_sampling(self) -> None:
         have, size = self.assembler.num_buffered, self.config.orchestrator.batch_size
         step, inflight = self.assembler.batch.step, self.dispatcher.num_inflight
-        waiting = None if inflight else f"trainer (weights of step {self.policy.version + 1})"
+        may_sample = inflight or self.dispatcher.room() > 0
+        weights = f"trainer (weights of step {self.policy.version + 1})"
+        waiting = None if may_sample else weights
         self.status.report(
             f"sampling batch {step}",
             waiting_for=waiting,
@@ -328,7 +357,7 @@ class Orchestrator:
             **self.assembler.take_metrics(),
             **self._dispatcher_metrics(),
             **{f"curriculum/{name}": value for name, value in self.sampler.metrics().items()},
-            "off_policy/dropped": float(progress.stale),
+            "off_policy/dropped": float(progress.stale + batch.num_stale),
             "batch/truncated_samples": float(progress.truncated),
             "progress/total_tokens": float(progress.tokens),
             "progress/total_rollouts": float(progress.rollouts),

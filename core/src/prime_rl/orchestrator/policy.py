@@ -4,13 +4,16 @@ rollouts go on."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 
 from prime_rl.inference.client import EngineAdmin
-from prime_rl.plugins.errors import RunError
+from prime_rl.plugins.errors import EngineError
+
+log = logging.getLogger(__name__)
 
 STABLE = "STABLE"
 """Marker file in a broadcast folder whose weights are whole."""
@@ -39,19 +42,10 @@ class Policy:
             self.version = version
             self._changed.notify_all()
 
-    async def wait_for(self, version: int, timeout: float) -> None:
-        """Until the engines sample from ``version`` or a later one. Raises ``RunError`` after
-        ``timeout`` seconds."""
+    async def wait_for(self, version: int) -> None:
+        """Until the engines sample from ``version`` or a later one."""
         async with self._changed:
-            try:
-                async with asyncio.timeout(timeout):
-                    await self._changed.wait_for(lambda: self.version >= version)
-            except TimeoutError:
-                raise RunError(
-                    f"waited {timeout:.0f} s for weights of version {version}, the engines have "
-                    f"{self.version}. "
-                    "See logs/latest/trainer.log; orchestrator.weights_timeout sets the bound."
-                ) from None
+            await self._changed.wait_for(lambda: self.version >= version)
 
 
 class WeightWatcher:
@@ -82,9 +76,19 @@ class WeightWatcher:
         while True:
             newest = newest_version(self._broadcasts)
             if newest is not None and newest > self._policy.version:
-                await self._update(newest)
+                await self._update_or_skip(newest)
             else:
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def _update_or_skip(self, version: int) -> None:
+        """A version that a newer one has replaced while it was being loaded is skipped."""
+        try:
+            await self._update(version)
+        except EngineError:
+            newest = newest_version(self._broadcasts)
+            if newest is None or newest <= version:
+                raise
+            log.warning("version %d was not loaded, going on with %d", version, newest)
 
     async def _update(self, version: int) -> None:
         for step in self._steps.read_new():

@@ -39,6 +39,8 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
             f"env {rollout.env!r}: observation_weights weighs tokens the policy sampled; expected "
             "0.0 there"
         )
+    if sample.is_repeat is not None:
+        weights = np.where(sample.is_repeat, np.float32(0.0), weights)
     before = sample.ce_weights
     sample.ce_weights = weights if before is None else np.maximum(before, weights)
 
@@ -52,22 +54,25 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
     """Route sampled tokens to ``action_loss`` and freeze the streams.
 
     rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
-    1.0 on the trainable tokens and take them out of rl. Raises ``StreamError`` where rl tokens have
-    no advantage or ref_kl tokens no reference: nothing trains on a guess.
+    1.0 on the trainable tokens and take them out of rl. Weights the algorithm has assigned itself
+    stay as they are. Raises ``StreamError`` where rl tokens have no advantage or ref_kl tokens no
+    reference: nothing trains on a guess.
     """
     for sample in rollout.samples:
         if action_loss != "rl":
-            _route(sample, action_loss)
+            _route(rollout, sample, action_loss)
         _check_complete(rollout, sample)
     rollout.freeze()
 
 
-def _route(sample: Sample, component: LossComponent) -> None:
+def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
     name = f"{component}_weights"
-    ours = sample.loss_mask.astype(np.float32)
-    before = getattr(sample, name)
-    setattr(sample, name, ours if before is None else np.where(sample.loss_mask, ours, before))
-    sample.rl_weights = np.zeros(len(sample), np.float32)
+    if name not in rollout.assigned:
+        ours = sample.loss_mask.astype(np.float32)
+        before = getattr(sample, name)
+        setattr(sample, name, ours if before is None else np.where(sample.loss_mask, ours, before))
+    if "rl_weights" not in rollout.assigned:
+        sample.rl_weights = np.zeros(len(sample), np.float32)
 
 
 def _check_complete(rollout: Rollout, sample: Sample) -> None:

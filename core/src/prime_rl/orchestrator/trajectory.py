@@ -56,27 +56,22 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
     for branch in branches:
         if not branch.trainable:
             continue
-        mask = _untrained(branch, seen)
+        repeats = np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
+        mask = np.asarray(branch.sampled_mask, np.bool_) & ~repeats
         if mask.any():
-            samples.append(_sample(branch, mask, temperature))
-        seen.update(branch.node_ids)
+            samples.append(_sample(branch, mask, repeats, temperature))
+            seen.update(branch.node_ids)
     return samples
 
 
-def _untrained(branch: BranchTokens, seen: set[int]) -> BoolColumn:
-    """[T] sampled tokens of this branch that no earlier branch trains."""
-    mask = np.asarray(branch.sampled_mask, np.bool_)
-    if seen:
-        mask &= ~np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
-    return mask
-
-
-def _sample(branch: BranchTokens, mask: BoolColumn, temperature: float) -> Sample:
+def _sample(
+    branch: BranchTokens, mask: BoolColumn, repeats: BoolColumn, temperature: float
+) -> Sample:
     logprobs = np.asarray(branch.logprobs, np.float32)
     if not np.isfinite(logprobs[mask]).all():
         raise StreamError(
-            "a sampled token has a logprob that is not finite; the engine must give the sampling "
-            "logprob"
+            "a sampled token has a logprob that is not finite; the engine must give the logprob of "
+            "the sampling distribution"
         )
     versions = branch.policy_versions
     return Sample(
@@ -86,6 +81,7 @@ def _sample(branch: BranchTokens, mask: BoolColumn, temperature: float) -> Sampl
         temperature=temperature,
         roles=np.array([_ROLE_INDEX.get(role, -1) for role in branch.roles], np.int8),
         is_content=_content(branch.is_content),
+        is_repeat=repeats if repeats.any() else None,
         policy_versions=None
         if versions is None
         else np.where(mask, np.asarray(versions, np.int32), np.int32(-1)),

@@ -137,7 +137,7 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     """Load every installed plugin of an entry-point group, in name order. Raises
     ``PluginError``."""
     hooks, skip = Hooks(group), frozenset(disabled)
-    for entry in sorted(_entries(group), key=lambda entry: entry.name):
+    for entry in sorted(installed_entries(group), key=lambda entry: entry.name):
         if entry.name in skip:
             continue
         source = _source(entry)
@@ -154,7 +154,7 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     return hooks
 
 
-def _entries(group: str) -> Iterable[EntryPoint]:
+def installed_entries(group: str) -> Iterable[EntryPoint]:
     """Entry points of a group; an editable install may be listed twice, so equal ones count
     once."""
     found = {(e.name, e.value, e.dist.name if e.dist else ""): e for e in entry_points(group=group)}

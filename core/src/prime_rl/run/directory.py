@@ -20,48 +20,59 @@ from pathlib import Path
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.errors import ConfigError
 
+DRY = ".dry-run"
+"""Marker of a directory in which nothing has run yet."""
+
 SUBFOLDERS = ("configs", "logs/attempt_1", "status", "rollouts", "broadcasts")
 
 
-def make_run_dir(config: RunConfig) -> Path:
-    """Make a fresh run directory and write the resolved config into it.
+def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
+    """Make a fresh run directory and write the resolved config into it; ``dry``: nothing else.
 
-    Raises ``ConfigError`` if ``run.name`` is taken: a second run never writes into the first one's
+    A directory that only holds what a dry run wrote may be claimed by the real one. Raises
+    ``ConfigError`` if ``run.name`` is taken: a second run never writes into the first one's
     directory.
     """
     parent = Path(config.output_dir)
     run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
-    for folder in SUBFOLDERS:
-        (run_dir / folder).mkdir(parents=True)
-    (run_dir / "logs" / "latest").symlink_to("attempt_1")
+    for folder in ("configs",) if dry else SUBFOLDERS:
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    if dry:
+        (run_dir / DRY).touch()
+    else:
+        (run_dir / "logs" / "latest").symlink_to("attempt_1")
     (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
     return run_dir
 
 
-def _named(parent: Path, name: str) -> Path:
-    run_dir = parent / name
+def _claim(run_dir: Path) -> bool:
+    """Take the directory if nobody has; of several that try at once, one gets it."""
     try:
         run_dir.mkdir(parents=True)
     except FileExistsError:
+        try:
+            (run_dir / DRY).unlink()
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def _named(parent: Path, name: str) -> Path:
+    run_dir = parent / name
+    if not _claim(run_dir):
         raise ConfigError(
             f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a "
-            "free one, "
-            "or remove the folder."
-        ) from None
+            "free one, or remove the folder."
+        )
     return run_dir
 
 
 def _numbered(parent: Path, config: RunConfig) -> Path:
     envs = "-".join(env.label for env in config.orchestrator.train.env)
     stem = re.sub(r"[^a-z0-9._-]+", "-", f"{envs}--{Path(config.model.name).name}".lower())[:80]
-    for number in itertools.count(1):
-        run_dir = parent / f"{stem}--{number}"
-        try:
-            run_dir.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return run_dir
-    raise AssertionError("unreachable")
+    return next(
+        run_dir for number in itertools.count(1) if _claim(run_dir := parent / f"{stem}--{number}")
+    )
 
 
 def log_dir(run_dir: Path) -> Path:

@@ -38,7 +38,7 @@ def print_summary(console: Console, run_dir: Path) -> None:
 def _print_eval(console: Console, before: dict[str, Any], after: dict[str, Any]) -> None:
     console.print(
         f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
-        f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]"
+        f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]{_failures(before, after)}"
     )
     table = Table(box=None, header_style="dim", padding=(0, 2))
     for title in ("prompt", "before", "", "after", ""):
@@ -52,6 +52,12 @@ def _print_eval(console: Console, before: dict[str, Any], after: dict[str, Any])
             Text(f"{second['reward']:.2f}", "green"),
         )
     console.print(table)
+
+
+def _failures(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Failed rollouts count as reward 0, so they are said."""
+    failed = before["num_failed"], after["num_failed"]
+    return f"   [red]failed: {failed[0]} before, {failed[1]} after[/]" if any(failed) else ""
 
 
 def _last(messages: list[list[str]], role: str) -> str:

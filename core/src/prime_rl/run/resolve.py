@@ -13,7 +13,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
 from prime_rl.plugins.offers import (
     ALGORITHM,
     ENGINE,
@@ -38,7 +38,10 @@ def check(config: RunConfig) -> Hooks:
     """Validate what needs plugins. Returns the loaded plugins; raises ``ConfigError`` or
     ``PluginError``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
+    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    _check_disabled(config, hooks, trainer)
     _check_envs(config)
+    _check_sizes(config)
     config.trainer.scheduler.check(config.trainer.optim.lr, config.max_steps)
     _check_algorithms(config, hooks)
     _check_filters(config, hooks)
@@ -49,7 +52,6 @@ def check(config: RunConfig) -> Hooks:
     for name, table in config.monitors.items():
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
     build_engine(config, hooks)
-    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
     return hooks
 
@@ -117,6 +119,32 @@ def _check_envs(config: RunConfig) -> None:
             raise ConfigError(
                 f"env {env.label!r}: group_size {size} does not divide orchestrator.batch_size "
                 f"{orchestrator.batch_size}. Make the batch a multiple of every group size."
+            )
+
+
+def _check_sizes(config: RunConfig) -> None:
+    row, inflight = config.trainer.micro_batch_tokens, config.orchestrator.max_inflight_rollouts
+    if row is not None and row < config.seq_len:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens: a row of {row} tokens cannot hold a sample of seq_len = "
+            f"{config.seq_len}. Raise it to seq_len or more, or leave it out."
+        )
+    envs = config.orchestrator.train.env
+    largest = max(env.group_size or config.orchestrator.group_size for env in envs)
+    if inflight is not None and inflight < largest:
+        raise ConfigError(
+            f"orchestrator.max_inflight_rollouts: {inflight} cannot hold one group of {largest}. "
+            "Raise it, or lower group_size."
+        )
+
+
+def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:
+    installed = {entry.name for hooks in loaded for entry in installed_entries(hooks.group)}
+    for name in config.plugins.disabled:
+        if name not in installed:
+            raise ConfigError(
+                f"plugins.disabled: no installed plugin is called {name!r} "
+                f"(installed: {', '.join(sorted(installed))})"
             )
 
 

@@ -35,7 +35,7 @@ from prime_rl.run.view import View
 TICK_SECONDS = 0.25
 ORCHESTRATOR = "prime_rl.orchestrator"
 """The module that is the orchestrator's process."""
-TRAINER_GRACE = 120.0
+TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
 
 

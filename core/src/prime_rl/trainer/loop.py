@@ -52,6 +52,7 @@ class Trainer:
         # The dense mask and the GPU's kernel know documents only.
         by_document = self.config.attention == "mask" or self.device.type != "cpu"
         self.share_prompts = self.config.share_prompts and not by_document
+        self.half = self.config.dtype == "bfloat16"
         self.optimizer = make_optimizer(self.model.parameters(), self.config.optim)
         self.learning_rate = make_schedule(
             self.config.scheduler, self.config.optim.lr, self.max_steps
@@ -99,7 +100,8 @@ class Trainer:
         for number, micro_batch in enumerate(micro_batches):
             progress(number / len(micro_batches))
             row = make_row(micro_batch, self.device, share=self.share_prompts)
-            logprobs, entropies = token_logprobs(self.model, row)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+                logprobs, entropies = token_logprobs(self.model, row)
             loss = row_loss(row, logprobs, self.loss, counts)
             torch.autograd.backward(loss.loss)
             metrics.observe(row, logprobs.detach(), entropies, loss)

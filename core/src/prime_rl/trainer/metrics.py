@@ -6,6 +6,7 @@ Shapes: T = tokens of a row, E = envs of a row.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
@@ -108,7 +109,8 @@ class MetricsFile:
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write step ``step``'s line. Raises ``RunError`` if the disk refuses."""
-        line = json.dumps({"step": step, "time": time.time(), "metrics": dict(metrics)})
+        finite = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
+        line = json.dumps({"step": step, "time": time.time(), "metrics": finite})
         try:
             with self.path.open("a") as file:
                 file.write(line + "\n")

@@ -64,7 +64,7 @@ def load_model(model_path: Path, config: TrainerConfig) -> PreTrainedModel:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path,
-            dtype=getattr(torch, config.dtype),
+            dtype=torch.float32,
             attn_implementation=NAMES[choose_attention(config.attention)],
             output_loading_info=True,
             local_files_only=True,

@@ -10,6 +10,7 @@ be seen: renderers drops it.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack, contextmanager
 from contextvars import ContextVar
@@ -29,18 +30,44 @@ IDLE_SECONDS = 2.0
 """Drop an idle connection before the engine does (uvicorn: after 5 s): a POST that meets a closing
 connection fails."""
 
-_versions: ContextVar[list[Span] | None] = ContextVar("weight_versions", default=None)
+
+@dataclass(frozen=True)
+class Call:
+    """The generate call under way."""
+
+    seed_offset: int
+    """Added to the rollout's seed: every turn of every agent draws numbers of its own."""
+    spans: list[Span]
+    """Where the policy versions of its tokens go."""
+
+
+_call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 @contextmanager
-def recorded_versions() -> Iterator[list[Span]]:
-    """Collects the spans of the generate call made inside; empty if the engine does not tell."""
-    spans: list[Span] = []
-    token = _versions.set(spans)
+def recorded_versions(agent: str, number: int) -> Iterator[list[Span]]:
+    """Collects the spans of an agent's model call ``number``, made inside; empty if the engine
+    does not tell."""
+    call = Call(seed_offset(agent, number), [])
+    token = _call.set(call)
     try:
-        yield spans
+        yield call.spans
     finally:
-        _versions.reset(token)
+        _call.reset(token)
+
+
+def seed_offset(agent: str, number: int) -> int:
+    """0 for the first call of a plain env's one agent: its seed is the one asked for."""
+    return zlib.crc32(f"{agent}/{number}".encode()) if number or agent != "agent" else 0
+
+
+def with_offset(body: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
+    """The request with its seed moved on, if it has one."""
+    parameters = body.get("sampling_params", {})
+    if not offset or parameters.get("seed") is None:
+        return body
+    seed = (parameters["seed"] + offset) % 2**31
+    return {**body, "sampling_params": {**parameters, "seed": seed}}
 
 
 class _Span(msgspec.Struct):
@@ -116,6 +143,9 @@ class EngineConnection:
         """POST JSON. Raises ``ProviderError`` with the engine's status and reason, or 503 if it
         cannot be reached."""
         headers = (options or {}).get("headers")
+        call = _call.get()
+        if call is not None:
+            body = with_offset(body, call.seed_offset)
         try:
             async with self.session.post(
                 url,
@@ -134,8 +164,8 @@ class EngineConnection:
             raise ProviderError(
                 f"{url}: HTTP {response.status}: {reason}", status_code=response.status
             )
-        if (spans := _versions.get()) is not None:
-            spans += version_spans(content)
+        if call is not None:
+            call.spans.extend(version_spans(content))
         return Reply(with_token_names(content))
 
     async def close(self) -> None:

@@ -50,7 +50,7 @@ class TurnDriver:
 
     async def turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send one chat request; returns the assistant's message as JSON. Raises ``Refused``."""
-        with recorded_versions() as versions:
+        with recorded_versions(self.trace.agent.name, len(self.trace.calls)) as versions:
             # In a task of its own, as aiohttp would: verifiers cancels a session's handlers when
             # its rollout ends.
             response = await asyncio.create_task(self.handler(DirectRequest(self.secret, request)))

@@ -62,14 +62,18 @@ class NamedRenderer(RendererOffer):
     def build(self, model: str, fields: Mapping[str, Any]) -> Any:
         """The package's config object for this name. Raises ``ConfigError`` on fields it does not
         have."""
-        from pydantic import TypeAdapter, ValidationError
-        from renderers import RendererConfig
+        return _config({"name": self.name, **fields})
 
-        try:
-            return TypeAdapter(RendererConfig).validate_python({"name": self.name, **fields})
-        except ValidationError as error:
-            problems = "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"orchestrator.renderer ({self.name}): {problems}") from error
+
+def _config(table: Mapping[str, Any]) -> Any:
+    from pydantic import TypeAdapter, ValidationError
+    from renderers import RendererConfig
+
+    try:
+        return TypeAdapter(RendererConfig).validate_python(dict(table))
+    except ValidationError as error:
+        problems = "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"orchestrator.renderer ({table['name']}): {problems}") from error
 
 
 class AutoRenderer(RendererOffer):
@@ -85,15 +89,15 @@ class AutoRenderer(RendererOffer):
             raise _unknown(model)
 
     def build(self, model: str, fields: Mapping[str, Any]) -> Any:
-        """The config of the renderer made for this model. Raises ``ConfigError`` if none is
-        known."""
-        from renderers import config_from_name
+        """The config of the renderer made for this model. Raises ``ConfigError`` if none is known,
+        or if it does not have a field."""
         from renderers.base import MODEL_RENDERER_MAP
 
         known = MODEL_RENDERER_MAP.get(model)
         if known is None:
             raise _unknown(model)
-        return config_from_name(known) if isinstance(known, str) else known
+        name = known if isinstance(known, str) else known.name
+        return _config({"name": name, **fields})
 
 
 def _unknown(model: str) -> ConfigError:

@@ -1,6 +1,6 @@
 """CPU milliseconds of the orchestrator for one single-turn rollout, by harness.
 
-    python plugins/prime_rl_environments/bench/rollout.py [--rollouts 256] [--repeats 7] [--profile]
+    python bench/rollout.py [--rollouts 256] [--repeats 7] [--profile]
 
 A rollout is everything between an example and its result: verifiers' episode, the harness,
 rendering, the engine's HTTP request, scoring, and the columns for training. The engine is a process

@@ -1,0 +1,30 @@
+"""How one env's settings combine with the group's, and which monitors there are."""
+
+from prime_rl.config import RunConfig
+from prime_rl.config.orchestrator import EvalSamplingConfig, SamplingConfig
+from prime_rl.orchestrator.build import build_monitors, eval_sampling, merged, train_sampling
+from prime_rl.plugins.manager import load_plugins
+
+
+def test_an_env_overrides_only_what_it_sets():
+    group = SamplingConfig(temperature=0.7, max_completion_tokens=32)
+    assert merged(group, None) == group
+    mixed = merged(group, SamplingConfig(max_completion_tokens=64))
+    assert (mixed.temperature, mixed.max_completion_tokens) == (0.7, 64)
+    again = merged(group, SamplingConfig(temperature=1.0))  # set, though it is the default
+    assert (again.temperature, again.max_completion_tokens) == (1.0, 32)
+
+
+def test_training_sends_the_whole_distribution_and_evaluation_what_is_set():
+    train = train_sampling(SamplingConfig(temperature=0.7))
+    assert (train.temperature, train.top_p, train.top_k, train.min_p) == (0.7, 1.0, -1, 0.0)
+    held_out = eval_sampling(EvalSamplingConfig(top_p=0.9))
+    assert (held_out.temperature, held_out.top_p, held_out.top_k) == (None, 0.9, None)
+
+
+def test_the_file_monitor_is_always_there(tmp_path):
+    config = RunConfig.model_validate({"model": {"name": "m"}, "max_steps": 1})
+    monitors = build_monitors(config, load_plugins(), tmp_path)
+    assert [monitor.name for monitor in monitors] == ["file"]
+    for monitor in monitors:
+        monitor.close()
