@@ -14,6 +14,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import EngineAdmin
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.loop import Orchestrator
+from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.summary import write_summary
 from prime_rl.plugins.errors import PrimeRLError
 from prime_rl.plugins.manager import Hooks, load_plugins
@@ -99,7 +100,7 @@ async def _build(
         eval_envs=eval_envs,
         sampler=build.build_sampler(config, hooks, envs),
         assembler=build.build_assembler(config, hooks, launch),
-        monitors=monitors,
+        reporter=Reporter(run_dir, monitors, config.max_steps, config.orchestrator.save_rollouts),
         sender=sender,
         admin=admin,
         endpoint=build.build_endpoint(launch),

@@ -21,18 +21,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import EngineAdmin
-from prime_rl.monitor.console import Console
-from prime_rl.monitor.metrics import (
-    group_metrics,
-    off_policy_metrics,
-    rollout_metrics,
-)
 from prime_rl.orchestrator.batch import Batch, BatchAssembler
 from prime_rl.orchestrator.build import TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
@@ -40,10 +33,10 @@ from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult, evaluate
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.policy import Policy, TrainerStep, WeightWatcher
+from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
-from prime_rl.orchestrator.store import write_rollouts
 from prime_rl.orchestrator.trajectory import build_rollout
-from prime_rl.plugins.base import Monitor, Sampler
+from prime_rl.plugins.base import Sampler
 from prime_rl.plugins.errors import RunError
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Rollout
@@ -53,20 +46,6 @@ from prime_rl.wire import MicroBatch, encode_batch
 from prime_rl.wire.transport import Sender
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Progress:
-    """Running totals, and what happened since the last step."""
-
-    started: float = field(default_factory=time.perf_counter)
-    step_started: float = field(default_factory=time.perf_counter)
-    tokens: int = 0
-    rollouts: int = 0
-    groups: list[list[float]] = field(default_factory=list)
-    errors: dict[str, int] = field(default_factory=dict)
-    stale: int = 0
-    truncated: int = 0
 
 
 class Orchestrator:
@@ -83,7 +62,7 @@ class Orchestrator:
         eval_envs: Sequence[EvalEnv],
         sampler: Sampler,
         assembler: BatchAssembler,
-        monitors: Sequence[Monitor],
+        reporter: Reporter,
         sender: Sender,
         admin: EngineAdmin,
         endpoint: ModelEndpoint,
@@ -91,11 +70,10 @@ class Orchestrator:
     ) -> None:
         self.config, self.launch, self.run_dir = config, launch, run_dir
         self.hooks, self.envs, self.eval_envs = hooks, envs, eval_envs
-        self.sampler, self.assembler, self.monitors = sampler, assembler, monitors
+        self.sampler, self.assembler = sampler, assembler
         self.sender, self.admin, self.endpoint, self.status = sender, admin, endpoint, status
         self.policy = Policy(launch.first_step - 1)
-        self.progress = Progress()
-        self.console = Console(config.max_steps)
+        self.reporter = reporter
         self.watcher = WeightWatcher(
             run_dir,
             self.policy,
@@ -140,7 +118,6 @@ class Orchestrator:
 
     async def _step(self, background: Sequence[asyncio.Task[None]]) -> None:
         """One batch: assembled, packed, shipped."""
-        self.progress.step_started = time.perf_counter()
         while not self.assembler.is_full:
             self._report_sampling()
             await self._take_in(await self._next_arrival(background))
@@ -150,7 +127,7 @@ class Orchestrator:
         shipping = asyncio.create_task(self.sender.send(batch.step, frames))
         self.status.report("shipping", waiting_for=f"trainer (room for batch {batch.step})")
         await self._or_crash(shipping, background)
-        self._log_step(batch, len(frames[0]))
+        self.reporter.step(batch, self._metrics(frames))
 
     async def _take_in(self, group: OpenGroup) -> None:
         """A complete group: its survivors are credited, stamped and compete for a place in the
@@ -162,7 +139,7 @@ class Orchestrator:
         if rollouts:
             await score_group(env.hooks, rollouts)
             self.sampler.observe(rollouts)
-            self.progress.groups.append([rollout.reward for rollout in rollouts])
+            self.reporter.group_scored(rollouts)
             for rollout in rollouts:
                 stamp(rollout, env.algorithm.action_loss)
             self.assembler.add(rollouts)
@@ -173,7 +150,7 @@ class Orchestrator:
         samples, envs = [], []
         for rollout in batch.kept:
             for sample in rollout.samples:
-                self.progress.truncated += len(sample) > self.config.seq_len
+                self.reporter.recent.truncated += len(sample) > self.config.seq_len
                 samples.append(truncate(sample, self.config.seq_len))
                 envs.append(rollout.env)
         self.hooks.batch_packed(batch.step, samples)
@@ -236,13 +213,8 @@ class Orchestrator:
         )
 
     def _failed(self, env: TrainEnv, group: OpenGroup, result: RolloutResult) -> Member:
-        kind = result.error_type or "unknown"
-        log.warning(
-            "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
-            env.name, group.example_index, group.group_id, kind, result.error,
-        )  # fmt: skip
-        self.progress.errors[kind] = self.progress.errors.get(kind, 0) + 1
-        return Member((), kind, result.error)
+        self.reporter.rollout_failed(env.name, group, result)
+        return Member((), result.error_type or "unknown", result.error)
 
     def _sampling_seed(self, group: OpenGroup, index: int) -> int:
         """Distinct for every member of every group, the same in every run of one seed."""
@@ -253,7 +225,7 @@ class Orchestrator:
     async def _on_version_pending(self, version: int) -> None:
         """Before the engines pause: what would be too old anyway is cancelled, so that nobody waits
         for it."""
-        self.progress.stale += await self.dispatcher.drop_stale(version)
+        self.reporter.recent.cancelled += await self.dispatcher.drop_stale(version)
 
     def _on_version(self, version: int) -> None:
         self.hooks.weights_published(version)
@@ -261,7 +233,7 @@ class Orchestrator:
 
     def _on_trainer_step(self, step: TrainerStep) -> None:
         metrics = {name: float("nan") if v is None else v for name, v in step.metrics.items()}
-        self._log(step.step, metrics)
+        self.reporter.log(step.step, metrics)
         self.hooks.step_finished(step.step, metrics)
 
     # -- evaluation -----------------------------------------------------------------------------
@@ -280,7 +252,7 @@ class Orchestrator:
                 ),
             )
             log.info("eval %s %s training: reward %.4f", result.env, when, result.reward)
-            self._log(self.policy.version, result.as_metrics())
+            self.reporter.log(self.policy.version, result.as_metrics())
             results.append(result)
         return results
 
@@ -344,44 +316,15 @@ class Orchestrator:
             buffered=f"{min(have, size)}/{size}",
         )
 
-    def _log_step(self, batch: Batch, frame_bytes: int) -> None:
-        progress, now = self.progress, time.perf_counter()
-        progress.tokens += sum(rollout.num_tokens for rollout in batch.seen)
-        progress.rollouts += len(batch.seen)
-        staleness = [batch.step - 1 - rollout.policy_version for rollout in batch.kept]
-        metrics = {
-            **rollout_metrics(batch.seen, "all"),
-            **rollout_metrics(batch.kept, "effective"),
-            **group_metrics(progress.groups, "train/agg/all"),
-            **off_policy_metrics(staleness),
+    def _metrics(self, frames: Sequence[bytes]) -> dict[str, float]:
+        counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
+        curriculum = {f"curriculum/{name}": v for name, v in self.sampler.metrics().items()}
+        return {
             **self.assembler.take_metrics(),
-            **self._dispatcher_metrics(),
-            **{f"curriculum/{name}": value for name, value in self.sampler.metrics().items()},
-            "off_policy/dropped": float(progress.stale + batch.num_stale),
-            "batch/truncated_samples": float(progress.truncated),
-            "progress/total_tokens": float(progress.tokens),
-            "progress/total_rollouts": float(progress.rollouts),
-            "progress/seconds": now - progress.started,
-            "time/step": now - progress.step_started,
+            **counts,
+            **curriculum,
+            "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
             "watcher/policy_version": float(self.policy.version),
             "watcher/last_update_weights_time": self.watcher.update_seconds,
-            "wire/bytes": float(frame_bytes),
+            "wire/bytes": float(sum(map(len, frames))),
         }
-        self._log(batch.step, metrics)
-        self.console.step(batch.step, metrics)
-        if self.config.orchestrator.save_rollouts:
-            path = self.run_dir / "rollouts" / f"step_{batch.step}.msgpack"
-            write_rollouts(path, batch.step, batch.seen, batch.dropped)
-        progress.groups, progress.errors, progress.stale, progress.truncated = [], {}, 0, 0
-
-    def _dispatcher_metrics(self) -> dict[str, float]:
-        counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
-        errors = {f"train/agg/all/error/{k}": float(n) for k, n in self.progress.errors.items()}
-        return counts | errors | {"dispatcher/inflight/train": float(self.dispatcher.num_inflight)}
-
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for monitor in self.monitors:
-            try:
-                monitor.log(step, metrics)
-            except Exception:
-                log.exception("monitor %r failed at step %d; the run goes on", monitor.name, step)
