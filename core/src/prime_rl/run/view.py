@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.run.status import StatusReport, read_status
+from prime_rl.run.status import DONE, StatusReport, read_status
 
 PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0
@@ -196,7 +196,8 @@ def _off_policy(latest: dict[str, Any]) -> str:
 
 def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:
     state = Text(report.state)
-    if (seconds := time.time() - report.time) > SLOW_SECONDS:
+    seconds = time.time() - report.time
+    if seconds > SLOW_SECONDS and report.state != DONE:
         state.append(f"  {clock(seconds)}", "dim")  # so that what takes long is seen to take long
     detail = "  ".join(f"{name} {_plain(value)}" for name, value in report.detail.items())
     last: RenderableType = Text(detail, "dim")
