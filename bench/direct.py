@@ -78,18 +78,18 @@ class DirectEnvironment:
         return [RolloutResult(ok=True, reward=reward, num_turns=1, branches=[branch])]
 
 
-def orchestrate() -> int:
+def orchestrate() -> None:
     """The orchestrator's process, with the environment replaced."""
     from prime_rl.orchestrator import __main__, build
 
     build.Environment = DirectEnvironment  # type: ignore[misc,assignment]
-    return __main__.main()
+    __main__.main()
 
 
 def main() -> None:
     """The command line; the supervisor starts the orchestrator through this module if asked to."""
     if len(sys.argv) == 2:
-        sys.exit(orchestrate())
+        orchestrate()
     from prime_rl.cli import main as prime_rl
     from prime_rl.run import supervisor
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
@@ -168,9 +169,11 @@ def test_make_targets_in_the_docs_exist() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_python_in_the_docs_runs(page: Path) -> None:
-    """Marked blocks in their order, sharing names as for a reader; then the tests among them."""
-    names: dict[str, Any] = {"__name__": "example"}
+def test_python_in_the_docs_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marked blocks in their order, as one module; then the tests among them."""
+    module = ModuleType("my_rloo")
+    monkeypatch.setitem(sys.modules, "my_rloo", module)
+    names: dict[str, Any] = vars(module)
     for block in blocks(page, "python", mark="tested"):
         exec(compile(block, str(page), "exec"), names)
     for name, function in list(names.items()):

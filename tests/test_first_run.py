@@ -50,6 +50,8 @@ def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            # A shell that starts the tests in the background has them ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process

@@ -138,8 +138,8 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     assert done.returncode == 2
     assert done.stderr == (
         "error: env 'reverse-text': algo: no installed plugin offers the algorithm 'grpo' "
-        "(installed: none). Install the package that brings it; by convention: "
-        "pip install prime-rl-grpo\n"
+        "(installed: none). Check the spelling, or install the package that brings it (by "
+        "convention prime-rl-grpo).\n"
     )
     assert list(tmp_path.iterdir()) == []
     run(bare / "pip", "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")

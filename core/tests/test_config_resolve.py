@@ -15,7 +15,7 @@ from prime_rl.run.resolve import (
 
 
 def config(orchestrator=None, **tables):
-    given = {"train": {"env": [{"id": "a"}]}} | (orchestrator or {})
+    given = {"train": {"env": [{"id": "reverse-text", "name": "a"}]}} | (orchestrator or {})
     tables = {"model": {"name": "owner/model"}, "max_steps": 1} | tables
     return RunConfig.model_validate({"orchestrator": given, **tables})
 
@@ -42,7 +42,7 @@ def test_a_batch_that_groups_do_not_divide():
         "env 'a': group_size 8 does not divide orchestrator.batch_size 12. Make the batch a "
         "multiple of every group size."
     )
-    envs = {"train": {"env": [{"id": "a"}, {"id": "b", "group_size": 5}]}}
+    envs = {"train": {"env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "group_size": 5}]}}
     assert refusal(envs).startswith("env 'b': group_size 5 does not divide")
 
 
@@ -52,27 +52,37 @@ def test_a_group_of_one_under_a_group_relative_algorithm():
         "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 or "
         "more."
     )
-    envs = {"train": {"env": [{"id": "a", "group_size": 1, "algo": {"type": "max_rl"}}]}}
+    envs = {
+        "train": {
+            "env": [
+                {"id": "reverse-text", "name": "a", "group_size": 1, "algo": {"type": "max_rl"}}
+            ]
+        }
+    }
     assert refusal(envs).startswith("env 'a': algorithm 'max_rl' credits")
 
 
 def test_two_envs_of_one_name():
-    envs = {"train": {"env": [{"id": "a"}, {"id": "b", "name": "a"}]}}
+    envs = {"train": {"env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "name": "a"}]}}
     assert refusal(envs) == (
         "orchestrator.train.env: 2 envs are called 'a'. Give each its own name."
     )
-    assert refusal({"eval": {"env": [{"id": "a"}, {"id": "a"}]}}).startswith(
-        "orchestrator.eval.env"
-    )
+    assert refusal(
+        {
+            "eval": {
+                "env": [{"id": "reverse-text", "name": "a"}, {"id": "reverse-text", "name": "a"}]
+            }
+        }
+    ).startswith("orchestrator.eval.env")
 
 
 def test_a_training_env_and_a_held_out_one_may_share_a_name():
-    check(config({"eval": {"env": [{"id": "a"}]}}))
+    check(config({"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}))
 
 
 @pytest.mark.parametrize("name", ["agg", "all", "effective"])
 def test_names_that_metrics_use(name):
-    envs = {"train": {"env": [{"id": "a", "name": name}]}}
+    envs = {"train": {"env": [{"id": "reverse-text", "name": name}]}}
     assert refusal(envs) == f"orchestrator.train.env: the name {name!r} is taken by metrics"
 
 
@@ -80,7 +90,7 @@ def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
     message = refusal({"algo": {"type": "opsd_next"}})
     assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'opsd_next'")
     assert "grpo, max_rl" in message
-    assert message.endswith("by convention: pip install prime-rl-opsd-next")
+    assert message.endswith("(by convention prime-rl-opsd-next).")
 
 
 def test_an_unknown_key_of_the_algorithm():
@@ -90,7 +100,11 @@ def test_an_unknown_key_of_the_algorithm():
 
 
 def test_an_envs_own_algorithm_counts():
-    envs = {"train": {"env": [{"id": "a"}, {"id": "b", "algo": {"type": "grpoo"}}]}}
+    envs = {
+        "train": {
+            "env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "algo": {"type": "grpoo"}}]
+        }
+    }
     assert refusal(envs).endswith("Did you mean 'grpo'?")
 
 
@@ -228,4 +242,23 @@ def test_a_disabled_plugin_that_is_not_there():
 @pytest.mark.parametrize("key", ["top_k", "top_p", "min_p", "seed", "max_tokens", "logit_bias"])
 def test_training_samples_the_whole_distribution(key):
     with pytest.raises(ValueError, match=f"{key} would shape or replace the distribution"):
-        config({"train": {"env": [{"id": "a"}], "sampling": {"extra_body": {key: 1}}}})
+        config(
+            {
+                "train": {
+                    "env": [{"id": "reverse-text", "name": "a"}],
+                    "sampling": {"extra_body": {key: 1}},
+                }
+            }
+        )
+
+
+def test_a_taskset_that_is_not_there_is_named_with_the_nearest():
+    assert refusal({"train": {"env": [{"id": "reverse-txt"}]}}) == (
+        "orchestrator.train.env.0.id: no taskset 'reverse-txt': there is no module 'reverse_txt'. "
+        "Did you mean 'reverse-text'?"
+    )
+
+
+def test_a_run_name_is_no_path():
+    with pytest.raises(ValueError, match=r"run\.name"):
+        config(run={"name": "../elsewhere"})

@@ -42,7 +42,8 @@ def test_a_near_miss_is_guessed():
 def test_an_unknown_name_gives_the_package_by_convention():
     assert message("new_idea", {}) == (
         "env 'a': algo: no installed plugin offers the algorithm 'new_idea' (installed: none). "
-        "Install the package that brings it; by convention: pip install prime-rl-new-idea"
+        "Check the spelling, or install the package that brings it (by convention "
+        "prime-rl-new-idea)."
     )
 
 
@@ -55,7 +56,7 @@ def test_an_index_of_known_packages_knows_better(install):
 
 def test_an_index_entry_counts_for_its_kind_only(install):
     install(group="prime_rl.known", plugin="filter.opd_x", value="prime_rl_distill_x")
-    assert message("opd_x", {}).endswith("by convention: pip install prime-rl-opd-x")
+    assert message("opd_x", {}).endswith("(by convention prime-rl-opd-x).")
 
 
 def test_settings_become_the_plugins_own_config():

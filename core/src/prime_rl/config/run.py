@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -49,8 +49,8 @@ class WeightBroadcastConfig(Settings):
 class RunDirConfig(Settings):
     """``[run]``"""
 
-    name: str | None = None
-    """Name of the run directory. None: environments, model and a number that is free."""
+    name: Annotated[str, Field(pattern=r"^[\w][\w.+=@ -]*$")] | None = None
+    """Name of the run directory, no path. None: environments, model and a number that is free."""
 
 
 class PluginsConfig(Settings):

@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import NoReturn
 
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import EngineAdmin
@@ -23,35 +25,57 @@ from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.status import DONE, Status
 from prime_rl.wire.transport import make_sender
 
+log = logging.getLogger("prime_rl")
 
-def main() -> int:
-    """Run one run's orchestrator; 0 when every step was taken."""
+FAILED = "failed"
+
+TEARDOWN_SECONDS = 20.0
+"""What closing may take once the run is over, well or badly."""
+
+
+def main() -> None:
+    """Run one run's orchestrator. Exits with 0 when every step was taken, or when asked to end."""
     exit_with_parent()
     run_dir = Path(sys.argv[1])
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     logging.basicConfig(
         level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    code = loop.run_until_complete(_supervised(run_dir, config))
+    _exit(code)
+
+
+def _exit(code: int) -> NoReturn:
+    """End at once: what an environment left running must not keep a finished run alive."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _supervised(run_dir: Path, config: RunConfig) -> int:
+    """The exit code. SIGTERM cancels the run, so that everything is closed in order."""
+    status = Status(run_dir / "status" / "orchestrator.json")
+    task = asyncio.ensure_future(_run(run_dir, config, status))
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     try:
-        asyncio.run(_supervised(run_dir, config))
-    except PrimeRLError as error:
-        logging.getLogger("prime_rl").error("%s: %s", type(error).__name__, error)
-        return 1
+        await task
     except asyncio.CancelledError:
         return 0
+    except PrimeRLError as error:
+        if status.last.state != FAILED:
+            _say(error, status)
+        return 1
+    except Exception:
+        log.exception("the orchestrator failed")
+        return 1
     return 0
 
 
-async def _supervised(run_dir: Path, config: RunConfig) -> None:
-    """SIGTERM cancels the run, so that everything is closed in order."""
-    task = asyncio.ensure_future(_run(run_dir, config))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
-
-
-async def _run(run_dir: Path, config: RunConfig) -> None:
+async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     launch = Launch.read(run_dir)
-    status = Status(run_dir / "status" / "orchestrator.json")
     status.report("loading plugins and verifiers")
     hooks = load_plugins(disabled=config.plugins.disabled)
     import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
@@ -60,11 +84,30 @@ async def _run(run_dir: Path, config: RunConfig) -> None:
         status.report("waiting", waiting_for="model (being made)")
         await wait_for_model(Path(launch.model_path))
     async with AsyncExitStack() as stack:
-        orchestrator = await _build(stack, run_dir, config, launch, hooks, status)
-        results = await orchestrator.run()
-    status.report("writing the summary")
-    write_summary(run_dir, config, results)
-    status.report(DONE)
+        try:
+            orchestrator = await _build(stack, run_dir, config, launch, hooks, status)
+            results = await orchestrator.run()
+            status.report("writing the summary")
+            write_summary(run_dir, config, results)
+            status.report(DONE)
+            _end_within(TEARDOWN_SECONDS, 0)
+        except BaseException as error:
+            if isinstance(error, PrimeRLError):
+                _say(error, status)  # before closing, which may take its time
+            _end_within(TEARDOWN_SECONDS, 1)
+            raise
+
+
+def _say(error: PrimeRLError, status: Status) -> None:
+    log.error("%s: %s", type(error).__name__, error)
+    status.report(FAILED, error=str(error))
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """Should closing hang, the process ends all the same."""
+    timer = threading.Timer(seconds, _exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 async def _build(
@@ -109,4 +152,4 @@ async def _build(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

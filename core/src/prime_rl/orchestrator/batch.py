@@ -11,7 +11,13 @@ from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import Rollout
 
-STALE = "stale"
+STALE, FAILED = "stale", "failed"
+
+WHY_FAILED = "Each failure and its reason is a warning in logs/latest/orchestrator.log."
+WHY_DROPPED = (
+    "If zero_advantage drops them, every group's rewards are equal: the task is too easy or too "
+    "hard for the policy."
+)
 
 
 @dataclass
@@ -74,7 +80,7 @@ class BatchAssembler:
 
     def note_failed(self, count: int) -> None:
         """Rollouts that came to nothing also count as fruitless."""
-        self._count_fruitless(count, "failed")
+        self._count_fruitless(count, FAILED)
 
     def fill(self) -> None:
         """Move pending rollouts into the batch until it is full; drop what is stale or filtered."""
@@ -116,10 +122,9 @@ class BatchAssembler:
         self._reasons[reason] += count
         if self._fruitless >= self._patience:
             reasons = ", ".join(f"{name} {n}" for name, n in self._reasons.most_common())
+            failing = self._reasons.most_common(1)[0][0] == FAILED
             raise RunError(
                 f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "
-                f"train ({reasons}). "
-                "If zero_advantage drops them, every group's rewards are equal: the task is too "
-                "easy or too hard for "
-                "the policy. orchestrator.max_empty_batches sets the patience."
+                f"train ({reasons}). {WHY_FAILED if failing else WHY_DROPPED} "
+                "orchestrator.max_empty_batches sets the patience."
             )

@@ -16,10 +16,12 @@ and is not to us; per-token floats are exact only in memory.
 from __future__ import annotations
 
 import asyncio
+import difflib
 import importlib.util
 import itertools
 import json
 import logging
+import pkgutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -243,6 +245,24 @@ def load_tokenizer(path: Path) -> Any:
         raise ConfigError(f"{where} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
+def check_taskset(env_id: str, where: str) -> None:
+    """Raises ``ConfigError`` if no installed module can be the taskset; imports none of them.
+
+    verifiers finds a taskset by its id: its own ones first, else a top-level module of that name.
+    """
+    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    package = importlib.util.find_spec("verifiers")
+    places = package.submodule_search_locations if package else None
+    shipped = [Path(place) / "v1" / "tasksets" for place in places or ()]
+    own = {each.stem for folder in shipped if folder.is_dir() for each in folder.iterdir()}
+    if name in own or importlib.util.find_spec(name) is not None:
+        return
+    installed = {module.name for module in pkgutil.iter_modules()} | own
+    close = difflib.get_close_matches(name, installed, n=1)
+    hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
+    raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
+
+
 def import_verifiers(settings: EnvSettings) -> ModuleType:
     """verifiers' v1 API, its chatter turned down. Raises ``ConfigError`` if it is not installed."""
     for name, level in QUIET_LOGGERS.items():
@@ -269,13 +289,20 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
         raise ConfigError(f"{where}: {error}") from error
     except ValidationError as error:
         faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()
+            f"{_own_path(fault['loc'])}: {fault['msg']} (got {fault['input']!r})"
+            for fault in error.errors()
         )
         raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
     except (AttributeError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     check_tools(env, where)
     return env
+
+
+def _own_path(location: tuple[Any, ...]) -> str:
+    """The key as it stands in our TOML: verifiers' ``taskset`` table is our ``args``."""
+    parts = [str(part) for part in location]
+    return ".".join(["args", *parts[1:]] if parts[:1] == ["taskset"] else parts)
 
 
 def environment_table(settings: EnvSettings) -> dict[str, Any]:

@@ -110,10 +110,10 @@ class Orchestrator:
             await self._finish(background)
             after = await self._evaluate("after")
         finally:
-            await self.dispatcher.close()
-            for task in background:
+            for task in background:  # first: the dispatcher must open no more groups
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
+            await self.dispatcher.close()
         return {"before": before, "after": after}
 
     async def _step(self, background: Sequence[asyncio.Task[None]]) -> None:

@@ -81,7 +81,13 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
             "Do model I/O in 'score_rollout' or 'score_group', which are async."
         )
     _check_generator(name, function, where)
+    expected = list(inspect.signature(SPECS[name]).parameters)
     for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in (*expected, "self", "cls"):
+            raise PluginError(
+                f"plugin {where}: {name!r} takes an argument {parameter.name!r}, which the hook "
+                f"does not have. It may take any of: {', '.join(expected) or 'none'}."
+            )
         if parameter.default is not parameter.empty:
             raise PluginError(
                 f"plugin {where}: argument {parameter.name!r} of {name!r} has a default, and "

@@ -178,4 +178,4 @@ def _bringer(kind: str, name: str) -> str:
                 f"Install the package that brings it: pip install {entry.value.replace('_', '-')}"
             )
     guess = f"prime-rl-{name.replace('_', '-')}"
-    return f"Install the package that brings it; by convention: pip install {guess}"
+    return f"Check the spelling, or install the package that brings it (by convention {guess})."

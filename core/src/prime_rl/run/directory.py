@@ -34,7 +34,12 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
     directory.
     """
     parent = Path(config.output_dir)
-    run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
+    try:
+        run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: no run directory can be made in {parent}: {error}"
+        ) from error
     for folder in ("configs",) if dry else SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     if dry:

@@ -19,13 +19,15 @@ from pathlib import Path
 
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import ModelMaker
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.plugins.errors import ConfigError, PrimeRLError
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import MODEL, collect
 from prime_rl.run.launch import READY, Launch
 from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.resolve import build_model_maker
 from prime_rl.run.status import DONE, Status
+
+log = logging.getLogger("prime_rl.models")
 
 
 def cached_path(maker: ModelMaker, version: str, seed: int) -> Path:
@@ -92,14 +94,24 @@ def make(fill: Callable[[Path], None], target: Path) -> None:
 
 
 def main() -> int:
-    """Make the model that the run's config names."""
+    """Make or fetch the model that the run's config names; 1 if that fails."""
     exit_with_parent()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind: leave nothing half made
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_dir = Path(sys.argv[1])
-    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     status = Status(run_dir / "status" / "model.json")
     status.report("starting")
+    try:
+        _provide(run_dir, status)
+    except (PrimeRLError, OSError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        return 1
+    status.report(DONE, progress=1.0)
+    return 0
+
+
+def _provide(run_dir: Path, status: Status) -> None:
+    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
 
     def fill(directory: Path) -> None:
@@ -109,8 +121,6 @@ def main() -> int:
             maker.make(directory, config.seed, lambda s, share: status.report(s, progress=share))
 
     make(fill, Path(Launch.read(run_dir).model_path))
-    status.report(DONE, progress=1.0)
-    return 0
 
 
 if __name__ == "__main__":

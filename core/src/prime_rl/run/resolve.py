@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl.config.orchestrator import EnvConfig, FilterConfig, SourceConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.orchestrator.env import check_taskset
 from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
@@ -53,6 +54,9 @@ def check(config: RunConfig) -> Hooks:
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
     build_engine(config, hooks)
     _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
+    for label in ("train", "eval"):
+        for number, env in enumerate(getattr(orchestrator, label).env):
+            check_taskset(env.id, f"orchestrator.{label}.env.{number}.id")
     return hooks
 
 
