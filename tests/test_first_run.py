@@ -171,6 +171,41 @@ def test_a_child_that_dies_ends_the_run_with_its_name_and_no_orphan(
     assert not processes_of(run_dir)
 
 
+FAULTY = """
+from prime_rl import Algorithm, hookimpl
+
+class Faulty(Algorithm):
+    name = "faulty"
+
+    @hookimpl
+    def score_group(self, group):
+        for rollout in group:
+            rollout.assign_advantages(float("nan"))
+
+@hookimpl
+def register_algorithms():
+    return [Faulty]
+"""
+
+
+def test_an_algorithm_that_fails_ends_the_run_with_its_reason(start, tmp_path, monkeypatch) -> None:
+    """It fails while scores of rollouts are in flight: none of them may keep the process alive."""
+    package = tmp_path / "plugin"
+    (package / "faulty-0.1.dist-info").mkdir(parents=True)
+    (package / "faulty.py").write_text(FAULTY)
+    metadata = "Metadata-Version: 2.1\nName: faulty\nVersion: 0.1\n"
+    (package / "faulty-0.1.dist-info" / "METADATA").write_text(metadata)
+    entry_points = "[prime_rl]\nfaulty = faulty\n"
+    (package / "faulty-0.1.dist-info" / "entry_points.txt").write_text(entry_points)
+    monkeypatch.setenv("PYTHONPATH", str(package))
+    process = start("faulty", "--orchestrator.algo.type", "faulty", "--max_steps", "3")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 1
+    assert "orchestrator exited with code 1" in output
+    assert "advantages: got nan, expected a finite number" in output
+    assert not processes_of(tmp_path / "faulty")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_being_stopped_is_clean(start, tmp_path, number: signal.Signals) -> None:
     process = start("stopped", "--max_steps", "1000")

@@ -144,3 +144,11 @@ def test_commands_that_show_something_import_nothing_heavy(arguments):
     )
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_version_is_the_cores(tmp_path):
+    from importlib.metadata import version
+
+    assert (
+        prime_rl("--version", cwd=tmp_path).stdout == f"prime-rl-core {version('prime-rl-core')}\n"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from prime_rl.cli import plugins, run
@@ -13,5 +15,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"prime-rl-core {version('prime-rl-core')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training in which an algorithm is a pip package."""
+
+
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.add_typer(plugins.app, name="plugins")

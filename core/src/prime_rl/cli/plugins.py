@@ -81,7 +81,9 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(title="prime-rl plugins", title_justify="left")
-    for title in ("plugin", "distribution", "version", "offers", "hooks", "wraps"):
+    for title in ("plugin", "distribution", "version"):
+        table.add_column(title, no_wrap=True)
+    for title in ("offers", "hooks", "wraps"):
         table.add_column(title, overflow="fold")
     for row in rows:
         offers = "\n".join(f"{kind}: {_some(names)}" for kind, names in row["offers"].items())
