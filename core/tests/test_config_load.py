@@ -227,8 +227,7 @@ def test_no_key_is_left_unread():
             for inner in tables(info.annotation):
                 yield from unread(inner, f"{place}{name}.")
 
-    # weight_broadcast has one type only, so far: nothing to choose by.
-    assert set(unread(RunConfig, "")) <= {"weight_broadcast"}
+    assert set(unread(RunConfig, "")) == set()
 
 
 def test_a_number_whose_value_was_forgotten_is_no_silent_one(tmp_path):

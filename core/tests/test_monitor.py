@@ -13,7 +13,6 @@ from prime_rl.monitor.metrics import (
     group_metrics,
     off_policy_metrics,
     rollout_metrics,
-    with_prefix,
 )
 from prime_rl.testing import make_rollout
 
@@ -65,10 +64,6 @@ def test_groups_by_what_they_solved():
 def test_off_policy():
     assert off_policy_metrics([0, 1, 2]) == {"off_policy/mean": 1.0, "off_policy/max": 2.0}
     assert off_policy_metrics([]) == {}
-
-
-def test_prefix():
-    assert with_prefix({"a": 1.0}, "p") == {"p/a": 1.0}
 
 
 def lines(run_dir):

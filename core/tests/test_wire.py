@@ -170,4 +170,3 @@ def test_decoded_columns_are_views_and_cost_no_object_a_token() -> None:
 def test_position_ids_restart_at_each_sequence() -> None:
     row = make_micro_batch([3, 1, 2])
     assert row.position_ids.tolist() == [0, 1, 2, 0, 0, 1]
-    assert row.spread(np.array([7, 8, 9])).tolist() == [7, 7, 7, 8, 9, 9]

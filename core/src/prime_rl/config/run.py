@@ -39,13 +39,6 @@ class TransportConfig(Settings):
     """Batches that may wait for a slow trainer before the orchestrator waits too."""
 
 
-class WeightBroadcastConfig(Settings):
-    """``[weight_broadcast]``: how weights reach the engines."""
-
-    type: Literal["filesystem"] = "filesystem"
-    """Folders of safetensors in the run directory."""
-
-
 class RunDirConfig(Settings):
     """``[run]``"""
 
@@ -75,7 +68,6 @@ class RunConfig(Settings):
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
     rollout_transport: TransportConfig = TransportConfig()
-    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -93,8 +93,3 @@ def off_policy_metrics(staleness: Sequence[int]) -> Reduced:
 def _mean(values: Iterable[float]) -> float:
     listed = list(values)
     return sum(listed) / len(listed) if listed else 0.0
-
-
-def with_prefix(metrics: Mapping[str, float], prefix: str) -> Reduced:
-    """Every name under ``prefix/``."""
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}

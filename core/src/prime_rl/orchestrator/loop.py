@@ -325,6 +325,7 @@ class Orchestrator:
             **curriculum,
             "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
             "watcher/policy_version": float(self.policy.version),
+            "watcher/update_count": float(self.watcher.update_count),
             "watcher/last_update_weights_time": self.watcher.update_seconds,
             "wire/bytes": float(sum(map(len, frames))),
         }

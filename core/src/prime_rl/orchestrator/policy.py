@@ -12,6 +12,7 @@ import msgspec
 
 from prime_rl.inference.client import EngineAdmin
 from prime_rl.plugins.errors import EngineError
+from prime_rl.run.tail import Tail
 
 log = logging.getLogger(__name__)
 
@@ -103,23 +104,14 @@ class WeightWatcher:
 
 
 class TrainerLog:
-    """Follows the trainer's metrics file line by line."""
+    """Follows the trainer's metrics file."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._tail = Tail(path)
 
     def read_new(self) -> list[TrainerStep]:
-        """Whole lines written since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [msgspec.json.decode(line, type=TrainerStep) for line in whole.splitlines() if line]
+        """Steps written since the last call."""
+        return [msgspec.json.decode(line, type=TrainerStep) for line in self._tail.new_lines()]
 
 
 def newest_version(broadcasts: Path) -> int | None:

@@ -6,7 +6,7 @@ settings. Instances compare by identity, because two envs may run the same setti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -236,6 +236,3 @@ class Loss(Offer):
         """Sum the loss over ``inputs.loss_mask``. The trainer divides by the global count of member
         tokens."""
         raise NotImplementedError
-
-
-Offers = Iterable[type[Offer]]

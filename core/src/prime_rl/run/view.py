@@ -22,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.run.status import DONE, StatusReport, read_status
+from prime_rl.run.tail import Tail
 
 PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0
@@ -130,24 +131,15 @@ class MetricsTail:
     """Follows ``metrics.jsonl``."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._tail = Tail(path)
         self.latest: dict[str, Any] = {}
         self.rewards: list[float] = []
         self.step = 0
         self._clock: list[tuple[float, float]] = []
 
     def read_new(self) -> None:
-        """Take in whole lines written since the last call."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
+        """Take in what was written since the last call."""
+        for line in self._tail.new_lines():
             self._take(json.loads(line))
 
     def _take(self, row: dict[str, Any]) -> None:

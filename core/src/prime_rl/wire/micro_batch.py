@@ -77,10 +77,6 @@ class MicroBatch:
         starts = np.cumsum(self.sequence_lengths) - self.sequence_lengths
         return np.arange(len(self)) - np.repeat(starts, self.sequence_lengths)
 
-    def spread(self, per_sequence: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """One value per sequence [S] -> one per token [T]."""
-        return np.repeat(per_sequence, self.sequence_lengths)
-
     def check(self) -> None:
         """Raise ``StreamError`` unless every column lines up."""
         for name in _TOKEN_COLUMNS:
