@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from prime_rl import PluginConfig
 from prime_rl.testing import check_algorithm, make_group, score
-from prime_rl_grpo import GRPO, MaxRL
+from prime_rl_grpo import GRPO, GRPOConfig, MaxRL
 
 
 def credit(algorithm, rewards):
@@ -16,16 +16,16 @@ def credit(algorithm, rewards):
 
 
 def test_grpo_subtracts_the_group_mean():
-    assert credit(GRPO(PluginConfig()), [1, 0, 1, 0]) == [0.5, -0.5, 0.5, -0.5]
+    assert credit(GRPO(GRPOConfig()), [1, 0, 1, 0]) == [0.5, -0.5, 0.5, -0.5]
 
 
 def test_grpo_gives_a_lone_survivor_no_credit():
-    assert credit(GRPO(PluginConfig()), [0.7]) == [0.0]
+    assert credit(GRPO(GRPOConfig()), [0.7]) == [0.0]
 
 
 def test_grpo_broadcasts_over_the_trainable_tokens_only():
     group = make_group([1.0, 0.0], prompt=2, completion=3)
-    score(GRPO(PluginConfig()), group)
+    score(GRPO(GRPOConfig()), group)
     assert group[0].samples[0].advantages.tolist() == [0, 0, 0.5, 0.5, 0.5]
 
 
@@ -39,18 +39,18 @@ def test_max_rl_gives_no_credit_where_nobody_scored():
 
 @pytest.mark.parametrize("algorithm", [GRPO, MaxRL])
 def test_keeps_the_contract(algorithm):
-    check_algorithm(algorithm(PluginConfig()))
+    check_algorithm(algorithm(algorithm.config_class()))
 
 
 @given(st.floats(0, 1), st.integers(1, 16))
 def test_ties_are_exactly_zero_whatever_the_reward(reward, size):
     for algorithm in (GRPO, MaxRL):
-        assert credit(algorithm(PluginConfig()), [reward] * size) == [0.0] * size
+        assert credit(algorithm(algorithm.config_class()), [reward] * size) == [0.0] * size
 
 
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=16))
 def test_grpo_is_the_reward_above_the_mean(rewards):
     mean = sum(rewards) / len(rewards)
-    assert credit(GRPO(PluginConfig()), rewards) == pytest.approx(
+    assert credit(GRPO(GRPOConfig()), rewards) == pytest.approx(
         [reward - mean for reward in rewards], abs=1e-5
     )

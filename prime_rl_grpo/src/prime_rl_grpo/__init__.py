@@ -1,11 +1,19 @@
-"""The group-relative family: grpo and max_rl."""
+"""Credit by comparison: grpo, max_rl, hierarchical_grpo, rae."""
 
 from prime_rl import Algorithm, hookimpl
+from prime_rl_grpo.centre import centred as centred
 from prime_rl_grpo.grpo import GRPO as GRPO
+from prime_rl_grpo.grpo import GRPOConfig as GRPOConfig
+from prime_rl_grpo.hierarchical import HierarchicalGRPO as HierarchicalGRPO
+from prime_rl_grpo.hierarchical import HierarchicalGRPOConfig as HierarchicalGRPOConfig
 from prime_rl_grpo.max_rl import MaxRL as MaxRL
+from prime_rl_grpo.rae import RAE as RAE
+from prime_rl_grpo.rae import RAEConfig as RAEConfig
+from prime_rl_grpo.shaping import efficiency_shaped as efficiency_shaped
+from prime_rl_grpo.shaping import linear_shaped as linear_shaped
 
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
     """Offer the family."""
-    return [GRPO, MaxRL]
+    return [GRPO, MaxRL, HierarchicalGRPO, RAE]

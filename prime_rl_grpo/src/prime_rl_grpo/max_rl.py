@@ -3,7 +3,11 @@
     A_i = (r_i - mean(r)) / mean(r)          0 where mean(r) <= 0
 
 Up-weights hard examples like 1/p: an unbiased gradient of the maximum-likelihood objective,
-truncated at the group's size.
+truncated at the group's size. It takes no ``length_penalty``: with shaped rewards the mean is no
+longer the rate of success, and the objective no longer the likelihood.
+
+Changed from the paper: 1. the group is the rollouts that survived, so the truncation is at their
+number.
 """
 
 from __future__ import annotations

@@ -1,0 +1,195 @@
+"""What the tables of echo may say, and what a filter may answer."""
+
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+from prime_rl import ConfigError, Sample, StreamError
+from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.testing import make_rollout, score
+from prime_rl_echo import Echo
+
+
+def settings(**table):
+    return settings_of(Echo, ALGORITHM, table, "env 'shell': algo")
+
+
+def refusal(**table):
+    with pytest.raises(ConfigError) as caught:
+        settings(**table)
+    return str(caught.value).removeprefix("env 'shell': algo (algorithm 'echo').")
+
+
+@pytest.fixture(autouse=True)
+def keepers(tmp_path, monkeypatch):
+    """A module of filters."""
+    (tmp_path / "echo_test_keepers.py").write_text(
+        dedent("""
+        answers = []
+
+        def answer(rollout):
+            return answers.pop(0)
+
+        def without(rollout, *, ids):
+            return [[int(t) not in ids for t in s.token_ids] for s in rollout.samples]
+
+        async def later(rollout): ...
+
+        number = 3
+        """)
+    )
+    (tmp_path / "echo_test_broken.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    import echo_test_keepers
+
+    return echo_test_keepers
+
+
+def filtered(name, **kwargs):
+    table = {"import_path": f"echo_test_keepers.{name}", "kwargs": kwargs}
+    return Echo(settings(filter=table))
+
+
+def weights(algorithm, tool=3):
+    """The weights of the tool's tokens, ids 5 and on."""
+    rollout = make_rollout(1.0, tool=tool)
+    score(algorithm, [rollout, make_rollout(0.0)])
+    column = rollout.samples[0].ce_weights
+    return None if column is None else np.round(column[5:].astype(float), 6).tolist()
+
+
+# -- roles -----------------------------------------------------------------------------------------
+
+
+def test_the_default_is_tools_at_a_tenth():
+    assert settings().roles.column().tolist() == pytest.approx([0, 0, 0, 0.1, 0])
+
+
+def test_setting_a_role_replaces_the_table():
+    table = settings(roles={"user": {"alpha": 0.05}})
+    assert table.roles.column().tolist() == pytest.approx([0, 0.05, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"),
+    [
+        ({}, "roles: no role is left to train on. Set one, e.g. roles.tool.alpha = 0.1; leave the "
+             'table out for that default; or use type = "grpo" to train on none'),
+        ({"tol": {"alpha": 1}}, "roles.tol: unknown key; did you mean 'tool'?"),
+        ({"tool": {"alpha": 0}}, "roles.tool.alpha: Input should be greater than 0 (got 0)"),
+        ({"tool": {"alpha": float("inf")}},
+         "roles.tool.alpha: Input should be a finite number (got inf)"),
+        ({"tool": {}}, "roles.tool.alpha: required, and nothing was given"),
+    ],
+)  # fmt: skip
+def test_a_role_that_cannot_work_is_refused(roles, message):
+    assert refusal(roles=roles) == message
+
+
+# -- filter: at config time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({}, "filter.import_path: required, and nothing was given"),
+        ({"import_path": "keep"},
+         "filter: import_path: got 'keep', expected 'module.function' or 'module:function'"),
+        ({"import_path": "echo_test_broken.keep"},
+         "filter: import_path 'echo_test_broken.keep': module 'echo_test_broken' is there, but "
+         "importing it failed: ZeroDivisionError: division by zero. Mend it."),
+        ({"import_path": "echo_test_keepers.keep"},
+         "filter: import_path 'echo_test_keepers.keep': module 'echo_test_keepers' has no 'keep', "
+         "expected a function of that name. Functions there: answer, without, later."),
+        ({"import_path": "echo_test_keepers.number"},
+         "filter: import_path 'echo_test_keepers.number': found a int, expected a function. Name "
+         "the function itself."),
+        ({"import_path": "echo_test_keepers.without"},
+         "filter: import_path 'echo_test_keepers.without': the function needs 'ids', which kwargs "
+         "does not give. Add it to kwargs, or give the parameter a default."),
+        ({"import_path": "echo_test_keepers.without", "kwargs": {"ids": [], "id": 1}},
+         "filter: import_path 'echo_test_keepers.without': the function takes no 'id', which "
+         "kwargs gives. Did you mean 'ids'?"),
+    ],
+)  # fmt: skip
+def test_a_filter_that_cannot_be_called_is_refused(table, message):
+    assert refusal(filter=table) == message
+
+
+def test_an_async_filter_is_refused():
+    assert "the function is async and would never be awaited" in refusal(
+        filter={"import_path": "echo_test_keepers.later"}
+    )
+
+
+# -- filter: at run time ---------------------------------------------------------------------------
+
+
+def test_a_filter_narrows_the_selection():
+    assert weights(filtered("without", ids=[6])) == [0.1, 0.0, 0.1]
+
+
+def test_a_filter_cannot_widen_it(keepers):
+    keepers.answers[:] = [[[True] * 8], [[True] * 5]]
+    assert weights(filtered("answer")) == [0.1, 0.1, 0.1]
+    keepers.answers[:] = [[np.zeros(8, bool)], [[True] * 5]]
+    assert weights(filtered("answer")) is None
+
+
+WHERE = "env 'test', group 0: algo 'echo': filter echo_test_keepers.answer"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (None, ": got None, expected one keep-mask for each of the rollout's 1 samples"),
+        ([], ": got 0 of nothing, expected one keep-mask for each of the rollout's 1 samples"),
+        ([[True], [True]],
+         ": got 2 of list, expected one keep-mask for each of the rollout's 1 samples"),
+        ([[True] * 7], ", sample 0: got 7 of bool, expected one boolean for each of its 8 tokens"),
+        ([[0.5] * 8], ", sample 0: got 8 of float, expected one boolean for each of its 8 tokens"),
+        ([None], ", sample 0: got None, expected one boolean for each of its 8 tokens"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_the_wrong_shape_is_an_error(keepers, answer, message):
+    keepers.answers[:] = [answer]
+    with pytest.raises(StreamError) as caught:
+        weights(filtered("answer"))
+    assert str(caught.value) == WHERE + message
+
+
+def fork(*parts):
+    """A sample of ``(first id, tokens, role, is sampled, is repeated)``."""
+    rows = [(start + place, *rest) for start, length, *rest in parts for place in range(length)]
+    ids, roles, sampled, repeated = zip(*rows, strict=True)
+    return Sample(
+        token_ids=ids,
+        loss_mask=sampled,
+        inference_logprobs=np.zeros(len(ids)),
+        roles=roles,
+        is_content=[True] * len(ids),
+        is_repeat=repeated if any(repeated) else None,
+    )
+
+
+USER, ASSISTANT, TOOL = 1, 2, 3
+
+
+def test_a_shared_observation_keeps_the_largest_weight(keepers):
+    """Kept in the last of three branches only, each part is trained where it stands first."""
+    new, old = (True, False), (False, True)
+    rollout = make_rollout(1.0)
+    rollout.samples = [
+        fork((0, 2, USER, False, False), (2, 1, ASSISTANT, *new), (3, 2, TOOL, False, False)),
+        fork((0, 2, USER, *old), (2, 1, ASSISTANT, *old), (3, 1, TOOL, *old),
+             (9, 1, ASSISTANT, *new), (10, 1, TOOL, False, False)),
+        fork((0, 2, USER, *old), (2, 1, ASSISTANT, *old), (3, 1, TOOL, *old),
+             (9, 1, ASSISTANT, *old), (10, 1, TOOL, *old), (11, 1, ASSISTANT, *new)),
+    ]  # fmt: skip
+    keepers.answers[:] = [[[False] * 5, [False] * 6, [True] * 7]]
+    score(filtered("answer"), [rollout])
+    first, second, third = (sample.ce_weights for sample in rollout.samples)
+    assert first.tolist() == pytest.approx([0, 0, 0, 0.1, 0])
+    assert second.tolist() == pytest.approx([0, 0, 0, 0, 0, 0.1])
+    assert third is None

@@ -1,0 +1,50 @@
+"""Rewards that know what an answer cost. Pure functions over a group, one value a rollout.
+
+Both return shaped rewards; the advantage is what is left above their mean. Equal rewards at equal
+costs stay exactly equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean
+
+
+def efficiency_shaped(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
+    """Up to twice the reward for those of the best answers that cost less than their average.
+
+        best_i = r_i >= max(r)                 c = mean cost of the best
+        s_i    = r_i (1 + best_i clamp(1 - cost_i / c, 0, 1))
+
+    Only the best are told apart, so a short wrong answer gains nothing. The rewards come back as
+    they are where nobody scored (max(r) <= 0) and where the best cost nothing (c <= 0).
+    """
+    top = max(rewards)
+    best = [reward >= top for reward in rewards]
+    mean_cost = fmean(cost for cost, is_best in zip(costs, best, strict=True) if is_best)
+    if top <= 0 or mean_cost <= 0:
+        return list(rewards)
+    saved = [min(max(1 - cost / mean_cost, 0.0), 1.0) for cost in costs]
+    return [
+        reward * (1 + bonus) if is_best else reward
+        for reward, bonus, is_best in zip(rewards, saved, best, strict=True)
+    ]
+
+
+def linear_shaped(
+    rewards: Sequence[float], costs: Sequence[tuple[float, Sequence[float]]]
+) -> list[float]:
+    """A share of the mean reward off every answer, for each of several costs.
+
+        s_i = r_i - mean(r) sum_k w_k cost_ki / max(1, max(cost_k))
+
+    ``costs`` holds a weight ``w_k`` and one value a rollout for each ``k``. The penalty fades as
+    the group fails, so it never outweighs solving; below a mean reward of 0 its sign turns: keep
+    rewards from 0 up.
+    """
+    mean = fmean(rewards)
+    shares = [0.0] * len(rewards)
+    for weight, values in costs:
+        longest = max(1.0, *values)
+        shares = [share + weight * v / longest for share, v in zip(shares, values, strict=True)]
+    return [reward - mean * share for reward, share in zip(rewards, shares, strict=True)]
