@@ -1,0 +1,18 @@
+"""What is sampled next, and what need not be sampled: difficulty pools, demonstrations, replay."""
+
+from prime_rl import Sampler, Source, hookimpl
+from prime_rl_samplers.dataset import Dataset as Dataset
+from prime_rl_samplers.pools import DifficultyPools as DifficultyPools
+from prime_rl_samplers.replay import Replay as Replay
+
+
+@hookimpl
+def register_samplers() -> list[type[Sampler]]:
+    """Offer ``difficulty_pools``."""
+    return [DifficultyPools]
+
+
+@hookimpl
+def register_sources() -> list[type[Source]]:
+    """Offer both sources."""
+    return [Dataset, Replay]

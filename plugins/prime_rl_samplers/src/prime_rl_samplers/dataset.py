@@ -1,0 +1,107 @@
+"""``dataset``: supervised tokens from demonstrations, so that warm-up is an ordinary run.
+
+    loss = mean over demonstrated tokens of -log pi(token)        (the ce component)
+
+A group is one rollout of one demonstration. Demonstrations come from a file, or from a field of the
+env's own tasks; the sampler chooses among them in their order.
+
+Nobody sampled a demonstration: its rollout says so (``has_logprobs`` is False), and nobody scored
+it. A reward must be a finite number, so it is 0.0, which means nothing: ``source`` is ``dataset``,
+``rewards`` is empty, and whoever averages rewards should leave out what is not from a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import model_validator
+
+from prime_rl import ConfigError, Host, PluginConfig, Rollout, Sample, Source, SourceRequest
+from prime_rl_samplers.messages import Demonstration, demonstration, read_demonstrations
+
+
+class DatasetConfig(PluginConfig):
+    """Settings of ``dataset``. One of the two keys is needed."""
+
+    path: Path | None = None
+    """A JSON-lines file, relative to the working directory. A line is ``{"messages": [...]}``, or
+    ``{"prompt": ..., "completion": ...}`` of text or messages; further keys go along in the
+    rollout's ``task``."""
+    demo_key: str | None = None
+    """A field of the env's tasks that answers their prompt: text or messages."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> DatasetConfig:
+        if (self.path is None) == (self.demo_key is None):
+            got = "neither" if self.path is None else "both"
+            raise ValueError(f"expected one of path and demo_key, got {got}")
+        return self
+
+
+class Dataset(Source):
+    """Hands out demonstrations."""
+
+    name = "dataset"
+    config_class = DatasetConfig
+    config: DatasetConfig
+    feeds = frozenset({"ce"})
+
+    def __init__(self, config: DatasetConfig) -> None:
+        super().__init__(config)
+        self._lines: list[Demonstration] = []
+
+    async def setup(self, host: Host) -> None:
+        """Read the file whole, and render one demonstration. Raises ``ConfigError`` naming the env,
+        and the line or example."""
+        self._host = host
+        if self.config.path is not None:
+            self._lines = read_demonstrations(self.config.path, self._where("path"))
+        self._sample(self._demonstration(0))
+
+    @property
+    def num_examples(self) -> int | None:
+        """Demonstrations. None: the env's tasks are without end."""
+        return len(self._lines) if self.config.path is not None else self._host.num_examples
+
+    def task(self, example_id: int) -> Mapping[str, Any]:
+        """The fields of one demonstration, ``prompt`` among them."""
+        return self._demonstration(example_id).fields
+
+    async def group(self, request: SourceRequest) -> Sequence[Rollout]:
+        """One rollout of one demonstration."""
+        shown = self._demonstration(request.example_id)
+        rollout = Rollout(
+            env=self._host.env,
+            example_id=request.example_id,
+            group_id=request.group_id,
+            reward=0.0,
+            samples=[self._sample(shown)],
+            info={"demonstration": shown.where},
+            num_turns=shown.num_turns,
+            policy_version=request.policy_version,
+            task=dict(shown.fields),
+            source=self.name,
+            has_logprobs=False,
+        )
+        return [rollout]
+
+    def _demonstration(self, example_id: int) -> Demonstration:
+        if self.config.demo_key is None:
+            return self._lines[example_id]
+        where = f"{self._where('demo_key')}: example {example_id}"
+        return demonstration(self._host.task(example_id), self.config.demo_key, where)
+
+    def _sample(self, shown: Demonstration) -> Sample:
+        sample = self._host.supervised_sample(shown.messages)
+        if not sample.num_trainable_tokens:
+            raise ConfigError(
+                f"{shown.where}: expected tokens of the assistant to learn from, got none among "
+                f"{len(sample)}: its messages are empty, or the renderer does not attribute tokens "
+                "to messages"
+            )
+        return sample
+
+    def _where(self, key: str) -> str:
+        return f"env {self._host.env!r}: algo.sampling.source.{key}"

@@ -1,0 +1,125 @@
+"""Demonstrations as conversations: read, checked, and told apart into what is asked and what is
+shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from prime_rl import ROLES, ConfigError
+
+Message: TypeAlias = Mapping[str, Any]
+
+FORMS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One conversation to learn from."""
+
+    messages: Sequence[Message]
+    fields: Mapping[str, Any]
+    """What is known of the example, ``prompt`` among it."""
+    where: str
+    """For messages to users: the file and line, or the env's example."""
+
+    @property
+    def num_turns(self) -> int:
+        return sum(message["role"] == "assistant" for message in self.messages)
+
+
+def read_demonstrations(path: Path, where: str) -> list[Demonstration]:
+    """The demonstrations of a JSON-lines file; blank lines are skipped. ``where`` begins every
+    error: the env and the key. Raises ``ConfigError`` naming the file and the line."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot read {path}: {error.strerror}. Relative paths start at the working "
+            "directory."
+        ) from error
+    found = [
+        _from_line(line, f"{where}: {path}:{number}")
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not found:
+        raise ConfigError(f"{where}: {path} is empty, expected lines of {FORMS}")
+    return found
+
+
+def _from_line(line: bytes, where: str) -> Demonstration:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: expected JSON, got {line[:60]!r} ({error})") from error
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: expected a JSON object, {FORMS}, got {_shown(record)}")
+    if ("messages" in record) == ("completion" in record):
+        raise ConfigError(f"{where}: expected {FORMS}, got keys {', '.join(sorted(record))}")
+    if "completion" in record:
+        return demonstration(record, "completion", where)
+    messages = conversation(record.pop("messages"), "user", f"{where}: messages")
+    prompt = list(takewhile(lambda message: message["role"] != "assistant", messages))
+    return _checked(messages, {**record, "prompt": prompt}, where)
+
+
+def demonstration(fields: Mapping[str, Any], key: str, where: str) -> Demonstration:
+    """The demonstration that an example's fields hold: its ``prompt``, answered by ``key``.
+
+    Raises ``ConfigError`` if either is missing or no conversation.
+    """
+    for needed in ("prompt", key):
+        if needed not in fields:
+            raise ConfigError(
+                f"{where}: got no field {needed!r}, expected it among {', '.join(sorted(fields))}"
+            )
+    prompt = conversation(fields["prompt"], "user", f"{where}: prompt")
+    answer = conversation(fields[key], "assistant", f"{where}: {key}")
+    return _checked([*prompt, *answer], {**fields, "prompt": prompt}, where)
+
+
+def conversation(value: Any, role: str, where: str) -> list[Message]:
+    """Text as one message of ``role``; a message, or a list of them, as it is. Raises
+    ``ConfigError``."""
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, list | tuple):
+        raise ConfigError(f"{where}: expected text or a list of messages, got {_shown(value)}")
+    for index, message in enumerate(messages):
+        _check_message(message, f"{where}[{index}]")
+    return list(messages)
+
+
+def _check_message(message: Any, where: str) -> None:
+    if not isinstance(message, Mapping):
+        raise ConfigError(f"{where}: expected a message (role, content), got {_shown(message)}")
+    if message.get("role") not in ROLES:
+        raise ConfigError(
+            f"{where}: role: expected one of {', '.join(ROLES)}, got {_shown(message.get('role'))}"
+        )
+    content = message.get("content")
+    calls_only = content is None and message.get("tool_calls")
+    if not isinstance(content, str) and not calls_only:
+        raise ConfigError(f"{where}: content: expected text, got {_shown(content)}")
+
+
+def _checked(messages: list[Message], fields: Mapping[str, Any], where: str) -> Demonstration:
+    found = Demonstration(messages, fields, where)
+    if not found.num_turns:
+        roles = ", ".join(message["role"] for message in messages) or "no messages"
+        raise ConfigError(
+            f"{where}: expected at least one message of the assistant to learn from, got {roles}"
+        )
+    return found
+
+
+def _shown(value: Any) -> str:
+    """A value cut to fit a line."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,81 @@
+"""Settings of ``difficulty_pools``, and what they ask of the envs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from prime_rl import ConfigError, PluginConfig, SampledEnv
+from prime_rl_samplers.pool_files import row_of
+from prime_rl_samplers.rotation import POOLS
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DifficultyPoolsConfig(PluginConfig):
+    """Settings of ``difficulty_pools``: the table ``[orchestrator.buffer]``."""
+
+    seed: int | None = None
+    """Seeds the choice of envs and of the examples lifted back. None: the run's seed."""
+    easy_threshold: float | None = None
+    """Mean reward of a group at or above which its example is retired as easy. None: none is."""
+    hard_threshold: float | None = None
+    """Mean reward of a group at or below which its example is retired as hard. None: none is."""
+    easy_fraction: Fraction = 0.0
+    """Share of the easy pool that is sampled again after a resume or a ``load_from``."""
+    hard_fraction: Fraction = 0.0
+    """Share of the hard pool that is sampled again after a resume or a ``load_from``."""
+    online_difficulty_filtering: bool = False
+    """Reject groups whose mean reward is exactly 0.0 or 1.0."""
+    hash_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("env_name", "prompt")
+    """What an example is known by in the files: ``env_name``, and fields of its task."""
+    load_from: Path | None = None
+    """Start with the pools of another run: a folder this sampler saved
+    (``checkpoints/step_N/orchestrator``), relative to the working directory."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> DifficultyPoolsConfig:
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and hard is not None and easy <= hard:
+            raise ValueError(
+                f"easy_threshold must exceed hard_threshold, got {easy} and {hard}: an example "
+                "between them would be both"
+            )
+        for pool in POOLS:
+            unread = getattr(self, f"{pool}_threshold") is None and self.load_from is None
+            if unread and getattr(self, f"{pool}_fraction"):
+                raise ValueError(
+                    f"{pool}_fraction lifts examples out of the {pool} pool, and nothing goes "
+                    f"there: set {pool}_threshold or load_from"
+                )
+        return self
+
+    @property
+    def uses_pools(self) -> bool:
+        """Examples can be retired."""
+        settings = (self.easy_threshold, self.hard_threshold, self.load_from)
+        return any(setting is not None for setting in settings)
+
+
+def check_envs(config: DifficultyPoolsConfig, envs: Sequence[SampledEnv]) -> None:
+    """Raises ``ConfigError`` where pools cannot work on these envs."""
+    endless = [env.name for env in envs if env.num_examples is None]
+    if len(endless) == len(envs):
+        raise ConfigError(
+            "orchestrator.buffer: difficulty pools retire examples, and every env generates its "
+            f"examples without end ({', '.join(map(repr, endless))}): each is seen once. Remove "
+            "easy_threshold, hard_threshold and load_from; online_difficulty_filtering works "
+            "without them."
+        )
+    if endless and all(env.ratio is None for env in envs):
+        raise ConfigError(
+            f"orchestrator.buffer: env {endless[0]!r} generates examples without end, and without "
+            "ratios an env's share is the number of examples it has left. Set a ratio on each "
+            "[[orchestrator.train.env]]."
+        )
+    for env in envs:
+        if env.num_examples:
+            row_of(env, 0, config.hash_keys)

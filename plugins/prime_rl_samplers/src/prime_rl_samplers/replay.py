@@ -1,0 +1,223 @@
+"""``replay``: finished groups of another env of the run, to train on again.
+
+    on a group of ``env``    keep a copy of it, without credit
+    when asked               hand out a kept group; this env's algorithm credits it afresh
+
+The promise on staleness: let v be the version a group was started under, and V the policy's version
+now. A group with V - v > ``max_staleness`` is evicted and never handed out. What was handed out
+ages no further in the orchestrator's books, but waits for its batch like any rollout: it trains up
+to that wait later.
+
+Why it may feed ``rl`` and ``ref_kl``: ``inference_logprobs`` stay those of the policy μ that
+sampled the tokens, so the trainer's ratio π / μ is that of the current policy to the true sampler,
+however old. The limits of that:
+
+1. The ratio corrects each token given its prefix; the prefixes are still as μ sampled them.
+2. The further π is from μ, the more tokens the loss masks or clips: a large ``max_staleness`` may
+   train on fewer tokens, not on more.
+3. Group-relative credit compares siblings as μ sampled them.
+4. The reward is the one the group came back with. What a ``score_rollout`` wrapper makes of a
+   reward (shaping) has happened to it, and happens again.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import msgspec
+from pydantic import NonNegativeInt, PositiveInt
+
+from prime_rl import ConfigError, Group, Host, PluginConfig, Rollout, Source, SourceRequest
+from prime_rl_samplers.shelf import Kept, keep, restore
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "replay.msgpack"
+
+
+class ReplayConfig(PluginConfig):
+    """Settings of ``replay``."""
+
+    env: str
+    """Label of the env whose groups are kept; it must sample from the policy."""
+    capacity: PositiveInt = 256
+    """Groups kept; the oldest leaves for a new one. They take 15 bytes a token and their example's
+    text, in memory and in every checkpoint."""
+    max_staleness: NonNegativeInt = 8
+    """Versions between the policy that started a group and the policy when it is handed out."""
+    max_reuse: PositiveInt = 1
+    """How often one group is handed out."""
+    order: Literal["uniform", "newest", "oldest"] = "uniform"
+    """Which kept group is handed out next, by when it was kept."""
+    seed: int = 0
+    """Seeds the order ``uniform``."""
+
+
+class State(msgspec.Struct):
+    """What ``save`` writes."""
+
+    env: str
+    kept: list[Kept]
+    version: int
+    evictions: dict[str, int]
+    staleness: list[int]
+    random_state: tuple[int, tuple[int, ...], float | None]
+
+
+class Replay(Source):
+    """Hands out groups that trained before."""
+
+    name = "replay"
+    config_class = ReplayConfig
+    config: ReplayConfig
+    feeds = frozenset({"rl", "ce", "ref_kl"})
+
+    def __init__(self, config: ReplayConfig) -> None:
+        super().__init__(config)
+        self._random = random.Random(config.seed)
+        self._kept: list[Kept] = []
+        self._version = 0
+        self._evictions: Counter[str] = Counter()
+        self._staleness: list[int] = []
+
+    async def setup(self, host: Host) -> None:
+        """Raises ``ConfigError`` if it would replay itself, or an env the run does not have."""
+        self._label = host.env
+        if self.config.env == host.env:
+            raise ConfigError(
+                f"env {host.env!r}: algo.sampling.source.env: got the env itself, which samples "
+                "nothing to replay; expected the label of another [[orchestrator.train.env]]"
+            )
+        if self.config.env not in host.envs:
+            raise ConfigError(
+                f"env {host.env!r}: algo.sampling.source.env: the run has no training env "
+                f"{self.config.env!r}; it has {', '.join(map(repr, host.envs))}"
+            )
+
+    @property
+    def num_examples(self) -> int | None:
+        """None: whichever example is asked for, it hands out what it has."""
+        return None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a group is kept that is fresh enough, as far as the version is known."""
+        return bool(self._kept)
+
+    # -- in and out -----------------------------------------------------------------------------
+
+    def observe(self, group: Group) -> None:
+        """Keep a group of ``env``. Raises ``ConfigError`` if the policy did not sample it."""
+        if group[0].env == self.config.env:
+            for rollout in group:
+                self._check(rollout)
+            self._kept.append(keep(group))
+        self._advance(max(rollout.policy_version for rollout in group))
+        self._make_room()
+
+    async def group(self, request: SourceRequest) -> Sequence[Rollout]:
+        """A kept group under the request's id and this env's label; its example, task, versions and
+        log-probabilities are the original's. Empty if another request took the last one."""
+        self._advance(request.policy_version)
+        if not self._kept:
+            return []
+        index = self._choose()
+        kept = self._kept[index]
+        kept.uses += 1
+        if kept.uses >= self.config.max_reuse:
+            del self._kept[index]
+            self._evictions["max_reuse"] += 1
+        self._staleness.append(request.policy_version - kept.policy_version)
+        return [self._relabelled(rollout, request) for rollout in restore(kept)]
+
+    def _choose(self) -> int:
+        if self.config.order == "uniform":
+            return self._random.randrange(len(self._kept))
+        return 0 if self.config.order == "oldest" else len(self._kept) - 1
+
+    def _relabelled(self, rollout: Rollout, request: SourceRequest) -> Rollout:
+        rollout.info["replayed"] = {"env": rollout.env, "group_id": rollout.group_id}
+        rollout.env, rollout.group_id = self._label, request.group_id
+        rollout.source = self.name
+        return rollout
+
+    # -- staleness ------------------------------------------------------------------------------
+
+    def _advance(self, version: int) -> None:
+        """Evict what is too old for the newest version anyone spoke of."""
+        self._version = max(self._version, version)
+        oldest = self._version - self.config.max_staleness
+        fresh = [kept for kept in self._kept if kept.policy_version >= oldest]
+        self._evictions["stale"] += len(self._kept) - len(fresh)
+        self._kept = fresh
+
+    def _make_room(self) -> None:
+        """Evict the oldest of what is too much."""
+        surplus = max(0, len(self._kept) - self.config.capacity)
+        del self._kept[:surplus]
+        self._evictions["capacity"] += surplus
+
+    # -- checks ---------------------------------------------------------------------------------
+
+    def _check(self, rollout: Rollout) -> None:
+        if rollout.is_live and rollout.has_logprobs:
+            return
+        raise ConfigError(
+            f"env {self._label!r}: algo.sampling.source.env = {self.config.env!r}: expected an env "
+            f"sampled from the policy, got rollouts of source {rollout.source!r}"
+            f"{'' if rollout.has_logprobs else ' without logprobs'}. Replay an env whose source is "
+            '"policy".'
+        )
+
+    # -- metrics and checkpoint -----------------------------------------------------------------
+
+    def metrics(self) -> Mapping[str, float]:
+        """``size`` in groups; since the last call, ``evictions/<reason>`` in groups and
+        ``staleness/{mean,max}`` of what was handed out, if anything was."""
+        metrics = {"size": float(len(self._kept)), "drawn": float(len(self._staleness))}
+        for reason in ("capacity", "stale", "max_reuse"):
+            metrics[f"evictions/{reason}"] = float(self._evictions[reason])
+        if self._staleness:
+            metrics["staleness/mean"] = fmean(self._staleness)
+            metrics["staleness/max"] = float(max(self._staleness))
+        self._evictions, self._staleness = Counter(), []
+        return metrics
+
+    def save(self, directory: Path) -> None:
+        """Write the groups and where the draws stand."""
+        state = State(
+            env=self.config.env,
+            kept=self._kept,
+            version=self._version,
+            evictions=dict(self._evictions),
+            staleness=self._staleness,
+            random_state=self._random.getstate(),
+        )
+        (directory / STATE_FILE).write_bytes(msgspec.msgpack.encode(state))
+
+    def load(self, directory: Path) -> None:
+        """Go on from what ``save`` wrote; what the bounds of now do not allow is evicted. Raises
+        ``ConfigError`` if it is not of this env's replay."""
+        path = directory / STATE_FILE
+        try:
+            state = msgspec.msgpack.decode(path.read_bytes(), type=State)
+            self._random.setstate(state.random_state)
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            raise ConfigError(
+                f"env {self._label!r}: expected the state of its replay in {path}, got {error}"
+            ) from error
+        if state.env != self.config.env:
+            raise ConfigError(
+                f"env {self._label!r}: {path} holds groups of env {state.env!r}, and "
+                f"algo.sampling.source.env is {self.config.env!r}. Set it back, or start a new run."
+            )
+        self._kept = [kept for kept in state.kept if kept.uses < self.config.max_reuse]
+        self._evictions, self._staleness = Counter(state.evictions), state.staleness
+        self._advance(state.version)
+        self._make_room()

@@ -1,0 +1,78 @@
+"""Groups kept for later, as bytes: what comes out is new, and equal to what went in.
+
+Kept is everything a rollout says but the credit (an algorithm assigns it afresh) and the env
+framework's own trace. Floats, token ids and log-probabilities are exact; numpy values in ``info``
+and the like come back as plain ones, tuples as lists, and what msgpack has no type for as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from prime_rl import Group, Rollout, Sample
+
+CREDIT = {"advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"}
+"""Columns that an algorithm writes."""
+
+NOT_KEPT = {"samples", "trace", "assigned", "frozen"}
+
+ROLLOUT_FIELDS = tuple(f.name for f in fields(Rollout) if f.name not in NOT_KEPT)
+SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in CREDIT)
+
+
+@dataclass
+class Kept:
+    """One group on the shelf."""
+
+    record: bytes
+    policy_version: int
+    """The oldest version among its rollouts: staleness counts from here."""
+    uses: int = 0
+    """How often it was handed out."""
+
+
+def keep(group: Group) -> Kept:
+    """A copy of a group."""
+    record = [_rollout_record(rollout) for rollout in group]
+    version = min(rollout.policy_version for rollout in group)
+    return Kept(msgspec.msgpack.encode(record, enc_hook=_plain), version)
+
+
+def restore(kept: Kept) -> list[Rollout]:
+    """The group as new rollouts of new samples, whose columns may be written."""
+    return [_rollout(record) for record in msgspec.msgpack.decode(kept.record)]
+
+
+def _rollout_record(rollout: Rollout) -> dict[str, Any]:
+    record = {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
+    return record | {"samples": [_sample_record(sample) for sample in rollout.samples]}
+
+
+def _sample_record(sample: Sample) -> dict[str, Any]:
+    values = {name: getattr(sample, name) for name in SAMPLE_FIELDS}
+    return {
+        name: [value.dtype.str, value.tobytes()] if isinstance(value, np.ndarray) else value
+        for name, value in values.items()
+    }
+
+
+def _rollout(record: Mapping[str, Any]) -> Rollout:
+    plain = {name: record[name] for name in ROLLOUT_FIELDS}
+    return Rollout(**plain, samples=[_sample(sample) for sample in record["samples"]])
+
+
+def _sample(record: Mapping[str, Any]) -> Sample:
+    values: dict[str, Any] = {
+        name: np.frombuffer(value[1], value[0]).copy() if isinstance(value, list) else value
+        for name, value in record.items()
+    }
+    return Sample(**values)
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)

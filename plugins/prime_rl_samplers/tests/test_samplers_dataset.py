@@ -1,0 +1,216 @@
+"""``dataset``: demonstrations as rollouts, and every bad line by name."""
+
+import json
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from prime_rl import ConfigError, SourceRequest
+from prime_rl.testing import FakeHost
+from prime_rl_samplers import Dataset
+from prime_rl_samplers.dataset import DatasetConfig
+from prime_rl_samplers.messages import conversation
+
+CHAT = [
+    {"role": "system", "content": "S"},
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "BA"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "C"},
+]
+
+
+def written(tmp_path, *records):
+    path = tmp_path / "demos.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+async def source(host=None, **config):
+    made = Dataset(DatasetConfig(**config))
+    await made.setup(host or FakeHost(env="demos"))
+    return made
+
+
+async def shown(made, example=0, group_id=7, version=3):
+    (rollout,) = await made.group(SourceRequest(group_id, example, version))
+    return rollout
+
+
+def text(sample, mask=True):
+    return "".join(chr(token) for token in sample.token_ids[sample.loss_mask == mask])
+
+
+async def test_a_conversation_trains_on_what_the_assistant_says(tmp_path):
+    made = await source(path=written(tmp_path, {"messages": CHAT, "id": 4}))
+    rollout = await shown(made)
+    (sample,) = rollout.samples
+    assert (text(sample), text(sample, False)) == ("BAC", "Sabc")
+    assert not sample.inference_logprobs.any()
+    assert rollout.task == {"id": 4, "prompt": CHAT[:2]}
+    assert rollout.num_turns == 2
+
+
+async def test_a_rollout_says_that_nobody_sampled_and_nobody_scored_it(tmp_path):
+    made = await source(path=written(tmp_path, {"prompt": "ab", "completion": "BA"}))
+    rollout = await shown(made, group_id=9, version=5)
+    assert (rollout.env, rollout.example_id, rollout.group_id) == ("demos", 0, 9)
+    assert (rollout.source, rollout.is_live, rollout.has_logprobs) == ("dataset", False, False)
+    assert (rollout.reward, rollout.rewards, rollout.policy_version) == (0.0, {}, 5)
+    assert rollout.info["demonstration"].endswith("demos.jsonl:1")
+    assert rollout.samples[0].advantages is None
+
+
+async def test_text_and_messages_are_two_ways_to_write_prompt_and_completion(tmp_path):
+    made = await source(
+        path=written(
+            tmp_path,
+            {"prompt": "ab", "completion": "BA"},
+            {"prompt": CHAT[:2], "completion": [CHAT[2]]},
+            {"prompt": "ab", "completion": CHAT[2]},
+        )
+    )
+    assert made.num_examples == 3
+    assert [text((await shown(made, i)).samples[0]) for i in range(3)] == ["BA"] * 3
+    assert [text((await shown(made, i)).samples[0], False) for i in range(3)] == ["ab", "Sab", "ab"]
+
+
+async def test_examples_keep_the_files_order_and_blank_lines_count_as_lines(tmp_path):
+    path = tmp_path / "demos.jsonl"
+    path.write_text(
+        '\n{"prompt": "x", "completion": "1"}\n\n{"prompt": "y", "completion": "2"}\r\n\n'
+    )
+    made = await source(path=path)
+    assert made.num_examples == 2
+    second = await shown(made, 1)
+    assert text(second.samples[0]) == "2"
+    assert second.info["demonstration"].endswith("demos.jsonl:4")
+    assert made.task(1) == {
+        "prompt": [{"role": "user", "content": "y"}],
+        "completion": "2",
+    }
+
+
+async def test_every_group_is_new(tmp_path):
+    made = await source(path=written(tmp_path, {"prompt": "ab", "completion": "BA"}))
+    first, second = await shown(made), await shown(made)
+    first.task["prompt"] = "gone"
+    first.assign_weights("ce", [0.5, 0.5])
+    first.freeze()
+    assert second.samples[0].ce_weights is None
+    assert not np.shares_memory(first.samples[0].token_ids, second.samples[0].token_ids)
+    assert (await shown(made)).task["prompt"] == [{"role": "user", "content": "ab"}]
+
+
+async def test_a_path_is_relative_to_the_working_directory(tmp_path, monkeypatch):
+    written(tmp_path, {"prompt": "ab", "completion": "BA"})
+    monkeypatch.chdir(tmp_path)
+    assert (await source(path="demos.jsonl")).num_examples == 1
+
+
+async def test_a_field_of_the_envs_tasks_answers_their_prompt():
+    tasks = [
+        {"prompt": "ab", "answer": "BA", "level": 1},
+        {"prompt": CHAT[:2], "answer": [CHAT[2]], "level": 2},
+    ]
+    made = await source(FakeHost(env="demos", tasks=tasks), demo_key="answer")
+    assert made.num_examples == 2
+    first, second = await shown(made, 0), await shown(made, 1)
+    assert (text(first.samples[0]), text(first.samples[0], False)) == ("BA", "ab")
+    assert (text(second.samples[0]), text(second.samples[0], False)) == ("BA", "Sab")
+    assert (first.task["level"], second.task["level"]) == (1, 2)
+    assert first.task["prompt"] == [{"role": "user", "content": "ab"}]
+
+
+def test_a_message_may_be_tool_calls_alone():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
+    assert conversation([CHAT[1], call], "user", "") == [CHAT[1], call]
+    with pytest.raises(ConfigError, match=r"x\[0\]: content: expected text, got NoneType None"):
+        conversation([{**call, "tool_calls": []}], "user", "x")
+
+
+# -- bad input ---------------------------------------------------------------------------------
+
+GOOD = {"prompt": "ab", "completion": "BA"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([1], "expected a JSON object, .* got list"),
+        ({"prompt": "ab"}, r"expected {\"messages\": .* got keys prompt"),
+        ({"messages": CHAT, "completion": "x"}, "expected .* got keys completion, messages"),
+        ({"completion": "x"}, "got no field 'prompt', expected it among completion"),
+        ({"messages": 3}, "messages: expected text or a list of messages, got int 3"),
+        (
+            {"messages": ["hi"]},
+            r"messages\[0\]: expected a message \(role, content\), got str 'hi'",
+        ),
+        (
+            {"messages": [{"role": "bot", "content": ""}]},
+            r"messages\[0\]: role: expected .* got str 'bot'",
+        ),
+        ({"messages": [{"content": "x"}]}, r"messages\[0\]: role: .* got NoneType None"),
+        (
+            {"messages": [CHAT[1], {"role": "assistant", "content": [1]}]},
+            r"messages\[1\]: content: expected text, got list \[1\]",
+        ),
+        (
+            {"messages": CHAT[:2]},
+            "expected at least one message of the assistant to learn from, got system, user",
+        ),
+        ({"messages": []}, "expected .* got no messages"),
+        ({"prompt": "ab", "completion": [CHAT[1]]}, "expected .* to learn from, got user, user"),
+    ],
+)
+async def test_a_bad_line_is_named(tmp_path, record, message):
+    path = written(tmp_path, GOOD, record)
+    where = r"^env 'demos': algo\.sampling\.source\.path: .*demos\.jsonl:2: "
+    with pytest.raises(ConfigError, match=where + message):
+        await source(path=path)
+
+
+async def test_a_line_that_is_no_json_is_named(tmp_path):
+    path = tmp_path / "demos.jsonl"
+    path.write_text(json.dumps(GOOD) + '\n{"prompt": \n')
+    with pytest.raises(ConfigError, match=r"demos\.jsonl:2: expected JSON, got b'\{\"prompt\": '"):
+        await source(path=path)
+
+
+async def test_an_empty_and_a_missing_file_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"env 'demos'.*demos\.jsonl is empty"):
+        await source(path=written(tmp_path))
+    with pytest.raises(ConfigError, match=r"env 'demos'.*cannot read .*nowhere\.jsonl: No such"):
+        await source(path=tmp_path / "nowhere.jsonl")
+
+
+async def test_a_demonstration_without_tokens_to_learn_from_is_refused(tmp_path):
+    made = await source(path=written(tmp_path, GOOD, {"prompt": "ab", "completion": ""}))
+    with pytest.raises(ConfigError, match=r"demos\.jsonl:2: expected tokens .* got none among 2"):
+        await shown(made, 1)
+    with pytest.raises(ConfigError, match=r"demos\.jsonl:1: expected tokens"):
+        await source(path=written(tmp_path, {"prompt": "ab", "completion": ""}))
+
+
+async def test_a_task_without_the_demonstration_is_named():
+    host = FakeHost(env="demos", tasks=[{"prompt": "p", "answer": "a"}, {"prompt": "q"}])
+    with pytest.raises(
+        ConfigError, match=r"env 'demos': .*demo_key: example 0: got no field 'demo'"
+    ):
+        await source(host, demo_key="demo")
+    made = await source(host, demo_key="answer")
+    with pytest.raises(ConfigError, match="example 1: got no field 'answer', expected it among pr"):
+        await shown(made, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "got"), [({}, "neither"), ({"path": "x", "demo_key": "y"}, "both")]
+)
+def test_demonstrations_come_from_one_place(config, got):
+    with pytest.raises(ValidationError, match=f"expected one of path and demo_key, got {got}"):
+        DatasetConfig(**config)
+
+
+def test_demonstrations_feed_ce_alone():
+    assert Dataset.feeds == {"ce"}
