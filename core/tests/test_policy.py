@@ -8,8 +8,10 @@ import pytest
 from aiohttp import web
 
 from prime_rl import EngineError
-from prime_rl.inference.client import EngineAdmin
+from prime_rl.inference.client import EngineAdmin, RetryPolicy
 from prime_rl.orchestrator.policy import Policy, TrainerLog, WeightWatcher, newest_version
+
+ONCE = RetryPolicy(attempts=1)
 
 
 def publish(run_dir, version, stable=True):
@@ -66,11 +68,11 @@ async def serving(engine):
 async def connected(*engines, key="k"):
     async with serving(engines[0]) as first:
         if len(engines) == 1:
-            admin = EngineAdmin([first], key)
+            admin = EngineAdmin([first], key, retry=ONCE)
             yield admin
         else:
             async with serving(engines[1]) as second:
-                admin = EngineAdmin([first, second], key)
+                admin = EngineAdmin([first, second], key, retry=ONCE)
                 yield admin
         await admin.close()
 
@@ -262,7 +264,7 @@ async def test_no_resume_overtakes_a_slow_pause(tmp_path):
 async def test_an_engine_that_is_gone_is_named():
     async with serving(Engine()) as url:
         pass
-    admin = EngineAdmin([url], "k")
+    admin = EngineAdmin([url], "k", retry=ONCE)
     with pytest.raises(EngineError, match=rf"engine {url} did not answer /pause: ConnectError"):
         await admin.update_weights("somewhere", 1)
     await admin.close()

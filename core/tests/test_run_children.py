@@ -13,9 +13,9 @@ import pytest
 
 from prime_rl import RunError
 from prime_rl.run import supervisor
-from prime_rl.run.children import end, free_ports, start
+from prime_rl.run.children import end, free_ports, sigterm_is_ctrl_c, start, uninterrupted
 from prime_rl.run.status import DONE, Status
-from prime_rl.run.supervisor import _sigterm_is_ctrl_c, _uninterrupted, _watch
+from prime_rl.run.supervisor import _watch
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -260,7 +260,7 @@ def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):
 
 def test_being_asked_to_end_is_like_ctrl_c_and_only_meanwhile():
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt), _sigterm_is_ctrl_c():
+    with pytest.raises(KeyboardInterrupt), sigterm_is_ctrl_c():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(5)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -268,7 +268,7 @@ def test_being_asked_to_end_is_like_ctrl_c_and_only_meanwhile():
 
 def test_the_clean_up_is_not_cut_short():
     before = signal.getsignal(signal.SIGINT)
-    with _uninterrupted():
+    with uninterrupted():
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.05)

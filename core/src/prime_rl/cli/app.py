@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from prime_rl.cli import plugins, run
+from prime_rl.cli import plugins, run, serve
 
 app = typer.Typer(
     name="prime-rl",
@@ -36,4 +36,5 @@ def root(
 
 
 app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
 app.add_typer(plugins.app, name="plugins")

@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from prime_rl.run.launch import PARENT_PID
 
@@ -25,6 +26,8 @@ QUIET_CPU = {
 }
 """Defaults of every child's environment; what the user has set stays."""
 
+STDERR = 2
+
 GRACE_SECONDS = 10.0
 """Between asking a child to end and making it."""
 
@@ -35,7 +38,8 @@ class Child:
 
     name: str
     process: subprocess.Popen[bytes]
-    log: Path
+    log: Path | None
+    """None: it writes to our own stderr."""
 
     @property
     def exit_code(self) -> int | None:
@@ -45,13 +49,18 @@ class Child:
     def last_lines(self, count: int = 15) -> list[str]:
         """The end of its log."""
         with suppress(FileNotFoundError):
+            if self.log is None:
+                return []
             return self.log.read_text(errors="replace").splitlines()[-count:]
         return []
 
 
-def start(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path) -> Child:
-    """Start a child in its own session, so that Ctrl-C reaches it through us only, in order."""
-    with log.open("ab") as file:
+def start(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
+    """Start a child in its own session, so that Ctrl-C reaches it through us only, in order.
+
+    ``log`` takes what it writes; None: our stderr does.
+    """
+    with nullcontext(STDERR) if log is None else log.open("ab") as file:
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -89,3 +98,28 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         for each in sockets:
             each.bind((host, 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def sigterm_is_ctrl_c() -> Iterator[None]:
+    """Being asked to end is treated like Ctrl-C: clean up, leave nobody behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C does not cut the clean-up short."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)

@@ -8,10 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.orchestrator import EnvConfig, FilterConfig, SourceConfig
+from prime_rl.config.models import FrozenModel
+from prime_rl.config.orchestrator import (
+    AlgoSamplingConfig,
+    EnvConfig,
+    FilterConfig,
+    SourceConfig,
+    SourceTable,
+)
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.env import check_taskset
-from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker
+from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker, RendererOffer
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
@@ -24,6 +31,7 @@ from prime_rl.plugins.offers import (
     MONITOR,
     RENDERER,
     SAMPLER,
+    SOURCE,
     Kind,
     Offered,
     collect,
@@ -48,7 +56,9 @@ def check(config: RunConfig) -> Hooks:
     _check_filters(config, hooks)
     build_model_maker(config, hooks)  # before the renderer, which depends on the model
     orchestrator = config.orchestrator
-    _check(SAMPLER, orchestrator.sampler.type, orchestrator.sampler.settings, hooks)
+    sampler = orchestrator.sampler_table
+    where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
+    _check(SAMPLER, sampler.type, sampler.settings, hooks, where)
     _check_renderer(config, hooks)
     for name, table in config.monitors.items():
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
@@ -82,7 +92,9 @@ def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
         return cls(settings_of(cls, MODEL, model.settings, "model"))
     if model.settings:
         raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
-    is_path = model.name.startswith((".", "/", "~"))
+    # A path to nothing is no hub id, even where it could be one by its form.
+    is_path = model.name.startswith((".", "/", "~")) or model.name.count("/") > 1
+    is_path = is_path or ("/" in model.name and Path(model.name).parent.is_dir())
     if Path(model.name).is_dir():
         _check_folder(Path(model.name))
     elif is_path or "/" not in model.name:
@@ -104,8 +116,14 @@ def _check_folder(folder: Path) -> None:
 
 def _check_renderer(config: RunConfig, hooks: Hooks) -> None:
     table, where = config.orchestrator.renderer, RENDERER.key
-    cls = select(RENDERER, table.name, collect(hooks, RENDERER), where)
+    cls = _renderer_class(config, hooks)
     cls(settings_of(cls, RENDERER, table.settings, where)).check(config.model.name)
+
+
+def _renderer_class(config: RunConfig, hooks: Hooks) -> type[RendererOffer]:
+    return select(
+        RENDERER, config.orchestrator.renderer.name, collect(hooks, RENDERER), RENDERER.key
+    )
 
 
 def _check_envs(config: RunConfig) -> None:
@@ -171,6 +189,46 @@ def _check_algorithms(config: RunConfig, hooks: Hooks) -> None:
         cls = select(ALGORITHM, algo.type, offers, where)
         settings_of(cls, ALGORITHM, algo.settings, where)
         _check_group_size(config, env, cls)
+        _check_source(f"env {env.label!r}: algorithm {cls.name!r}", cls, algo.sampling, hooks)
+        if cls.needs_attribution and not _renderer_class(config, hooks).gives_attribution:
+            raise ConfigError(
+                f"env {env.label!r}: algorithm {cls.name!r} tells tokens apart by their message's "
+                f"role and body, and renderer {config.orchestrator.renderer.name!r} does not tell "
+                "it. Set orchestrator.renderer.name to the renderer of the model's family."
+            )
+
+
+def _check_source(
+    where: str, cls: type[Algorithm], sampling: AlgoSamplingConfig, hooks: Hooks
+) -> None:
+    """Refuse who samples, if the algorithm's component cannot train on it."""
+    source, component = sampling.source, cls.action_loss
+    if sampling.client != "tokens" and not isinstance(source, FrozenModel):
+        raise ConfigError(
+            f"{where}: sampling.client = {sampling.client!r} says how a frozen model is asked, and "
+            "sampling.source is none. Leave it out."
+        )
+    if source == "policy" and cls.needs_frozen_source:
+        raise ConfigError(
+            f"{where} imitates who samples, and sampling.source is 'policy': training on the "
+            "policy's own tokens would teach it nothing. Set sampling.source to a frozen model "
+            '(name and base_url) or to a source of demonstrations ({ type = "dataset", ... }).'
+        )
+    if isinstance(source, FrozenModel) and component != "ce":
+        raise ConfigError(
+            f"{where} trains the {component} component, whose importance ratio needs the policy's "
+            f"own sampling logprobs, and sampling.source is the frozen model {source.name!r}. "
+            "Leave sampling.source at 'policy', or use an algorithm that feeds ce, such as sft."
+        )
+    if isinstance(source, SourceTable):
+        offered = select(SOURCE, source.type, collect(hooks, SOURCE), f"{where}: sampling.source")
+        settings_of(offered, SOURCE, source.settings, f"{where}: sampling.source")
+        if component not in offered.feeds:
+            raise ConfigError(
+                f"{where} trains the {component} component, and source {source.type!r} can feed "
+                f"{', '.join(sorted(offered.feeds))} only: nobody sampled its tokens from the "
+                "policy. Use an algorithm that feeds ce, such as sft, or another source."
+            )
 
 
 def _check_group_size(config: RunConfig, env: EnvConfig, cls: type[Algorithm]) -> None:

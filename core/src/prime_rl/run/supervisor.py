@@ -16,15 +16,20 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import EngineLaunch
 from prime_rl.plugins.errors import RunError
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.run.children import Child, end, free_ports, start
+from prime_rl.run.children import (
+    Child,
+    end,
+    free_ports,
+    sigterm_is_ctrl_c,
+    start,
+    uninterrupted,
+)
 from prime_rl.run.directory import log_dir
 from prime_rl.run.launch import ADMIN_KEY, Launch
 from prime_rl.run.models import model_path
@@ -46,12 +51,12 @@ def run(config: RunConfig, run_dir: Path, view: View) -> None:
     launch.write(run_dir)
     key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     children: list[Child] = []
-    with _sigterm_is_ctrl_c():
+    with sigterm_is_ctrl_c():
         try:
             children += _start(config, launch, run_dir, key)
             _watch(children, view)
         finally:
-            with _uninterrupted():
+            with uninterrupted():
                 end(children)
 
 
@@ -138,28 +143,3 @@ def _check_alive(child: Child, run_dir: Path) -> None:
     how += " before it was done" if code == 0 else ""
     tail = "\n".join(f"    {line}" for line in child.last_lines())
     raise RunError(f"{child.name} {how}. The end of its log ({child.log}):\n{tail}")
-
-
-@contextmanager
-def _sigterm_is_ctrl_c() -> Iterator[None]:
-    """Being asked to end is treated like Ctrl-C: clean up, leave nobody behind."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C does not cut the clean-up short."""
-    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)

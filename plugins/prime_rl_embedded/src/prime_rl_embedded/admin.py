@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from pathlib import Path
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
 from prime_rl import WeightsError
+from prime_rl_embedded.auth import Keys
 from prime_rl_embedded.errors import RequestError
 from prime_rl_embedded.frontend import read_body
 from prime_rl_embedded.loop import EngineLoop
@@ -20,14 +20,14 @@ from prime_rl_embedded.weights import apply_weights, read_weights
 class Admin:
     """Swaps weights under running requests, which keep their KV and go on with the new weights."""
 
-    def __init__(self, engine: EngineLoop, key: str) -> None:
+    def __init__(self, engine: EngineLoop, keys: Keys) -> None:
         self.engine = engine
-        self._key = key
+        self._keys = keys
         self._updating = asyncio.Lock()
 
     async def pause(self, http: HTTPRequest) -> JSONResponse:
         """Returns when no step is running. Requests in flight keep their place and their KV."""
-        self._authorize(http)
+        self._keys.check_admin(http)
         if http.query_params.get("mode", "keep") != "keep":
             raise RequestError(
                 "mode: this engine keeps requests in flight; only mode=keep is offered"
@@ -39,13 +39,13 @@ class Admin:
 
     async def resume(self, http: HTTPRequest) -> JSONResponse:
         """Go on where ``pause`` stopped."""
-        self._authorize(http)
+        self._keys.check_admin(http)
         await asyncio.wrap_future(self.engine.resume())
         return JSONResponse({"status": "resumed"})
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
         """All or nothing: from a folder that is broken or does not fit, no tensor is taken."""
-        self._authorize(http)
+        self._keys.check_admin(http)
         body = decode(await read_body(http), UpdateBody)
         async with self._updating:
             version = await self._swap(Path(body.weight_dir), body.version)
@@ -66,16 +66,3 @@ class Admin:
         )
         await asyncio.wrap_future(swap)
         return new
-
-    def _authorize(self, http: HTTPRequest) -> None:
-        if not self._key:
-            raise RequestError(
-                "the engine was started without PRIME_RL_ADMIN_KEY: admin is off", 403
-            )
-        scheme, _, given = http.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            raise RequestError(
-                "admin routes need 'Authorization: Bearer <the run's admin key>'", 401
-            )
-        if not hmac.compare_digest(given.encode(), self._key.encode()):
-            raise RequestError("this isn't the run's admin key", 403)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from prime_rl_embedded.admin import Admin
+from prime_rl_embedded.auth import Keys
 from prime_rl_embedded.chat import Chat
 from prime_rl_embedded.errors import RequestError
 from prime_rl_embedded.frontend import ClientGone, complete, read_body
@@ -25,7 +26,7 @@ Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 class Api:
-    """The routes anybody on this machine may call."""
+    """The routes of clients."""
 
     def __init__(self, engine: EngineLoop, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
@@ -72,15 +73,25 @@ def guarded(endpoint: Endpoint) -> Endpoint:
     return run
 
 
-def make_app(engine: EngineLoop, limits: Limits, chat: Chat, admin_key: str) -> Starlette:
+def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
+    """Needs the sampling key, if the engine was given one."""
+
+    async def run(http: HTTPRequest) -> Response:
+        keys.check_sampling(http)
+        return await endpoint(http)
+
+    return run
+
+
+def make_app(engine: EngineLoop, limits: Limits, chat: Chat, keys: Keys) -> Starlette:
     """All routes of the engine."""
-    api, admin = Api(engine, limits), Admin(engine, admin_key)
+    api, admin = Api(engine, limits), Admin(engine, keys)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),
-        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models", keyed(api.models, keys)),
         ("GET", "/metrics", api.metrics),
-        ("POST", "/inference/v1/generate", api.generate),
-        ("POST", "/v1/chat/completions", chat.completions),
+        ("POST", "/inference/v1/generate", keyed(api.generate, keys)),
+        ("POST", "/v1/chat/completions", keyed(chat.completions, keys)),
         ("POST", "/pause", admin.pause),
         ("POST", "/update_weights", admin.update_weights),
         ("POST", "/resume", admin.resume),

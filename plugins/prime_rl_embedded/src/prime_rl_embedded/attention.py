@@ -39,11 +39,12 @@ class PromptRun:
 class BatchPlan:
     """Where the tokens of one forward belong, shared by all its layers."""
 
-    cache: KVCache
+    cache: KVCache | None
+    """None: nobody will decode after these prompts, so nothing is stored."""
     num_decode: int
     positions: Tensor
     """[N] int64: each token's position in its own sequence."""
-    write_index: Tensor
+    write_index: Tensor | None
     """[N * G] int64: see ``KVCache.write_index``."""
     context: int
     """Cache positions that decoding rows look at: the longest row's length, rounded up."""
@@ -74,6 +75,18 @@ class BatchPlan:
             positions=position_ids,
             write_index=cache.write_index(row_ids, position_ids),
             context=min(bucketed, cache.capacity),
+            prompts=_runs(prompt_lengths),
+        )
+
+    @classmethod
+    def uncached(cls, prompt_lengths: Sequence[int], device: torch.device) -> BatchPlan:
+        """Prompts that only have to be read: they take no row and store nothing."""
+        return cls(
+            cache=None,
+            num_decode=0,
+            positions=torch.cat([torch.arange(n, device=device) for n in prompt_lengths]),
+            write_index=None,
+            context=0,
             prompts=_runs(prompt_lengths),
         )
 
@@ -110,10 +123,12 @@ def attend(
     window: int | None = None,
 ) -> Tensor:
     """Store, then attend. Query [N, H, D], key and value [N, G, D]; returns [N, H * D]."""
-    plan.cache.write(layer, plan.write_index, key, value)
+    if plan.cache is not None and plan.write_index is not None:
+        plan.cache.write(layer, plan.write_index, key, value)
     parts = []
-    if plan.num_decode:
-        parts.append(_attend_rows(plan, layer, query[: plan.num_decode], scale, window))
+    if plan.cache is not None and plan.num_decode:
+        cached = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
+        parts.append(_attend_rows(plan, cached, query[: plan.num_decode], scale, window))
     start = plan.num_decode
     for run in plan.prompts:
         end = start + run.count * run.length
@@ -124,13 +139,13 @@ def attend(
 
 
 def _attend_rows(
-    plan: BatchPlan, layer: int, query: Tensor, scale: float | None, window: int | None
+    plan: BatchPlan, cached: Tensor, query: Tensor, scale: float | None, window: int | None
 ) -> Tensor:
-    """One token a row against its slot.
+    """One token a row against its slot. Cached: [2, R, G, context, D].
 
     The queries that share a key/value head form a query length, so keys are never repeated.
     """
-    keys, values = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
+    keys, values = cached
     rows, num_kv_heads = query.shape[0], keys.shape[1]
     grouped = query.reshape(rows, num_kv_heads, -1, query.shape[-1])
     mask = plan.decode_mask(window, query.dtype)

@@ -78,6 +78,10 @@ class FusedForward:
 
     def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
         """Logits [len(rows), V] of the tokens ``rows`` (None: all N). Ids: [N]."""
+        return self.logits(self.states(ids, plan, rows))
+
+    def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        """What ``logits`` takes: [len(rows), E], before the last norm."""
         hidden = self.embedding(ids)
         cos, sin = self.cos[plan.positions], self.sin[plan.positions]
         for i, layer in enumerate(self.layers):
@@ -88,9 +92,12 @@ class FusedForward:
             hidden = torch.addmm(
                 hidden, _mlp(layer, _rms_norm(hidden, layer.mlp_norm)), layer.down.t()
             )
-        if rows is not None:
-            hidden = hidden[rows]
-        logits: Tensor = self.head(_rms_norm(hidden, self.norm))
+        states: Tensor = hidden if rows is None else hidden[rows]
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, V] of states [R, E]."""
+        logits: Tensor = self.head(_rms_norm(states, self.norm))
         return logits
 
     def _attention(

@@ -24,7 +24,7 @@ def collect(engine: EngineLoop) -> list[Sample]:
     """Every metric now. Counters end in ``_total`` and never fall."""
     scheduler = engine.scheduler
     stats, cache = scheduler.stats, scheduler.cache
-    waiting = len(scheduler.waiting)
+    waiting = scheduler.num_waiting
     # Rows move while we read; a list copy is one operation under the GIL.
     used = sum(len(r.prompt) + len(r.token_ids) for r in list(scheduler.active))
     room = scheduler.num_slots * scheduler.max_model_len

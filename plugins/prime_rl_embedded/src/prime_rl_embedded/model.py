@@ -23,13 +23,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from prime_rl import EngineError, WeightsError
 from prime_rl_embedded.attention import ATTENTION_NAME, BatchPlan
+from prime_rl_embedded.forward import Forward, GeneralForward, WholeForward
 from prime_rl_embedded.fused import FusedForward, NotFusable
 from prime_rl_embedded.kv import KVCache
 
 log = logging.getLogger(__name__)
-
-Forward = Callable[[Tensor, BatchPlan, Tensor | None], Tensor]
-"""(ids [N], plan, rows or None for all) -> logits [len(rows), V]."""
 
 # Largest allowed gap between our logits and the model's own, relative to the largest logit.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
@@ -99,7 +97,7 @@ def load_model(
     module.to(target).eval().requires_grad_(False)
     served = ServedModel(
         module=module,
-        forward=_general_forward(module),
+        forward=WholeForward(module),
         device=target,
         vocab_size=module.get_input_embeddings().num_embeddings,
         eos_token_ids=_eos_token_ids(module),
@@ -118,19 +116,22 @@ def _check_length(module: Any, max_len: int) -> None:
 
 
 def _choose_forward(served: ServedModel, max_len: int, fused: bool) -> None:
-    """The fused forward if it fits and agrees, else transformers' own over our attention."""
+    """The first that fits and agrees: fused, transformers' layers and head, the whole module."""
     ids = _probe_ids(served, max_len)
     with torch.inference_mode():
         expected = served.module(input_ids=ids[None], use_cache=False).logits[0].float()
     served.module.set_attn_implementation(ATTENTION_NAME)
+    makers: list[Callable[[], Forward]] = [lambda: GeneralForward(served.module)]
     if fused:
+        makers.insert(0, lambda: FusedForward(served.module, max_len))
+    for make in makers:
         try:
-            forward = FusedForward(served.module, max_len)
+            forward = make()
             check_forward(served, forward, ids, expected)
             served.forward = forward
             return
         except (NotFusable, EngineError) as error:
-            log.info("the general forward serves this model: %s", error)
+            log.info("a more general forward serves this model: %s", error)
     check_forward(served, served.forward, ids, expected)
 
 
@@ -165,22 +166,6 @@ def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: 
             f"{name}: logits over slotted attention differ by {gap:.2g} from the model's own "
             f"(at most {limit:.2g} is allowed); this architecture needs another engine"
         )
-
-
-def _general_forward(module: Any) -> Forward:
-    def forward(ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
-        keep = 0 if rows is None else rows
-        out = module(
-            input_ids=ids[None],
-            position_ids=plan.positions[None],
-            use_cache=False,
-            logits_to_keep=keep,
-            plan=plan,
-        )
-        logits: Tensor = out.logits[0]
-        return logits
-
-    return forward
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

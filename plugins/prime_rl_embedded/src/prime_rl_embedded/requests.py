@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -18,6 +18,7 @@ class SamplingParams:
     """How to choose tokens. Already validated and complete: no field means "not given"."""
 
     max_tokens: int
+    """0 only where the prompt is scored: nothing is sampled."""
     temperature: float = 1.0
     """0 is greedy, and its logprobs are of the distribution at temperature 1."""
     top_p: float = 1.0
@@ -45,8 +46,7 @@ class SamplingParams:
         return not self.greedy and bool(self.top_k or self.min_p or self.top_p < 1.0)
 
 
-@dataclass(frozen=True)
-class TokenScore:
+class TokenScore(NamedTuple):
     """A token that could have stood somewhere, and how likely it was."""
 
     token_id: int
@@ -76,7 +76,8 @@ class Request:
     """Of each sampled token under the distribution it was sampled from."""
     top_logprobs: list[list[TokenScore]] = field(default_factory=list)
     prompt_scores: list[list[TokenScore]] | None = None
-    """Of prompt tokens 1, 2, ...: the token itself, then the most likely ones, at temperature 1."""
+    """Of prompt tokens 1, 2, ...: the token itself, then the most likely ones, at temperature 1
+    whatever the request samples at."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, index of the first token it sampled), ascending."""
     finish_reason: FinishReason | None = None
@@ -84,7 +85,7 @@ class Request:
     """The stop token that ended it."""
     error: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens whose KV was copied from another request."""
+    """Prompt tokens that were computed for another request and not again for this one."""
 
     next_token: int = -1
     """The token to feed next: the last sampled one, or the prompt's last where its KV was copied.

@@ -128,17 +128,17 @@ def top_scores(logprobs: Tensor, count: int) -> list[list[TokenScore]]:
 def score_tokens(logits: Tensor, tokens: Tensor, num_alternatives: int) -> list[list[TokenScore]]:
     """How likely given tokens were at temperature 1: each token itself, then the likeliest ones.
 
-    Logits: [T, V]; tokens: [T]. In chunks, because float32 copies of T x V dwarf everything else.
+    Logits: [T, V]; tokens: [T].
     """
-    scores: list[list[TokenScore]] = []
-    chunks = zip(torch.split(logits, 512), torch.split(tokens, 512), strict=True)
-    for part, targets in chunks:
-        logprobs = part.float().log_softmax(-1)
-        chosen = logprobs.gather(-1, targets[:, None])
-        ranks = (logprobs > chosen).sum(-1) + 1
-        own = zip(targets.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
-        others = top_scores(logprobs, num_alternatives) if num_alternatives else [[]] * len(part)
-        for (token, logprob, rank), row in zip(own, others, strict=True):
-            alternatives = [score for score in row if score.token_id != token]
-            scores.append([TokenScore(token, logprob, rank), *alternatives])
-    return scores
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[:, None])
+    # In 32 bits: CPUs add booleans up several times faster than in 64.
+    ranks = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
+    own = zip(tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
+    if not num_alternatives:
+        return [[TokenScore(*score)] for score in own]
+    others = top_scores(logprobs, num_alternatives)
+    return [
+        [TokenScore(*score), *(other for other in row if other.token_id != score[0])]
+        for score, row in zip(own, others, strict=True)
+    ]

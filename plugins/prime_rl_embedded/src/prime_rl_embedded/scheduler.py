@@ -6,6 +6,9 @@ prompts it admits.
 
 A prompt that equals a running one of the same salt, under the same weights, isn't prefilled: its KV
 is copied, and it joins the next step by feeding the prompt's last token again.
+
+Requests that want their prompt scored wait in a queue of their own. A step ends with one batch of
+them (``scoring.py``), which takes no row; those that want more than a token then queue to generate.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
@@ -25,7 +28,8 @@ from torch import Tensor
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.model import ServedModel
 from prime_rl_embedded.requests import Request
-from prime_rl_embedded.sampling import sample, score_tokens
+from prime_rl_embedded.sampling import sample
+from prime_rl_embedded.scoring import is_scored, score_prompts
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +71,8 @@ class Scheduler:
         self.cache = model.make_cache(num_slots, max_model_len)
         self.active: list[Request] = []
         self.waiting: list[tuple[int, int, Request]] = []
+        self.unscored: list[tuple[int, int, Request]] = []
+        """Waiting for their prompt to be scored."""
         self.stats = Stats()
         self.arrivals = 0
         self._prefixes: dict[object, Request] = {}
@@ -77,7 +83,8 @@ class Scheduler:
         """Queue a request; lower priority first, then by arrival."""
         seed = request.params.seed
         request.rng = random.Random(f"{self.seed}/{self.arrivals}" if seed is None else seed)
-        heapq.heappush(self.waiting, (request.priority, self.arrivals, request))
+        queue = self.waiting if request.params.prompt_logprobs is None else self.unscored
+        heapq.heappush(queue, (request.priority, self.arrivals, request))
         self.arrivals += 1
 
     def abort(self, request: Request) -> None:
@@ -88,14 +95,15 @@ class Scheduler:
         if request in self.active:
             self._reap()
         else:
-            self.waiting = [entry for entry in self.waiting if entry[2] is not request]
-            heapq.heapify(self.waiting)
+            for queue in (self.waiting, self.unscored):
+                queue[:] = [entry for entry in queue if entry[2] is not request]
+                heapq.heapify(queue)
             self._finish(request)
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error."""
-        requests = self.active + [entry[2] for entry in self.waiting]
-        self.active, self.waiting = [], []
+        requests = self.active + [entry[2] for entry in self.waiting + self.unscored]
+        self.active, self.waiting, self.unscored = [], [], []
         self._fail(requests, reason)
 
     def swap_weights(self, apply: Callable[[], None], version: int) -> None:
@@ -107,12 +115,25 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.active or self.waiting)
+        return bool(self.active or self.waiting or self.unscored)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self.waiting) + len(self.unscored)
 
     # -- one step -------------------------------------------------------------------
 
     def step(self) -> None:
-        """One token for each active row and admitted prompt. A failure ends its requests."""
+        """One token for each active row and admitted prompt, then a batch of prompts to score. A
+        failure ends its requests."""
+        if self.active or self.waiting:
+            self._decode()
+        if self.unscored:
+            self._score()
+        self.stats.steps += 1
+
+    def _decode(self) -> None:
         leaders, followers = self._admit()
         try:
             self._generate(leaders, followers)
@@ -123,7 +144,6 @@ class Scheduler:
             self.active = [r for r in self.active if r not in blamed]
             self._fail(blamed, f"{type(error).__name__}: {error}")
         self._reap()
-        self.stats.steps += 1
 
     def _admit(self) -> tuple[list[Request], list[Request]]:
         """Requests to prefill, in order of length; and those that will copy KV."""
@@ -132,7 +152,7 @@ class Scheduler:
         budget = self.max_prefill_tokens
         while self.waiting and len(self.active) + len(leaders) + len(followers) < self.num_slots:
             request = self.waiting[0][2]
-            if self._may_share(request):
+            if self.share_prefixes and request.prefix_key in self._prefixes:
                 followers.append(request)
             elif leaders and len(request.prompt) > budget:
                 break
@@ -144,41 +164,40 @@ class Scheduler:
             heapq.heappop(self.waiting)
         return sorted(leaders, key=lambda r: len(r.prompt)), followers
 
-    def _may_share(self, request: Request) -> bool:
-        """Scoring a prompt needs its hidden states, so such a request prefills itself."""
-        wants_scores = request.params.prompt_logprobs is not None
-        return self.share_prefixes and not wants_scores and request.prefix_key in self._prefixes
-
     def _generate(self, leaders: list[Request], followers: list[Request]) -> None:
         sampled = self.active + leaders
         if sampled:
             logits = self._forward(leaders)
-            self._emit(sampled, logits[: len(sampled)])
-            self._score_prompts(leaders, logits[len(sampled) :])
+            for row in self._emit(sampled, logits):
+                self.cache.clear_row(row)  # its values would leak through masks
         self.active = sampled
         for follower in followers:
             self._copy_prefix(follower)
         self._count(leaders + followers)
 
     def _forward(self, leaders: Sequence[Request]) -> Tensor:
-        """Logits of active rows, of each leader's last token, then of prompts to score."""
+        """Logits of active rows, then of each leader's last token."""
         decoding = [request.position for request in self.active]
         lengths = [len(request.prompt) for request in leaders]
         device = self.model.device
         plan = BatchPlan.build(self.cache, decoding, lengths, device)
         ids = [request.next_token for request in self.active]
         ids += chain.from_iterable(request.prompt for request in leaders)
-        rows = _logit_rows(len(decoding), leaders)
-        keep = None if rows is None else torch.tensor(rows, device=device)
+        ends = [len(decoding) + end for end in accumulate(lengths)]
+        rows = [*range(len(decoding)), *(end - 1 for end in ends)]
+        keep = torch.tensor(rows, device=device) if leaders else None
         return self.model.forward(torch.tensor(ids, device=device), plan, keep)
 
-    def _emit(self, requests: Sequence[Request], logits: Tensor) -> None:
+    def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[int]:
+        """Sample a token a row. Returns the rows whose logits cannot be sampled from."""
+        refused = []
         drawn = sample(logits, requests)
         finite = math.isfinite(sum(drawn.logprobs))
         for row, request in enumerate(requests):
             logprob = drawn.logprobs[row]
             if not finite and not math.isfinite(logprob):
-                self._refuse_nonfinite(row, request)
+                self._refuse_nonfinite(request)
+                refused.append(row)
                 continue
             if drawn.alternatives is not None and request.params.top_logprobs:
                 request.top_logprobs.append(drawn.alternatives[row][: request.params.top_logprobs])
@@ -186,26 +205,14 @@ class Scheduler:
             if request.on_token is not None:
                 request.on_token(request)
         self.stats.generated_tokens += len(requests)
+        return refused
 
-    def _refuse_nonfinite(self, row: int, request: Request) -> None:
+    def _refuse_nonfinite(self, request: Request) -> None:
         request.finish_reason = "error"
         request.error = (
             f"the model's logits are not finite at position {row_length(request)} "
             f"under policy version {self.version}"
         )
-        self.cache.clear_row(row)
-
-    def _score_prompts(self, leaders: Sequence[Request], logits: Tensor) -> None:
-        """Logits: of all prompt positions but the last, of the leaders that asked, in order."""
-        start = 0
-        for request in leaders:
-            alternatives = request.params.prompt_logprobs
-            if alternatives is None:
-                continue
-            end = start + len(request.prompt) - 1
-            targets = torch.tensor(request.prompt[1:], dtype=torch.int64, device=logits.device)
-            request.prompt_scores = score_tokens(logits[start:end], targets, alternatives)
-            start = end
 
     def _copy_prefix(self, follower: Request) -> None:
         leader = self._prefixes[follower.prefix_key]
@@ -225,6 +232,58 @@ class Scheduler:
 
     def _count(self, admitted: Sequence[Request]) -> None:
         self.stats.prompt_tokens += sum(len(request.prompt) for request in admitted)
+
+    # -- scoring --------------------------------------------------------------------
+
+    def _score(self) -> None:
+        """Score a batch of prompts. Most want nothing else; the others queue to generate."""
+        batch = self._next_unscored()
+        requests = [request for _, _, request in batch]
+        try:
+            self._answer(requests)
+        except Exception as error:
+            log.exception("scoring %d prompts failed", len(requests))
+            self._fail(requests, f"{type(error).__name__}: {error}")
+            return
+        for entry in batch:
+            if entry[2].finish_reason is None:
+                heapq.heappush(self.waiting, entry)
+            else:
+                self._count([entry[2]])
+                self._finish(entry[2])
+
+    def _next_unscored(self) -> list[tuple[int, int, Request]]:
+        """As many as the prefill budget holds, equal prompts counted once; at least one."""
+        batch: list[tuple[int, int, Request]] = []
+        prompts: set[object] = set()
+        budget = self.max_prefill_tokens
+        while self.unscored:
+            request = self.unscored[0][2]
+            if not (self.share_prefixes and request.prefix_key in prompts):
+                if batch and len(request.prompt) > budget:
+                    break
+                budget -= len(request.prompt)
+                prompts.add(request.prefix_key)
+            batch.append(heapq.heappop(self.unscored))
+        return batch
+
+    def _answer(self, requests: Sequence[Request]) -> None:
+        """Give each its scores, and the one token or none that ends it here."""
+        last = score_prompts(self.model, requests, share=self.share_prefixes)
+        self.stats.shared_tokens += sum(request.cached_tokens for request in requests)
+        for request in requests:
+            if not is_scored(request):
+                self._refuse_nonfinite(request)
+            elif request.params.max_tokens == 0:
+                request.versions.append((self.version, 0))
+                request.finish_reason = "length"
+        wanting = [
+            i
+            for i, request in enumerate(requests)
+            if request.finish_reason is None and request.params.max_tokens == 1
+        ]
+        if wanting:
+            self._emit([requests[i] for i in wanting], last[wanting])
 
     # -- what ends ------------------------------------------------------------------
 
@@ -259,19 +318,3 @@ class Scheduler:
 def row_length(request: Request) -> int:
     """Tokens of a sequence so far."""
     return len(request.prompt) + len(request.token_ids)
-
-
-def _logit_rows(num_decode: int, leaders: Sequence[Request]) -> list[int] | None:
-    """Which tokens of a flat forward need logits; None for all."""
-    if not leaders:
-        return None
-    rows = list(range(num_decode))
-    scored: list[int] = []
-    start = num_decode
-    for request in leaders:
-        end = start + len(request.prompt)
-        rows.append(end - 1)
-        if request.params.prompt_logprobs is not None:
-            scored += range(start, end - 1)
-        start = end
-    return rows + scored

@@ -115,12 +115,20 @@ def check_model(name: str | None, limits: Limits) -> None:
         )
 
 
-def check_prompt(token_ids: Sequence[int], limits: Limits) -> None:
-    """Refuse prompts that are empty, too long for one more token, or out of the vocabulary."""
+def check_prompt(token_ids: Sequence[int], limits: Limits, *, scoring: bool = False) -> None:
+    """Refuse prompts that are empty, too long, or out of the vocabulary.
+
+    A prompt has to leave room for a token, unless it only is to be scored: what follows its last
+    token can be sampled without ever being fed, so it needs no room.
+    """
     length = len(token_ids)
     if length == 0:
         raise RequestError("token_ids is empty; a prompt has at least one token")
-    if length >= limits.max_model_len:
+    if scoring and length > limits.max_model_len:
+        raise RequestError(
+            f"the prompt to score has {length} tokens; max_model_len is {limits.max_model_len}"
+        )
+    if not scoring and length >= limits.max_model_len:
         raise RequestError(
             f"the prompt has {length} tokens; at most {limits.max_model_len - 1} "
             f"leave room for one more (max_model_len is {limits.max_model_len})"
@@ -143,9 +151,13 @@ def resolve_sampling(
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Parameters with every default filled in. Raises ``RequestError``: the key and its value."""
-    room = limits.max_model_len - prompt_length
+    room = max(limits.max_model_len - prompt_length, 1)
     _check_offered(fields)
     _check_values(fields, limits, top_logprobs, prompt_logprobs)
+    if fields.max_tokens == 0 and prompt_logprobs is None:
+        raise RequestError(
+            "max_tokens is 0; it must be at least 1, unless prompt_logprobs are wanted"
+        )
     stops = frozenset(fields.stop_token_ids or ())
     return SamplingParams(
         max_tokens=min(_given(fields.max_tokens, room), room),
@@ -183,7 +195,7 @@ def _check_values(
         ("top_p", fields.top_p, 0 < _given(fields.top_p, 1.0) <= 1, "in (0, 1]"),
         ("top_k", top_k, _given(top_k, 0) >= -1, "at least 1, or 0 or -1 for off"),
         ("min_p", fields.min_p, 0 <= _given(fields.min_p, 0.0) <= 1, "in [0, 1]"),
-        ("max_tokens", max_tokens, max_tokens is None or max_tokens >= 1, "at least 1"),
+        ("max_tokens", max_tokens, _given(max_tokens, 1) >= 0, "at least 1"),
         ("min_tokens", fields.min_tokens, _given(fields.min_tokens, 0) >= 0, "at least 0"),
         ("n", fields.n, 1 <= _given(fields.n, 1) <= MAX_CHOICES, f"in [1, {MAX_CHOICES}]"),
         _alternatives_rule("logprobs", top_logprobs),
@@ -206,8 +218,9 @@ def _alternatives_rule(key: str, count: int) -> tuple[str, int, bool, str]:
 def generate_requests(body: GenerateBody, limits: Limits) -> list[Request]:
     """The ``n`` validated requests of a body. With a seed, choice i gets seed + i."""
     check_model(body.model, limits)
-    check_prompt(body.token_ids, limits)
     fields = body.sampling_params
+    scoring = fields.prompt_logprobs is not None and _given(fields.max_tokens, 2) <= 1
+    check_prompt(body.token_ids, limits, scoring=scoring)
     if body.stream:
         raise RequestError("stream is true; this route answers whole completions only")
     if body.features is not None or body.content_parts is not None:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from prime_rl import PrimeRLError
-from prime_rl.run.launch import ADMIN_KEY, READY
+from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, READY
 from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.status import Status
 from prime_rl_embedded import EmbeddedConfig
@@ -44,7 +44,7 @@ _KEEP_ALIVE_SECONDS = 120
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. The admin key isn't on it: argument lists are public."""
+    """The command line. No key is on it: argument lists are public."""
     parser = argparse.ArgumentParser(prog="prime_rl_embedded.server", description=__doc__)
     add = parser.add_argument
     add("--model", type=Path, required=True, help="a local Hugging Face folder")
@@ -130,7 +130,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
 def describe(scheduler: Scheduler, limits: Limits) -> str:
     """One line for the log: what serves, by which forward, how much memory it may take."""
     model, cache = scheduler.model, scheduler.cache
-    forward = getattr(model.forward, "__qualname__", type(model.forward).__name__)
+    forward = type(model.forward).__name__
     return (
         f"{limits.model_name}: {type(model.module).__name__} on {model.device} by {forward}, "
         f"{scheduler.num_slots} slots of {limits.max_model_len} tokens, "
@@ -172,10 +172,12 @@ class EngineServer:
 
     async def _serve(self, engine: EngineLoop) -> None:
         from prime_rl_embedded.api import make_app
+        from prime_rl_embedded.auth import Keys
         from prime_rl_embedded.chat import Chat
 
         chat = Chat(engine, self.limits, self.args.model)
-        app = make_app(engine, self.limits, chat, os.environ.get(ADMIN_KEY, ""))
+        keys = Keys(os.environ.get(ADMIN_KEY, ""), os.environ.get(ENGINE_KEY, ""))
+        app = make_app(engine, self.limits, chat, keys)
         server = _make_http_server(app, engine, self.args)
         self._stop_serving = lambda: setattr(server, "should_exit", True)
         engine.start()
@@ -201,7 +203,7 @@ class EngineServer:
 def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float) -> None:
     """One line of the live view."""
     scheduler = engine.scheduler
-    running, waiting = len(scheduler.active), len(scheduler.waiting)
+    running, waiting = len(scheduler.active), scheduler.num_waiting
     numbers: dict[str, Any] = {
         "running": float(running),
         "waiting": float(waiting),

@@ -1,0 +1,165 @@
+"""Retries of the admin client, against real servers on loopback."""
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from prime_rl import EngineError
+from prime_rl.inference.client import EngineAdmin, RetryPolicy
+from prime_rl.run.children import free_ports
+
+QUICK = RetryPolicy(first_wait=0.01, longest_wait=0.02)
+DROP = "drop the connection"
+
+
+class Engine:
+    """Answers each route with what is scripted for it, one entry a call, and then with 200."""
+
+    def __init__(self, **script):
+        self.script = {f"/{route}": list(answers) for route, answers in script.items()}
+        self.paths = []
+        self.slow = asyncio.Event()
+
+    async def handle(self, request):
+        self.paths.append(request.path)
+        answers = self.script.get(request.path)
+        answer = answers.pop(0) if answers else 200
+        if answer == "slow":
+            await self.slow.wait()
+        elif answer == DROP:
+            request.transport.abort()
+        elif answer != 200:
+            return web.Response(status=answer, text="the reason")
+        return web.json_response({"status": "ok"})
+
+
+@asynccontextmanager
+async def serving(engine, port=0):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        engine.slow.set()
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def admin_of(engine, retry=QUICK, **options):
+    async with serving(engine) as url:
+        admin = EngineAdmin([url], "k", retry=retry, **options)
+        yield admin
+        await admin.close()
+
+
+def test_waits_double_from_one_second_to_ten_and_end_after_ten_attempts():
+    waits = [RetryPolicy().wait_after(attempt) for attempt in range(1, 11)]
+    assert waits == [1, 2, 4, 8, 10, 10, 10, 10, 10, None]
+
+
+@pytest.mark.parametrize("trouble", [500, 502, 503, DROP])
+async def test_an_engine_that_fails_twice_and_then_answers_is_updated(tmp_path, trouble):
+    engine = Engine(pause=[trouble] * 2, update_weights=[trouble] * 2, resume=[trouble] * 2)
+    async with admin_of(engine) as admin:
+        assert await admin.update_weights(tmp_path, 1) > 0
+    assert engine.paths == ["/pause"] * 3 + ["/update_weights"] * 3 + ["/resume"] * 3
+
+
+async def test_every_retry_is_logged_with_the_engine_and_the_reason(tmp_path, caplog):
+    async with admin_of(Engine(update_weights=[503, DROP])) as admin:
+        with caplog.at_level(logging.WARNING, logger="prime_rl.inference.client"):
+            await admin.update_weights(tmp_path, 1)
+    first, second = caplog.messages
+    assert first == (
+        f"engine {admin.urls[0]} refused /update_weights: 503 the reason; attempt 2 of 10 in 0.0 s"
+    )
+    assert second.startswith(f"engine {admin.urls[0]} did not answer /update_weights: ")
+    assert second.endswith("; attempt 3 of 10 in 0.0 s")
+
+
+async def test_attempts_end_and_the_error_counts_them(tmp_path):
+    engine = Engine(pause=[500] * 99)
+    async with admin_of(engine, RetryPolicy(attempts=3, first_wait=0.0)) as admin:
+        with pytest.raises(EngineError) as caught:
+            await admin.update_weights(tmp_path, 1)
+    assert str(caught.value) == (
+        f"engine {admin.urls[0]} refused /pause: 500 the reason (3 attempts)"
+    )
+    assert engine.paths == ["/pause"] * 3 + ["/resume"]
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404])
+async def test_what_is_the_clients_fault_is_not_tried_again(tmp_path, status):
+    engine = Engine(update_weights=[status])
+    async with admin_of(engine) as admin:
+        with pytest.raises(EngineError, match=rf"refused /update_weights: {status} the reason$"):
+            await admin.update_weights(tmp_path, 1)
+    assert engine.paths == ["/pause", "/update_weights", "/resume"]
+
+
+async def test_all_attempts_together_take_at_most_twice_the_timeout(tmp_path):
+    """0.2 s hold at most 4 waits of 0.05 s, so 5 attempts of the 100 that are allowed."""
+    engine = Engine(update_weights=[500] * 100)
+    retry = RetryPolicy(attempts=100, first_wait=0.05, longest_wait=0.05)
+    async with admin_of(engine, retry, update_timeout=0.1) as admin:
+        with pytest.raises(EngineError, match=r"500 the reason \([2-5] attempts\)"):
+            await admin.update_weights(tmp_path, 1)
+    assert 1 < engine.paths.count("/update_weights") <= 5
+
+
+async def test_an_answer_that_does_not_come_is_asked_for_again(tmp_path):
+    engine = Engine(update_weights=["slow"])
+    async with admin_of(engine, update_timeout=0.2) as admin:
+        await admin.update_weights(tmp_path, 1)
+    assert engine.paths == ["/pause", "/update_weights", "/update_weights", "/resume"]
+
+
+async def test_an_engine_that_is_being_restarted_is_waited_for(tmp_path, caplog):
+    (port,) = free_ports(1)
+    admin = EngineAdmin([f"http://127.0.0.1:{port}"], "k", retry=QUICK)
+    updating = asyncio.create_task(admin.update_weights(tmp_path, 1))
+    while not caplog.messages:
+        await asyncio.sleep(0.005)
+    assert "did not answer /pause: ConnectError" in caplog.messages[0]
+    engine = Engine()
+    async with serving(engine, port):
+        await updating
+    assert engine.paths == ["/pause", "/update_weights", "/resume"]
+    await admin.close()
+
+
+async def test_the_resume_after_a_refused_update_is_retried_and_the_refusal_reported(tmp_path):
+    engine = Engine(update_weights=[400], resume=[503, DROP])
+    async with admin_of(engine) as admin:
+        with pytest.raises(EngineError, match="refused /update_weights: 400"):
+            await admin.update_weights(tmp_path, 1)
+    assert engine.paths[-3:] == ["/resume"] * 3
+
+
+async def test_a_cancelled_update_leaves_the_engine_resumed(tmp_path):
+    engine = Engine(update_weights=["slow"])
+    async with admin_of(engine) as admin:
+        updating = asyncio.create_task(admin.update_weights(tmp_path, 1))
+        while "/update_weights" not in engine.paths:
+            await asyncio.sleep(0.005)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+    assert engine.paths == ["/pause", "/update_weights", "/resume"]
+
+
+async def test_one_engine_that_needs_retries_does_not_let_the_others_run_ahead(tmp_path):
+    """Both are paused before either loads: 4 pauses of the one, 1 of the other."""
+    flaky, steady = Engine(pause=[500] * 3), Engine()
+    flaky.paths = steady.paths = together = []
+    async with serving(flaky) as one, serving(steady) as two:
+        admin = EngineAdmin([one, two], "k", retry=QUICK)
+        await admin.update_weights(tmp_path, 1)
+        await admin.close()
+    assert together == ["/pause"] * 5 + ["/update_weights"] * 2 + ["/resume"] * 2

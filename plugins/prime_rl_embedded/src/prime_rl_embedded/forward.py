@@ -1,0 +1,75 @@
+"""From tokens to logits over slotted attention, in two halves: the layers, then the head.
+
+Logits of a long prompt over a large vocabulary dwarf everything else, so whoever needs many rows of
+them (``scoring.py``) takes the states once and asks for logits a few rows at a time.
+
+Shapes: N = tokens of one forward, R = rows, E = hidden size, V = vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from prime_rl_embedded.attention import BatchPlan
+
+
+class Forward(Protocol):
+    """What serves a model."""
+
+    def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        """Logits [R, V] of the tokens ``rows`` (None: all N). Ids: [N]."""
+
+    def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        """What ``logits`` takes, one row for each of ``rows``."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[R, V] of any rows of states."""
+
+
+class WholeForward:
+    """The module as it is. It may do to its logits what it likes (cap, scale), so they are made in
+    one piece: its states are logits already."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        return self.states(ids, plan, rows)
+
+    def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        out = self.module(
+            input_ids=ids[None],
+            position_ids=plan.positions[None],
+            use_cache=False,
+            logits_to_keep=0 if rows is None else rows,
+            plan=plan,
+        )
+        logits: Tensor = out.logits[0]
+        return logits
+
+    def logits(self, states: Tensor) -> Tensor:
+        return states
+
+
+class GeneralForward:
+    """The module's own layers, then its own head. Fits every model whose logits are the head's
+    output, which the check at start-up finds out."""
+
+    def __init__(self, module: Any) -> None:
+        self.decoder, self.head = module.get_decoder(), module.get_output_embeddings()
+
+    def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        return self.logits(self.states(ids, plan, rows))
+
+    def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
+        out = self.decoder(
+            input_ids=ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
+        )
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden if rows is None else hidden[rows]
+
+    def logits(self, states: Tensor) -> Tensor:
+        logits: Tensor = self.head(states)
+        return logits
