@@ -89,11 +89,16 @@ def mixed(draw):
         size = draw(st.integers(1, 9))
         start = 1 + 100 * number
         tokens = np.arange(start, start + size)
+        mask = draw(st.lists(st.booleans(), min_size=size, max_size=size))
         present = draw(st.sets(st.sampled_from(STREAMS)))
+        if any(mask):  # rl members, whose weights below are not zero
+            present.add("advantages")
+        if "ref_kl_weights" in present:
+            present.add("ref_logprobs")
         samples.append(
             Sample(
                 token_ids=tokens,
-                loss_mask=draw(st.lists(st.booleans(), min_size=size, max_size=size)),
+                loss_mask=mask,
                 inference_logprobs=-tokens / 7,
                 temperature=draw(st.sampled_from([0.5, 1.0])),
                 **{name: tokens / (3 + STREAMS.index(name)) for name in present},
@@ -171,6 +176,32 @@ def test_an_empty_sample_is_refused():
         pack([plain(0)], ["x"], 3)
 
 
+def test_rl_tokens_without_advantages_are_an_error_that_names_the_env_and_never_zero():
+    credited = plain(2, advantages=[1, 2])
+    with pytest.raises(StreamError) as caught:
+        pack([credited, plain(3)], ["math", "code"], 10)
+    assert str(caught.value) == (
+        "env 'code': 3 tokens of a sample train in the rl component, but it has no stream "
+        "'advantages'. The env's algorithm has to assign it, or to leave the tokens out of rl."
+    )
+    with pytest.raises(StreamError, match="env 'code': 1 tokens of a sample train in the rl"):
+        pack([credited, plain(3, rl_weights=[0, 0.5, 0])], ["math", "code"], 10)
+
+
+def test_ref_kl_tokens_without_a_reference_are_an_error_that_names_the_env():
+    scored = plain(2, rl_weights=[0, 0], ref_kl_weights=[1, 1], ref_logprobs=[-1, -1])
+    unscored = plain(2, rl_weights=[0, 0], ref_kl_weights=[0, 1])
+    with pytest.raises(StreamError, match=r"env 'b': 1 tokens .* ref_kl .* 'ref_logprobs'"):
+        pack([scored, unscored], ["a", "b"], 10)
+
+
+def test_tokens_of_no_component_need_no_stream():
+    observed = Sample(token_ids=[1, 2], loss_mask=[False] * 2, inference_logprobs=[0, 0])
+    quiet = plain(2, rl_weights=[0, 0], ref_kl_weights=[0, 0], ce_weights=[1, 1])
+    (row,) = pack([observed, quiet], ["a", "b"], 10)
+    assert row.advantages is None and row.ref_logprobs is None
+
+
 def test_truncation_cuts_every_column_alike():
     columns = {name: [1, 2, 3] for name in ("roles", "is_content", "policy_versions", *STREAMS)}
     sample = plain(3, temperature=0.5, **columns)
@@ -178,6 +209,37 @@ def test_truncation_cuts_every_column_alike():
     assert len(short) == 2 and short.temperature == 0.5
     for name in ("token_ids", "loss_mask", "inference_logprobs", *columns):
         np.testing.assert_array_equal(getattr(short, name), getattr(sample, name)[:2])
+
+
+@given(mixed(), st.integers(1, 9))
+def test_truncation_cuts_all_streams_of_a_batch_alike(samples, limit):
+    """Packed after the cut: each sequence is a prefix of its sample, in every column."""
+    by_first = {int(sample.token_ids[0]): sample for sample in samples}
+    short = [truncate(sample, limit) for sample in samples]
+    for row in pack(short, ["a"] * len(samples), 12):
+        ends = np.cumsum(row.sequence_lengths)
+        for length, end in zip(row.sequence_lengths, ends, strict=True):
+            at = slice(end - length, end)
+            sample = by_first[int(row.token_ids[at][0])]
+            assert length == min(len(sample), limit)
+            for name in ("token_ids", "loss_mask", "inference_logprobs", *STREAMS):
+                own, packed = getattr(sample, name), getattr(row, name)
+                if own is not None:
+                    np.testing.assert_array_equal(packed[at], own[:limit])
+                elif packed is not None:
+                    assert (packed[at] == FILLS[name]).all()
+
+
+def test_a_sample_whose_trainable_tokens_are_all_cut_off_has_no_member():
+    sample = Sample(
+        token_ids=[1, 2, 3],
+        loss_mask=[False, False, True],
+        inference_logprobs=[0, 0, -1],
+        advantages=[0, 0, 5],
+    )
+    (row,) = pack([truncate(sample, 2), plain(2, advantages=[1, 1])], ["a", "b"], 10)
+    assert row.loss_mask.tolist() == [False, False, True, True]
+    assert row.advantages.tolist() == [0, 0, 1, 1]
 
 
 def test_truncation_leaves_what_fits_and_what_is_absent():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, WireError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.run.status import Status
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loop import Trainer, wait_for_batch
+from prime_rl.trainer.loop import Trainer, train, wait_for_batch
 from prime_rl.trainer.metrics import MetricsFile
 from prime_rl.trainer.row import make_row
 from prime_rl.wire import MicroBatch, encode_batch
@@ -113,9 +115,77 @@ def test_good_advantages_make_tokens_likelier(
     assert nll(8) < before - 0.3
 
 
-def test_a_batch_that_trains_nothing_is_refused(trainer: Trainer, pack: Any) -> None:
-    with pytest.raises(RunError, match="step 4: none of the batch's 3 tokens trains"):
-        trainer.train_step(4, [pack([[1, 2, 3]], prompt=3)])
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2])
+def test_a_batch_that_trains_nothing_leaves_the_weights_alone(
+    rows: int,
+    trainer: Trainer,
+    pack: Any,
+    random_documents: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    documents = random_documents([6, 9])
+    first = trainer.train_step(3, [on_policy(trainer.model, pack(documents))])
+    assert first["optim/skipped"] == 0
+    before = weights(trainer)
+    nothing = [pack([[1, 2, 3]], prompt=3)] * rows
+    metrics = trainer.train_step(4, nothing)  # the momentum of step 3 must not move them
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    assert metrics["optim/skipped"] == 1
+    assert metrics["loss/mean"] == metrics["optim/grad_norm"] == metrics["optim/lr"] == 0
+    assert f"step 4: none of the batch's {3 * rows} tokens trains anything" in caplog.text
+    trainer.train_step(5, [on_policy(trainer.model, pack(documents))])
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+
+
+class Frames:
+    """A receiver with one frame a step."""
+
+    def __init__(self, *batches: list[MicroBatch]) -> None:
+        numbered = enumerate(batches, 1)
+        self.frames = [memoryview(encode_batch(step, batch)) for step, batch in numbered]
+
+    def receive(self, timeout: float) -> memoryview | None:
+        return self.frames.pop(0)
+
+    def close(self) -> None: ...
+
+
+def test_a_batch_that_trains_nothing_is_published_and_measured_like_any(
+    make_model: Callable[..., PreTrainedModel], pack: Any, tmp_path: Path
+) -> None:
+    config = TrainerConfig.model_validate({"device": "cpu", "keep_broadcasts": 4})
+    trainer = Trainer(make_model(), PolicyGradient(PluginConfig()), config, max_steps=3)
+    some, nothing = [pack([[1, 2, 3]])], [pack([[1, 2, 3]], prompt=3)]
+    train(trainer, Frames(some, nothing, some), tmp_path, 1, Status(None))
+    versions = [load_file(tmp_path / f"broadcasts/step_{n}/model.safetensors") for n in (1, 2, 3)]
+    name = "model.norm.weight"
+    assert versions[0].keys() == versions[1].keys()
+    assert all(versions[1][key].equal(versions[0][key]) for key in versions[0])
+    assert not versions[2][name].equal(versions[1][name])
+    assert (tmp_path / "broadcasts/step_2/STABLE").exists()
+    lines = [json.loads(line) for line in (tmp_path / "trainer.jsonl").read_text().splitlines()]
+    assert [line["metrics"]["optim/skipped"] for line in lines] == [0, 1, 0]
+
+
+def test_a_sample_that_trains_nothing_is_harmless_beside_one_that_does(
+    make_model: Callable[..., PreTrainedModel], pack: Any
+) -> None:
+    """As truncation leaves it: a prompt whose whole completion was cut off."""
+
+    def trained(*documents: list[int], **streams: Any) -> list[torch.Tensor]:
+        config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
+        trainer = Trainer(make_model(), PolicyGradient(PluginConfig()), config, max_steps=20)
+        trainer.train_step(1, [pack(documents, prompt=3, **streams)])
+        return weights(trainer)
+
+    alone = trained([1, 2, 3, 4, 5])
+    beside = trained([1, 2, 3, 4, 5], [1, 2, 3])
+    for a, b in zip(alone, beside, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(

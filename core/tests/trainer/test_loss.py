@@ -24,9 +24,11 @@ from prime_rl import (
     StreamError,
     TokenMetric,
 )
+from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import ce_loss, ref_kl_loss, row_loss
-from prime_rl.trainer.row import count_members, make_row
+from prime_rl.trainer.metrics import StepMetrics
+from prime_rl.trainer.row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -106,10 +108,13 @@ def loss_of(
     """Value, gradient on the logprobs, and the metrics as means."""
     leaf = logprobs.clone().requires_grad_()
     row = make_row(micro_batch, CPU)
-    result = row_loss(row, leaf, rl or Reinforce(PluginConfig()), count_members([micro_batch]))
+    counts = count_members([micro_batch])
+    result = row_loss(row, leaf, rl or Reinforce(PluginConfig()), counts)
     (gradient,) = torch.autograd.grad(result.loss, leaf)
-    metrics = {name: float(total) / number for name, (total, number) in result.metrics.items()}
-    return float(result.loss.detach()), gradient.tolist(), metrics
+    step = StepMetrics(counts)
+    for block in result.metrics:
+        step.add(block)
+    return float(result.loss.detach()), gradient.tolist(), step.result()
 
 
 def test_members_follow_the_streams(pack: Any) -> None:
@@ -120,24 +125,39 @@ def test_members_follow_the_streams(pack: Any) -> None:
         ce_weights=[0, 0.1, 0, 0.1],
         ref_kl_weights=[0, 0, 2, 0],
     )
-    assert count_members([row, row]) == {"rl": 2, "ce": 4, "ref_kl": 2}
-    assert count_members([pack([[1, 2, 3, 4]], prompt=2)]) == {"rl": 2, "ce": 0, "ref_kl": 0}
+    assert count_members([row, row]).totals == {"rl": 2, "ce": 4, "ref_kl": 2}
+    assert count_members([pack([[1, 2, 3, 4]], prompt=2)]).totals == {"rl": 2, "ce": 0, "ref_kl": 0}
 
 
-def test_ranks_add_their_counts_in_one_collective_of_three(
+def test_ranks_agree_on_their_envs_and_add_up_the_table_in_one_collective(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
 
-    def as_if_two_ranks_were_alike(counts: Tensor) -> None:
-        calls.append((counts.dtype, counts.tolist()))
-        counts.mul_(2)
+    def gather(envs: list[set[str]], own: set[str]) -> None:
+        envs[:] = [own, {"a", "m"}]  # the other rank's
+
+    def as_if_two_ranks_were_alike(table: Tensor) -> None:
+        calls.append((table.dtype, table.tolist()))
+        table.mul_(2)
 
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
     monkeypatch.setattr(torch.distributed, "all_reduce", as_if_two_ranks_were_alike)
-    row = pack([[1, 2, 3, 4]], ce_weights=[0, 0, 0, 1])
-    assert count_members([row]) == {"rl": 6, "ce": 2, "ref_kl": 0}
-    assert calls == [(torch.int64, [3, 1, 0])]
+    row = pack(
+        [[1, 2, 3, 4], [5, 6]], envs=("z", "m"), env_ids=[0, 1], ce_weights=[0, 0, 0, 1, 0, 1]
+    )
+    counts = count_members([row])
+    assert counts.envs == ("a", "m", "z")
+    assert calls == [(torch.int64, [[0, 1, 3], [0, 1, 1], [0, 0, 0]])]  # rl, ce, ref_kl
+    assert counts.totals == {"rl": 8, "ce": 4, "ref_kl": 0}
+    assert counts.of_env("rl", "z") == 6
+    assert counts.metrics() == {
+        "tokens/rl": 8.0, "tokens/rl/m": 2.0, "tokens/rl/z": 6.0,
+        "tokens/ce": 4.0, "tokens/ce/m": 2.0, "tokens/ce/z": 2.0,
+        "tokens/ref_kl": 0.0,
+    }  # fmt: skip
 
 
 def test_denominators_are_counts_not_sums_of_weights(pack: Any) -> None:
@@ -170,6 +190,117 @@ def test_a_loss_called_once_a_sequence_equals_one_called_once_a_row(pack: Any) -
     assert metrics["length"] == pytest.approx((2 + 3) / 2)
 
 
+class Reporting(Loss):
+    """Nothing but what a test gives it to report, sequence by sequence."""
+
+    name = "reporting"
+
+    def __init__(self, *reports: Any) -> None:
+        super().__init__(PluginConfig())
+        self.reports = list(reports)
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(inputs.trainer_logprobs.sum(), self.reports.pop(0))
+
+
+def test_metrics_are_averaged_over_sequences_for_all_and_for_each_env(pack: Any) -> None:
+    row = pack([[1, 2, 3], [3, 4], [6, 7]], envs=("x", "y"), env_ids=[0, 1, 1])
+    one, three = torch.tensor(1.0), torch.tensor(3.0)
+    rl = Reporting(
+        {"figure": one, "each": torch.tensor([1.0, 2.0, 6.0])},  # of env x
+        {"figure": three, "each": torch.tensor([7.0]), "rare": three},  # and twice of env y
+        {"figure": torch.tensor(5.0), "each": torch.tensor([])},
+    )
+    _, _, metrics = loss_of(row, torch.zeros(7), rl)
+    expected = {
+        "figure": 3.0, "figure/x/mean": 1.0, "figure/y/mean": 4.0,
+        "each": 4.0, "each/x/mean": 3.0, "each/y/mean": 7.0,
+        "rare": 3.0, "rare/y/mean": 3.0,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == expected
+    assert "rare/x/mean" not in metrics
+
+
+@pytest.mark.parametrize("kind", [Reinforce, TokenWiseReinforce])
+def test_a_mixed_row_is_read_per_env(kind: type[Loss], pack: Any) -> None:
+    row = pack(
+        [[1, 2], [3, 4, 5], [6, 7]],
+        envs=("y", "x"),
+        env_ids=[0, 1, 1],
+        advantages=[0, 2, 0, -1, 3, 0, 5],
+        ce_weights=[0, 0, 0, 0, 1, 0, 0],
+    )
+    logprobs = torch.tensor([0.0, -1, -2, 0, -1, 0, -1])  # the row's order: longest first
+    _, _, metrics = loss_of(row, logprobs, kind(PluginConfig()))
+    expected = {"credit": (2 + 1 + 5) / 3, "credit/y/mean": 2.0, "credit/x/mean": 3.0}
+    expected |= {"nll": 2.0, "nll/x/mean": 2.0}
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+    assert "nll/y/mean" not in metrics
+
+
+def test_an_infinite_metric_of_one_env_stays_with_it(pack: Any) -> None:
+    row = pack([[1, 2], [3, 4]], envs=("x", "y"), env_ids=[0, 1], advantages=[0, np.inf, 0, 1])
+    _, _, metrics = loss_of(row, -torch.ones(4), TokenWiseReinforce(PluginConfig()))
+    assert metrics["credit/x/mean"] == np.inf
+    assert metrics["credit/y/mean"] == 1
+
+
+@pytest.mark.parametrize(
+    ("metric", "found"),
+    [(torch.zeros(2, 2), r"shape \(2, 2\)"), (0.5, "float"), (None, "NoneType")],
+    ids=["2-D", "float", "None"],
+)
+def test_a_metric_that_is_no_figure_is_refused(metric: Any, found: str, pack: Any) -> None:
+    with pytest.raises(PluginError, match=f"'x': expected a 0-dim tensor .* got .*{found}"):
+        loss_of(pack([[1, 2]]), torch.zeros(2), Reporting({"x": metric}))
+
+
+def test_a_metric_under_a_name_of_the_trainers_own_is_refused(pack: Any) -> None:
+    with pytest.raises(PluginError, match=r"loss 'reporting' reports a metric 'loss/mean'.*Rename"):
+        loss_of(pack([[1, 2]]), torch.zeros(2), Reporting({"loss/mean": torch.tensor(1.0)}))
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        (torch.tensor(1.0), "Tensor"),
+        (LossOutputs(torch.zeros(2), {}), r"a loss of shape \(2,\)"),
+        (LossOutputs(0.5, {}), "a loss of type float"),  # type: ignore[arg-type]
+    ],
+    ids=["tensor", "1-D", "float"],
+)
+def test_a_loss_that_gives_anything_else_is_named(given: Any, found: str, pack: Any) -> None:
+    class Wrong(Loss):
+        name = "wrong"
+
+        def __call__(self, inputs: LossInputs) -> LossOutputs:
+            return given  # type: ignore[no-any-return]
+
+    with pytest.raises(PluginError, match=f"loss 'wrong' gave.*{found}.*expected LossOutputs"):
+        row = pack([[1, 2]])
+        row_loss(make_row(row, CPU), torch.zeros(2), Wrong(PluginConfig()), count_members([row]))
+
+
+def test_per_env_denominators_by_hand(pack: Any) -> None:
+    """Env x has 3 rl tokens, y one; ce has one of x and two of y."""
+    row = pack(
+        [[1, 2, 3], [3, 4], [5, 6]],
+        envs=("y", "x"),
+        env_ids=[1, 1, 0],
+        advantages=[0, 1, 1, 0, 1, 0, 1],
+        ce_weights=[1, 0, 0, 0, 0, 0.5, 1],
+    )
+    counts, leaf = count_members([row]), torch.full((7,), -1.0, requires_grad=True)
+    for kind in (Reinforce, TokenWiseReinforce):
+        result = row_loss(make_row(row, CPU), leaf, kind(PluginConfig()), counts, "env")
+        (gradient,) = torch.autograd.grad(result.loss, leaf)
+        third = 1 / 3
+        expected = [-1, -third, -third, 0, -third, -0.25, -1 - 0.5]
+        assert gradient.tolist() == pytest.approx(expected)
+        assert float(result.parts["rl"]) == pytest.approx(1 + 1)
+        assert float(result.parts["ce"]) == pytest.approx(1 + 1.5 / 2)
+
+
 def test_a_token_wise_loss_with_a_metric_of_a_whole_row_is_refused(pack: Any) -> None:
     class Wrong(Reinforce):
         token_wise = True
@@ -183,7 +314,9 @@ def test_a_token_wise_loss_with_a_metric_of_a_whole_row_is_refused(pack: Any) ->
 
 def test_a_micro_batch_without_members_still_backpropagates(pack: Any) -> None:
     value, gradient, metrics = loss_of(pack([[1, 2]], prompt=2), torch.zeros(2))
-    assert (value, gradient, metrics) == (0.0, [0.0, 0.0], {})
+    assert (value, gradient) == (0.0, [0.0, 0.0])
+    nothing = {"loss/mean": 0.0, "tokens/rl": 0.0, "tokens/ce": 0.0, "tokens/ref_kl": 0.0}
+    assert metrics == nothing
 
 
 def test_a_missing_stream_is_named(pack: Any) -> None:
@@ -205,23 +338,6 @@ def parameter_gradient(model: PreTrainedModel, rows: list[MicroBatch]) -> Tensor
         loss = row_loss(row, logprobs, Reinforce(PluginConfig()), counts).loss
         torch.autograd.backward(loss)
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def test_components_do_not_dilute_each_other(
-    make_model: Callable[..., PreTrainedModel], pack: Any, random_documents: Any
-) -> None:
-    """What rl tokens contribute is the same with and without ce and ref_kl tokens in the batch."""
-    model = make_model()
-    mine, others = random_documents([6, 4]), random_documents([9, 5, 7], seed=3)
-    none, some = [0.0] * 21, [0.0, *[0.7] * 8, 0.0, *[0.7] * 4, 0.0, *[0.7] * 6]
-    ce = pack(others, rl_weights=none, ce_weights=some, advantages=none)
-    ref_kl = pack(others, rl_weights=none, ref_kl_weights=some, ref_logprobs=[-1.0] * 21)
-    alone = parameter_gradient(model, [pack(mine)])
-    for other in (ce, ref_kl):
-        together = parameter_gradient(model, [pack(mine), other])
-        of_other = parameter_gradient(model, [other])
-        torch.testing.assert_close(together - of_other, alone, atol=1e-6, rtol=0)
-        assert of_other.abs().max() > 1e-3
 
 
 def test_micro_batches_share_the_steps_denominator(

@@ -10,15 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import prime_rl_losses
 from prime_rl import ConfigError, LossInputs, LossOutputs, TokenMetric
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import LOSS, collect, settings_of
+from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.row import count_members, make_row
+from prime_rl.trainer.row import make_row
 from prime_rl.wire import MicroBatch
+from prime_rl_losses.custom import CustomLoss
 from prime_rl_losses.trust_region import DefaultLoss, IPOLoss
 
 TRAINER = np.log([0.9, 0.1, 0.5, 0.5, 0.3, 0.05])
@@ -173,7 +177,7 @@ def test_the_mixed_batch_has_the_golden_total_and_gradient() -> None:
         ref_logprobs=np.tile(REF, 2).astype("f4"),
     )
     counts = count_members([micro_batch])
-    assert counts == {"rl": 4, "ce": 2, "ref_kl": 5}
+    assert counts.totals == {"rl": 4, "ce": 2, "ref_kl": 5}
     trainer = torch.tensor(TRAINER, requires_grad=True)  # both sequences have these logprobs
     row = make_row(micro_batch, torch.device("cpu"))
     result = row_loss(row, trainer.repeat(2), default(), counts)
@@ -197,7 +201,7 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> No
 
 
 def test_listing_the_plugin_imports_no_torch() -> None:
-    assert prime_rl_losses.register_losses() == [DefaultLoss, IPOLoss]
+    assert prime_rl_losses.register_losses() == [DefaultLoss, IPOLoss, CustomLoss]
     code = "import sys, prime_rl_losses as p; p.register_losses(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -207,3 +211,40 @@ def test_the_penalty_is_the_squared_log_ratio_and_holds_on_dropped_tokens() -> N
     outputs = default(kl_tau=2.0)(inputs)
     assert float(outputs.loss.detach()) == pytest.approx(2 * log(3) ** 2)
     assert means(outputs)["masked_mismatch_kl"] == pytest.approx(exp(log(3)) - log(3) - 1)
+
+
+JUNK = st.sampled_from([np.inf, -np.inf, np.nan, 1e30, -1e30, -3e3, 3e3, 0.0])
+
+
+@pytest.mark.parametrize("loss", [default(), ipo(), default(ratio_clip=2)], ids=["d", "ipo", "rc"])
+@given(data=st.data())
+@settings(deadline=None)
+def test_what_stands_off_the_mask_changes_nothing(loss: Any, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 6))
+
+    def draw(elements: Any) -> Any:
+        return np.array(data.draw(st.lists(elements, min_size=size, max_size=size)))
+
+    mask = draw(st.booleans())
+    columns = [draw(st.floats(-5, -0.01)) for _ in range(4)]  # t, i, A, w
+    results = []
+    for off in (np.zeros(size), draw(JUNK)):
+        trainer, inference, advantages, weights = (np.where(mask, c, off) for c in columns)
+        inputs = make_inputs(trainer, inference, advantages, mask, weights)
+        outputs = loss(inputs)
+        results.append((float(outputs.loss.detach()), gradient(inputs, outputs)))
+    assert np.isfinite(results[0][1]).all()
+    assert results[1][0] == pytest.approx(results[0][0])
+    assert results[1][1] == pytest.approx(results[0][1])
+
+
+@pytest.mark.parametrize("loss", [default(), ipo()], ids=["default", "ipo"])
+@given(gap=st.floats(50, 1e4), t=st.floats(-1, -0.01), advantage=st.floats(0.1, 10))
+@settings(deadline=None)
+def test_a_dropped_token_trains_by_the_penalty_alone_whatever_its_ratio(
+    loss: Any, gap: float, t: float, advantage: float
+) -> None:
+    inputs = make_inputs([t], [t - gap], [advantage], [True])  # exp(gap) overflows from 710 on
+    outputs = loss(inputs)
+    assert float(outputs.loss.detach()) == pytest.approx(1e-3 * gap**2)
+    assert gradient(inputs, outputs) == pytest.approx([2e-3 * gap])

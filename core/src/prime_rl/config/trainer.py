@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from importlib.util import find_spec
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from prime_rl.config.base import Settings
 from prime_rl.plugins.errors import ConfigError
@@ -65,6 +73,9 @@ class SchedulerConfig(Settings):
             )
 
 
+NormalizeBy: TypeAlias = Literal["tokens", "env"]
+
+
 class LossConfig(Settings):
     """``[trainer.loss]``: the loss of the rl component. Its other keys belong to the loss
     plugin."""
@@ -73,11 +84,35 @@ class LossConfig(Settings):
 
     type: str = "default"
     """Name of an installed loss."""
+    normalize_by: NormalizeBy = "tokens"
+    """What each component's sum is divided by. ``tokens``: its trained tokens in the batch.
+    ``env``: each env's part by that env's own, so that no env dilutes another."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """The keys the loss plugin validates."""
         return dict(self.model_extra or {})
+
+
+class TokenExportConfig(Settings):
+    """``[trainer.token_export]``: every trained token with its streams, logprobs and mask reasons,
+    in ``<run>/token_exports``."""
+
+    enabled: bool = False
+    """Write them. It takes time and disk: some hundred bytes a token as JSON."""
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    """``parquet`` needs pyarrow: ``pip install "prime-rl-core[parquet]"``."""
+    interval: PositiveInt = 1
+    """Every how many steps."""
+
+    @model_validator(mode="after")
+    def _needs_pyarrow(self) -> TokenExportConfig:
+        if self.enabled and self.format == "parquet" and find_spec("pyarrow") is None:
+            raise ConfigError(
+                'format is "parquet", but pyarrow is not installed. Install it '
+                '(pip install "prime-rl-core[parquet]") or set format = "jsonl".'
+            )
+        return self
 
 
 class TrainerConfig(Settings):
@@ -86,6 +121,7 @@ class TrainerConfig(Settings):
     optim: OptimConfig = OptimConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
+    token_export: TokenExportConfig = TokenExportConfig()
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of compute. Weights and optimizer state stay in float32: steps of a usual size
     would

@@ -23,6 +23,8 @@ from prime_rl.wire import MicroBatch
 
 FILL = {"rl_weights": 1.0}
 """What an absent stream means where a neighbour carries it; every other stream means 0.0."""
+NEEDS = {"rl": "advantages", "ref_kl": "ref_logprobs"}
+"""The stream that a component's tokens cannot do without."""
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -60,9 +62,31 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[MicroBatch]:
     """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Columns stay aligned
-    (asserted)."""
+    (asserted). Raises ``StreamError`` for rl tokens without advantages and ref_kl tokens without
+    reference."""
+    for sample, env in zip(samples, envs, strict=True):
+        _check_complete(sample, env)
     rows = plan_rows([len(sample) for sample in samples], capacity)
     return [_row([samples[i] for i in row], [envs[i] for i in row]) for row in rows]
+
+
+def _check_complete(sample: Sample, env: str) -> None:
+    """Nothing trains on a guess: the fill is for tokens on which no component reads the stream."""
+    for component, stream in NEEDS.items():
+        if getattr(sample, stream) is None and (number := _num_members(sample, component)):
+            raise StreamError(
+                f"env {env!r}: {number} tokens of a sample train in the {component} component, but "
+                f"it has no stream {stream!r}. The env's algorithm has to assign it, or to leave "
+                f"the tokens out of {component}."
+            )
+
+
+def _num_members(sample: Sample, component: str) -> int:
+    weights = getattr(sample, f"{component}_weights")
+    if component == "rl":
+        members = sample.loss_mask if weights is None else sample.loss_mask & (weights != 0)
+        return int(members.sum())
+    return 0 if weights is None else int((weights != 0).sum())
 
 
 def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:

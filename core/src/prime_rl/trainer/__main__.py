@@ -71,13 +71,18 @@ def run(run_dir: Path, status: Status) -> None:
 
     from prime_rl.trainer.loop import Trainer, finish, train
     from prime_rl.trainer.model import load_model, model_folder
+    from prime_rl.trainer.token_export import make_token_export
     from prime_rl.wire.transport import make_receiver
 
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")
     trainer = Trainer(
-        load_model(model_path, config.trainer), loss, config.trainer, config.max_steps
+        load_model(model_path, config.trainer),
+        loss,
+        config.trainer,
+        config.max_steps,
+        make_token_export(config.trainer.token_export, run_dir),
     )
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
     receiver = make_receiver(launch, run_dir)

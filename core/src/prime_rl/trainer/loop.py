@@ -24,11 +24,13 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.base import Loss
 from prime_rl.plugins.errors import RunError, WireError
 from prime_rl.run.status import DONE, Status
+from prime_rl.trainer.counts import Counts, count_members
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import row_loss
 from prime_rl.trainer.metrics import MetricsFile, StepMetrics, peak_memory
 from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
-from prime_rl.trainer.row import count_members, make_row
+from prime_rl.trainer.row import make_row
+from prime_rl.trainer.token_export import TokenExport
 from prime_rl.trainer.weights import Publisher, export
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl.wire.transport import Receiver
@@ -46,6 +48,7 @@ class Trainer:
     loss: Loss
     config: TrainerConfig
     max_steps: int
+    token_export: TokenExport | None = None
 
     def __post_init__(self) -> None:
         self.device = self.model.device
@@ -66,10 +69,12 @@ class Trainer:
     ) -> dict[str, float]:
         """One optimizer step; its metrics. ``progress`` hears the share done before each row.
 
-        Raises ``RunError`` if the batch trains nothing, or if the gradient is not finite.
+        A batch that trains nothing runs forward and backward like any (ranks stay aligned) and
+        leaves the weights alone. Raises ``RunError`` if the gradient is not finite.
         """
         started = time.perf_counter()
-        metrics = self.forward_backward(step, micro_batches, progress)
+        counts = count_members(micro_batches)
+        metrics = self.forward_backward(step, micro_batches, counts, progress)
         norm = float(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
         seconds = time.perf_counter() - started  # the norm has waited for the device
         if not math.isfinite(norm):
@@ -77,35 +82,55 @@ class Trainer:
                 f"step {step}: the gradient norm is {norm}. The weights of version {step - 1} are "
                 "intact. Lower trainer.optim.lr, or look for a logprob_gap/max that grows."
             )
-        rate = self.optimizer_step(step)
+        skipped = not counts.table.any()
+        if skipped:
+            self.skip_step(step, sum(map(len, micro_batches)))
+        rate = 0.0 if skipped else self.optimizer_step(step)
         return metrics.result() | {
             "optim/lr": rate,
             "optim/grad_norm": norm,
+            "optim/skipped": float(skipped),
             "perf/throughput": sum(map(len, micro_batches)) / seconds,
             "perf/peak_memory": peak_memory(self.device),
             "time/forward_backward": seconds,
         }
 
     def forward_backward(
-        self, step: int, micro_batches: Sequence[MicroBatch], progress: Callable[[float], None]
+        self,
+        step: int,
+        micro_batches: Sequence[MicroBatch],
+        counts: Counts,
+        progress: Callable[[float], None],
     ) -> StepMetrics:
         """Accumulate the gradients of the step's loss."""
-        counts = count_members(micro_batches)
-        if not any(counts.values()):
-            raise RunError(
-                f"step {step}: none of the batch's {sum(map(len, micro_batches))} tokens trains "
-                "anything: no component has a member"
-            )
         metrics = StepMetrics(counts)
+        export = self.token_export and self.token_export.begin(step)
         for number, micro_batch in enumerate(micro_batches):
             progress(number / len(micro_batches))
             row = make_row(micro_batch, self.device, share=self.share_prompts)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
                 logprobs, entropies = token_logprobs(self.model, row)
-            loss = row_loss(row, logprobs, self.loss, counts)
+            loss = row_loss(row, logprobs, self.loss, counts, self.config.loss.normalize_by)
             torch.autograd.backward(loss.loss)
             metrics.observe(row, logprobs.detach(), entropies, loss)
+            if export:
+                export.add(micro_batch, row, logprobs.detach(), entropies, loss.calls)
+        if export:
+            export.finish()
         return metrics
+
+    def skip_step(self, step: int, num_tokens: int) -> None:
+        """Leave the weights alone: with a gradient of nothing, Adam's momentum and the weight decay
+        would still move them."""
+        self.optimizer.zero_grad(set_to_none=True)
+        logger.warning(
+            "step %d: none of the batch's %d tokens trains anything: no component has a member. "
+            "No optimizer step; version %d has the weights of version %d.",
+            step,
+            num_tokens,
+            step,
+            step - 1,
+        )
 
     def optimizer_step(self, step: int) -> float:
         """Move the weights along the gradients and drop those; the learning rate it took."""

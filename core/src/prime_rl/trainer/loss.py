@@ -4,7 +4,10 @@
 
 N counts a component's member tokens over the whole optimizer step: tokens of another component, or
 of another micro batch, never dilute it. They are counts, not sums of weights: a constant weight
-would cancel otherwise.
+would cancel otherwise. With ``normalize_by = "env"`` each env has an N of its own, so that envs do
+not dilute each other within a component either::
+
+    L = sum over components and envs of  sum_{component, env} / N_{component, env}
 
 ``rl`` is a plugin's. ``ce`` and ``ref_kl`` are fixed; per token, t = trainer logprob, i = inference
 logprob::
@@ -13,24 +16,34 @@ logprob::
     ref_kl  drop = exp(t) - exp(i) < -0.2,  g = (ref - t) as a constant
             (-(not drop) * g * exp(t - i) + 1e-3 * (t - i)^2) * w
 
-Shapes: T = tokens of the row (or of one sequence), S = its sequences, M = metrics.
+Shapes: T = tokens of the row (or of one sequence), S = its sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from prime_rl.config.trainer import NormalizeBy
 from prime_rl.plugins.base import Loss, LossComponent, LossInputs, LossOutputs, TokenMetric
 from prime_rl.plugins.errors import PluginError
-from prime_rl.trainer.row import Component, Counts, Row
+from prime_rl.trainer.counts import Counts
+from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
+from prime_rl.trainer.row import Component, Row
 
 REF_KL_MASK_LOW = 0.2
 REF_KL_TAU = 1e-3
+
+TAKEN = frozenset(
+    {"entropy", "logprob_gap", "loss", "mismatch_kl", "nll", "optim", "perf", "ref_kl"}
+    | {"time", "tokens"}
+)
+"""First parts of the trainer's own metrics' names, which an rl loss must not use."""
 
 
 @dataclass
@@ -41,30 +54,53 @@ class RowLoss:
     """0-dim, with gradient."""
     parts: dict[LossComponent, Tensor] = field(default_factory=dict)
     """Each component's normalised share, 0-dim, no gradient."""
-    metrics: dict[str, tuple[Tensor, int]] = field(default_factory=dict)
-    """Sum over the sequences with members, and how many those are."""
+    metrics: list[MetricSums] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    """Everything the loss functions said."""
 
 
-def row_loss(row: Row, logprobs: Tensor, rl: Loss, counts: Counts) -> RowLoss:
+def row_loss(
+    row: Row, logprobs: Tensor, rl: Loss, counts: Counts, normalize_by: NormalizeBy = "tokens"
+) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
     ``logprobs`` [T] carry the gradient.
     """
-    result = RowLoss(logprobs.sum() * 0.0)
+    result = RowLoss(logprobs[:1].sum() * 0.0)
     for name, component in row.components.items():
-        outputs = _component_outputs(name, row, component, logprobs, rl)
-        part = torch.stack([output.loss for output, _ in outputs]).sum() / max(counts[name], 1)
-        result.loss = result.loss + part
-        result.parts[name] = part.detach()
-        result.metrics |= _reduce(outputs, row, component)
+        for share, denominator in _shares(name, component, row, counts, normalize_by):
+            calls = _calls(name, row, share, logprobs, rl)
+            part = torch.stack([call.outputs.loss for call in calls]).sum() / max(denominator, 1)
+            result.loss = result.loss + part
+            result.parts[name] = result.parts.get(name, 0.0) + part.detach()
+            result.calls += calls
+            if (metrics := reduce_calls(calls, row, share)) is not None:
+                result.metrics.append(metrics)
     return result
+
+
+def _shares(
+    name: LossComponent, component: Component, row: Row, counts: Counts, normalize_by: NormalizeBy
+) -> Iterator[tuple[Component, int]]:
+    """What has a denominator of its own: the whole component, or each env's part of it."""
+    if normalize_by == "tokens":
+        yield component, counts.totals[name]
+        return
+    owners = row.sequence_envs[component.sequences]
+    for env in np.unique(owners).tolist():
+        ours = torch.from_numpy(row.env_ids == env).to(component.mask.device)
+        sequences = [
+            s for s, owner in zip(component.sequences, owners, strict=True) if owner == env
+        ]
+        share = Component(component.mask & ours, component.weights, sequences)
+        yield share, counts.of_env(name, row.envs[env])
 
 
 def ce_loss(inputs: LossInputs) -> LossOutputs:
     """Cross entropy of the member tokens, weighted and summed."""
-    nll = -inputs.trainer_logprobs
-    per_token = _weighted(torch.where(inputs.loss_mask, nll, 0.0), inputs.loss_weights)
-    return LossOutputs(per_token.sum(), {"nll": TokenMetric(nll.detach(), inputs.loss_mask)})
+    nll = torch.where(inputs.loss_mask, -inputs.trainer_logprobs, 0.0)
+    metrics = {"nll": TokenMetric(nll.detach(), inputs.loss_mask)}
+    return LossOutputs(_weighted(nll, inputs).sum(), metrics)
 
 
 def ref_kl_loss(inputs: LossInputs) -> LossOutputs:
@@ -78,7 +114,7 @@ def ref_kl_loss(inputs: LossInputs) -> LossOutputs:
     signal = inputs.ref_logprobs - trainer
     # Where, not a product: off the mask a ratio may be infinite, and 0 * inf is NaN.
     gain = torch.where(keep, signal * torch.where(keep, log_ratio, zero).exp(), zero)
-    per_token = _weighted(REF_KL_TAU * log_ratio.square() - gain, inputs.loss_weights)
+    per_token = _weighted(REF_KL_TAU * log_ratio.square() - gain, inputs)
     mismatch_kl = log_ratio.detach().expm1() - log_ratio.detach()
     metrics = {
         "ref_kl": TokenMetric(signal, member),
@@ -89,22 +125,28 @@ def ref_kl_loss(inputs: LossInputs) -> LossOutputs:
     return LossOutputs(per_token.sum(), metrics)
 
 
-def _weighted(per_token: Tensor, weights: Tensor | None) -> Tensor:
-    return per_token if weights is None else per_token * weights
+def _weighted(per_token: Tensor, inputs: LossInputs) -> Tensor:
+    """``per_token`` is zero off the mask, and stays so whatever the weights are there."""
+    if inputs.loss_weights is None:
+        return per_token
+    return per_token * torch.where(inputs.loss_mask, inputs.loss_weights, 0.0)
 
 
-def _component_outputs(
+def _calls(
     name: LossComponent, row: Row, component: Component, logprobs: Tensor, rl: Loss
-) -> list[tuple[LossOutputs, int | None]]:
-    """Outputs with the sequence each is about; None: one output about all of them."""
+) -> list[Call]:
+    """The component's loss of the whole row at once, or of each sequence with members."""
     inputs = _inputs(row, component, logprobs)
     if name == "ce":
-        return [(ce_loss(inputs), None)]
+        return [Call(ce_loss(inputs))]
     if name == "ref_kl":
-        return [(ref_kl_loss(inputs), None)]
+        return [Call(ref_kl_loss(inputs))]
     if rl.token_wise:
-        return [(rl(inputs), None)]
-    return [(rl(each), index) for index, each in _sequences(inputs, row, component)]
+        return [Call(_checked(rl, rl(inputs)))]
+    return [
+        Call(_checked(rl, rl(each)), start, sequence)
+        for sequence, start, each in _sequences(inputs, row, component)
+    ]
 
 
 def _inputs(row: Row, component: Component, logprobs: Tensor) -> LossInputs:
@@ -121,58 +163,40 @@ def _inputs(row: Row, component: Component, logprobs: Tensor) -> LossInputs:
 
 def _sequences(
     inputs: LossInputs, row: Row, component: Component
-) -> Iterator[tuple[int, LossInputs]]:
-    """Each sequence with members, by itself."""
+) -> Iterator[tuple[int, int, LossInputs]]:
+    """Each sequence with members by itself, after its index and that of its first token."""
     lengths = list(row.lengths)
+    starts = np.cumsum([0, *lengths]).tolist()
     columns: dict[str, Any] = {
         name: [None] * len(lengths) if column is None else column.split_with_sizes(lengths)
         for name, column in vars(inputs).items()
     }
     for index in component.sequences:
-        yield index, LossInputs(**{name: column[index] for name, column in columns.items()})
+        each = LossInputs(**{name: column[index] for name, column in columns.items()})
+        yield index, starts[index], each
 
 
-def _reduce(
-    outputs: list[tuple[LossOutputs, int | None]], row: Row, component: Component
-) -> dict[str, tuple[Tensor, int]]:
-    """Means per sequence, summed over the sequences with members."""
-    number = len(component.sequences)
-    if outputs[0][1] is None:
-        sums = _sums_of_means(outputs[0][0].metrics, row, component)
-        return {name: (total, number) for name, total in sums.items()}
-    totals: dict[str, Tensor] = {}
-    for output, _ in outputs:
-        for name, metric in output.metrics.items():
-            totals[name] = totals.get(name, 0.0) + _one_sequence(metric)
-    return {name: (total, number) for name, total in totals.items()}
+def _checked(rl: Loss, outputs: Any) -> LossOutputs:
+    """Raises ``PluginError`` for what a loss must not give back."""
+    if not isinstance(outputs, LossOutputs):
+        found = type(outputs).__name__
+    elif not isinstance(outputs.loss, Tensor):
+        found = f"LossOutputs with a loss of type {type(outputs.loss).__name__}"
+    elif outputs.loss.dim():
+        found = f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}"
+    else:
+        return _check_names(rl, outputs)
+    raise PluginError(
+        f"loss {rl.name!r} gave {found}, expected LossOutputs with a 0-dim tensor: the sum over "
+        "loss_mask. Mend its __call__."
+    )
 
 
-def _sums_of_means(
-    metrics: Mapping[str, Tensor | TokenMetric], row: Row, component: Component
-) -> dict[str, Tensor]:
-    """Metrics of a row's tokens [M, T] -> means [M, S] -> sums over sequences with members [M]."""
-    if not metrics:
-        return {}
-    for name, metric in metrics.items():
-        if not isinstance(metric, TokenMetric):
+def _check_names(rl: Loss, outputs: LossOutputs) -> LossOutputs:
+    for name in outputs.metrics:
+        if name.partition("/")[0] in TAKEN:
             raise PluginError(
-                f"loss metric {name!r}: a token_wise loss sees all sequences at once, so its "
-                f"metrics have to be TokenMetric, got {type(metric).__name__}. Wrap it, or set "
-                "token_wise = False."
+                f"loss {rl.name!r} reports a metric {name!r}, whose name is the trainer's own "
+                f"(taken: {', '.join(sorted(TAKEN))}). Rename it."
             )
-    stacked = [metric for metric in metrics.values() if isinstance(metric, TokenMetric)]
-    masks = torch.stack([metric.mask for metric in stacked])
-    values = torch.stack([metric.values.detach().float() for metric in stacked])
-    sums = values.new_zeros(len(stacked), row.num_sequences)
-    sums.index_add_(1, row.sequence_ids, values.where(masks, values.new_zeros(())))
-    sizes = torch.zeros_like(sums).index_add_(1, row.sequence_ids, masks.float())
-    owners = torch.zeros(row.num_sequences)
-    owners[component.sequences] = 1.0
-    return dict(zip(metrics, (sums / sizes.clamp(min=1)) @ owners.to(sums.device), strict=True))
-
-
-def _one_sequence(metric: Tensor | TokenMetric) -> Tensor:
-    if isinstance(metric, TokenMetric):
-        values = metric.values.detach().float().where(metric.mask, 0.0)
-        return values.sum() / metric.mask.sum().clamp(min=1)
-    return metric.detach().float()
+    return outputs

@@ -1,6 +1,6 @@
 """One step's numbers, summed on the device and fetched once.
 
-Shapes: T = tokens of a row, E = envs of a row.
+Shapes: M = metrics of a block, E = envs of a row.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from prime_rl.plugins.errors import RunError
+from prime_rl.trainer.counts import Counts, Ints
 from prime_rl.trainer.loss import RowLoss
-from prime_rl.trainer.row import COMPONENTS, Counts, Row
+from prime_rl.trainer.loss_metrics import MetricSums
+from prime_rl.trainer.row import Row
+
+Key: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], str]
+"""Names, envs and ``over_all`` of a block: blocks that agree on all three add up."""
 
 
 class StepMetrics:
@@ -28,14 +33,18 @@ class StepMetrics:
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
-        self._sums: dict[str, Tensor] = {}
-        self._numbers: dict[str, float] = {}
+        self._blocks: dict[Key, tuple[Tensor, Ints]] = {}
+        self._plain: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
-    def add(self, name: str, total: Tensor, number: float) -> None:
-        """A part of a mean: a sum, and over how many."""
-        self._sums[name] = self._sums[name] + total if name in self._sums else total
-        self._numbers[name] = self._numbers.get(name, 0) + number
+    def add(self, block: MetricSums) -> None:
+        """Parts of means: sums, and over how many."""
+        key = (block.names, block.envs, block.over_all)
+        if key in self._blocks:
+            sums, numbers = self._blocks[key]
+            self._blocks[key] = (sums + block.sums, numbers + block.numbers)
+        else:
+            self._blocks[key] = (block.sums, block.numbers)
 
     def add_max(self, name: str, value: Tensor) -> None:
         """A candidate for a maximum."""
@@ -45,7 +54,11 @@ class StepMetrics:
     @torch.no_grad()
     def observe(self, row: Row, logprobs: Tensor, entropies: Tensor, loss: RowLoss) -> None:
         """Take in one micro batch: its losses, its entropy, and the gap between π and μ."""
-        self._observe_loss(loss)
+        for name, part in loss.parts.items():
+            self._add_plain(f"loss/{name}", part)
+            self._add_plain("loss/mean", part)
+        for block in loss.metrics:
+            self.add(block)
         if len(row.ratio_tokens):
             tokens = torch.from_numpy(row.ratio_tokens).to(logprobs.device)
             log_ratio = logprobs[tokens] - row.inference_logprobs[tokens]
@@ -59,38 +72,37 @@ class StepMetrics:
 
     def result(self) -> dict[str, float]:
         """Every metric by name. Means over nothing are left out."""
-        present = [name for name, number in self._numbers.items() if number]
-        means = torch.stack([self._sums[name].float() for name in present])
-        maxima = torch.stack(
-            [value.float() for value in self._maxima.values()] or [means.new_zeros(())]
-        )
-        values = torch.cat([means, maxima]).tolist()
-        metrics = {n: v / self._numbers[n] for n, v in zip(present, values, strict=False)}
-        metrics |= dict(zip(self._maxima, values[len(present) :], strict=False))
-        metrics |= {f"tokens/{name}": float(self._counts[name]) for name in COMPONENTS}
-        return metrics
+        sums = [block for block, _ in self._blocks.values()]
+        singles = {**self._plain, **self._maxima}
+        tensors = [tensor.float().flatten() for tensor in (*sums, *singles.values())]
+        values = torch.cat(tensors).tolist() if tensors else []
+        metrics = {"loss/mean": 0.0} | self._means(values)
+        metrics |= dict(zip(singles, values[len(values) - len(singles) :], strict=True))
+        return metrics | self._counts.metrics()
 
-    def _observe_loss(self, loss: RowLoss) -> None:
-        for name, part in loss.parts.items():
-            self._sum(f"loss/{name}", part)
-            self._sum("loss/mean", part)
-        for metric, (total, number) in loss.metrics.items():
-            self.add(metric, total, number)
+    def _means(self, values: Sequence[float]) -> dict[str, float]:
+        """Of the blocks, whose sums ``values`` begins with: over all envs, and each by itself."""
+        means: dict[str, list[float]] = {}
+        start = 0
+        for (names, envs, over_all), (_, numbers) in self._blocks.items():
+            for name, counts in zip(names, numbers.tolist(), strict=True):
+                for env, number in zip(envs, counts, strict=True):
+                    for label in (over_all.format(name), f"{name}/{env}/mean"):
+                        mean = means.setdefault(label, [0.0, 0.0])
+                        mean[0], mean[1] = mean[0] + values[start], mean[1] + number
+                    start += 1
+        return {label: total / number for label, (total, number) in means.items() if number}
 
-    def _sum(self, name: str, part: Tensor) -> None:
-        """A plain sum: a mean over one."""
-        self.add(name, part, 0)
-        self._numbers[name] = 1
+    def _add_plain(self, name: str, part: Tensor) -> None:
+        self._plain[name] = self._plain[name] + part if name in self._plain else part
 
-    def _by_env(self, name: str, row: Row, values: Tensor, tokens: npt.NDArray[np.int64]) -> None:
+    def _by_env(self, name: str, row: Row, values: Tensor, tokens: Ints) -> None:
         """Mean of ``values``, which belong to ``tokens``, over every env and over all together."""
         env_ids = row.env_ids[tokens]
         sums = values.new_zeros(len(row.envs))
         sums.index_add_(0, torch.from_numpy(env_ids).to(values.device), values)
-        self.add(f"{name}/all/mean", sums.sum(), len(tokens))
         numbers = np.bincount(env_ids, minlength=len(row.envs))
-        for env, total, number in zip(row.envs, sums, numbers.tolist(), strict=True):
-            self.add(f"{name}/{env}/mean", total, number)
+        self.add(MetricSums((name,), row.envs, sums[None], numbers[None], "{}/all/mean"))
 
 
 def peak_memory(device: torch.device) -> float:

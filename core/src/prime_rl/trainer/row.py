@@ -8,9 +8,8 @@ Shapes: T = tokens of the row, S = its sequences, N = its targets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, get_args
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,15 +18,12 @@ from torch import Tensor
 
 from prime_rl.plugins.base import LossComponent
 from prime_rl.plugins.errors import StreamError
-from prime_rl.rollout import BoolColumn
+from prime_rl.trainer.counts import COMPONENTS, members
 from prime_rl.trainer.layout import Layout, plain_layout, shared_layout
 from prime_rl.wire.micro_batch import MicroBatch
 
-COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
 NEEDS: dict[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
 """The stream a component cannot do without."""
-
-Counts: TypeAlias = dict[LossComponent, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,34 +63,17 @@ class Row:
     """On the host: members of rl or ref_kl, which compare π to μ."""
     sampled_tokens: npt.NDArray[np.int64]
     """On the host: the targets that the policy sampled."""
+    origins: npt.NDArray[np.int64]
+    """[T] on the host: where each token lies in the micro batch."""
+    sequence_envs: npt.NDArray[np.int64]
+    """[S] on the host: index into ``envs``."""
     env_ids: npt.NDArray[np.int64]
-    """[T] on the host: index into ``envs``."""
+    """[T] the same, of each token."""
     envs: tuple[str, ...]
 
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
-
-
-def members(micro_batch: MicroBatch, component: LossComponent) -> BoolColumn:
-    """[T] the tokens a component trains: those its weight stream does not leave at zero.
-
-    Without a stream, rl trains every sampled token and the others nothing.
-    """
-    weights = getattr(micro_batch, f"{component}_weights")
-    if component == "rl":
-        return micro_batch.loss_mask if weights is None else micro_batch.loss_mask & (weights != 0)
-    return np.zeros(len(micro_batch), np.bool_) if weights is None else weights != 0
-
-
-def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
-    """Each component's denominator: its members over the whole optimizer step and all ranks."""
-    counts = [sum(int(members(m, name).sum()) for m in micro_batches) for name in COMPONENTS]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        total = torch.tensor(counts, dtype=torch.int64)
-        torch.distributed.all_reduce(total)
-        counts = total.tolist()
-    return dict(zip(COMPONENTS, counts, strict=True))
 
 
 def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = True) -> Row:
@@ -105,6 +84,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
     tokens, order = _by_length(micro_batch)
     lengths = micro_batch.sequence_lengths[order].astype(np.int64)
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
+    sequence_envs = micro_batch.env_ids[order].astype(np.int64)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
     masks = {name: members(micro_batch, name)[tokens] for name in COMPONENTS}
@@ -139,7 +119,9 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
         components=components,
         ratio_tokens=np.flatnonzero(masks["rl"] | masks["ref_kl"]),
         sampled_tokens=targets[micro_batch.loss_mask[tokens][targets]],
-        env_ids=np.repeat(micro_batch.env_ids[order].astype(np.int64), lengths),
+        origins=tokens,
+        sequence_envs=sequence_envs,
+        env_ids=np.repeat(sequence_envs, lengths),
         envs=micro_batch.envs,
     )
 

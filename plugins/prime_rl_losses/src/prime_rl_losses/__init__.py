@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from prime_rl import Loss, hookimpl
+from prime_rl_losses.custom import CustomLoss
 from prime_rl_losses.trust_region import DefaultLoss, IPOLoss
 
 
 @hookimpl
 def register_losses() -> list[type[Loss]]:
-    """Offer ``default`` and ``ipo``."""
-    return [DefaultLoss, IPOLoss]
+    """Offer ``default``, ``ipo`` and ``custom``."""
+    return [DefaultLoss, IPOLoss, CustomLoss]

@@ -3,10 +3,10 @@
 Per token, t = trainer logprob, i = inference logprob, A = advantage, w = weight (1 if absent), m =
 member::
 
-    log_ratio = t - i                 ratio = exp(log_ratio) d         = exp(t) - exp(i)
-    # a difference of probabilities, not a ratio keep      = m and not dropped(d, A)
-    # the trust region loss      = sum over m of  w * (-keep * adv_tau * A * ratio + kl_tau *
-    log_ratio^2)
+    log_ratio = t - i                     ratio = exp(log_ratio)
+    d         = exp(t) - exp(i)           # a difference of probabilities, not a ratio
+    keep      = m and not dropped(d, A)   # the trust region
+    loss      = sum over m of  w * (-keep * adv_tau * A * ratio + kl_tau * log_ratio^2)
 
 ``default`` drops a token that has moved too far *in the direction its advantage pushes* (binary
 total variation, after DPPO): d > dppo_mask_high if A > 0, else d < -dppo_mask_low. ``ipo`` drops it
@@ -89,7 +89,7 @@ class TrustRegionLoss(Loss):
         gain = torch.where(keep, config.adv_tau * advantages * ratio, zero)
         per_token = config.kl_tau * log_ratio.square() - gain
         if inputs.loss_weights is not None:
-            per_token = per_token * inputs.loss_weights
+            per_token = per_token * torch.where(member, inputs.loss_weights, zero)
         metrics = _metrics(log_ratio.detach(), member, dropped, advantages)
         return LossOutputs(per_token.sum(), metrics)
 

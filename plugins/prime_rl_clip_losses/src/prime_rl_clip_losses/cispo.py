@@ -1,0 +1,67 @@
+"""CISPO: clip the importance weight, not the token (MiniMax-M1, arXiv:2506.13585, equations 4, 5).
+
+Per token, t = trainer logprob, i = inference logprob, A = advantage, w = weight (1 if absent)::
+
+    r    = clip(exp(t - i), 1 - low, 1 + high)      as a constant
+    loss = sum over members of  -w * r * A * t
+
+Its gradient on t is -w * r * A: REINFORCE with a bounded importance weight. No token loses its
+gradient, the rare ones that carry a chain of thought included.
+
+What differs from the paper:
+
+1. The paper tunes the upper bound and states no number for it; ours is 4, so that r <= 5.
+2. It drops the lower bound by a large ``low``; here None does, which is the default.
+3. Summed, not averaged: the trainer divides by the step's member tokens.
+
+Shapes: T = tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, cast
+
+from pydantic import Field, NonNegativeFloat
+
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
+
+
+class CISPOConfig(PluginConfig):
+    """``[trainer.loss] type = "cispo"``"""
+
+    clip_eps_low: Annotated[float, Field(ge=0, le=1)] | None = None
+    """The importance weight is at least 1 minus this. None: no lower bound."""
+    clip_eps_high: NonNegativeFloat = 4.0
+    """The importance weight is at most 1 plus this."""
+
+
+class CISPOLoss(Loss):
+    """The formula above."""
+
+    name = "cispo"
+    config_class = CISPOConfig
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """Sum over the member tokens, with the share of clipped weights and the mean weight."""
+        import torch
+
+        config = cast(CISPOConfig, self.config)
+        member, zero = inputs.loss_mask, inputs.trainer_logprobs.new_zeros(())
+        # Where, not a product: off the mask anything may stand, and 0 * inf is NaN.
+        logprobs = torch.where(member, inputs.trainer_logprobs, zero)
+        low = 0.0 if config.clip_eps_low is None else 1 - config.clip_eps_low
+        high = 1 + config.clip_eps_high
+        with torch.no_grad():
+            ratio = torch.where(member, logprobs - inputs.inference_logprobs, zero).exp()
+            weight = ratio.clamp(low, high)
+            credit = weight * inputs.advantages
+            if inputs.loss_weights is not None:
+                credit = credit * inputs.loss_weights
+            credit = torch.where(member, credit, zero)
+        metrics = {
+            "clip_frac_low": TokenMetric((ratio < low).float(), member),
+            "clip_frac_high": TokenMetric((ratio > high).float(), member),
+            "importance_weight": TokenMetric(weight, member),
+        }
+        return LossOutputs(-(credit * logprobs).sum(), metrics)
