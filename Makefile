@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments prime_rl_grpo
-SOURCES := core/src prime_rl_grpo/src $(wildcard plugins/*/src)
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses prime_rl_grpo prime_rl_echo prime_rl_distill
+SOURCES := core/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE

@@ -194,9 +194,8 @@ def test_every_trainer_load_of_plugins_names_the_trainer_group() -> None:
 
 def test_only_losses_are_offered_to_the_trainer() -> None:
     groups = {folder.name: pyproject(folder).get("entry-points", {}) for folder in PLUGINS}
-    assert [name for name, found in groups.items() if "prime_rl.trainer" in found] == [  # type: ignore[operator]
-        "prime_rl_losses"
-    ]
+    offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
+    assert offering == ["prime_rl_clip_losses", "prime_rl_losses"]
 
 
 # -- 4: plugins ----------------------------------------------------------------------------------

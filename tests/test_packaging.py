@@ -20,12 +20,19 @@ FOLDERS = {
     META: ".",
     "prime_rl_core": "core",
     "prime_rl_grpo": "prime_rl_grpo",
+    "prime_rl_echo": "prime_rl_echo",
+    "prime_rl_distill": "prime_rl_distill",
+    "prime_rl_samplers": "plugins/prime_rl_samplers",
+    "prime_rl_clip_losses": "plugins/prime_rl_clip_losses",
     "prime_rl_filters": "plugins/prime_rl_filters",
     "prime_rl_renderers": "plugins/prime_rl_renderers",
     "prime_rl_losses": "plugins/prime_rl_losses",
     "prime_rl_embedded": "plugins/prime_rl_embedded",
     "prime_rl_environments": "plugins/prime_rl_environments",
 }
+ALGORITHMS = ("grpo", "echo", "distill")
+APART = {"prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses"}
+"""First-party distributions that a user adds by name."""
 HEAVY = {"torch", "transformers", "verifiers", "renderers", "vllm", "pyzmq", "matplotlib"}
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -86,21 +93,21 @@ def test_the_slim_contract_needs_nothing_heavy(dist):
     slim = requirements(dist, "prime_rl_core")
     assert slim == {"httpx", "msgspec", "numpy", "pluggy", "pydantic", "rich", "typer"}
     assert requirements(dist, "prime_rl_core", "run") >= {"torch", "verifiers", "transformers"}
-    assert requirements(dist, "prime_rl_grpo") == {"prime-rl-core"}
+    assert requirements(dist, "prime_rl_grpo") == {"prime-rl-core", "pydantic"}
 
 
 def test_the_batteries_bring_every_first_party_distribution(dist):
     others = {name.replace("_", "-") for name in FOLDERS} - {"prime-rl"}
-    assert requirements(dist, META) == others
+    assert requirements(dist, META) == others - APART
 
 
 @pytest.fixture(scope="module")
 def bare(dist, tmp_path_factory):
-    """A venv with the wheels of core and grpo, what they need, and what runs their tests."""
+    """A venv with the wheels of core and the algorithms, and what runs their tests."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(folder, with_pip=True)
     pip = folder / "bin" / "pip"
-    wheels = [wheel(dist, "prime_rl_core"), wheel(dist, "prime_rl_grpo")]
+    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", *ALGORITHMS)]
     tools = ["pytest", "pytest-asyncio", "hypothesis"]
     run(pip, "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt",
         "--find-links", dist, *wheels, *tools)  # fmt: skip
@@ -119,7 +126,7 @@ def test_core_and_an_algorithm_install_without_anything_heavy(bare):
 
 
 def test_contract_and_algorithm_tests_pass_there(bare):
-    tests = [ROOT / "core/tests/contract", ROOT / "prime_rl_grpo/tests"]
+    tests = [ROOT / "core/tests/contract", *(ROOT / f"prime_rl_{n}/tests" for n in ALGORITHMS)]
     done = run(bare / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider",
                "-c", ROOT / "pyproject.toml", *tests, cwd=ROOT)  # fmt: skip
     assert re.search(r"\d\d\d passed", done.stdout), done.stdout
@@ -133,13 +140,13 @@ def test_plugins_are_listed_there(bare, tmp_path):
 def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare, dist, tmp_path):
     """Last: it takes the algorithm away, and puts it back."""
     command = [bare / "prime-rl", "run", ROOT / "configs/reverse_text/grpo.toml", "--dry-run"]
-    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-grpo")
+    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-echo", "prime-rl-grpo")
     done = run(*command, cwd=tmp_path, ok=False)
     assert done.returncode == 2
     assert done.stderr == (
         "error: env 'reverse-text': algo: no installed plugin offers the algorithm 'grpo' "
-        "(installed: none). Check the spelling, or install the package that brings it (by "
-        "convention prime-rl-grpo).\n"
+        "(installed: opd, opsd, sft). Check the spelling, or install the package that brings it "
+        "(by convention prime-rl-grpo).\n"
     )
     assert list(tmp_path.iterdir()) == []
     run(bare / "pip", "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")

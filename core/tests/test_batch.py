@@ -117,21 +117,37 @@ def test_a_rollout_counts_for_the_batch_that_decides_on_it():
 def test_a_run_that_trains_nothing_stops_and_says_why():
     one = assembler(size=2, patience=2)
     one.add(rollouts(POST, POST))
-    one.note_failed(1)
+    one.note_failed(1, "test")
     with pytest.raises(RunError) as caught:
         one.add(rollouts(POST))
     assert str(caught.value) == (
-        "step 1: the last 4 rollouts left nothing to train (post_batch_filters 3, failed 1). If "
-        "zero_advantage drops them, every group's rewards are equal: the task is too easy or too "
-        "hard for the policy. orchestrator.max_empty_batches sets the patience."
+        "step 1: the last 4 rollouts left nothing to train (3 x post_batch_filters: reject, "
+        "env 'test'; 1 x failed, env 'test'). If zero_advantage drops them, every "
+        "group's rewards are equal: the task is too easy or too hard "
+        "for the policy. orchestrator.max_empty_batches sets the patience."
     )
+
+
+def test_what_the_sampler_rejects_takes_no_place_and_says_why():
+    one = assembler(size=1, patience=2)
+    one.add(rollouts(FINE), rejected="every reward is 1.0")
+    assert list(one.batch.dropped.values()) == ["sampler"] and one.num_buffered == 0
+    with pytest.raises(RunError, match=r"2 x sampler: every reward is 1.0, env 'test'"):
+        one.add(rollouts(FINE), rejected="every reward is 1.0")
+
+
+def test_what_no_live_policy_sampled_never_grows_stale():
+    one, (live, frozen) = assembler(size=1, lag=0, first_step=5), rollouts(FINE, FINE)
+    frozen.source = "frozen"
+    one.add([live, frozen])
+    assert one.batch.kept == [frozen] and one.batch.dropped == {id(live): "stale"}
 
 
 def test_failures_alone_stop_it_too():
     one = assembler(size=2, patience=1)
-    one.note_failed(1)
-    with pytest.raises(RunError, match=r"the last 2 rollouts left nothing to train \(failed 2\)"):
-        one.note_failed(1)
+    one.note_failed(1, "test")
+    with pytest.raises(RunError, match=r"left nothing to train \(2 x failed, env 'test'\)"):
+        one.note_failed(1, "test")
 
 
 def test_one_kept_rollout_renews_the_patience():

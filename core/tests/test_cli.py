@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl.cli.app import app
-from prime_rl.cli.plugins import inventory
+from prime_rl.cli.plugin_facts import inventory
 from prime_rl.cli.run import split_arguments
 from prime_rl.config import RunConfig
 

@@ -87,15 +87,15 @@ def test_names_that_metrics_use(name):
 
 
 def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
-    message = refusal({"algo": {"type": "opsd_next"}})
-    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'opsd_next'")
-    assert "grpo, max_rl" in message
-    assert message.endswith("(by convention prime-rl-opsd-next).")
+    message = refusal({"algo": {"type": "next_thing"}})
+    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'next_thing'")
+    assert "grpo, hierarchical_grpo, max_rl" in message
+    assert message.endswith("(by convention prime-rl-next-thing).")
 
 
 def test_an_unknown_key_of_the_algorithm():
     assert refusal({"algo": {"type": "grpo", "beta": 0.1}}) == (
-        "env 'a': algo (algorithm 'grpo').beta: unknown key; known here: none"
+        "env 'a': algo (algorithm 'grpo').beta: unknown key; known here: length_penalty"
     )
 
 
@@ -149,7 +149,7 @@ def test_names_and_settings_of_every_other_plugin(tables, starts):
     assert refusal(tables.pop("orchestrator", None), **tables).startswith(starts)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers"])
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers", "outputs/nope/weights"])
 def test_no_such_model(name):
     message = refusal(model={"name": name})
     assert message.startswith(

@@ -99,6 +99,21 @@ async def test_a_group_is_handed_on_when_all_its_members_are_there():
         assert [rollout.reward for rollout in group.survivors] == [2.0, 1.0]  # members' order
 
 
+async def test_an_episode_that_brings_several_rollouts_counts_as_several():
+    async with World(size=2, batch=12, lag=0) as world:
+        assert world.groups == [0, 1, 2, 3, 4, 5]  # one rollout a member, as far as it knows
+        for member in (0, 1):
+            three = tuple(make_rollout(1.0) for _ in range(3))
+            world.waiting[0, member].set_result(Member(three))
+        await settle()
+        group = world.dispatcher.arrivals.get_nowait()
+        world.buffered += len(group.survivors)
+        world.dispatcher.taken(group)
+        assert world.dispatcher.room() == 12 - 6 - 5 * 2 * 3
+        world.step, world.version, world.buffered = 2, 1, 0
+        assert world.dispatcher.room() == 12 - 5 * 2 * 3
+
+
 async def test_failed_members_make_a_smaller_group():
     async with World(size=3, batch=3, lag=0) as world:
         await world.end(0, 1.0, None, 0.5)
@@ -338,4 +353,4 @@ async def anything(chance, size, lag, over):
     assert world.most_inflight < bound + size
     assert len(arrived) == len(set(arrived))
     assert counts["dispatched"] == counts["finished"] + counts["failed"] + counts["cancelled"]
-    assert world.dispatcher._handed_on == 0
+    assert world.dispatcher._handed_on == {}

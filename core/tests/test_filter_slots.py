@@ -31,12 +31,17 @@ def slot(*filters, shared=()):
 
 
 def objections(one, *rewards):
-    return [one.objects(make_rollout(reward)) for reward in rewards]
+    return [bool(one.objectors(make_rollout(reward))) for reward in rewards]
 
 
 def test_an_enforcing_filter_drops():
     one = slot((Named("low", 0.0), True))
     assert objections(one, 0.0, 1.0) == [True, False]
+
+
+def test_every_enforcing_objector_is_named_and_no_other():
+    one = slot((Named("a", 0.0), True), (Named("b", 0.0), True), (Named("watch", 0.0), False))
+    assert sorted(one.objectors(make_rollout(0.0))) == ["a", "b"]
 
 
 def test_a_monitoring_filter_counts_and_drops_nothing():

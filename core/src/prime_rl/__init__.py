@@ -1,10 +1,12 @@
 """The names a plugin author imports. Importing this brings in neither torch nor verifiers."""
 
+from prime_rl.config.models import FrozenModel as FrozenModel
 from prime_rl.plugins.base import Algorithm as Algorithm
 from prime_rl.plugins.base import Engine as Engine
 from prime_rl.plugins.base import EngineCommand as EngineCommand
 from prime_rl.plugins.base import EngineLaunch as EngineLaunch
 from prime_rl.plugins.base import Filter as Filter
+from prime_rl.plugins.base import Host as Host
 from prime_rl.plugins.base import Loss as Loss
 from prime_rl.plugins.base import LossComponent as LossComponent
 from prime_rl.plugins.base import LossInputs as LossInputs
@@ -12,9 +14,12 @@ from prime_rl.plugins.base import LossOutputs as LossOutputs
 from prime_rl.plugins.base import ModelMaker as ModelMaker
 from prime_rl.plugins.base import Monitor as Monitor
 from prime_rl.plugins.base import PluginConfig as PluginConfig
+from prime_rl.plugins.base import ReferenceModel as ReferenceModel
 from prime_rl.plugins.base import RendererOffer as RendererOffer
 from prime_rl.plugins.base import SampledEnv as SampledEnv
 from prime_rl.plugins.base import Sampler as Sampler
+from prime_rl.plugins.base import Source as Source
+from prime_rl.plugins.base import SourceRequest as SourceRequest
 from prime_rl.plugins.base import TokenMetric as TokenMetric
 from prime_rl.plugins.checks import CONTRACT_VERSION as CONTRACT_VERSION
 from prime_rl.plugins.errors import ConfigError as ConfigError
@@ -26,6 +31,8 @@ from prime_rl.plugins.errors import StreamError as StreamError
 from prime_rl.plugins.errors import WeightsError as WeightsError
 from prime_rl.plugins.errors import WireError as WireError
 from prime_rl.plugins.hookspecs import hookimpl as hookimpl
+from prime_rl.plugins.import_path import import_function as import_function
+from prime_rl.rollout import ROLES as ROLES
 from prime_rl.rollout import Group as Group
 from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample

@@ -117,11 +117,27 @@ class Rollout:
     stop_condition: str | None = None
     policy_version: int = 0
     """The policy's version when the rollout's group was started: staleness counts from here."""
+    episode_id: int = 0
+    """Which episode of the group it belongs to: the agents of one episode share it."""
+    agent: str = "agent"
+    """The env's seat that acted."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """The fields of the example, ``prompt`` among them."""
+    source: str = "policy"
+    """Who produced it: ``policy``, ``frozen``, or the type of a source."""
+    has_logprobs: bool = True
+    """Its ``inference_logprobs`` are those of who sampled it. False: nobody sampled it, or nobody
+    told."""
     trace: Any = None
     """The env framework's own record (a ``verifiers`` trace)."""
     assigned: set[str] = field(default_factory=set)
     """Streams that an algorithm has written itself: stamping leaves them as they are."""
     frozen: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Sampled from the policy: it ages with every version."""
+        return self.source == "policy"
 
     @property
     def num_tokens(self) -> int:

@@ -190,3 +190,19 @@ def test_an_observed_token_that_an_earlier_sample_holds_trains_there_only():
     hooks.register(Observed())
     asyncio.run(score_rollout(hooks, rollout))
     assert stream(rollout, "ce_weights") == pytest.approx([0, 0, 0, 0, 0.1])
+
+
+@pytest.mark.parametrize("component", ["rl", "ref_kl"])
+def test_what_nobody_sampled_feeds_ce_only(component):
+    rollout = credited()
+    rollout.assign_ref_logprobs([-1.0, -1.0])
+    rollout.has_logprobs, rollout.source = False, "dataset"
+    with pytest.raises(StreamError, match=r"\('dataset'\) gave no sampling logprobs"):
+        stamp(rollout, component)
+
+
+def test_a_demonstration_trains_in_ce():
+    rollout = make_rollout(prompt=1, completion=2)
+    rollout.has_logprobs, rollout.source = False, "dataset"
+    stamp(rollout, "ce")
+    assert stream(rollout, "ce_weights") == [0, 1, 1]

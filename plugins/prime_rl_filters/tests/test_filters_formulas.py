@@ -177,3 +177,16 @@ def test_never_where_another_component_trains_its_tokens():
 def test_settings_that_cannot_work(config, setting):
     with pytest.raises(ValidationError):
         config(**setting)
+
+
+def test_a_demonstration_has_no_sampling_logprobs_to_judge_by():
+    demonstration = rollout(tokens([1] * 6, [0.0] * 6))
+    repetition = Repetition(RepetitionConfig(window=3))
+    assert repetition.filter_rollout(demonstration) is not None
+    demonstration.has_logprobs = False
+    assert repetition.filter_rollout(demonstration) is None
+    gibberish = Gibberish(GibberishConfig(token_id_threshold=0, vocab_size=2))
+    demonstration.samples[0].inference_logprobs[:] = -50.0
+    assert gibberish.filter_rollout(demonstration) is None
+    demonstration.has_logprobs = True
+    assert gibberish.filter_rollout(demonstration) is not None

@@ -8,6 +8,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+TAGS = ("policy", "frozen", "plugin")
+"""What pydantic puts into a path to say which member of a union it tried."""
+
 
 def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
     """One line a problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
@@ -15,7 +18,7 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
 
 
 def _line(problem: Any, model: type[BaseModel], where: str) -> str:
-    location = tuple(problem["loc"])
+    location = tuple(part for part in problem["loc"] if part not in TAGS)
     place = (
         ".".join(str(part) for part in ((where,) if where else ()) + location) or "configuration"
     )

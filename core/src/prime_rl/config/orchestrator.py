@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Discriminator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from prime_rl.config.base import Settings
+from prime_rl.config.models import FrozenModel
 
 
 class PluginTable(Settings):
@@ -24,11 +34,44 @@ class PluginTable(Settings):
         return dict(self.model_extra or {})
 
 
+class SourceTable(PluginTable):
+    """A source of rollouts that nobody samples, by the ``type`` an installed plugin offers."""
+
+
+def _kind_of_source(value: Any) -> str:
+    """Which of the three forms of ``source`` a value is meant to be."""
+    if isinstance(value, str):
+        return "policy"
+    plugin = isinstance(value, SourceTable) or (isinstance(value, dict) and "type" in value)
+    return "plugin" if plugin else "frozen"
+
+
+SourceReference = Annotated[
+    Annotated[Literal["policy"], Tag("policy")]
+    | Annotated[FrozenModel, Tag("frozen")]
+    | Annotated[SourceTable, Tag("plugin")],
+    Discriminator(_kind_of_source),
+]
+
+
+class AlgoSamplingConfig(Settings):
+    """``[orchestrator.algo.sampling]``: who produces the rollouts."""
+
+    source: SourceReference = "policy"
+    """``"policy"``, a frozen model (``name`` and ``base_url``), or a table whose ``type`` names an
+    installed source (``dataset``, ``replay``)."""
+    client: Literal["tokens", "chat"] = "tokens"
+    """How a frozen model is asked: ``tokens`` sends and receives token ids, for one that shares the
+    policy's tokenizer; ``chat`` sends messages to any OpenAI-compatible endpoint and tokenizes its
+    replies with the policy's renderer."""
+
+
 class AlgoConfig(PluginTable):
     """``[orchestrator.algo]`` or one env's ``algo``: the per-token training signal."""
 
     type: str = "grpo"
     """Name of an installed algorithm."""
+    sampling: AlgoSamplingConfig = AlgoSamplingConfig()
 
 
 class SamplerConfig(PluginTable):
@@ -183,6 +226,8 @@ class OrchestratorConfig(Settings):
     """Bound on rollouts being sampled at once. None: ``batch_size * oversampling_factor``."""
     algo: AlgoConfig = AlgoConfig()
     sampler: SamplerConfig = SamplerConfig()
+    buffer: dict[str, Any] | None = None
+    """Short for ``[orchestrator.sampler] type = "difficulty_pools"`` with these settings."""
     renderer: RendererConfig = RendererConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -205,3 +250,19 @@ class OrchestratorConfig(Settings):
     """Write every step's rollouts to the run directory."""
     weights_timeout: PositiveFloat = 1200.0
     """Seconds to wait for new weights before the run is declared stuck."""
+
+    @model_validator(mode="after")
+    def _one_sampler(self) -> OrchestratorConfig:
+        if self.buffer is not None and self.sampler != SamplerConfig():
+            raise ValueError(
+                "[orchestrator.buffer] is short for a sampler of type difficulty_pools, and "
+                "[orchestrator.sampler] is set too. Keep one of them."
+            )
+        return self
+
+    @property
+    def sampler_table(self) -> SamplerConfig:
+        """The sampler, whichever way it was written."""
+        if self.buffer is None:
+            return self.sampler
+        return SamplerConfig(type="difficulty_pools", **self.buffer)

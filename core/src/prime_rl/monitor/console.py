@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 log = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class Console:
             step,
             self._max_steps,
             metrics.get("time/step", 0.0),
-            metrics.get(f"{name}/reward/mean", 0.0),
+            metrics.get(f"{name}/reward/mean", math.nan),
             metrics.get(f"{name}/num_turns/mean", 0.0),
             metrics.get("off_policy/max", 0.0),
             100 * metrics.get("filters/post_batch_filters/dropped", 0.0),

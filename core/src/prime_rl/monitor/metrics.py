@@ -40,8 +40,9 @@ def rollout_metrics(rollouts: Sequence[Rollout], subset: str, prefix: str = "tra
 
 
 def _one_env(rollouts: Sequence[Rollout], name: str) -> Reduced:
+    rewarded = _rewarded(rollouts)
     columns: dict[str, Sequence[float]] = {
-        "reward": [rollout.reward for rollout in rollouts],
+        "reward": [rollout.reward for rollout in rewarded],
         "num_total_tokens": [rollout.num_tokens for rollout in rollouts],
         "num_input_tokens": [rollout.num_input_tokens for rollout in rollouts],
         "num_output_tokens": [rollout.num_trainable_tokens for rollout in rollouts],
@@ -53,9 +54,17 @@ def _one_env(rollouts: Sequence[Rollout], name: str) -> Reduced:
         metrics |= describe(values, f"{name}/{key}")
     if rollouts:
         metrics[f"{name}/is_truncated/mean"] = _mean(rollout.is_truncated for rollout in rollouts)
+        metrics[f"{name}/samples_per_rollout/mean"] = _mean(len(r.samples) for r in rollouts)
     for kind in ("rewards", "metrics"):
-        metrics |= _named(rollouts, kind, name)
+        metrics |= _named(rewarded, kind, name)
     return metrics
+
+
+def _rewarded(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Those whose reward says how well the policy does: what it sampled now. A frozen model's count
+    where there are no others; demonstrations and past experience never."""
+    live = [rollout for rollout in rollouts if rollout.is_live]
+    return live or [rollout for rollout in rollouts if rollout.source == "frozen"]
 
 
 def _named(rollouts: Sequence[Rollout], kind: str, name: str) -> Reduced:

@@ -15,7 +15,10 @@ from typing import NoReturn
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import EngineAdmin
 from prime_rl.orchestrator import build
+from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
+from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.producers import Supplied
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.summary import write_summary
 from prime_rl.plugins.errors import PrimeRLError
@@ -118,13 +121,19 @@ async def _build(
     hooks: Hooks,
     status: Status,
 ) -> Orchestrator:
-    envs = build.build_train_envs(config, hooks, launch)
-    eval_envs = build.build_eval_envs(config, hooks, launch)
+    policy, outages = Policy(launch.first_step - 1), Outages()
+    shared = build.build_shared(config, hooks, launch, lambda: policy.version, outages)
+    stack.push_async_callback(shared.policy.close)
+    envs = build.build_train_envs(shared)
+    eval_envs = build.build_eval_envs(shared)
     for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
         await stack.enter_async_context(environment)
     for env in envs:
+        stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
-        await env.algorithm.setup()
+        await env.algorithm.setup(env.host)
+        if isinstance(env.producer, Supplied):
+            await env.producer.source.setup(env.host)
     monitors = build.build_monitors(config, hooks, run_dir)
     for monitor in monitors:
         stack.callback(monitor.close)
@@ -134,6 +143,10 @@ async def _build(
     stack.push_async_callback(admin.close)
     status.report("waiting", waiting_for="inference (engine start)")
     await admin.wait_ready(config.inference.ready_timeout)
+    for env in envs:
+        if env.host.connected:
+            status.report("waiting", waiting_for=f"the models env {env.name!r} is scored by")
+        await env.host.wait_ready(config.inference.ready_timeout)
     return Orchestrator(
         config=config,
         launch=launch,
@@ -148,6 +161,8 @@ async def _build(
         admin=admin,
         endpoint=build.build_endpoint(launch),
         status=status,
+        policy=policy,
+        outages=outages,
     )
 
 

@@ -4,14 +4,14 @@ by back-fill."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import Rollout
 
-STALE, FAILED = "stale", "failed"
+STALE, FAILED, REJECTED = "stale", "failed", "sampler"
 
 WHY_FAILED = "Each failure and its reason is a warning in logs/latest/orchestrator.log."
 WHY_DROPPED = (
@@ -30,7 +30,7 @@ class Batch:
     seen: list[Rollout] = field(default_factory=list)
     """Every rollout that was decided on for this batch: what trains and what was dropped."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Why, by ``id()`` of the rollout: the slot that objected, or ``stale``."""
+    """Why, by ``id()`` of the rollout: the slot that objected, ``stale``, or ``sampler``."""
 
     @property
     def num_stale(self) -> int:
@@ -69,18 +69,21 @@ class BatchAssembler:
     def is_full(self) -> bool:
         return len(self.batch.kept) == self._size
 
-    def add(self, rollouts: Iterable[Rollout]) -> None:
-        """Take in a scored group. What a pre-batch filter enforces never takes a place."""
+    def add(self, rollouts: Sequence[Rollout], rejected: str | None = None) -> None:
+        """Take in a scored group. What a pre-batch filter enforces, or the sampler has
+        ``rejected`` with a reason, never takes a place."""
         for rollout in rollouts:
-            if self._pre.objects(rollout):
-                self._drop(rollout, "pre_batch_filters")
+            if rejected is not None:
+                self._drop(rollout, REJECTED, rejected)
+            elif objectors := self._pre.objectors(rollout):
+                self._drop(rollout, "pre_batch_filters", *objectors)
             else:
                 self._pending.append(rollout)
         self.fill()
 
-    def note_failed(self, count: int) -> None:
+    def note_failed(self, count: int, env: str) -> None:
         """Rollouts that came to nothing also count as fruitless."""
-        self._count_fruitless(count, FAILED)
+        self._count_fruitless(count, f"{FAILED}, env {env!r}")
 
     def fill(self) -> None:
         """Move pending rollouts into the batch until it is full; drop what is stale or filtered."""
@@ -88,8 +91,8 @@ class BatchAssembler:
             rollout = self._pending.popleft()
             if self.staleness(rollout) > self._max_off_policy:
                 self._drop(rollout, STALE)
-            elif self._post.objects(rollout):
-                self._drop(rollout, "post_batch_filters")
+            elif objectors := self._post.objectors(rollout):
+                self._drop(rollout, "post_batch_filters", *objectors)
             else:
                 self.batch.kept.append(rollout)
                 self.batch.seen.append(rollout)
@@ -98,8 +101,8 @@ class BatchAssembler:
 
     def staleness(self, rollout: Rollout) -> int:
         """Versions between the weights this batch trains and those the rollout started under, queue
-        time included."""
-        return (self.batch.step - 1) - rollout.policy_version
+        time included. What no live policy sampled does not age."""
+        return (self.batch.step - 1) - rollout.policy_version if rollout.is_live else 0
 
     def take(self) -> Batch:
         """The full batch, in the order rollouts were dispatched; assembling the next one begins."""
@@ -112,17 +115,18 @@ class BatchAssembler:
         """Both slots' shares since the last call."""
         return self._pre.take_metrics() | self._post.take_metrics()
 
-    def _drop(self, rollout: Rollout, reason: str) -> None:
+    def _drop(self, rollout: Rollout, reason: str, *details: str) -> None:
         self.batch.dropped[id(rollout)] = reason
         self.batch.seen.append(rollout)
-        self._count_fruitless(1, reason)
+        which = f": {', '.join(details)}" if details else ""
+        self._count_fruitless(1, f"{reason}{which}, env {rollout.env!r}")
 
     def _count_fruitless(self, count: int, reason: str) -> None:
         self._fruitless += count
         self._reasons[reason] += count
         if self._fruitless >= self._patience:
-            reasons = ", ".join(f"{name} {n}" for name, n in self._reasons.most_common())
-            failing = self._reasons.most_common(1)[0][0] == FAILED
+            reasons = "; ".join(f"{n} x {name}" for name, n in self._reasons.most_common())
+            failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
             raise RunError(
                 f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "
                 f"train ({reasons}). {WHY_FAILED if failing else WHY_DROPPED} "

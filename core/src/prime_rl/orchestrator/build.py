@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prime_rl.config.base import Settings
-from prime_rl.config.orchestrator import EvalSamplingConfig, SamplingConfig, SourceConfig
+from prime_rl.config.models import FrozenModel
+from prime_rl.config.orchestrator import (
+    AlgoSamplingConfig,
+    EnvConfig,
+    EvalSamplingConfig,
+    SamplingConfig,
+    SourceConfig,
+    SourceTable,
+)
 from prime_rl.config.run import RunConfig
+from prime_rl.inference.reference import ScoringPool
 from prime_rl.orchestrator.batch import BatchAssembler
 from prime_rl.orchestrator.env import Environment, EnvSettings, ModelEndpoint, SamplingSettings
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.filters import FilterSlot, build_filters
+from prime_rl.orchestrator.host import EnvHost, Outages
+from prime_rl.orchestrator.producers import Producer, Sampled, SampledFrozen, Supplied
+from prime_rl.orchestrator.rendering import Rendering
 from prime_rl.plugins.base import Algorithm, Monitor, SampledEnv, Sampler
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.offers import (
@@ -23,6 +36,7 @@ from prime_rl.plugins.offers import (
     MONITOR,
     RENDERER,
     SAMPLER,
+    SOURCE,
     collect,
     select,
     settings_of,
@@ -38,12 +52,44 @@ class TrainEnv:
 
     name: str
     environment: Environment
+    producer: Producer
     algorithm: Algorithm
     hooks: Hooks
     """This env's scope: every installed plugin and its own algorithm."""
-    sampling: SamplingSettings
-    temperature: float
+    host: EnvHost
     group_size: int
+    """Asks a group: 1 where one ask brings the whole group."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shared:
+    """What every env of a run is built from."""
+
+    config: RunConfig
+    hooks: Hooks
+    launch: Launch
+    renderer: Any
+    rendering: Rendering
+    policy: ScoringPool
+    outages: Outages
+
+
+def build_shared(
+    config: RunConfig, hooks: Hooks, launch: Launch, version: Callable[[], int], outages: Outages
+) -> Shared:
+    """The renderer, and the live policy as a reference; ``version`` tells which one samples now."""
+    renderer = build_renderer(config, hooks)
+    os.environ.setdefault(ENGINE_KEY, "EMPTY")
+    policy = ScoringPool(
+        launch.engine_urls,
+        launch.served_model_name,
+        where="the policy",
+        api_key=os.environ[ENGINE_KEY],
+        cache_salt=lambda: str(version()),
+        on_waiting=outages.reporter(),
+    )
+    rendering = Rendering(Path(launch.model_path), renderer)
+    return Shared(config, hooks, launch, renderer, rendering, policy, outages)
 
 
 def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
@@ -58,42 +104,75 @@ def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
     return built
 
 
-def build_renderer(config: RunConfig, hooks: Hooks) -> Any:
-    """The ``renderers`` config object every env renders with."""
+def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> Any:
+    """The ``renderers`` config object every env renders with; ``name`` asks for another one."""
     table = config.orchestrator.renderer
-    cls = select(RENDERER, table.name, collect(hooks, RENDERER), "orchestrator.renderer")
-    settings = settings_of(cls, RENDERER, table.settings, "orchestrator.renderer")
+    cls = select(RENDERER, name or table.name, collect(hooks, RENDERER), "orchestrator.renderer")
+    fields = table.settings if name is None else {}
+    settings = settings_of(cls, RENDERER, fields, "orchestrator.renderer")
     return cls(settings).build(config.model.name, settings.model_dump())
 
 
-def build_train_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[TrainEnv]:
+def build_train_envs(shared: Shared) -> list[TrainEnv]:
     """Every training env with its scope."""
-    renderer = build_renderer(config, hooks)
-    algorithms = build_algorithms(config, hooks)
-    envs = []
-    for env, algorithm in zip(config.orchestrator.train.env, algorithms, strict=True):
-        sampling = merged(config.orchestrator.train.sampling, env.sampling)
-        envs.append(
-            TrainEnv(
-                name=env.label,
-                environment=_environment(env, renderer, launch),
-                algorithm=algorithm,
-                hooks=scope(env.label, hooks, [algorithm]),
-                sampling=train_sampling(sampling),
-                temperature=sampling.temperature,
-                group_size=env.group_size or config.orchestrator.group_size,
-            )
+    algorithms = build_algorithms(shared.config, shared.hooks)
+    envs = shared.config.orchestrator.train.env
+    return [_train_env(shared, *pair) for pair in zip(envs, algorithms, strict=True)]
+
+
+def _train_env(shared: Shared, env: EnvConfig, algorithm: Algorithm) -> TrainEnv:
+    config = shared.config.orchestrator
+    environment = _environment(env, shared.renderer, shared.launch)
+    producer = build_producer(shared, env, environment)
+    return TrainEnv(
+        name=env.label,
+        environment=environment,
+        producer=producer,
+        algorithm=algorithm,
+        hooks=scope(env.label, shared.hooks, [algorithm]),
+        host=EnvHost(
+            env.label,
+            environment,
+            shared.rendering,
+            shared.policy,
+            shared.outages,
+            lambda name: build_renderer(shared.config, shared.hooks, name),
+            tuple(other.label for other in config.train.env),
+        ),
+        group_size=1 if producer.whole_group else env.group_size or config.group_size,
+    )
+
+
+def build_producer(shared: Shared, env: EnvConfig, environment: Environment) -> Producer:
+    """Where the env's rollouts come from, by its algorithm's ``sampling.source``."""
+    config = shared.config.orchestrator
+    table: AlgoSamplingConfig = (env.algo or config.algo).sampling
+    source, where = table.source, f"env {env.label!r}: algo.sampling.source"
+    sampling = train_sampling(merged(config.train.sampling, env.sampling))
+    if isinstance(source, SourceTable):
+        cls = select(SOURCE, source.type, collect(shared.hooks, SOURCE), where)
+        built = cls(settings_of(cls, SOURCE, source.settings, where))
+        return Supplied(env.label, environment, built)
+    if isinstance(source, FrozenModel):
+        return SampledFrozen(
+            env.label,
+            environment,
+            source,
+            table.client,
+            sampling,
+            shared.rendering,
+            shared.outages.reporter(),
         )
-    return envs
+    return Sampled(env.label, environment, build_endpoint(shared.launch), sampling)
 
 
-def build_eval_envs(config: RunConfig, hooks: Hooks, launch: Launch) -> list[EvalEnv]:
+def build_eval_envs(shared: Shared) -> list[EvalEnv]:
     """Every held-out env."""
-    renderer = build_renderer(config, hooks)
+    config = shared.config
     return [
         EvalEnv(
             name=env.label,
-            environment=_environment(env, renderer, launch),
+            environment=_environment(env, shared.renderer, shared.launch),
             sampling=eval_sampling(merged(config.orchestrator.eval.sampling, env.sampling)),
             num_examples=env.num_examples,
             group_size=env.group_size,
@@ -143,11 +222,18 @@ def eval_sampling(sampling: EvalSamplingConfig) -> SamplingSettings:
 
 def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:
     """The sampler, told of the envs."""
-    table, where = config.orchestrator.sampler, "orchestrator.sampler"
+    table = config.orchestrator.sampler_table
+    where = "orchestrator.sampler" if config.orchestrator.buffer is None else "orchestrator.buffer"
     cls = select(SAMPLER, table.type, collect(hooks, SAMPLER), where)
     settings = settings_of(cls, SAMPLER, table.settings, where)
     known = [
-        SampledEnv(env.name, env.environment.num_examples, configured.ratio)
+        SampledEnv(
+            name=env.name,
+            num_examples=env.producer.num_examples,
+            ratio=configured.ratio,
+            is_ready=partial(getattr, env.producer, "is_ready"),
+            task=env.producer.task,
+        )
         for env, configured in zip(envs, config.orchestrator.train.env, strict=True)
     ]
     return cls(settings, known, config.seed)

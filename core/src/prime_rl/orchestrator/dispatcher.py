@@ -99,7 +99,12 @@ class Dispatcher:
         max_off_policy_steps: int,
         oversampling_factor: float,
         max_inflight: int,
+        ages: Callable[[int], bool] = lambda env_index: True,
+        yields: Callable[[int], float] = lambda env_index: 1.0,
     ) -> None:
+        """``ages(env index)``: whether the env's rollouts grow stale: a frozen model's never do.
+        ``yields(env index)``: rollouts one member is expected to bring, until one has come back: an
+        episode of several agents brings several."""
         self._next_group = next_group
         self._run_rollout = run_rollout
         self._pace = pace
@@ -108,10 +113,13 @@ class Dispatcher:
         self._max_off_policy = max_off_policy_steps
         self._oversampling = oversampling_factor
         self._max_inflight = max_inflight
+        self._ages = ages
+        self._expected_yield = yields
+        self._yields: dict[int, float] = {}
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
         self._opened = 0
-        self._handed_on = 0
+        self._handed_on: dict[int, OpenGroup] = {}
         self._crash: BaseException | None = None
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
@@ -129,7 +137,10 @@ class Dispatcher:
 
     def taken(self, group: OpenGroup) -> None:
         """An arrived group is buffered or dropped now: from here on the pace counts it."""
-        self._handed_on -= group.size
+        del self._handed_on[group.group_id]
+        finished = sum(member.ok for member in group.members.values())
+        if finished:
+            self._yields[group.env_index] = max(1.0, len(group.survivors) / finished)
         self._wake.set()
 
     async def run(self) -> None:
@@ -152,10 +163,15 @@ class Dispatcher:
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
         # its batch.
-        opened = sum(group.size for group in self._open.values())
+        coming = sum(map(self._rollouts_of, (*self._open.values(), *self._handed_on.values())))
         needed = max(0, batches * pace.batch_size - pace.buffered)
-        wanted = ceil(needed * self._oversampling) - opened - self._handed_on
+        wanted = ceil(needed * self._oversampling - coming)
         return min(wanted, self._max_inflight - self.num_inflight)
+
+    def _rollouts_of(self, group: OpenGroup) -> float:
+        """How many rollouts a group is expected to bring."""
+        known = self._yields.get(group.env_index)
+        return group.size * (self._expected_yield(group.env_index) if known is None else known)
 
     def _open_group(self) -> None:
         env_index, example_index, size = self._next_group()
@@ -186,7 +202,7 @@ class Dispatcher:
         self.counts["finished" if member.ok else "failed"] += 1
         if group.complete and not group.cancelled:
             del self._open[group.group_id]
-            self._handed_on += group.size
+            self._handed_on[group.group_id] = group
             self.arrivals.put_nowait(group)
         self._wake.set()
 
@@ -194,7 +210,11 @@ class Dispatcher:
         """Void the groups in flight that would be too old for any batch trained on ``version``;
         returns how many rollouts."""
         oldest = version - self._max_off_policy
-        stale = [group for group in self._open.values() if group.policy_version < oldest]
+        stale = [
+            group
+            for group in self._open.values()
+            if group.policy_version < oldest and self._ages(group.env_index)
+        ]
         await self._cancel(stale)
         self._wake.set()
         return sum(group.size for group in stale)

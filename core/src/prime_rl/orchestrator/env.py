@@ -133,6 +133,13 @@ class Environment:
         """None: the env generates examples without end."""
         return self.examples.count
 
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The seats of the env, by name."""
+        config_class = type(self._env.config)
+        fields = config_class.model_fields.items()
+        return tuple(name for name, info in fields if is_seat(info.default))
+
     async def start(self) -> None:
         """Bring up what episodes share: interception, shared tool servers, the renderer."""
         path = self.settings.tokenizer_path
@@ -175,7 +182,7 @@ class Environment:
             context = self._context(model, sampling, cache_salt, seed)
             (slot,) = self._env.slots(example.task, 1)
             episode = await self._env.run_slot(slot, context)
-            results = results_of(episode)
+            results = results_of(episode, with_tokens=model.client == "tokens")
         except Exception as error:  # not the run's business how an environment fails
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
         return [replace(result, group_id=group_id) for result in results]
@@ -203,6 +210,11 @@ class Environment:
 
     def _client(self, model: ModelEndpoint) -> Any:
         if model not in self._clients:
+            if model.client == "chat":
+                config = self._vf.EvalClientConfig(
+                    base_url=model.base_url, api_key_var=model.api_key_var
+                )
+                return self._clients.setdefault(model, config)
             path = self.settings.tokenizer_path
             self._clients[model] = self._vf.TrainClientConfig(
                 base_url=model.base_url,

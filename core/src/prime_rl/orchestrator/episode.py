@@ -48,6 +48,8 @@ class ModelEndpoint:
     """Ends in ``/v1``."""
     api_key_var: str = "PRIME_RL_ENGINE_API_KEY"
     """Environment variable with the bearer key; unset means no key."""
+    client: str = "tokens"
+    """``tokens``: token ids go to and fro. ``chat``: messages, by the OpenAI API."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ class Example:
     id: int
     """Its index in ``Environment.examples``."""
     task: Task
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The row's own fields, ``prompt`` among them."""
+        fields: dict[str, Any] = self.task.data.model_dump(exclude_none=True)
+        return fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,3 +138,10 @@ class RolloutResult:
         if self.trace is None:
             return []
         return [(message.role, str(message.content or "")) for message in self.trace.messages]
+
+    @property
+    def wire_messages(self) -> list[dict[str, Any]]:
+        """The conversation of the last branch in the OpenAI form."""
+        if self.trace is None:
+            return []
+        return [message.model_dump(exclude_none=True) for message in self.trace.messages]

@@ -51,14 +51,14 @@ class FilterSlot:
             for impl in impls
         ]
 
-    def objects(self, rollout: Rollout) -> bool:
-        """Ask everyone; True if an enforcing filter objects."""
+    def objectors(self, rollout: Rollout) -> list[str]:
+        """Ask everyone; the names of the enforcing filters that object, none if it may train."""
         self.seen += 1
         fired = [asked for asked in self._asked if _reasons(asked, rollout)]
         self.objections.update(asked.name for asked in fired)
-        drop = any(asked.enforce for asked in fired)
-        self.dropped += drop
-        return drop
+        enforcing = [asked.name for asked in fired if asked.enforce]
+        self.dropped += bool(enforcing)
+        return enforcing
 
     def take_metrics(self) -> dict[str, float]:
         """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``; the counters

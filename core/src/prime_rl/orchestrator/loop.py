@@ -31,15 +31,15 @@ from prime_rl.orchestrator.build import TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
 from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult, evaluate
+from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.policy import Policy, TrainerStep, WeightWatcher
+from prime_rl.orchestrator.producers import Ask, Supplied, Unusable
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
-from prime_rl.orchestrator.trajectory import build_rollout
 from prime_rl.plugins.base import Sampler
 from prime_rl.plugins.errors import RunError
 from prime_rl.plugins.manager import Hooks
-from prime_rl.rollout import Rollout
 from prime_rl.run.launch import Launch
 from prime_rl.run.status import Status
 from prime_rl.wire import MicroBatch, encode_batch
@@ -67,12 +67,15 @@ class Orchestrator:
         admin: EngineAdmin,
         endpoint: ModelEndpoint,
         status: Status,
+        policy: Policy,
+        outages: Outages,
     ) -> None:
         self.config, self.launch, self.run_dir = config, launch, run_dir
         self.hooks, self.envs, self.eval_envs = hooks, envs, eval_envs
         self.sampler, self.assembler = sampler, assembler
         self.sender, self.admin, self.endpoint, self.status = sender, admin, endpoint, status
-        self.policy = Policy(launch.first_step - 1)
+        self.policy, self.outages = policy, outages
+        self.outages.changed = self._report_sampling
         self.reporter = reporter
         self.watcher = WeightWatcher(
             run_dir,
@@ -90,6 +93,8 @@ class Orchestrator:
             max_off_policy_steps=config.orchestrator.max_off_policy_steps,
             oversampling_factor=config.orchestrator.oversampling_factor,
             max_inflight=self._max_inflight(),
+            ages=lambda env_index: self.envs[env_index].producer.is_live,
+            yields=lambda env_index: len(self.envs[env_index].host.agents),
         )
 
     def _max_inflight(self) -> int:
@@ -108,6 +113,7 @@ class Orchestrator:
             for _ in range(self.launch.first_step, self.config.max_steps + 1):
                 await self._step(background)
             await self._finish(background)
+            self._save_progress(self.config.max_steps)
             after = await self._evaluate("after")
         finally:
             for task in background:  # first: the dispatcher must open no more groups
@@ -135,14 +141,16 @@ class Orchestrator:
         env, rollouts = self.envs[group.env_index], group.survivors
         failed = group.size - sum(member.ok for member in group.members.values())
         if failed:
-            self.assembler.note_failed(failed)
+            self.assembler.note_failed(failed, env.name)
         if rollouts:
+            for other in self.envs:
+                other.producer.observe(rollouts)
             await score_group(env.hooks, rollouts)
             self.sampler.observe(rollouts)
             self.reporter.group_scored(rollouts)
             for rollout in rollouts:
                 stamp(rollout, env.algorithm.action_loss)
-            self.assembler.add(rollouts)
+            self.assembler.add(rollouts, rejected=self.sampler.reject(rollouts))
         self.dispatcher.taken(group)
 
     def _pack(self, batch: Batch) -> list[bytes]:
@@ -179,38 +187,22 @@ class Orchestrator:
         )
 
     async def _run_rollout(self, group: OpenGroup, index: int) -> Member:
-        """Sample one member, and score what needs no siblings."""
+        """Have one member produced, and score what needs no siblings."""
         env = self.envs[group.env_index]
-        example = env.environment.examples[group.example_index]
-        results = await env.environment.run(
-            example,
-            model=self.endpoint,
-            sampling=env.sampling,
+        ask = Ask(
             group_id=group.group_id,
-            cache_salt=str(group.policy_version),
+            example_id=group.example_index,
+            member=index,
+            policy_version=group.policy_version,
             seed=self._sampling_seed(group, index),
         )
-        if failure := next((result for result in results if not result.ok), None):
-            return self._failed(env, group, failure)
-        found = [self._rollout(env, group, result) for result in results if result.trainable]
-        rollouts = [rollout for rollout in found if rollout.samples]
-        if not rollouts:
-            reason = "no agent left tokens to train"
-            empty = RolloutResult(ok=False, error_type="NoTokens", error=reason)
-            return self._failed(env, group, empty)
+        try:
+            rollouts = await env.producer.produce(ask)
+        except Unusable as unusable:
+            return self._failed(env, group, unusable.result)
         for rollout in rollouts:
             await score_rollout(env.hooks, rollout)
         return Member(tuple(rollouts))
-
-    def _rollout(self, env: TrainEnv, group: OpenGroup, result: RolloutResult) -> Rollout:
-        return build_rollout(
-            result,
-            env=env.name,
-            example_id=group.example_index,
-            group_id=group.group_id,
-            policy_version=group.policy_version,
-            temperature=env.temperature,
-        )
 
     def _failed(self, env: TrainEnv, group: OpenGroup, result: RolloutResult) -> Member:
         self.reporter.rollout_failed(env.name, group, result)
@@ -308,7 +300,7 @@ class Orchestrator:
         step, inflight = self.assembler.batch.step, self.dispatcher.num_inflight
         may_sample = inflight or self.dispatcher.room() > 0
         weights = f"trainer (weights of step {self.policy.version + 1})"
-        waiting = None if may_sample else weights
+        waiting = self.outages.waiting_for or (None if may_sample else weights)
         self.status.report(
             f"sampling batch {step}",
             waiting_for=waiting,
@@ -318,14 +310,33 @@ class Orchestrator:
 
     def _metrics(self, frames: Sequence[bytes]) -> dict[str, float]:
         counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
-        curriculum = {f"curriculum/{name}": v for name, v in self.sampler.metrics().items()}
         return {
             **self.assembler.take_metrics(),
             **counts,
-            **curriculum,
+            **self.sampler.metrics(),
+            **self._source_metrics(),
             "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
             "watcher/policy_version": float(self.policy.version),
             "watcher/update_count": float(self.watcher.update_count),
             "watcher/last_update_weights_time": self.watcher.update_seconds,
             "wire/bytes": float(sum(map(len, frames))),
         }
+
+    def _source_metrics(self) -> dict[str, float]:
+        return {
+            f"source/{env.name}/{name}": value
+            for env in self.envs
+            if isinstance(env.producer, Supplied)
+            for name, value in env.producer.source.metrics().items()
+        }
+
+    def _save_progress(self, step: int) -> None:
+        """What the sampler and the sources know, beside the run's other state."""
+        directory = self.run_dir / "checkpoints" / f"step_{step}" / "orchestrator"
+        directory.mkdir(parents=True, exist_ok=True)
+        self.sampler.save(directory)
+        for env in self.envs:
+            if isinstance(env.producer, Supplied):
+                own = directory / "sources" / env.name
+                own.mkdir(parents=True, exist_ok=True)
+                env.producer.source.save(own)

@@ -69,7 +69,7 @@ class Reporter:
         recent, now = self.recent, time.perf_counter()
         self._tokens += sum(rollout.num_tokens for rollout in batch.seen)
         self._rollouts += len(batch.seen)
-        staleness = [batch.step - 1 - rollout.policy_version for rollout in batch.kept]
+        staleness = [batch.step - 1 - r.policy_version for r in batch.kept if r.is_live]
         metrics = {
             **rollout_metrics(batch.seen, "all"),
             **rollout_metrics(batch.kept, "effective"),

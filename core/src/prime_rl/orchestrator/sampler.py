@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from prime_rl.plugins.base import PluginConfig, SampledEnv, Sampler
+from prime_rl.plugins.errors import RunError
 
 
 class StandardSampler(Sampler):
@@ -21,8 +22,15 @@ class StandardSampler(Sampler):
         self._weights = [1.0 if env.ratio is None else env.ratio for env in envs]
 
     def next_example(self) -> tuple[int, int]:
-        """The next group's ``(env index, example index)``."""
-        (env,) = self._random.choices(range(len(self.envs)), self._weights)
+        """The next group's ``(env index, example index)``. Raises ``RunError`` if no env has
+        anything to give."""
+        weights = [w * env.is_ready() for w, env in zip(self._weights, self.envs, strict=True)]
+        if not any(weights):
+            raise RunError(
+                "no training env has anything to give: every source is empty. Add an env that "
+                "samples, or fill the source."
+            )
+        (env,) = self._random.choices(range(len(self.envs)), weights)
         example = self._next[env]
         size = self.envs[env].num_examples
         self._next[env] = example + 1 if size is None else (example + 1) % size

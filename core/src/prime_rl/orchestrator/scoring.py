@@ -84,6 +84,13 @@ def _check_complete(rollout: Rollout, sample: Sample) -> None:
             "assigned. Assign them in score_rollout or score_group, or set the algorithm's "
             "action_loss."
         )
+    compared = bool(rl_members.any()) or sample.ref_kl_weights is not None
+    if compared and not rollout.has_logprobs:
+        raise StreamError(
+            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the rl or ref_kl "
+            f"component, and who produced them ({rollout.source!r}) gave no sampling logprobs. Use "
+            "an algorithm that feeds ce."
+        )
     if sample.ref_kl_weights is not None and sample.ref_logprobs is None:
         raise StreamError(
             f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the ref_kl component "

@@ -51,6 +51,11 @@ _PLAIN = (
     "is_truncated",
     "stop_condition",
     "policy_version",
+    "episode_id",
+    "agent",
+    "task",
+    "source",
+    "has_logprobs",
 )
 
 

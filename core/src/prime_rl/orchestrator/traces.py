@@ -17,13 +17,16 @@ VERSIONS_KEY = "weight_versions"
 """Key of ``trace.info``: a harness may leave ``{node index: [(policy version, start, end)]}``."""
 
 
-def results_of(episode: Episode) -> list[RolloutResult]:
-    """One result a trace. If any failed, all are failed: half an episode does not train."""
+def results_of(episode: Episode, with_tokens: bool = True) -> list[RolloutResult]:
+    """One result a trace. If any failed, all are failed: half an episode does not train.
+
+    ``with_tokens``: a trace whose agent trains has failed if it holds no sampled tokens.
+    """
     failure = episode_failure(episode)
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
         return [RolloutResult(ok=False, error_type=kind, error=text)]
-    failures = [failure or trace_failure(trace) for trace in episode.traces]
+    failures = [failure or trace_failure(trace, with_tokens) for trace in episode.traces]
     sibling = next((found for found in failures if found), None)
     return [
         result_of(trace, own or sibling)
@@ -39,14 +42,15 @@ def episode_failure(episode: Episode) -> tuple[str, str] | None:
     return ("TimeoutError", "the episode timed out") if episode.is_timeout else None
 
 
-def trace_failure(trace: Trace) -> tuple[str, str] | None:
+def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | None:
     """``(class, text)`` of why a trace must not train, or None."""
     if not trace.ok:
         error = trace.last_error
         return (error.type, error.message) if error else ("Failed", f"{trace.stop_condition}")
     if trace.is_timeout:
         return "TimeoutError", f"{trace.stop_condition}"
-    if trace.agent.trainable and not any(node.sampled and any(node.mask) for node in trace.nodes):
+    sampled = [node for node in trace.nodes if node.sampled]
+    if trace.agent.trainable and not any(any(n.mask) or not with_tokens for n in sampled):
         return "NoTokens", f"no tokens were sampled (stopped by {trace.stop_condition})"
     return None
 

@@ -44,6 +44,7 @@ def build_rollout(
         is_truncated=result.is_truncated,
         stop_condition=result.stop_condition,
         policy_version=policy_version,
+        agent=result.agent,
         trace=result.trace,
     )
 
@@ -89,7 +90,8 @@ def _sample(
 
 
 def _content(flags: Sequence[bool | None] | None) -> npt.NDArray[Any] | None:
-    """Attribution counts only where the renderer gave it for every token."""
-    if flags is None or any(flag is None for flag in flags):
+    """Attribution as far as the renderer gave it: where it tells nothing of a message, all of it
+    counts as body. None: it told nothing of any."""
+    if flags is None or all(flag is None for flag in flags):
         return None
-    return np.asarray(flags, np.bool_)
+    return np.array([flag is not False for flag in flags], np.bool_)

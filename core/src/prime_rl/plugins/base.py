@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    from prime_rl.rollout import Group
+    from prime_rl.config.models import FrozenModel
+    from prime_rl.rollout import FloatColumn, Group, Rollout, Sample
 
 LossComponent = Literal["rl", "ce", "ref_kl"]
 """The three components of the loss. What each computes is fixed, but for ``rl``, which a loss
@@ -46,6 +48,75 @@ class Offer:
 # -- orchestrator side: entry-point group `prime_rl` -----------------------------------
 
 
+class ReferenceModel(Protocol):
+    """A model that scores tokens: the live policy, or a frozen one."""
+
+    async def logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
+    ) -> FloatColumn:
+        """The log-probability of each token given those before it: [T]; 0.0 for the first.
+
+        Requests are bounded and retried. While the endpoint does not answer this waits, and the run
+        says for whom. ``group_id`` keeps the requests of a group on one replica. Raises
+        ``EngineError`` if the endpoint refuses the request.
+        """
+        ...
+
+
+class Host(Protocol):
+    """What core lends to the algorithm, or the source, of one env: it is given to ``setup``."""
+
+    @property
+    def env(self) -> str:
+        """The env's label."""
+        ...
+
+    @property
+    def policy(self) -> ReferenceModel:
+        """The live policy, as it samples now."""
+        ...
+
+    def connect(self, model: FrozenModel) -> ReferenceModel:
+        """A frozen model to score with. Closed by core at the end of the run."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        renderer: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Tokens of a conversation in the policy's tokenizer. ``renderer`` names another family
+        than the run's."""
+        ...
+
+    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        """A conversation as a sample whose ``loss_mask`` is on the assistant's own tokens; its
+        ``inference_logprobs`` are 0.0: nobody sampled it."""
+        ...
+
+    def task(self, example_id: int) -> Mapping[str, Any]:
+        """The fields of one example of the env, ``prompt`` among them. Raises ``IndexError`` beyond
+        its end."""
+        ...
+
+    @property
+    def num_examples(self) -> int | None:
+        """None: the env generates examples without end."""
+        ...
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The seats of the env, by name: what ``rollout.agent`` can be."""
+        ...
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """The labels of every training env of the run."""
+        ...
+
+
 class Algorithm(Offer):
     """One env's training signal. Subclass, set ``name``, implement a scoring hook."""
 
@@ -56,7 +127,14 @@ class Algorithm(Offer):
     """Credit is relative to siblings, so ``group_size = 1`` cannot learn and is refused at config
     time."""
 
-    async def setup(self) -> None:
+    needs_frozen_source: ClassVar[bool] = False
+    """It imitates whoever samples, so sampling from the policy itself is refused at config time."""
+
+    needs_attribution: ClassVar[bool] = False
+    """It reads ``sample.roles`` or ``sample.is_content``: a renderer that gives none is refused at
+    config time."""
+
+    async def setup(self, host: Host) -> None:
         """Connect what the algorithm owns (a teacher, a judge) before the first rollout."""
 
     async def close(self) -> None:
@@ -83,9 +161,21 @@ class Sampler(Offer):
     def observe(self, group: Group) -> None:
         """A group that came back scored: feedback for curricula."""
 
+    def reject(self, group: Group) -> str | None:
+        """Why no member of a scored group may train, or None. Asked after ``observe``, before any
+        filter; the dispatcher makes up for what is rejected."""
+        return None
+
     def metrics(self) -> Mapping[str, float]:
-        """Numbers to log once a step, by name."""
+        """Numbers of the time since the last call, by name; called once a step."""
         return {}
+
+    def save(self, directory: Path) -> None:
+        """Write what ``load`` needs to go on from here. The folder exists and is empty of files of
+        this sampler."""
+
+    def load(self, directory: Path) -> None:
+        """Go on from what ``save`` wrote. Raises ``ConfigError`` if it does not fit."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +187,68 @@ class SampledEnv:
     """None: the env generates examples without end."""
     ratio: float | None
     """The env's share of groups as configured; None: not configured."""
+    is_ready: Callable[[], bool] = lambda: True
+    """False while its source has nothing to give (an empty replay buffer): choose another env."""
+    task: Callable[[int], Mapping[str, Any]] = lambda index: {}
+    """The fields of one of its examples, ``prompt`` among them."""
+
+
+@dataclass(frozen=True)
+class SourceRequest:
+    """One group that a source is asked for."""
+
+    group_id: int
+    example_id: int
+    policy_version: int
+    """The policy's version now."""
+
+
+class Source(Offer):
+    """Gives one env rollouts that nobody has to sample: demonstrations, past experience.
+
+    Selected by ``algo.sampling.source.type``. Its rollouts never go stale: what it hands out is its
+    own promise.
+    """
+
+    feeds: ClassVar[frozenset[LossComponent]] = frozenset({"ce"})
+    """Loss components its rollouts may train. ``rl`` and ``ref_kl`` need sampling logprobs of the
+    policy."""
+
+    async def setup(self, host: Host) -> None:
+        """Load what it needs. Raises ``ConfigError``."""
+
+    @property
+    def num_examples(self) -> int | None:
+        """How many examples a sampler can choose from; None: it does not matter which."""
+        raise NotImplementedError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has something to give now."""
+        return True
+
+    def task(self, example_id: int) -> Mapping[str, Any] | None:
+        """The fields of one of its own examples, ``prompt`` among them; None: the env's own example
+        of that index."""
+        return None
+
+    async def group(self, request: SourceRequest) -> Sequence[Rollout]:
+        """Fresh ``Rollout`` objects of one group, without credit; the env's algorithm scores them.
+        Empty if there is nothing left to give."""
+        raise NotImplementedError
+
+    def observe(self, group: Group) -> None:
+        """A group of any env that came back, before it is scored and stamped: copy what is kept."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers of the time since the last call, by name; called once a step."""
+        return {}
+
+    def save(self, directory: Path) -> None:
+        """Write what ``load`` needs to go on from here."""
+
+    def load(self, directory: Path) -> None:
+        """Go on from what ``save`` wrote."""
 
 
 class Monitor(Offer):
@@ -169,6 +321,9 @@ class Engine(Offer):
 class RendererOffer(Offer):
     """Turns the table ``[orchestrator.renderer]`` into a config of the ``renderers`` package."""
 
+    gives_attribution: ClassVar[bool] = True
+    """It tells a message's body from the template around it (``sample.is_content``)."""
+
     def check(self, model: str) -> None:
         """Refuse a model before any process is started, if that can be known without importing
         much.
@@ -220,7 +375,8 @@ class LossOutputs:
     loss: torch.Tensor
     """0-dim."""
     metrics: Mapping[str, torch.Tensor | TokenMetric]
-    """0-dim tensors (one sequence's figure) or ``TokenMetric``."""
+    """0-dim tensors (one sequence's figure), 1-D ones (each entry counts) or ``TokenMetric``. One
+    called ``is_masked``, ``is_masked_high`` or ``is_masked_low`` reaches the token export."""
 
 
 class Loss(Offer):

@@ -103,6 +103,12 @@ def _check_generator(name: str, function: Callable[..., Any], where: str) -> Non
             f"plugin {where}: {name!r} is an old-style wrapper. Use @hookimpl(wrapper=True): its "
             "'yield' gives the result itself."
         )
+    if options["wrapper"] and not inspect.isgeneratorfunction(function):
+        raise PluginError(
+            f"plugin {where}: {name!r} is a wrapper and not a generator function. A wrapper is a "
+            "plain 'def' with one 'yield', around an async hook too: what follows the 'yield' runs "
+            "when everything it wraps is done."
+        )
     generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
     if generates and not options["wrapper"] and not name.startswith("register_"):
         raise PluginError(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Monitor,
         RendererOffer,
         Sampler,
+        Source,
     )
     from prime_rl.rollout import Group, Rollout, Sample
 
@@ -70,6 +71,11 @@ def register_renderers() -> Iterable[type[RendererOffer]]:
 @hookspec
 def register_samplers() -> Iterable[type[Sampler]]:
     """Offer samplers, selected by ``orchestrator.sampler.type``."""
+
+
+@hookspec
+def register_sources() -> Iterable[type[Source]]:
+    """Offer sources of rollouts, selected by ``algo.sampling.source.type``."""
 
 
 @hookspec

@@ -21,6 +21,7 @@ from prime_rl.plugins import hookspecs
 from prime_rl.plugins.checks import check_plugin
 from prime_rl.plugins.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.trace import trace_calls, wanted
 from prime_rl.rollout import Group, Rollout, Sample
 
 UNKNOWN = "unknown distribution"
@@ -43,9 +44,11 @@ class Hooks(pluggy.PluginManager):
     """A pluggy manager that turns pluggy's silences into errors, and the typed front of every
     hook."""
 
-    def __init__(self, group: str = PROJECT) -> None:
+    def __init__(self, group: str = PROJECT, label: str = "") -> None:
         super().__init__(PROJECT)
         self.group = group
+        self.label = label
+        """Whose hooks these are: an env, a filter slot; empty: everyone's."""
         self.sources: dict[str, Source] = {}
         self.add_hookspecs(hookspecs)
 
@@ -55,9 +58,12 @@ class Hooks(pluggy.PluginManager):
         where = str(self.sources.get(label, repr(label)))
         check_plugin(plugin, where, self.group)
         try:
-            return super().register(plugin, name)
+            registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
+        if registered is not None and wanted():
+            trace_calls(self, registered, self.label)
+        return registered
 
     # The only places hooks are called by name: typed once, awaited once.
 
@@ -149,9 +155,14 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
                 f"{source.distribution} {source.version}. Uninstall one, or list the name under "
                 "plugins.disabled."
             )
-        hooks.sources[entry.name] = source
-        hooks.register(_load(entry, source), entry.name)
+        add_entry(hooks, entry, source)
     return hooks
+
+
+def add_entry(hooks: Hooks, entry: EntryPoint, source: Source) -> None:
+    """Import what an entry point names, and register it. Raises ``PluginError``."""
+    hooks.sources[entry.name] = source
+    hooks.register(_load(entry, source), entry.name)
 
 
 def installed_entries(group: str) -> Iterable[EntryPoint]:
@@ -184,7 +195,7 @@ def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
     One manager per scope: isolation comes from construction, not from a list of other scopes'
     plugins to leave out.
     """
-    hooks = Hooks(shared.group)
+    hooks = Hooks(shared.group, label)
     hooks.sources |= shared.sources
     for name, plugin in shared.list_name_plugin():
         if plugin is not None:

@@ -23,6 +23,9 @@ from prime_rl.plugins.base import (
     RendererOffer,
     Sampler,
 )
+from prime_rl.plugins.base import (
+    Source as RolloutSource,
+)
 from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.errors import ConfigError, PluginError
 from prime_rl.plugins.manager import Hooks, Source
@@ -58,6 +61,7 @@ ALGORITHM = Kind(
 FILTER = Kind("filter", "register_filters", Filter, "type", frozenset({"filter_rollout"}))
 RENDERER = Kind("renderer", "register_renderers", RendererOffer, "orchestrator.renderer.name")
 SAMPLER = Kind("sampler", "register_samplers", Sampler, "orchestrator.sampler.type")
+SOURCE = Kind("source", "register_sources", RolloutSource, "algo.sampling.source.type")
 ENGINE = Kind("engine", "register_engines", Engine, "inference.engine")
 MONITOR = Kind("monitor", "register_monitors", Monitor, "monitors.<name>")
 MODEL = Kind("model", "register_models", ModelMaker, "model.name")
@@ -68,6 +72,7 @@ KINDS: tuple[Kind[Any], ...] = (
     FILTER,
     RENDERER,
     SAMPLER,
+    SOURCE,
     ENGINE,
     MONITOR,
     MODEL,

@@ -35,6 +35,8 @@ class Gibberish(Filter):
     @hookimpl
     def filter_rollout(self, rollout: Rollout) -> str | None:
         """Object to a rollout with a rare token far below uniform probability."""
+        if not rollout.has_logprobs:  # nobody sampled it: nothing is improbable
+            return None
         threshold = -math.log(self.config.vocab_size) - self.config.logprob_offset
         for sample in rollout.samples:
             odd = (

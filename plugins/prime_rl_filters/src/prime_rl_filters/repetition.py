@@ -40,7 +40,8 @@ class Repetition(Filter):
     def filter_rollout(self, rollout: Rollout) -> str | None:
         """Object to a rollout that loops."""
         for sample in rollout.samples:
-            if reason := self._certain_run(sample) or self._repeated_ngrams(sample):
+            run = self._certain_run(sample) if rollout.has_logprobs else None
+            if reason := run or self._repeated_ngrams(sample):
                 return reason
         return None
 

@@ -108,10 +108,17 @@ def _unknown(model: str) -> ConfigError:
     )
 
 
+WITHOUT_ATTRIBUTION = ("default",)
+"""Wraps the model's own chat template, which does not say what is body and what is scaffold."""
+
+
 def _named(name: str) -> type[RendererOffer]:
-    return type(
-        f"Renderer_{name}", (NamedRenderer,), {"name": name, "__doc__": NamedRenderer.__doc__}
-    )
+    body = {
+        "name": name,
+        "gives_attribution": name not in WITHOUT_ATTRIBUTION,
+        "__doc__": NamedRenderer.__doc__,
+    }
+    return type(f"Renderer_{name}", (NamedRenderer,), body)
 
 
 @hookimpl

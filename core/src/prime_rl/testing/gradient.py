@@ -1,0 +1,203 @@
+"""Checks of what the trainer makes of the streams: the gradient, and the direction it points in.
+
+A toy policy has logits of its own at every position, so that a token's probability depends on
+nothing else, and the gradient is known in closed form (``closed_form``).
+
+    p_v = softmax(logits)_v        t = log p_token        i = inference logprob
+    dL/dlogits_v = dL/dt (1[v = token] - p_v)
+
+Shapes: T = tokens of one sample, V = vocabulary.
+
+Core's test kit belongs to the orchestrator's side and imports torch nowhere but here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_rl.plugins.base import Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl.rollout import Group, Sample
+from prime_rl.testing.report import Broken, NotApplicable
+from prime_rl.testing.rollouts import tokens_of
+from prime_rl.testing.scoring import MIXED, Subject, streams
+from prime_rl.testing.shape import COMPONENTS, members
+
+Floats = npt.NDArray[np.float64]
+
+REF_KL_MASK_LOW, REF_KL_TAU = 0.2, 1e-3
+
+
+def reference_aligned(subject: Subject) -> None:
+    """A reference logprob belongs to its own token, not to a neighbour's."""
+    before = subject.scored(MIXED[:1])
+    if all(sample.ref_logprobs is None for sample in before[0].samples):
+        raise NotApplicable("assigns no ref_logprobs")
+    sample = before[0].samples[0]
+    place = int(np.flatnonzero(sample.loss_mask)[0])
+    changed = subject.group(MIXED[:1])
+    ids = changed[0].samples[0].token_ids.copy()
+    ids[place] += 1
+    changed[0].samples[0].token_ids = ids
+    subject.score(changed)
+    pair = [streams(group)[0]["ref_logprobs"] for group in (before, changed)]
+    assert pair[0] is not None and pair[1] is not None
+    moved = np.flatnonzero(pair[0] != pair[1]).tolist()
+    if moved and place not in moved:
+        raise Broken(
+            f"another token at position {place} changed ref_logprobs at {moved}. A model's "
+            "logprobs()[t] is that of token t given those before it: do not shift it."
+        )
+
+
+def gradient(subject: Subject) -> None:
+    """A step of SGD moves the policy towards the tokens with higher credit, by the gradient that
+    the declared component has in closed form."""
+    if find_spec("torch") is None:
+        raise NotApplicable("torch is not installed")
+    group = subject.stamped(MIXED)
+    samples = [sample for rollout in group for sample in rollout.samples]
+    logits = [toy_logits(sample, tokens_of(group)) for sample in samples]
+    expected, found = closed_form(samples, logits), trainer_gradient(group, logits)
+    for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-6):
+            gap = float(np.abs(ours - theirs).max())
+            raise Broken(
+                f"sample {index}: the trainer's gradient differs from the closed form by {gap:.3g}"
+            )
+    _check_direction(subject, samples, logits, found)
+
+
+def _check_direction(
+    subject: Subject, samples: Sequence[Sample], logits: Sequence[Floats], found: Sequence[Floats]
+) -> None:
+    largest = max(float(np.abs(each).max()) for each in found)
+    moved = 0
+    for index, (sample, before, slope) in enumerate(zip(samples, logits, found, strict=True)):
+        old = token_logprobs(sample, before)
+        new = token_logprobs(sample, before - slope * (0.1 / max(largest, 1e-30)))
+        credit = _credit(subject, sample, old)
+        moved += int((credit != 0).sum())
+        wrong = np.flatnonzero(credit * (new - old) < -1e-9)
+        if len(wrong):
+            t = int(wrong[0])
+            raise Broken(
+                f"sample {index}, token {t}: credit {credit[t]:.3g}, but its logprob went from "
+                f"{old[t]:.6f} to {new[t]:.6f}. Is a weight or a sign the wrong way round?"
+            )
+    if not moved or not largest:
+        raise Broken(f"rewards {list(MIXED)} give no gradient: nothing can be learnt from them")
+
+
+def _credit(subject: Subject, sample: Sample, old: Floats) -> Floats:
+    """[T] which way the declared component should move each sampled token; 0.0 where another
+    component pulls too."""
+    component = subject.cls.action_loss
+    if component == "rl":
+        credit = np.zeros(len(sample)) if sample.advantages is None else sample.advantages
+    elif component == "ce":
+        credit = np.ones(len(sample))
+    else:
+        assert sample.ref_logprobs is not None
+        credit = sample.ref_logprobs - old
+    others = [members(sample, each) for each in COMPONENTS if each != component]
+    alone = members(sample, component) & sample.loss_mask & ~np.logical_or.reduce(others)
+    return np.where(alone & (np.abs(credit) > 1e-3 * np.abs(credit).max(initial=0)), credit, 0.0)
+
+
+def toy_logits(sample: Sample, size: int) -> Floats:
+    """[T, V] logits under which each sampled token has the probability it was sampled with."""
+    p = np.where(sample.loss_mask, np.exp(np.float64(sample.inference_logprobs)), 1 / size)
+    p = np.clip(p, 1e-3, 1 - 1e-3)
+    logits = np.repeat(np.log((1 - p) / max(size - 1, 1))[:, None], size, axis=1)
+    logits[np.arange(len(sample)), sample.token_ids] = np.log(p)
+    return logits
+
+
+def token_logprobs(sample: Sample, logits: Floats) -> Floats:
+    """[T] log-probability of each token under [T, V] logits."""
+    shifted = logits - logits.max(1, keepdims=True)
+    logprobs = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    chosen: Floats = logprobs[np.arange(len(sample)), sample.token_ids]
+    return chosen
+
+
+def closed_form(samples: Sequence[Sample], logits: Sequence[Floats]) -> list[Floats]:
+    """dL/dlogits of each sample, [T, V], by hand:
+
+        rl      dL/dt = -w A exp(t - i) / N_rl                   (importance-weighted REINFORCE)
+        ce      dL/dt = -w / N_ce
+        ref_kl  dL/dt = w (-keep (ref - t) exp(t - i) + 2e-3 (t - i)) / N_ref_kl
+
+    keep is false where the token lost more than 0.2 of probability since it was sampled.
+    """
+    counts = {c: max(sum(int(members(s, c).sum()) for s in samples), 1) for c in COMPONENTS}
+    found = []
+    for sample, each in zip(samples, logits, strict=True):
+        slope = np.zeros(len(sample))
+        for component in COMPONENTS:
+            ours = _slope(sample, component, token_logprobs(sample, each))
+            slope += np.where(members(sample, component), ours, 0.0) / counts[component]
+        p = np.exp(each) / np.exp(each).sum(1, keepdims=True)
+        onehot = np.eye(each.shape[1])[sample.token_ids]
+        found.append(slope[:, None] * (onehot - p))
+    return found
+
+
+def _slope(sample: Sample, component: str, t: Floats) -> Floats:
+    i, w = _column(sample, "inference_logprobs", 0.0), _column(sample, f"{component}_weights", 1.0)
+    if component == "ce":
+        return -w
+    ratio = np.exp(t - i)
+    if component == "rl":
+        return -w * _column(sample, "advantages", 0.0) * ratio
+    keep = np.exp(t) - np.exp(i) >= -REF_KL_MASK_LOW
+    pull = np.where(keep, (_column(sample, "ref_logprobs", 0.0) - t) * ratio, 0.0)
+    return np.asarray(w * (2 * REF_KL_TAU * (t - i) - pull))
+
+
+def _column(sample: Sample, name: str, absent: float) -> Floats:
+    column = getattr(sample, name)
+    return np.full(len(sample), absent) if column is None else np.asarray(column, np.float64)
+
+
+class _Reinforce(Loss):
+    name = "reinforce"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        import torch
+
+        ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
+        per_token = -inputs.advantages * ratio
+        if inputs.loss_weights is not None:
+            per_token = per_token * inputs.loss_weights
+        return LossOutputs(torch.where(inputs.loss_mask, per_token, 0.0).sum(), {})
+
+
+def trainer_gradient(group: Group, logits: Sequence[Floats]) -> list[Floats]:
+    """dL/dlogits of each sample, [T, V], through the packer, the wire's rows and the trainer's own
+    loss."""
+    import torch
+
+    from prime_rl.orchestrator.packer import pack
+    from prime_rl.trainer.counts import count_members
+    from prime_rl.trainer.loss import row_loss
+    from prime_rl.trainer.row import make_row
+
+    samples = [(sample, rollout.env) for rollout in group for sample in rollout.samples]
+    batches = [pack([sample], [env], len(sample))[0] for sample, env in samples]
+    counts = count_members(batches)
+    total: Any = 0.0
+    leaves = [torch.tensor(each, requires_grad=True) for each in logits]
+    for batch, leaf in zip(batches, leaves, strict=True):
+        tokens = torch.from_numpy(batch.token_ids.astype(np.int64))[:, None]
+        logprobs = leaf.log_softmax(1).gather(1, tokens)[:, 0]
+        row = make_row(batch, torch.device("cpu"))
+        total = total + row_loss(row, logprobs, _Reinforce(PluginConfig()), counts).loss
+    total.backward()
+    return [np.asarray(leaf.grad) for leaf in leaves]

@@ -1,0 +1,97 @@
+"""Stand-ins for what core lends to an algorithm: a host, and models that score tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prime_rl.config.models import FrozenModel
+from prime_rl.rollout import ROLES, FloatColumn, Sample
+
+
+@dataclass
+class FakeReference:
+    """A reference model that answers by a function of the tokens, and remembers what it was
+    asked."""
+
+    answer: Callable[[list[int]], Sequence[float]] = lambda ids: [-0.5] * len(ids)
+    """[T] log-probabilities of [T] tokens; the first is replaced by 0.0."""
+    asked: list[list[int]] = field(default_factory=list)
+
+    async def logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
+    ) -> FloatColumn:
+        """What ``answer`` says. Others run meanwhile, as they do while a server is asked."""
+        ids = [int(token) for token in token_ids]
+        self.asked.append(ids)
+        await asyncio.sleep(0)
+        column = np.asarray(self.answer(ids), np.float32)
+        column[:1] = 0.0
+        return column
+
+
+@dataclass
+class FakeHost:
+    """A ``Host`` without engine or environment. Text is rendered as its code points, one message
+    after another; the assistant's are the sampled ones."""
+
+    env: str = "test"
+    policy: FakeReference = field(default_factory=FakeReference)
+    frozen: FakeReference = field(default_factory=FakeReference)
+    """Every model that is connected."""
+    connected: list[FrozenModel] = field(default_factory=list)
+    tasks: Sequence[Mapping[str, Any]] = ()
+    agents: tuple[str, ...] = ("agent", "solver", "proposer")
+    envs: tuple[str, ...] = ("test",)
+
+    def connect(self, model: FrozenModel) -> FakeReference:
+        """Note the model; scores come from ``frozen``."""
+        self.connected.append(model)
+        return self.frozen
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        renderer: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Code points of the contents; -1 stands for the generation prompt."""
+        ids = [ord(letter) for message in messages for letter in str(message["content"])]
+        return [*ids, -1] if add_generation_prompt else ids
+
+    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        """Code points, with the mask on the assistant's."""
+        roles = [str(m["role"]) for m in messages for _ in str(m["content"])]
+        mask = np.array([role == "assistant" for role in roles], np.bool_)
+        return Sample(
+            token_ids=np.array(self.render(messages), np.int32),
+            loss_mask=mask,
+            inference_logprobs=np.zeros(len(roles), np.float32),
+            roles=np.array([ROLES.index(role) for role in roles], np.int8),
+            is_content=np.ones(len(roles), np.bool_),
+        )
+
+    def task(self, example_id: int) -> Mapping[str, Any]:
+        """One of ``tasks``."""
+        return self.tasks[example_id]
+
+    @property
+    def num_examples(self) -> int | None:
+        """How many ``tasks`` there are."""
+        return len(self.tasks)
+
+
+def _likelier(ids: list[int]) -> list[float]:
+    """By the token itself, and the likelier the more came before it: a hint helps."""
+    return [(-0.4 - 0.2 * (token % 7)) * 20 / (20 + place) for place, token in enumerate(ids)]
+
+
+def conformance_host() -> FakeHost:
+    """What ``check_algorithm`` lends: models that find some tokens likelier and some less likely
+    than the policy did, and all of them likelier after a hint."""
+    return FakeHost(policy=FakeReference(_likelier), frozen=FakeReference(_likelier))

@@ -1,0 +1,139 @@
+"""Score groups as the orchestrator does, and compare what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.plugins.base import Algorithm, Host, PluginConfig
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.rollout import STREAMS, FloatColumn, Group, Rollout
+from prime_rl.testing.host import FakeHost
+
+MakeGroup = Callable[[Sequence[float]], list[Rollout]]
+"""Sibling rollouts with these rewards."""
+
+Streams = list[dict[str, FloatColumn | None]]
+"""The streams of every sample of a group, in order."""
+
+
+def score(algorithm: Algorithm, group: Group, *plugins: object, host: Host | None = None) -> None:
+    """Run every scoring hook as the orchestrator does, wrappers of ``plugins`` included."""
+    asyncio.run(score_async(algorithm, [group], plugins, host or FakeHost()))
+
+
+async def score_async(
+    algorithm: Algorithm,
+    groups: Sequence[Group],
+    plugins: Sequence[object],
+    host: Host,
+    *,
+    at_once: bool = False,
+) -> None:
+    """Set up, score the groups one after the other or all ``at_once``, close."""
+    hooks = scope(host.env, Hooks(), own=[*plugins, algorithm])
+    await algorithm.setup(host)
+    if at_once:
+        every = (rollout for group in groups for rollout in group)
+        await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in every))
+        await asyncio.gather(*(score_group(hooks, group) for group in groups))
+    else:
+        for group in groups:
+            for rollout in group:
+                await score_rollout(hooks, rollout)
+            await score_group(hooks, group)
+    await algorithm.close()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An algorithm under test, and what it is fed. Every check starts from a fresh instance."""
+
+    cls: type[Algorithm]
+    config: PluginConfig
+    make_group: MakeGroup
+    make_host: Callable[[], Host]
+
+    def fresh(self) -> Algorithm:
+        """An instance that has seen nothing."""
+        return self.cls(self.config)
+
+    def group(self, rewards: Sequence[float]) -> list[Rollout]:
+        """A group that nobody has scored."""
+        return self.make_group(rewards)
+
+    def scored(self, rewards: Sequence[float], *plugins: object) -> list[Rollout]:
+        """A group that a fresh instance has scored, before stamping."""
+        return self.score(self.group(rewards), *plugins)
+
+    def score(self, group: list[Rollout], *plugins: object) -> list[Rollout]:
+        """Let a fresh instance score this group."""
+        self.run([group], plugins)
+        return group
+
+    def stamped(self, rewards: Sequence[float]) -> list[Rollout]:
+        """A group as it leaves for the filters. Raises ``StreamError``."""
+        return [self.stamp(rollout) for rollout in self.scored(rewards)]
+
+    def stamp(self, rollout: Rollout) -> Rollout:
+        """Route and freeze."""
+        stamp(rollout, self.cls.action_loss)
+        return rollout
+
+    def run(
+        self,
+        groups: Sequence[Group],
+        plugins: Sequence[object] = (),
+        *,
+        at_once: bool = False,
+    ) -> None:
+        """Let one fresh instance score several groups."""
+        host = self.make_host()
+        asyncio.run(score_async(self.fresh(), groups, plugins, host, at_once=at_once))
+
+    def remembers(self) -> bool:
+        """Whether credit depends on what was scored before, so that order matters by design.
+
+        An algorithm says so by ``order_dependent = True``, or shows it.
+        """
+        if getattr(self.cls, "order_dependent", False):
+            return True
+        first, again = self.group(MIXED), self.group(MIXED)
+        self.run([first, again])
+        return bool(different(streams(first), streams(again)))
+
+
+MIXED = (1.0, 0.0, 0.5)
+"""Rewards of a group that tells its members apart."""
+
+
+def streams(group: Group) -> Streams:
+    """Copies of every stream of every sample."""
+    return [
+        {name: None if (c := getattr(sample, name)) is None else c.copy() for name in STREAMS}
+        for rollout in group
+        for sample in rollout.samples
+    ]
+
+
+def different(found: Streams, expected: Streams) -> str:
+    """Which stream of which sample differs by more than rounding, and how; empty if none does."""
+    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name in STREAMS:
+            a, b = ours[name], theirs[name]
+            if (a is None) != (b is None) or (a is not None and not _close(a, b)):
+                return f"{name} of sample {index}: {_text(b)} against {_text(a)}"
+    return ""
+
+
+def _close(a: FloatColumn | None, b: FloatColumn | None) -> bool:
+    assert a is not None and b is not None
+    return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _text(column: FloatColumn | None) -> str:
+    return "none" if column is None else str([round(float(value), 4) for value in column])

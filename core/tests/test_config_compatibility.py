@@ -1,0 +1,146 @@
+"""Who samples must fit what is trained; each refusal gives the reason and a way out."""
+
+import pytest
+
+from prime_rl import Algorithm, ConfigError, PluginConfig, RendererOffer, Source, hookimpl
+from prime_rl.config import RunConfig
+from prime_rl.plugins.manager import Hooks
+from prime_rl.run.resolve import _check_algorithms
+
+TEACHER = {"name": "teacher", "base_url": "http://127.0.0.1:1/v1"}
+
+
+def offered(name, **attributes):
+    return type(name, (Algorithm,), {"name": name, **attributes})
+
+
+class Shelf(Source):
+    name = "shelf"
+
+
+class Past(Source):
+    name = "past"
+    feeds = frozenset({"rl", "ce", "ref_kl"})
+
+
+class Plain(RendererOffer):
+    name = "plain"
+    gives_attribution = False
+
+
+class Full(RendererOffer):
+    name = "full"
+
+
+class Plugin:
+    @hookimpl
+    def register_algorithms(self):
+        return [
+            offered("reward"),
+            offered("reference", action_loss="ref_kl"),
+            offered("imitate", action_loss="ce", needs_frozen_source=True),
+            offered("likelihood", action_loss="ce"),
+            offered("observe", needs_attribution=True),
+        ]
+
+    @hookimpl
+    def register_sources(self):
+        return [Shelf, Past]
+
+    @hookimpl
+    def register_renderers(self):
+        return [Plain, Full]
+
+
+def check(algo, source=None, renderer="full", **sampling):
+    if source is not None:
+        sampling["source"] = source
+    table = {"type": algo} | ({"sampling": sampling} if sampling else {})
+    orchestrator = {
+        "train": {"env": [{"id": "reverse-text", "name": "a", "algo": table}]},
+        "renderer": {"name": renderer},
+    }
+    config = {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
+    hooks = Hooks()
+    hooks.register(Plugin(), "plugin")
+    _check_algorithms(RunConfig.model_validate(config), hooks)
+
+
+def refusal(*args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        check(*args, **kwargs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("algo", "source"),
+    [
+        ("reward", None),
+        ("reward", "policy"),
+        ("reference", None),
+        ("imitate", TEACHER),
+        ("imitate", {"type": "shelf"}),
+        ("likelihood", "policy"),
+        ("likelihood", TEACHER),
+        ("reward", {"type": "past"}),
+        ("reference", {"type": "past"}),
+        ("observe", None),
+    ],
+)
+def test_what_fits(algo, source):
+    check(algo, source)
+
+
+@pytest.mark.parametrize(("algo", "component"), [("reward", "rl"), ("reference", "ref_kl")])
+def test_a_frozen_model_cannot_feed_a_ratio(algo, component):
+    assert refusal(algo, TEACHER) == (
+        f"env 'a': algorithm {algo!r} trains the {component} component, whose importance ratio "
+        "needs the policy's own sampling logprobs, and sampling.source is the frozen model "
+        "'teacher'. Leave sampling.source at 'policy', or use an algorithm that feeds ce, such as "
+        "sft."
+    )
+
+
+@pytest.mark.parametrize("source", [None, "policy"])
+def test_imitating_oneself_is_refused(source):
+    assert refusal("imitate", source) == (
+        "env 'a': algorithm 'imitate' imitates who samples, and sampling.source is 'policy': "
+        "training on the policy's own tokens would teach it nothing. Set sampling.source to a "
+        "frozen model (name and base_url) or to a source of demonstrations "
+        '({ type = "dataset", ... }).'
+    )
+
+
+def test_demonstrations_feed_ce_only():
+    assert refusal("reward", {"type": "shelf"}) == (
+        "env 'a': algorithm 'reward' trains the rl component, and source 'shelf' can feed ce only: "
+        "nobody sampled its tokens from the policy. Use an algorithm that feeds ce, such as sft, "
+        "or another source."
+    )
+
+
+def test_attribution_that_the_renderer_does_not_give():
+    check("reward", renderer="plain")
+    assert refusal("observe", renderer="plain") == (
+        "env 'a': algorithm 'observe' tells tokens apart by their message's role and body, and "
+        "renderer 'plain' does not tell it. Set orchestrator.renderer.name to the renderer of the "
+        "model's family."
+    )
+
+
+def test_a_source_that_nobody_offers():
+    assert refusal("imitate", {"type": "shelff"}).endswith("Did you mean 'shelf'?")
+
+
+def test_settings_of_a_source():
+    assert "env 'a': algorithm 'imitate': sampling.source (source 'shelf').zz: unknown key" in (
+        refusal("imitate", {"type": "shelf", "zz": 1})
+    )
+
+
+def test_how_to_ask_needs_somebody_to_ask():
+    assert "sampling.source is none. Leave it out." in refusal("reward", client="chat")
+
+
+def test_the_settings_class_is_the_default_one():
+    assert Shelf.config_class is PluginConfig

@@ -1,0 +1,195 @@
+"""Liveness decides: salt, ageing, and who is waited for."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+
+from prime_rl import FrozenModel, PluginConfig, Source
+from prime_rl.orchestrator.env import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.orchestrator.host import Outages
+from prime_rl.orchestrator.producers import Ask, Sampled, SampledFrozen, Supplied, Unusable
+from prime_rl.testing import FakeHost, make_rollout
+
+ASK = Ask(group_id=7, example_id=2, member=3, policy_version=5, seed=11)
+BRANCH = BranchTokens(
+    token_ids=[1, 2, 3],
+    sampled_mask=[False, True, True],
+    logprobs=[0.0, -0.5, -0.25],
+    roles=["user", "assistant", "assistant"],
+    is_content=[True, True, True],
+    node_ids=[0, 1, 1],
+    policy_versions=None,
+)
+GOOD = RolloutResult(ok=True, reward=0.5, branches=[BRANCH], agent="solver")
+REFUSED = RolloutResult(ok=False, error_type="ProviderError", error="gone")
+
+
+class Examples:
+    def __getitem__(self, index):
+        return SimpleNamespace(id=index, fields={"prompt": f"word {index}"})
+
+
+@dataclass
+class Env:
+    """Stands for the verifiers adapter: answers in turn, and remembers what it was asked."""
+
+    answers: list
+    examples: Examples = field(default_factory=Examples)
+    num_examples: int = 4
+    calls: list = field(default_factory=list)
+
+    async def run(self, example, **asked):
+        self.calls.append((example.id, asked))
+        answer = self.answers[min(len(self.calls), len(self.answers)) - 1]
+        return [answer]
+
+
+def live(*answers):
+    endpoint = ModelEndpoint("m", "http://127.0.0.1:1/v1")
+    env = Env(list(answers))
+    return Sampled("a", env, endpoint, SamplingSettings(temperature=0.7)), env
+
+
+def frozen(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):
+    env = Env(list(answers))
+    model = FrozenModel(name="t", base_url=urls, api_key_var="KEY")
+    settings = SamplingSettings(temperature=1.0)
+    return SampledFrozen("a", env, model, client, settings, rendering, on_waiting), env
+
+
+async def test_a_live_rollout_is_salted_by_its_version_and_ages():
+    producer, env = live(GOOD)
+    (rollout,) = await producer.produce(ASK)
+    example, asked = env.calls[0]
+    assert (example, asked["cache_salt"], asked["seed"], asked["group_id"]) == (2, "5", 11, 7)
+    assert producer.is_live and rollout.is_live and rollout.has_logprobs
+    assert (rollout.policy_version, rollout.episode_id, rollout.agent) == (5, 3, "solver")
+    assert rollout.task == {"prompt": "word 2"} and rollout.samples[0].temperature == 0.7
+
+
+async def test_a_frozen_rollout_has_a_stable_cache_and_never_ages():
+    producer, env = frozen("http://127.0.0.1:1/v1", GOOD)
+    (rollout,) = await producer.produce(ASK)
+    _, asked = env.calls[0]
+    assert asked["cache_salt"] is None
+    assert asked["model"] == ModelEndpoint("t", "http://127.0.0.1:1/v1", "KEY")
+    assert not producer.is_live and not rollout.is_live and rollout.source == "frozen"
+
+
+async def test_a_failed_episode_is_unusable_and_says_how():
+    producer, _ = live(RolloutResult(ok=False, error_type="TaskError", error="no"))
+    with pytest.raises(Unusable) as caught:
+        await producer.produce(ASK)
+    assert caught.value.result.error_type == "TaskError"
+
+
+async def test_an_episode_without_trainable_tokens_is_unusable():
+    bare = RolloutResult(ok=True, branches=[])
+    producer, _ = live(bare)
+    with pytest.raises(Unusable, match="no agent left tokens to train"):
+        await producer.produce(ASK)
+
+
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "t"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def there():
+    """The URL of an endpoint that is there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Models)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def nobody():
+    """The URL of a port that nobody listens on."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Models)
+    port = server.server_port
+    server.server_close()
+    return port, f"http://127.0.0.1:{port}/v1"
+
+
+async def test_an_endpoint_that_is_there_and_refuses_is_a_failure_like_any_other(there):
+    producer, env = frozen(there, REFUSED)
+    with pytest.raises(Unusable, match="gone"):
+        await producer.produce(ASK)
+    assert len(env.calls) == 1
+
+
+async def test_a_dead_replica_is_passed_over(there):
+    _, dead = nobody()
+    producer, env = frozen([there, dead], REFUSED, GOOD)  # group 7: the second one is its own
+    await producer.produce(ASK)
+    assert [asked["model"].base_url for _, asked in env.calls] == [dead, there]
+
+
+async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back():
+    outages = Outages()
+    seen = []
+    outages.changed = lambda: seen.append(outages.waiting_for)
+    port, url = nobody()
+    producer, env = frozen(url, REFUSED, GOOD, on_waiting=outages.reporter())
+    asking = asyncio.create_task(producer.produce(ASK))
+    while not seen:
+        await asyncio.sleep(0.01)
+    assert seen == [f"the model that env 'a' samples from ({url} does not answer)"]
+    assert not asking.done()
+    server = ThreadingHTTPServer(("127.0.0.1", port), Models)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        (rollout,) = await asyncio.wait_for(asking, 20)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert rollout.reward == 0.5 and seen[-1] is None and len(env.calls) == 2
+
+
+async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_them(there):
+    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    trace = SimpleNamespace(messages=[message])
+    reply = RolloutResult(ok=True, reward=1.0, trace=trace)
+    producer, env = frozen(there, reply, client="chat", rendering=FakeHost())
+    (rollout,) = await producer.produce(ASK)
+    assert env.calls[0][1]["model"].client == "chat"
+    (sample,) = rollout.samples
+    assert sample.token_ids.tolist() == [ord("b")] and sample.loss_mask.tolist() == [True]
+    assert not rollout.has_logprobs
+
+
+class Shelf(Source):
+    name = "shelf"
+
+    async def group(self, request):
+        return [make_rollout(1.0, group_id=request.group_id)] * request.example_id
+
+
+async def test_a_source_hands_out_whole_groups_and_an_empty_one_is_no_failure():
+    producer = Supplied("a", Env([]), Shelf(PluginConfig()))
+    rollouts = await producer.produce(ASK)
+    assert producer.whole_group and len(rollouts) == 2 and rollouts[0].group_id == 7
+    assert await producer.produce(Ask(7, 0, 0, 5, 11)) == []
+
+
+def test_a_source_may_have_examples_of_its_own():
+    class Own(Shelf):
+        def task(self, example_id):
+            return {"prompt": "its own"}
+
+    assert Supplied("a", Env([]), Own(PluginConfig())).task(0) == {"prompt": "its own"}
+    assert Supplied("a", Env([]), Shelf(PluginConfig())).task(1) == {"prompt": "word 1"}

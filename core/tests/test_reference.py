@@ -1,0 +1,454 @@
+"""Reference scoring over real HTTP: what is sent, what is read, outages, replicas, refusals."""
+
+import asyncio
+import logging
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+
+from prime_rl import ConfigError, EngineError, FrozenModel
+from prime_rl.inference.reference import ScoringPool
+
+WHERE = "env 'a': teacher"
+MODEL = "big"
+QUICK = (0.02, 0.05)
+
+
+class Engine:
+    """A stand-in engine: the logprob of token t is -t / 8. Fails as told, notes what it is
+    asked."""
+
+    def __init__(self, **settings):
+        self.asked, self.headers, self.refusals = [], [], []
+        self.inflight = self.most_inflight = 0
+        self.names, self.max_model_len, self.healthy = [MODEL], 64, True
+        self.delay = lambda ids: 0.0
+        self.entries = lambda ids: [None, *({str(t): {"logprob": -t / 8}} for t in ids[1:])]
+        self.__dict__ |= settings
+
+    async def models(self, request):
+        cards = [{"id": name, "max_model_len": self.max_model_len} for name in self.names]
+        return web.json_response({"data": cards})
+
+    async def health(self, request):
+        return web.Response(status=200 if self.healthy else 503, text="loading")
+
+    async def generate(self, request):
+        body = await request.json()
+        self.asked.append(body)
+        self.headers.append(request.headers)
+        if self.refusals:
+            status, text = self.refusals.pop(0)
+            return web.Response(status=status, text=text)
+        self.inflight += 1
+        self.most_inflight = max(self.most_inflight, self.inflight)
+        try:
+            await asyncio.sleep(self.delay(body["token_ids"]))
+        finally:
+            self.inflight -= 1
+        return web.json_response({"prompt_logprobs": self.entries(body["token_ids"])})
+
+
+@asynccontextmanager
+async def serving(engine, port=0):
+    """The engine's URL, as a config writes it."""
+    app = web.Application()
+    app.router.add_get("/v1/models", engine.models)
+    app.router.add_get("/health", engine.health)
+    app.router.add_post("/inference/v1/generate", engine.generate)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port, shutdown_timeout=0.1)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def pool(*urls, **settings):
+    scoring = ScoringPool(urls, MODEL, **{"where": WHERE, "backoff": QUICK} | settings)
+    try:
+        yield scoring
+    finally:
+        await scoring.close()
+
+
+@asynccontextmanager
+async def scoring_one(settings=None, **engine_settings):
+    engine = Engine(**engine_settings)
+    async with serving(engine) as url, pool(url, **settings or {}) as scoring:
+        yield engine, scoring
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -- what is asked, what is read ---------------------------------------------------------------
+
+
+async def test_each_token_is_scored_and_the_first_is_zero():
+    async with scoring_one() as (engine, scoring):
+        column = await scoring.logprobs([8, 4, 2])
+    assert column.tolist() == [0.0, -0.5, -0.25]
+    assert column.dtype == "float32"
+    assert engine.asked == [
+        {
+            "model": "big",
+            "token_ids": [8, 4, 2],
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+        }
+    ]
+
+
+async def test_a_logprob_is_found_by_its_token_wherever_it_stands():
+    def entries(ids):
+        return [None, {"7": {"logprob": -9.0}, str(ids[1]): {"logprob": -1.5, "rank": 2}}]
+
+    async with scoring_one(entries=entries) as (_, scoring):
+        assert (await scoring.logprobs([1, 2])).tolist() == [0.0, -1.5]
+
+
+async def test_nothing_is_asked_about_a_sequence_without_a_second_token():
+    async with scoring_one() as (engine, scoring):
+        assert (await scoring.logprobs([5])).tolist() == [0.0]
+        assert (await scoring.logprobs([])).tolist() == []
+    assert engine.asked == []
+
+
+async def test_the_salt_is_that_of_the_moment():
+    versions = iter(["3", "4", None])
+    settings = {"cache_salt": lambda: next(versions)}
+    async with scoring_one(settings) as (engine, scoring):
+        for _ in range(3):
+            await scoring.logprobs([1, 2])
+    assert [body.get("cache_salt", "none") for body in engine.asked] == ["3", "4", "none"]
+
+
+async def test_the_key_of_a_frozen_model_comes_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TEACHER_KEY", "s3cret")
+    engine = Engine()
+    async with serving(engine) as url:
+        model = FrozenModel(name=MODEL, base_url=url, api_key_var="TEACHER_KEY")
+        scoring = ScoringPool.frozen(model, where=WHERE, on_waiting=lambda text: None)
+        await scoring.logprobs([1, 2])
+        await scoring.close()
+    assert engine.headers[0]["Authorization"] == "Bearer s3cret"
+    assert "cache_salt" not in engine.asked[0]
+
+
+def test_a_missing_key_is_named(monkeypatch):
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    model = FrozenModel(name=MODEL, base_url="http://h/v1", api_key_var="TEACHER_KEY")
+    with pytest.raises(ConfigError) as caught:
+        ScoringPool.frozen(model, where=WHERE, on_waiting=lambda text: None)
+    assert str(caught.value) == (
+        "env 'a': teacher 'big': api_key_var = 'TEACHER_KEY', and the environment has no such "
+        "variable, or an empty one. Export it, or leave api_key_var out if the endpoint needs no "
+        "key."
+    )
+
+
+async def test_answers_that_overtake_each_other_reach_who_asked():
+    async with scoring_one(delay=lambda ids: 0.1 / ids[0]) as (_, scoring):
+        columns = await asyncio.gather(*(scoring.logprobs([i, i]) for i in range(1, 9)))
+    assert [column[1] for column in columns] == [-i / 8 for i in range(1, 9)]
+
+
+async def test_no_more_than_max_concurrency_are_in_flight():
+    async with scoring_one({"max_concurrency": 3}, delay=lambda ids: 0.02) as (engine, scoring):
+        await asyncio.gather(*(scoring.logprobs([1, 2]) for _ in range(12)))
+    assert engine.most_inflight == 3
+    assert len(engine.asked) == 12
+
+
+async def test_a_cancelled_score_frees_its_slot_and_its_request():
+    delays = {1: 60.0, 2: 0.0}
+    settings = {"max_concurrency": 1}
+    async with scoring_one(settings, delay=lambda ids: delays[ids[0]]) as (engine, scoring):
+        slow = asyncio.create_task(scoring.logprobs([1, 1]))
+        while not engine.inflight:
+            await asyncio.sleep(0.01)
+        slow.cancel()
+        assert (await asyncio.wait_for(scoring.logprobs([2, 2]), 5)).tolist() == [0.0, -0.25]
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+
+
+# -- outages -----------------------------------------------------------------------------------
+
+
+async def test_what_may_pass_is_tried_again_and_logged_once(caplog):
+    refusals = [(500, "oops"), (429, "slow down"), (503, "loading")]
+    with caplog.at_level(logging.WARNING, "prime_rl.inference.reference"):
+        async with scoring_one(refusals=refusals) as (engine, scoring):
+            assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
+    assert len(engine.asked) == 4
+    away, back = (record.getMessage() for record in caplog.records)
+    assert away.startswith("env 'a': teacher 'big' at http://127.0.0.1:")
+    assert away.endswith(" is away: /inference/v1/generate answers 500 oops; trying on")
+    assert " answers again after " in back
+
+
+async def test_an_outage_pauses_names_the_endpoint_and_ends():
+    port, said = free_port(), []
+    url = f"http://127.0.0.1:{port}"
+    async with pool(url, on_waiting=said.append) as scoring:
+        scores = [asyncio.create_task(scoring.logprobs([8, 4])) for _ in range(3)]
+        while len(said) < 8:  # every one of them waits, and goes on trying
+            await asyncio.sleep(0.01)
+        assert not any(score.done() for score in scores)
+        assert set(said) == {f"env 'a': teacher 'big' at {url} (Connection refused)"}
+        async with serving(Engine(), port):
+            columns = await asyncio.wait_for(asyncio.gather(*scores), 10)
+        assert [column.tolist() for column in columns] == [[0.0, -0.5]] * 3
+    assert said[-1] is None
+    assert said.count(None) == 1
+
+
+async def test_a_wait_that_is_cancelled_is_not_shown_any_longer():
+    said = []
+    async with pool(f"http://127.0.0.1:{free_port()}", on_waiting=said.append) as scoring:
+        score = asyncio.create_task(scoring.logprobs([8, 4]))
+        while not said:
+            await asyncio.sleep(0.01)
+        score.cancel()
+        await asyncio.gather(score, return_exceptions=True)
+    assert said[-1] is None
+
+
+async def test_a_request_without_an_answer_in_time_is_tried_again():
+    waits = iter([60.0, 0.0])
+    said = []
+    settings = {"timeout": 0.1, "on_waiting": said.append}
+    async with scoring_one(settings, delay=lambda ids: next(waits)) as (engine, scoring):
+        assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
+    assert len(engine.asked) == 2
+    assert said[0].endswith("(no answer within 0.1 s)")
+
+
+async def test_the_pause_between_tries_doubles_up_to_its_bound():
+    refusals = [(500, "oops")] * 4
+    async with scoring_one({"backoff": (0.1, 0.2)}, refusals=refusals) as (_, scoring):
+        start = asyncio.get_running_loop().time()
+        await scoring.logprobs([8, 4])
+        # 0.1 + 0.2 + 0.2 + 0.2; without doubling it were 0.4
+        assert asyncio.get_running_loop().time() - start >= 0.69
+
+
+async def test_requests_that_fail_together_are_one_try():
+    refusals = [(500, "oops")] * 12
+    async with scoring_one({"backoff": (0.1, 100.0)}, refusals=refusals) as (engine, scoring):
+        scores = (scoring.logprobs([8, 4]) for _ in range(12))
+        await asyncio.wait_for(asyncio.gather(*scores), 5)  # twelve doublings would pause for 100 s
+    assert len(engine.asked) == 24
+
+
+async def test_every_outage_is_logged_and_starts_with_a_short_pause(caplog):
+    settings = {"backoff": (0.02, 100.0)}
+    with caplog.at_level(logging.WARNING, "prime_rl.inference.reference"):
+        async with scoring_one(settings) as (engine, scoring):
+            for _ in range(12):  # one outage that long would pause for a minute
+                engine.refusals = [(500, "oops")]
+                await asyncio.wait_for(scoring.logprobs([8, 4]), 5)
+    said = [record.getMessage().split("127.0.0.1")[1].split(" ", 2)[1] for record in caplog.records]
+    assert said == ["is", "answers"] * 12
+
+
+# -- replicas ----------------------------------------------------------------------------------
+
+
+async def test_a_group_stays_on_one_replica():
+    engines = [Engine(), Engine()]
+    async with serving(engines[0]) as one, serving(engines[1]) as two, pool(one, two) as scoring:
+        for group_id in (0, 1, 2, 3, 3, 3):
+            await scoring.logprobs([group_id, 1], group_id=group_id)
+    assert [[body["token_ids"][0] for body in engine.asked] for engine in engines] == [
+        [0, 2],
+        [1, 3, 3, 3],
+    ]
+
+
+async def test_a_dead_replica_is_skipped_and_comes_back():
+    engine, port, said = Engine(), free_port(), []
+    revived = Engine()
+    dead = f"http://127.0.0.1:{port}/v1"
+    async with serving(engine) as url, pool(dead, url, on_waiting=said.append) as scoring:
+        assert (await scoring.logprobs([8, 4], group_id=0)).tolist() == [0.0, -0.5]
+        assert len(engine.asked) == 1
+        async with serving(revived, port):
+            while not revived.asked:
+                await scoring.logprobs([8, 4], group_id=0)
+                await asyncio.sleep(0.01)
+            before = len(engine.asked)
+            for _ in range(3):
+                await scoring.logprobs([8, 4], group_id=0)
+    assert len(revived.asked) == 4
+    assert len(engine.asked) == before
+    assert said == []
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+async def refused(error=EngineError, ids=(8, 4), settings=None, **engine_settings):
+    """The message, with the port taken out, and the requests it took."""
+    async with scoring_one(settings, **engine_settings) as (engine, scoring):
+        with pytest.raises(error) as caught:
+            await asyncio.wait_for(scoring.logprobs(list(ids)), 10)
+        root = scoring._replicas[0].root
+    return str(caught.value).replace(root, "URL"), len(engine.asked)
+
+
+async def test_a_refusal_ends_it_with_where_what_and_what_to_do():
+    message, tries = await refused(refusals=[(400, "token_ids[1] is 9999.")])
+    assert message == (
+        "env 'a': teacher 'big' at URL refuses /inference/v1/generate: 400 token_ids[1] is 9999. "
+        "Check that it is an engine that scores prompts (docs/engines.md)."
+    )
+    assert tries == 1
+
+
+async def test_a_wrong_name_says_which_models_are_served():
+    message, tries = await refused(names=["small", "base"])
+    assert message == (
+        "env 'a': teacher 'big' at URL serves 'small', 'base'. Mend the name or the base_url."
+    )
+    assert tries == 0
+
+
+async def test_a_key_that_is_wanted_is_said():
+    message, _ = await refused(refusals=[(401, "who are you?")])
+    assert message.endswith("401 who are you?. Give its key by api_key_var.")
+
+
+async def test_a_server_without_the_route_is_told_from_a_wrong_name():
+    message, _ = await refused(refusals=[(404, "Not Found")])
+    assert message == (
+        "env 'a': teacher 'big' at URL refuses /inference/v1/generate: 404 Not Found. It serves "
+        "the model but not this route: a reference must give prompt_logprobs (prime-rl serve, "
+        "vLLM with --enable-scale-out)."
+    )
+
+
+async def test_a_sequence_beyond_the_context_is_refused_before_it_is_sent():
+    message, tries = await refused(ids=[1] * 9, max_model_len=8)
+    assert message == (
+        "env 'a': teacher 'big' at URL takes 8 tokens (its max_model_len), and this sequence has "
+        "9. Serve it with more, or lower seq_len or max_completion_tokens."
+    )
+    assert tries == 0
+
+
+async def test_a_sequence_that_fills_the_context_is_tried_and_the_way_out_is_named():
+    async with scoring_one(max_model_len=2) as (_, scoring):
+        assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
+    message, _ = await refused(max_model_len=2, refusals=[(400, "too long")])
+    assert message.endswith("Serve it with a max_model_len of 3: one token is sampled.")
+
+
+@pytest.mark.parametrize(
+    ("entries", "fault"),
+    [
+        (None, "no prompt_logprobs in the answer; a reference must give them"),
+        ([None], "got 1 prompt_logprobs, expected 2"),
+        ([None, None], "position 1 of 2: no logprob of token 4"),
+        ([None, {"5": {"logprob": -1.0}}], "position 1 of 2: no logprob of token 4"),
+        (
+            [None, {"4": {"logprob": -9999.0}}],
+            "position 1 of 2: token 4 is impossible to this model (logprob -9999): no finite "
+            "signal leads towards it. Use a reference whose vocabulary is the policy's",
+        ),
+    ],
+)
+async def test_nothing_is_guessed_where_a_logprob_is_missing(entries, fault):
+    message, tries = await refused(entries=lambda ids: entries)
+    assert message == f"env 'a': teacher 'big' at URL: /inference/v1/generate: {fault}"
+    assert tries == 1
+
+
+# -- readiness ---------------------------------------------------------------------------------
+
+
+async def test_ready_waits_until_the_server_is_up_and_healthy():
+    port, said, engine = free_port(), [], Engine(healthy=False)
+    async with pool(f"http://127.0.0.1:{port}", on_waiting=said.append) as scoring:
+        ready = asyncio.create_task(scoring.wait_ready(30))
+        while not said:
+            await asyncio.sleep(0.01)
+        async with serving(engine, port):
+            while not said[-1].endswith("(/health answers 503 loading)"):
+                await asyncio.sleep(0.01)
+            assert not ready.done()
+            engine.healthy = True
+            await asyncio.wait_for(ready, 10)
+            assert scoring._replicas[0].failures == 0
+    assert "(Connection refused)" in said[0]
+    assert said[-1] is None
+
+
+async def test_ready_gives_up_in_time_and_says_why():
+    url = f"http://127.0.0.1:{free_port()}"
+    async with pool(url) as scoring:
+        with pytest.raises(EngineError) as caught:
+            await scoring.wait_ready(0.1)
+    assert str(caught.value) == (
+        f"env 'a': teacher 'big' at {url} is not ready after 0.1 s: Connection refused. Start it, "
+        "or mend the base_url."
+    )
+
+
+async def test_ready_refuses_a_server_of_other_models_at_once():
+    async with scoring_one(names=["small"]) as (_, scoring):
+        with pytest.raises(ConfigError, match=r"serves 'small'\. Mend the name or the base_url\."):
+            await scoring.wait_ready(30)
+
+
+async def test_ready_needs_every_replica():
+    async with serving(Engine()) as url, pool(url, f"http://127.0.0.1:{free_port()}") as scoring:
+        with pytest.raises(EngineError, match="not ready after"):
+            await scoring.wait_ready(0.1)
+
+
+async def test_a_server_that_comes_back_as_another_model_is_noticed():
+    port, impostor = free_port(), Engine(names=["small"])
+    async with pool(f"http://127.0.0.1:{port}") as scoring:
+        async with serving(Engine(), port):
+            await scoring.logprobs([8, 4])
+        score = asyncio.create_task(scoring.logprobs([8, 4]))
+        await asyncio.sleep(0.05)
+        async with serving(impostor, port):
+            with pytest.raises(EngineError, match="serves 'small'"):
+                await asyncio.wait_for(score, 10)
+    assert impostor.asked == []
+
+
+# -- the real engine ---------------------------------------------------------------------------
+
+
+async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from prime_rl_embedded.testing import serve, write_model
+
+    folder = write_model(tmp_path / "model")
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randint(9, 265, (n,), generator=generator).tolist() for n in (2, 40, 63, 17)]
+    with serve(folder, max_model_len=64) as served:
+        scoring = ScoringPool([f"{served.url}/v1"], "tiny", where=WHERE)
+        await scoring.wait_ready(30)
+        columns = await asyncio.gather(*map(scoring.logprobs, rows))
+        await scoring.close()
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for ids, column in zip(rows, columns, strict=True):
+        with torch.no_grad():
+            table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected = [0.0, *(float(table[i - 1, ids[i]]) for i in range(1, len(ids)))]
+        assert column.tolist() == pytest.approx(expected, abs=1e-4)
