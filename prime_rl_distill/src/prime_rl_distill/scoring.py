@@ -1,0 +1,29 @@
+"""A rollout's sampled tokens under a reference model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from prime_rl import ReferenceModel, Rollout
+
+
+async def sampled_logprobs(
+    model: ReferenceModel, rollout: Rollout, prefix: Sequence[int] = ()
+) -> np.ndarray:
+    """Log-probabilities of the trainable tokens, in order: [C].
+
+    Every sample is scored whole, after ``prefix``, all of them at once; what belongs to the prefix
+    is sliced off. Raises ``EngineError`` if the model refuses.
+    """
+    columns = await asyncio.gather(
+        *(
+            model.logprobs([*prefix, *sample.token_ids], group_id=rollout.group_id)
+            for sample in rollout.samples
+        )
+    )
+    start = len(prefix)
+    pairs = zip(columns, rollout.samples, strict=True)
+    return np.concatenate([column[start:][sample.loss_mask] for column, sample in pairs])

@@ -1,0 +1,143 @@
+"""opd and sft: what is asked of the teacher, which stream it becomes, what is refused."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from prime_rl import ConfigError, FrozenModel
+from prime_rl.orchestrator.scoring import stamp
+from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.rollout import Rollout, Sample
+from prime_rl.testing import FakeHost, FakeReference, check_algorithm, make_rollout, score
+from prime_rl_distill import OPD, SFT
+from prime_rl_distill.opd import OPDConfig
+
+TEACHER = {"name": "big", "base_url": "http://127.0.0.1:8000/v1"}
+WHERE = "env 'a': algo"
+
+
+def opd():
+    return OPD(OPDConfig(teacher=TEACHER))
+
+
+def sample(token_ids, mask):
+    return Sample(
+        token_ids=np.array(token_ids, np.int32),
+        loss_mask=np.array(mask, np.bool_),
+        inference_logprobs=np.where(mask, np.float32(-1.0), np.float32(0.0)),
+    )
+
+
+def two_samples():
+    samples = [sample([5, 6, 7, 8], [0, 1, 0, 1]), sample([9, 3], [0, 1])]
+    return Rollout(env="a", example_id=0, group_id=4, reward=0.0, samples=samples)
+
+
+def refusal(settings):
+    with pytest.raises(ConfigError) as caught:
+        settings_of(OPD, ALGORITHM, settings, WHERE)
+    return str(caught.value)
+
+
+# -- opd ---------------------------------------------------------------------------------------
+
+
+def test_opd_scores_whole_samples_and_keeps_what_the_policy_sampled():
+    host = FakeHost(frozen=FakeReference(lambda ids: [-token / 8 for token in ids]))
+    rollout = two_samples()
+    score(opd(), [rollout], host=host)
+    assert host.connected == [FrozenModel(**TEACHER)]
+    assert host.frozen.asked == [[5, 6, 7, 8], [9, 3]]
+    assert host.policy.asked == []
+    assert rollout.samples[0].ref_logprobs.tolist() == [0.0, -0.75, 0.0, -1.0]
+    assert rollout.samples[1].ref_logprobs.tolist() == [0.0, -0.375]
+
+
+def test_opd_trains_the_sampled_tokens_in_ref_kl_alone_and_gives_no_credit():
+    rollout = two_samples()
+    score(opd(), [rollout])
+    stamp(rollout, OPD.action_loss)
+    first = rollout.samples[0]
+    assert first.ref_kl_weights.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert first.rl_weights.tolist() == [0.0] * 4
+    assert first.advantages is None
+    assert first.ce_weights is None
+
+
+def test_opd_asks_about_all_samples_at_once_and_keeps_a_group_together():
+    class Meeting:
+        """Answers when two have asked."""
+
+        def __init__(self):
+            self.barrier = asyncio.Barrier(2)
+            self.groups = []
+
+        async def logprobs(self, token_ids, *, group_id=0):
+            self.groups.append(group_id)
+            await asyncio.wait_for(self.barrier.wait(), 5)
+            return np.full(len(token_ids), -0.5, np.float32)
+
+    class Host(FakeHost):
+        def connect(self, model):
+            self.meeting = Meeting()
+            return self.meeting
+
+    host, rollout = Host(), two_samples()
+    score(opd(), [rollout], host=host)
+    assert host.meeting.groups == [4, 4]
+    assert rollout.samples[1].ref_logprobs.tolist() == [0.0, -0.5]
+
+
+def test_opd_needs_no_siblings_and_no_frozen_source():
+    assert not OPD.group_relative
+    assert not OPD.needs_frozen_source
+
+
+def test_opd_against_the_policy_is_refused_with_the_way_out():
+    assert refusal({"teacher": "policy"}) == (
+        "env 'a': algo (algorithm 'opd').teacher: the policy cannot be its own teacher: the KL "
+        "would be zero everywhere. Give a frozen model (name and base_url), or use the algorithm "
+        "opsd, in which the policy learns from itself shown a demonstration (got 'policy')"
+    )
+
+
+def test_opd_without_a_teacher_is_refused():
+    assert refusal({}) == (
+        "env 'a': algo (algorithm 'opd').teacher: required, and nothing was given"
+    )
+
+
+def test_opd_with_a_teacher_that_nobody_hosts_is_refused():
+    assert refusal({"teacher": {"name": "big"}}) == (
+        "env 'a': algo (algorithm 'opd').teacher: a frozen model needs a base_url, and there is "
+        "none: prime-rl hosts the policy only. Start the model (prime-rl serve MODEL) and give its "
+        'URL, e.g. base_url = ["http://127.0.0.1:8000/v1"]'
+    )
+
+
+def test_opd_keeps_the_contract():
+    check_algorithm(opd())
+
+
+# -- sft ---------------------------------------------------------------------------------------
+
+
+def test_sft_trains_every_sampled_token_by_cross_entropy():
+    rollout = make_rollout(reward=1.0, prompt=2, completion=3)
+    score(SFT(SFT.config_class()), [rollout])
+    stamp(rollout, SFT.action_loss)
+    (only,) = rollout.samples
+    assert only.ce_weights.tolist() == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert only.rl_weights.tolist() == [0.0] * 5
+    assert only.advantages is None
+    assert only.ref_logprobs is None
+
+
+def test_sft_wants_somebody_else_to_sample():
+    assert SFT.needs_frozen_source
+    assert not SFT.group_relative
+
+
+def test_sft_keeps_the_contract():
+    check_algorithm(SFT(SFT.config_class()))
