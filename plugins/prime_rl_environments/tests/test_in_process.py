@@ -336,14 +336,37 @@ def test_a_reply_that_names_its_tokens_is_left_alone() -> None:
     assert with_token_names(reply) is reply
 
 
-def test_every_turn_of_every_agent_draws_numbers_of_its_own() -> None:
+def test_every_turn_of_every_run_of_every_agent_draws_numbers_of_its_own() -> None:
     from in_process.engine import seed_offset, with_offset
 
-    offsets = {seed_offset(agent, number) for agent in ("agent", "judge") for number in range(4)}
-    assert len(offsets) == 8 and seed_offset("agent", 0) == 0
+    offsets = {
+        seed_offset(agent, number, run)
+        for agent in ("agent", "judge")
+        for number in range(4)
+        for run in range(3)
+    }
+    assert len(offsets) == 24 and seed_offset("agent", 0) == 0
     body = {"token_ids": [1], "sampling_params": {"seed": 2**31 - 1, "temperature": 1.0}}
     assert with_offset(body, 0) is body
     assert with_offset(body, 3)["sampling_params"] == {"seed": 2, "temperature": 1.0}
     assert body["sampling_params"]["seed"] == 2**31 - 1
     unseeded = {"sampling_params": {"temperature": 1.0}}
     assert with_offset(unseeded, 3) is unseeded
+
+
+def test_runs_of_an_agent_are_numbered_and_forgotten_with_its_episode() -> None:
+    from types import SimpleNamespace
+
+    from in_process import turns
+
+    class Context:
+        """Stands in for an agent's context: one an agent and episode."""
+
+    traces: list[Any] = [SimpleNamespace(id=name) for name in "abc"]
+    first, second = Context(), Context()
+    numbers: list[int] = [turns.run_number(first, trace) for trace in (*traces, traces[0])]
+    assert numbers == [0, 1, 2, 0]  # a later segment belongs to its run
+    assert turns.run_number(second, traces[2]) == 0
+    known = len(turns._runs)
+    del first, second
+    assert len(turns._runs) == known - 2

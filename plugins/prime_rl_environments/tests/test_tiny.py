@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from prime_rl import RunError
 from prime_rl_environments import register_models
-from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
+from prime_rl_environments.tiny import TinyChat, TinyReverse, TinyReverseConfig
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 from prime_rl_environments.words import position_score, words
 
@@ -49,9 +49,9 @@ def renderer() -> Any:
     return create_renderer(TOKENIZER, Qwen3RendererConfig(thinking_retention="all"))
 
 
-def test_the_hook_offers_the_maker() -> None:
-    assert list(register_models()) == [TinyReverse]
-    assert TinyReverse.name == "tiny-reverse"
+def test_the_hook_offers_the_makers() -> None:
+    assert list(register_models()) == [TinyReverse, TinyChat]
+    assert (TinyReverse.name, TinyChat.name) == ("tiny-reverse", "tiny-chat")
 
 
 def test_importing_the_plugin_imports_nothing_heavy() -> None:
@@ -123,6 +123,24 @@ def test_a_seed_makes_the_same_weights_again_and_another_seed_others(tmp_path: P
         TinyReverse(untrained).make(tmp_path / name, seed, ignore)
     a, b, c = (digest(tmp_path / name / "model.safetensors") for name in "abc")
     assert a == b != c
+
+
+def test_progress_is_half_steps_and_half_what_is_right() -> None:
+    from prime_rl_environments.tiny.make import share_done
+
+    assert [share_done(*each) for each in ((0, 0, 0.9), (0.5, 0, 0.9), (2, 0.45, 0.9))] == [
+        0,
+        0.25,
+        0.75,
+    ]
+    assert share_done(9, 1, 0.9) == 0.99
+
+
+@pytest.mark.slow
+def test_a_warmer_policy_makes_a_teacher(tmp_path: Path) -> None:
+    TinyReverse(TinyReverseConfig(warmup_exact=0.9)).make(tmp_path / "m", 0, ignore)
+    report = json.loads((tmp_path / "m" / "warmup.json").read_text())
+    assert report["exact"] >= 0.9 and report["steps"] < 500
 
 
 def test_a_warm_up_that_does_not_get_there_says_so_and_leaves_nothing(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class Call:
     """The generate call under way."""
 
     seed_offset: int
-    """Added to the rollout's seed: every turn of every agent draws numbers of its own."""
+    """Added to the rollout's seed: every turn of every run of every agent draws numbers of its
+    own."""
     spans: list[Span]
     """Where the policy versions of its tokens go."""
 
@@ -45,10 +46,10 @@ _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 
 @contextmanager
-def recorded_versions(agent: str, number: int) -> Iterator[list[Span]]:
-    """Collects the spans of an agent's model call ``number``, made inside; empty if the engine
-    does not tell."""
-    call = Call(seed_offset(agent, number), [])
+def recorded_versions(agent: str, number: int, run: int = 0) -> Iterator[list[Span]]:
+    """Collects the spans of model call ``number`` of an agent's ``run`` in its episode, made
+    inside; empty if the engine does not tell."""
+    call = Call(seed_offset(agent, number, run), [])
     token = _call.set(call)
     try:
         yield call.spans
@@ -56,9 +57,11 @@ def recorded_versions(agent: str, number: int) -> Iterator[list[Span]]:
         _call.reset(token)
 
 
-def seed_offset(agent: str, number: int) -> int:
+def seed_offset(agent: str, number: int, run: int = 0) -> int:
     """0 for the first call of a plain env's one agent: its seed is the one asked for."""
-    return zlib.crc32(f"{agent}/{number}".encode()) if number or agent != "agent" else 0
+    if (agent, number, run) == ("agent", 0, 0):
+        return 0
+    return zlib.crc32(f"{agent}/{number}/{run}".encode() if run else f"{agent}/{number}".encode())
 
 
 def with_offset(body: Mapping[str, Any], offset: int) -> Mapping[str, Any]:

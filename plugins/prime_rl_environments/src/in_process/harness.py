@@ -54,7 +54,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
     ) -> vf.ProgramResult:
         """One segment: from the prompt in ``data`` to a reply in text, or to the turn verifiers
         refuses."""
-        driver = TurnDriver(secret, trace)
+        driver = TurnDriver(secret, trace, ctx)
         request: Wire = {"model": ctx.model, "messages": self.opening(data)}
         if self.tools:
             request["tools"] = [tool.schema for tool in self.tools.values()]  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,12 +37,29 @@ class DirectRequest(dict[Any, Any]):
         return self._body
 
 
+_runs: dict[int, list[str]] = {}
+"""Traces of each live agent, in the order they began, by the ``id()`` of the agent's context."""
+
+
+def run_number(ctx: vf.ModelContext, trace: vf.Trace) -> int:
+    """How many runs the agent began in its episode before this one: verifiers makes a context an
+    agent and episode."""
+    if id(ctx) not in _runs:
+        _runs[id(ctx)] = []
+        weakref.finalize(ctx, _runs.pop, id(ctx), None)
+    runs = _runs[id(ctx)]
+    if trace.id not in runs:
+        runs.append(trace.id)
+    return runs.index(trace.id)
+
+
 class TurnDriver:
     """Runs the turns of one segment of one rollout."""
 
-    def __init__(self, secret: str, trace: vf.Trace) -> None:
+    def __init__(self, secret: str, trace: vf.Trace, ctx: vf.ModelContext) -> None:
         self.secret = secret
         self.trace = trace
+        self.run = run_number(ctx, trace)
         server = server_of(secret)
         self.handler = server._handler_for(DIALECT)
         session = server.sessions[secret]
@@ -50,7 +68,8 @@ class TurnDriver:
 
     async def turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Send one chat request; returns the assistant's message as JSON. Raises ``Refused``."""
-        with recorded_versions(self.trace.agent.name, len(self.trace.calls)) as versions:
+        agent, number = self.trace.agent.name, len(self.trace.calls)
+        with recorded_versions(agent, number, self.run) as versions:
             # In a task of its own, as aiohttp would: verifiers cancels a session's handlers when
             # its rollout ends.
             response = await asyncio.create_task(self.handler(DirectRequest(self.secret, request)))

@@ -1,22 +1,21 @@
-"""Environments that run anywhere: a tiny policy made on this machine, and tasksets without
-downloads.
+"""Environments that run anywhere: tiny policies made on this machine, and tasks without downloads.
 
-* ``[model] name = "tiny-reverse"``: the policy (``tiny``).
-* ``[[orchestrator.train.env]] id = "reverse-text"``: the taskset (top-level module
-  ``reverse_text``).
+* ``[model] name = "tiny-reverse"`` or ``"tiny-chat"``: the policies (``tiny``).
+* ``[[orchestrator.train.env]] id = "reverse-text"`` (one turn), ``"reverse-retry"`` (user
+  feedback), ``"word-lookup"`` (a tool), ``"reverse-relay"`` (a sub-agent), ``"propose-solve"`` (two
+  seats): the tasks, each a top-level module.
 * ``harness = {id = "in-process"}``: runs any chat taskset without a process or a port a rollout
   (top-level module ``in_process``).
 
-verifiers finds a taskset or a harness by importing a module of its id, hence the two top-level
-names.
+verifiers finds a taskset or a harness by importing a module of its id, hence the top-level names.
 """
 
 from collections.abc import Iterable
 
 from prime_rl import ModelMaker, hookimpl
-from prime_rl_environments.tiny import TinyReverse
+from prime_rl_environments.tiny import TinyChat, TinyReverse
 
 
 @hookimpl
 def register_models() -> Iterable[type[ModelMaker]]:
-    return [TinyReverse]
+    return [TinyReverse, TinyChat]

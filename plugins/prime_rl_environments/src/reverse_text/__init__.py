@@ -4,50 +4,40 @@ backwards.
 
 Single turn, no system prompt, nothing to download. The reward is graded by position, so a policy
 that gets some letters right can learn from it; ``exact`` and ``reply_chars`` are logged beside it.
+Each row also has a ``demonstration``: the reply of an expert, for algorithms that learn from one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 import verifiers.v1 as vf
-from pydantic import PositiveInt, model_validator
 
 from in_process import InProcessHarness
-from prime_rl_environments.words import Split, position_score, words
+from prime_rl_environments.words import position_score
+from prime_rl_environments.wordset import WordsConfig, first
 
 
-class ReverseTextConfig(vf.TasksetConfig):
+class ReverseTextConfig(WordsConfig):
     """``args`` of ``[[orchestrator.train.env]] id = "reverse-text"``."""
-
-    seed: int = 0
-    split: Split = "train"
-    """``held_out``: words that no seed's ``train`` split contains, nor the warm-up of
-    ``tiny-reverse``."""
-    num_examples: PositiveInt | None = 2000
-    """None: words without end."""
-    min_letters: PositiveInt = 4
-    max_letters: PositiveInt = 8
-
-    @model_validator(mode="after")
-    def _lengths_are_ordered(self) -> ReverseTextConfig:
-        if self.min_letters > self.max_letters:
-            raise ValueError(
-                f"reverse-text: min_letters = {self.min_letters} exceeds "
-                f"max_letters = {self.max_letters}"
-            )
-        return self
 
 
 class ReverseTextData(vf.TaskData):
     """One example: ``prompt`` is the word."""
 
     answer: str
+    demonstration: str
+    """What an expert would reply: the answer alone."""
 
 
 class ReverseTextTask(vf.Task[ReverseTextData]):
     """Scores one reply."""
+
+    @classmethod
+    def of(cls, word: str, config: vf.TaskConfig | None = None) -> ReverseTextTask:
+        """The task of reversing one word."""
+        data = ReverseTextData(prompt=word, answer=word[::-1], demonstration=word[::-1])
+        return cls(data, config)
 
     @vf.stop
     async def answered(self, trace: vf.Trace) -> bool:
@@ -74,11 +64,8 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
         self.INFINITE = config.num_examples is None
 
     def load(self) -> Iterator[ReverseTextTask]:
-        config = self.config
-        stream = words(config.seed, config.split, config.min_letters, config.max_letters)
-        for word in islice(stream, config.num_examples):
-            data = ReverseTextData(prompt=word, answer=word[::-1])
-            yield ReverseTextTask(data, config.task)
+        task = self.config.task
+        return first((ReverseTextTask.of(word, task) for word in self.config.words()), self.config)
 
 
 __all__ = ["InProcessHarness", "ReverseTextTaskset"]

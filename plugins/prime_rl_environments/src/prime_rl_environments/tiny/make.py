@@ -16,10 +16,9 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -27,11 +26,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from transformers.utils.logging import disable_progress_bar
 
 from prime_rl import RunError
+from prime_rl_environments.tiny import TinyConfig, TinyReverseConfig
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 from prime_rl_environments.words import words
-
-if TYPE_CHECKING:
-    from prime_rl_environments.tiny import TinyReverseConfig
 
 Progress = Callable[[str, float], None]
 IGNORE = -100
@@ -54,7 +51,7 @@ def make_model(config: TinyReverseConfig, directory: Path, seed: int, progress: 
 
 
 def build_model(
-    config: TinyReverseConfig, tokenizer: PreTrainedTokenizerFast, seed: int
+    config: TinyConfig, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> Qwen3ForCausalLM:
     """A float32 Qwen3 with random weights. The output head is its own matrix: it warms up faster
     untied."""
@@ -124,18 +121,16 @@ def warm_up(
     Every batch holds words it has not seen, so its own figures, before its update, are an
     evaluation for free. Raises ``RunError`` after ``warmup_max_steps``.
     """
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    optimizer = build_optimizer(model, config)
     shares: deque[float] = deque(maxlen=WINDOW)
     stream = words(seed, "train", config.min_letters, config.max_letters)
     for step in range(1, config.warmup_max_steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = config.warmup_lr * min(1.0, step / max(1, config.warmup_ramp_steps))
+        set_learning_rate(optimizer, config, step)
         batch = list(islice(stream, config.warmup_batch_size))
-        shares.append(supervised_step(model, optimizer, *encode_batch(tokenizer, batch)))
+        right = supervised_step(model, optimizer, *encode_batch(tokenizer, batch))
+        shares.append(float(right.float().mean()))
         exact = sum(shares) / len(shares)
-        progress("warming up the model", min(0.99, step / 65))
+        progress("warming up the model", share_done(step / 65, exact, config.warmup_exact))
         if len(shares) == WINDOW and exact >= config.warmup_exact:
             return {"steps": step, "exact": exact}
     raise RunError(
@@ -145,32 +140,66 @@ def warm_up(
     )
 
 
+def build_optimizer(model: Qwen3ForCausalLM, config: TinyConfig) -> torch.optim.Optimizer:
+    """What every warm-up steps with."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=config.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, config: TinyConfig, step: int) -> None:
+    """A linear ramp to ``warmup_lr``, then flat."""
+    for group in optimizer.param_groups:
+        group["lr"] = config.warmup_lr * min(1.0, step / max(1, config.warmup_ramp_steps))
+
+
+def share_done(steps: float, exact: float, target: float) -> float:
+    """Progress for people: half by the steps it usually takes to get going, half by how much is
+    right."""
+    return min(0.99, 0.5 * min(1.0, steps) + 0.5 * min(1.0, exact / max(target, 1e-6)))
+
+
 def supervised_step(
     model: Qwen3ForCausalLM,
     optimizer: torch.optim.Optimizer,
     ids: torch.Tensor,
     labels: torch.Tensor,
-) -> float:
-    """One update; returns the share of rows whose whole answer is the arg max, i.e. what greedy
-    would write."""
+) -> torch.Tensor:
+    """One update; returns which rows are wholly right: [B]."""
+    right = backward(model, ids, labels)
+    update(model, optimizer)
+    return right
+
+
+def backward(
+    model: Qwen3ForCausalLM, ids: torch.Tensor, labels: torch.Tensor, weight: float = 1.0
+) -> torch.Tensor:
+    """Add ``weight`` times the gradient of the mean cross-entropy over trained tokens.
+
+    Returns which rows' every trained token is the arg max, i.e. what greedy would write: [B].
+    """
     selected = labels != IGNORE  # [B, T]
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[selected])  # [A, V]: prompts need no logits
-    loss = F.cross_entropy(logits, labels[selected])
+    loss = F.cross_entropy(logits, labels[selected]) * weight
     loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+    right = ~selected
+    right[selected] = logits.argmax(-1) == labels[selected]
+    return right.all(dim=1)
+
+
+def update(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer) -> None:
+    """Step on the gradient gathered so far, clipped to norm 1."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    right = ~selected
-    right[selected] = logits.argmax(-1) == labels[selected]
-    return float(right.all(dim=1).float().mean())
 
 
 def save(
     model: Qwen3ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     directory: Path,
-    report: dict[str, float],
+    report: Mapping[str, object],
 ) -> None:
     """Write the folder beside ``directory`` and move its files in; ``.ready`` comes last."""
     disable_progress_bar()

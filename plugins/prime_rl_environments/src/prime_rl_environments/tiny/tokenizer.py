@@ -8,6 +8,7 @@ cannot be mistaken for one but by the same text.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ CHAT_TEMPLATE = (
 tokens."""
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer: 9 special tokens, 3 role lines and 256 bytes, 268 ids in all."""
+def build_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
+    """The tokenizer: 9 special tokens, 3 role lines and 256 bytes, 268 ids in all; then a token for
+    each of ``phrases``."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -51,7 +53,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
     )
-    tokenizer.add_tokens([AddedToken(line, normalized=False) for line in ROLE_LINES])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*ROLE_LINES, *phrases)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
