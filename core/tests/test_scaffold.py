@@ -223,20 +223,20 @@ def test_it_passes_the_check_before_it_is_installed(kind, bare, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_formatted_linted_and_typed(kind, tmp_path):
-    folder = tmp_path / "new"
-    write_package(f"plum-{kind}", kind, folder)
-    tools = Path(sys.executable).parent
-    core = Path(__file__).parents[1] / "src"
+def test_every_kind_is_formatted_linted_and_typed(tmp_path):
+    for kind in KINDS:
+        write_package(f"plum-{kind}", kind, tmp_path / kind)
+    settings = tmp_path / "algorithm/pyproject.toml"
+    sources = [str(tmp_path / kind / "src") for kind in KINDS]
+    tools, core = Path(sys.executable).parent, Path(__file__).parents[1] / "src"
     for command in (
         [tools / "ruff", "check", "."],
         [tools / "ruff", "format", "--check", "."],
-        [tools / "mypy", "--strict", "--cache-dir", "../mypy", "src"],
+        [tools / "mypy", "--config-file", settings, "--cache-dir", "mypy", *sources],
     ):
         done = subprocess.run(
             command,
-            cwd=folder,
+            cwd=tmp_path,
             env=os.environ | {"MYPYPATH": str(core)},
             capture_output=True,
             text=True,

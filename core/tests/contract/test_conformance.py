@@ -97,6 +97,16 @@ class LeavesOneOut(Sound):
         return [r.reward - (total - r.reward) / (len(group) - 1) for r in group]
 
 
+class OwnReward(Sound):
+    """Where there is nobody else, their mean is taken to be 0."""
+
+    group_relative = True
+
+    def credit(self, group):
+        total, others = sum(rollout.reward for rollout in group), max(len(group) - 1, 1)
+        return [r.reward - (total - r.reward) / others for r in group]
+
+
 class Residue(Sound):
     """The plain mean of equal floats is not always that float."""
 
@@ -235,6 +245,7 @@ BROKEN = [
     ("declared_component", SaysCe, "no sampled token feeds ce; they feed rl"),
     ("declared_component", Nothing, "no advantages were assigned"),
     ("group_of_one", LeavesOneOut, "rewards .0.5.: ZeroDivisionError"),
+    ("group_of_one", OwnReward, "a lone rollout with reward 0.5: got credit 0.5, expected 0.0"),
     ("tied_group", Residue, "3 rewards of 0.1: got credit 1.*e-17, expected exactly 0.0"),
     ("tied_group", FirstPlace, "rollouts 0 and 1 are equal but for their place"),
     ("failed_group", DividesByMean, "rewards .0.0, 0.0, 0.0.: "),

@@ -38,6 +38,7 @@ class RAE(Algorithm):
     name = "rae"
     config_class = RAEConfig
     config: RAEConfig
+    order_dependent = True
 
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)

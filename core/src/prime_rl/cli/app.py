@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from prime_rl.cli import plugins, run, serve
+from prime_rl.cli import inspect, plugins, replay, report, run, serve
 
 app = typer.Typer(
     name="prime-rl",
@@ -37,4 +37,7 @@ def root(
 
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
+app.command("report")(report.report)
+app.command("replay")(replay.replay)
+app.command("inspect")(inspect.inspect)
 app.add_typer(plugins.app, name="plugins")

@@ -20,12 +20,7 @@ from prime_rl.rollout import Group, Rollout, Sample
 
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
-    if not math.isfinite(rollout.reward):
-        raise StreamError(
-            f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward}, "
-            "expected a finite "
-            "number. Mend the environment's reward function."
-        )
+    _check_reward(rollout, "Mend the environment's reward function.")
     await hooks.score_rollout(rollout)
     weighed = zip(rollout.samples, hooks.observation_weights(rollout), strict=True)
     for sample, weights in weighed:
@@ -47,7 +42,17 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
 
 async def score_group(hooks: Hooks, group: Group) -> None:
     """Group-relative credit."""
+    for rollout in group:
+        _check_reward(rollout, "A plugin's score_rollout has changed it: mend the plugin.")
     await hooks.score_group(group)
+
+
+def _check_reward(rollout: Rollout, way_out: str) -> None:
+    if not math.isfinite(rollout.reward):
+        raise StreamError(
+            f"env {rollout.env!r}, example {rollout.example_id}: reward is {rollout.reward}, "
+            f"expected a finite number. {way_out}"
+        )
 
 
 def stamp(rollout: Rollout, action_loss: LossComponent) -> None:

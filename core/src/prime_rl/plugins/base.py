@@ -134,11 +134,21 @@ class Algorithm(Offer):
     """It reads ``sample.roles`` or ``sample.is_content``: a renderer that gives none is refused at
     config time."""
 
+    order_dependent: ClassVar[bool] = False
+    """Credit depends on the rollouts that came before: a running baseline."""
+
     async def setup(self, host: Host) -> None:
         """Connect what the algorithm owns (a teacher, a judge) before the first rollout."""
 
     async def close(self) -> None:
         """Release what ``setup`` acquired."""
+
+    def save(self, directory: Path) -> None:
+        """Write what ``load`` needs to go on from here, if it remembers anything from group to
+        group. The folder exists and is this env's own."""
+
+    def load(self, directory: Path) -> None:
+        """Go on from what ``save`` wrote. Raises ``ConfigError`` if it does not fit."""
 
 
 class Filter(Offer):
@@ -254,13 +264,25 @@ class Source(Offer):
 class Monitor(Offer):
     """Receives metrics. A failing monitor is reported and does not stop the run."""
 
+    in_background: ClassVar[bool] = True
+    """Its methods are called from one thread of its own, behind a bounded queue: however slow it
+    is, nobody waits for it. False: from the loop, which waits."""
+
     def __init__(self, config: PluginConfig, run_dir: Path) -> None:
+        """Keep this quick: connect at the first ``log``."""
         super().__init__(config)
         self.run_dir = run_dir
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of one step, from one process, by ``group/name``."""
+        """Metrics of one step, from one process, by ``group/name``. Steps may come out of order:
+        batch n + 1 leaves before step n is trained."""
         raise NotImplementedError
+
+    def log_rollouts(
+        self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
+    ) -> None:
+        """Every rollout that was decided on for batch ``step``, with its credit; ``dropped`` says
+        why each does not train (None: it trains). Read only."""
 
     def close(self) -> None:
         """Flush what is still held."""

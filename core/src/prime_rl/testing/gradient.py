@@ -8,7 +8,8 @@ nothing else, and the gradient is known in closed form (``closed_form``).
 
 Shapes: T = tokens of one sample, V = vocabulary.
 
-Core's test kit belongs to the orchestrator's side and imports torch nowhere but here.
+The kit belongs to the orchestrator's side; this and ``losses`` are its only modules that import
+torch.
 """
 
 from __future__ import annotations

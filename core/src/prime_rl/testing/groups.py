@@ -15,8 +15,14 @@ from prime_rl.testing.shape import check_streams
 
 
 def group_of_one(subject: Subject) -> None:
-    """A lone survivor of its group is scored like any other."""
-    _survives(subject, (0.5,))
+    """A lone survivor of its group is scored; it gets nothing where credit is relative to
+    siblings."""
+    (rollout,) = _survives(subject, (0.5,))
+    if subject.cls.group_relative and rollout.advantages is not None and rollout.advantages.any():
+        raise Broken(
+            f"a lone rollout with reward 0.5: got credit {float(rollout.advantages[0]):.3g}, "
+            "expected 0.0, because group_relative = True: there is nobody to compare it with"
+        )
 
 
 def failed_group(subject: Subject) -> None:
@@ -30,14 +36,13 @@ def extreme_rewards(subject: Subject) -> None:
         _survives(subject, rewards)
 
 
-def _survives(subject: Subject, rewards: tuple[float, ...]) -> None:
+def _survives(subject: Subject, rewards: tuple[float, ...]) -> list[Rollout]:
     try:
         group = subject.scored(rewards)
     except Exception as error:
         raise Broken(f"rewards {list(rewards)}: {type(error).__name__}: {error}") from error
     check_streams(group, rewards)
-    for rollout in group:
-        subject.stamp(rollout)
+    return [subject.stamp(rollout) for rollout in group]
 
 
 def tied_group(subject: Subject) -> None:
@@ -74,9 +79,8 @@ class _Spoil:
     """A wrapper that loses the reward after core has looked at it."""
 
     @hookimpl(wrapper=True)
-    def score_rollout(self, rollout: Rollout) -> Generator[None, object, object]:
-        if rollout.reward == MIXED[0]:
-            rollout.reward = float("nan")
+    def score_group(self, group: Group) -> Generator[None, object, object]:
+        group[0].reward = float("nan")
         return (yield)
 
 

@@ -27,6 +27,7 @@ class RepetitionConfig(PluginConfig):
     ngram_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Share of repeated n-grams above which a rollout is dropped. None: not looked at."""
     ngram_size: PositiveInt = 4
+    """Tokens of one n-gram."""
 
 
 class Repetition(Filter):

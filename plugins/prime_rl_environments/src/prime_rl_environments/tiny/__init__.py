@@ -31,9 +31,13 @@ class TinyConfig(PluginConfig):
     intermediate_size: PositiveInt = 256
     """Width of each MLP."""
     num_layers: PositiveInt = 2
+    """Transformer blocks."""
     num_heads: PositiveInt = 4
+    """Query heads of each block."""
     num_kv_heads: PositiveInt = 2
+    """Key and value heads of each block; divides ``num_heads``."""
     head_dim: PositiveInt = 32
+    """Width of one head."""
     max_position_embeddings: PositiveInt = 2048
     """Longest context, in tokens."""
     warmup_batch_size: PositiveInt = 64

@@ -1,0 +1,132 @@
+"""Plugins on a terminal, 80 columns and up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from prime_rl.cli.plugin_facts import default_text
+
+if TYPE_CHECKING:
+    from prime_rl.testing.report import Report
+
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
+    """One row a plugin."""
+    table = Table(title="prime-rl plugins", title_justify="left", box=SIMPLE_HEAD)
+    for title in ("plugin", "distribution", "version"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("offers")
+    extra = [key for key in ("implements", "wraps") if any(row[key] for row in rows)]
+    for key in extra:
+        table.add_column(key)
+    for row in rows:
+        offers = "\n".join(f"{kind}: {_some(names)}" for kind, names in row["offers"].items())
+        table.add_row(
+            row["plugin"],
+            row["distribution"],
+            row["version"],
+            offers,
+            *("\n".join(row[key]) for key in extra),
+        )
+    Console().print(table)
+
+
+def _some(names: list[str], most: int = 8) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def print_described(rows: Sequence[dict[str, Any]]) -> None:
+    """A block a plugin, and below it one of each thing it offers."""
+    console = Console()
+    for row in rows:
+        console.print(_head(row))
+        for offer in row["offers"]:
+            console.print(_offer(offer))
+
+
+def _head(row: dict[str, Any]) -> RenderableType:
+    facts = {
+        "distribution": f"{row['distribution']} {row['version']}",
+        "": row["summary"],
+        "needs": row["requires"],
+        "contract": f"version {row['contract']}",
+        "entry point": f"{row['group']}: {row['plugin']} = {row['entry_point']}",
+        "file": row["file"],
+        "hooks": ", ".join(row["implements"]),
+        "wraps": ", ".join(row["wraps"]),
+    }
+    return Group(Text(f"plugin {row['plugin']}", style="bold"), Padding(_pairs(facts), (0, 2)))
+
+
+def _offer(offer: dict[str, Any]) -> RenderableType:
+    facts = {
+        "": offer["doc"],
+        "select": offer["select"],
+        "class": offer["class"],
+        "declares": ", ".join(f"{key} = {value}" for key, value in offer["declares"].items()),
+        "hooks": ", ".join(offer["hooks"]),
+        "settings": "" if offer["settings"] else "none",
+    }
+    parts: list[RenderableType] = [
+        Text(f"\n{offer['kind']} {offer['name']}", style="bold"),
+        Padding(_pairs(facts), (0, 2)),
+    ]
+    if offer["settings"]:
+        parts.append(Padding(_settings(offer["settings"]), (0, 2)))
+    return Group(*parts)
+
+
+def _pairs(facts: dict[str, str]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in facts.items():
+        if value:
+            grid.add_row(name, Text(value))
+    return grid
+
+
+def _settings(rows: Iterable[dict[str, Any]]) -> Table:
+    table = Table(header_style="dim", box=SIMPLE_HEAD)
+    table.add_column("key", no_wrap=True)
+    table.add_column("type", max_width=20)
+    table.add_column("default", max_width=20, overflow="fold")
+    table.add_column("what", ratio=1)
+    for row in rows:
+        cells = (row["key"], row["type"], default_text(row), row["doc"])
+        table.add_row(*(Text(cell) for cell in cells))
+    return table
+
+
+def print_reports(reports: Sequence[Report], *, everything: bool) -> None:
+    """A line a report; below it what did not pass, or ``everything``."""
+    console = Console()
+    for report in reports:
+        style = "green" if report.ok else "bold red"
+        console.print(
+            Text.assemble((f"{report.kind} {report.name}", "bold"), "  ", (report.summary(), style))
+        )
+        shown = report.outcomes if everything else report.failed
+        if shown:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(no_wrap=True)
+            grid.add_column(no_wrap=True)
+            grid.add_column(overflow="fold")
+            for outcome in shown:
+                said = outcome.message or outcome.promise
+                grid.add_row(
+                    Text(outcome.status, style=STYLES[outcome.status]),
+                    outcome.check,
+                    Text(said, style="" if outcome.message else "dim"),
+                )
+            console.print(Padding(grid, (0, 2)))

@@ -1,0 +1,164 @@
+"""The kit's checks of filters, losses and samplers: sound ones pass, and each check can fail."""
+
+import json
+import random
+import re
+
+import pytest
+
+from prime_rl import Filter, Loss, LossOutputs, PluginConfig, Sampler, hookimpl
+from prime_rl.testing.offers import BY_KIND, check_offer
+
+
+class Short(Filter):
+    name = "short"
+
+    @hookimpl
+    def filter_rollout(self, rollout):
+        return "too short" if rollout.num_trainable_tokens < 100 else None
+
+
+class Keeps(Short):
+    @hookimpl
+    def filter_rollout(self, rollout):
+        return None
+
+
+class SaysTrue(Short):
+    @hookimpl
+    def filter_rollout(self, rollout):
+        return True
+
+
+class Forgets(Short):
+    """Drops what it has seen: asked twice, it says two things."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.seen = set()
+
+    @hookimpl
+    def filter_rollout(self, rollout):
+        if id(rollout) in self.seen:
+            return "seen"
+        self.seen.add(id(rollout))
+        return None
+
+
+class Writes(Short):
+    @hookimpl
+    def filter_rollout(self, rollout):
+        rollout.samples[0].loss_mask[0] = False
+
+
+class Reinforce(Loss):
+    name = "reinforce"
+    token_wise = True
+
+    def per_token(self, inputs):
+        return -inputs.advantages * inputs.trainer_logprobs
+
+    def __call__(self, inputs):
+        import torch
+
+        return LossOutputs(torch.where(inputs.loss_mask, self.per_token(inputs), 0.0).sum(), {})
+
+
+class NotReduced(Reinforce):
+    def __call__(self, inputs):
+        return LossOutputs(self.per_token(inputs), {})
+
+
+class OffMask(Reinforce):
+    def __call__(self, inputs):
+        return LossOutputs(self.per_token(inputs).sum(), {})
+
+
+class Explodes(Reinforce):
+    def per_token(self, inputs):
+        return (inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).sqrt()
+
+
+class Averages(Reinforce):
+    def __call__(self, inputs):
+        return LossOutputs(self.per_token(inputs)[inputs.loss_mask].mean(), {})
+
+
+class InTurn(Sampler):
+    name = "in_turn"
+
+    def __init__(self, config, envs, seed):
+        super().__init__(config, envs, seed)
+        self.turn = 0
+
+    def next_example(self):
+        self.turn += 1
+        return self.turn % 2, self.turn % 3
+
+    def save(self, directory):
+        (directory / "turn.json").write_text(json.dumps(self.turn))
+
+    def load(self, directory):
+        self.turn = json.loads((directory / "turn.json").read_text())
+
+
+class Beyond(InTurn):
+    def next_example(self):
+        return 0, 3
+
+
+class Dice(InTurn):
+    def next_example(self):
+        return 1, random.randrange(10**9)
+
+
+class StartsAnew(InTurn):
+    def load(self, directory):
+        pass
+
+
+BROKEN = [
+    ("filter", "filter_answers", SaysTrue, "got True, expected the reason"),
+    ("filter", "filter_answers", Forgets, r"it said \[\] and \['seen'\]"),
+    ("filter", "filter_answers", Writes, "ValueError: assignment destination is read-only"),
+    ("loss", "sums_over_the_mask", NotReduced, "expected LossOutputs with a 0-dim loss"),
+    ("loss", "sums_over_the_mask", OffMask, r"the gradient is .* expected 0\.0 off the mask"),
+    ("loss", "sums_over_the_mask", Explodes, "expected finite numbers"),
+    ("loss", "is_a_sum", Averages, "one copy gives .*, two give "),
+    ("sampler", "sampler_in_range", Beyond, r"gave \(env 0, example 3\)"),
+    ("sampler", "sampler_in_range", Dice, "seed 0 gave .* Draw from self.seed"),
+    ("sampler", "sampler_resumes", StartsAnew, "after a resume, expected"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "check", "broken", "says"), BROKEN, ids=[broken.__name__ for _, _, broken, _ in BROKEN]
+)
+def test_what_is_broken_in_one_way_fails_that_check(kind, check, broken, says):
+    if kind == "loss":
+        pytest.importorskip("torch")
+    report = check_offer(kind, broken, PluginConfig())
+    messages = {outcome.check: outcome.message for outcome in report.failed}
+    assert check in messages, str(report)
+    assert re.search(says, messages[check], re.DOTALL), messages[check]
+
+
+def test_every_check_has_something_that_fails_it():
+    assert {check for _, check, _, _ in BROKEN} == {
+        check.__name__ for checks in BY_KIND.values() for check in checks
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "sound"),
+    [("filter", Short), ("filter", Keeps), ("loss", Reinforce), ("sampler", InTurn)],
+)
+def test_what_is_sound_passes(kind, sound):
+    report = check_offer(kind, sound, PluginConfig())
+    assert report.ok, str(report)
+
+
+def test_a_kind_without_checks_says_so():
+    (outcome,) = check_offer("monitor", Short, PluginConfig()).outcomes
+    assert outcome.status == "skipped"
+    assert outcome.message == "the kit has no checks of monitors: test it yourself"
