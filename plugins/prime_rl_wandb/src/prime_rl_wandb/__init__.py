@@ -1,0 +1,14 @@
+"""Weights & Biases: ``[monitors.wandb]``. One run for trainer and orchestrator."""
+
+from __future__ import annotations
+
+from prime_rl import Monitor, hookimpl
+from prime_rl_wandb.monitor import WandbConfig, WandbMonitor
+
+__all__ = ["WandbConfig", "WandbMonitor", "register_monitors"]
+
+
+@hookimpl
+def register_monitors() -> list[type[Monitor]]:
+    """Offer ``wandb``."""
+    return [WandbMonitor]
