@@ -20,6 +20,7 @@ class Shelf(Source):
 
 class Past(Source):
     name = "past"
+    from_policy = True
     feeds = frozenset({"rl", "ce", "ref_kl"})
 
 
@@ -41,6 +42,7 @@ class Plugin:
             offered("imitate", action_loss="ce", needs_frozen_source=True),
             offered("likelihood", action_loss="ce"),
             offered("observe", needs_attribution=True),
+            offered("exact", needs_temperature=1.0),
         ]
 
     @hookimpl
@@ -52,12 +54,12 @@ class Plugin:
         return [Plain, Full]
 
 
-def check(algo, source=None, renderer="full", **sampling):
+def check(algo, source=None, renderer="full", env=None, **sampling):
     if source is not None:
         sampling["source"] = source
     table = {"type": algo} | ({"sampling": sampling} if sampling else {})
     orchestrator = {
-        "train": {"env": [{"id": "reverse-text", "name": "a", "algo": table}]},
+        "train": {"env": [{"id": "reverse-text", "name": "a", "algo": table} | (env or {})]},
         "renderer": {"name": renderer},
     }
     config = {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
@@ -108,6 +110,28 @@ def test_imitating_oneself_is_refused(source):
         "training on the policy's own tokens would teach it nothing. Set sampling.source to a "
         "frozen model (name and base_url) or to a source of demonstrations "
         '({ type = "dataset", ... }).'
+    )
+
+
+def test_imitating_what_oneself_wrote_before_is_refused_too():
+    assert refusal("imitate", {"type": "past"}) == (
+        "env 'a': algorithm 'imitate' imitates who samples, and source 'past' gives what the "
+        "policy itself wrote. Use a source of demonstrations or a frozen model."
+    )
+
+
+def test_a_temperature_that_the_algorithm_cannot_learn_at():
+    check("exact")
+    assert refusal("exact", env={"sampling": {"temperature": 0.7}}) == (
+        "env 'a': algorithm 'exact' can learn at a sampling temperature of 1 only, got 0.7. Set "
+        "orchestrator.train.sampling.temperature, or the env's own."
+    )
+
+
+@pytest.mark.parametrize("key", ["group_size", "max_turns"])
+def test_what_nobody_would_read_beside_a_source(key):
+    assert f"{key} is set, and nobody samples for this env" in refusal(
+        "imitate", {"type": "shelf"}, env={key: 4}
     )
 
 

@@ -87,10 +87,10 @@ def test_names_that_metrics_use(name):
 
 
 def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
-    message = refusal({"algo": {"type": "next_thing"}})
-    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'next_thing'")
+    message = refusal({"algo": {"type": "next_one"}})
+    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'next_one'")
     assert "grpo, hierarchical_grpo, max_rl" in message
-    assert message.endswith("(by convention prime-rl-next-thing).")
+    assert message.endswith("(by convention prime-rl-next-one).")
 
 
 def test_an_unknown_key_of_the_algorithm():
@@ -149,7 +149,9 @@ def test_names_and_settings_of_every_other_plugin(tables, starts):
     assert refusal(tables.pop("orchestrator", None), **tables).startswith(starts)
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers", "outputs/nope/weights"])
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers", "outputs/nope/weights"]
+)
 def test_no_such_model(name):
     message = refusal(model={"name": name})
     assert message.startswith(

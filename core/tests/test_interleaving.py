@@ -172,7 +172,7 @@ async def test_a_sub_agent_s_turns_are_a_sample_of_their_own(studio: Any, engine
 
     replies = [ids(text) for text in ("delegate", "draft", "final", "done")]
     samples = samples_of(await studio(KEEPING, plan, replies))
-    assert trained(samples) == [["draft", "final"], ["delegate", "done"]]
+    assert trained(samples) == [["delegate", "done"], ["draft", "final"]]
     assert_faithful(samples, engine.calls)
 
 

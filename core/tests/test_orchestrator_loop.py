@@ -17,6 +17,7 @@ def loop():
     settings = SimpleNamespace(weights_timeout=0.05)
     orchestrator.config = SimpleNamespace(orchestrator=settings)
     orchestrator.dispatcher = SimpleNamespace(num_inflight=0)
+    orchestrator.evals = SimpleNamespace(inflight=0)
     orchestrator.policy = SimpleNamespace(version=3)
     orchestrator.status = Status(None)
     return orchestrator

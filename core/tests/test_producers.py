@@ -9,11 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from prime_rl import FrozenModel, PluginConfig, Source
+from prime_rl import ConfigError, FrozenModel, PluginConfig, Source
 from prime_rl.orchestrator.env import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.producers import Ask, Sampled, SampledFrozen, Supplied, Unusable
 from prime_rl.testing import FakeHost, make_rollout
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("KEY", "secret")
+
 
 ASK = Ask(group_id=7, example_id=2, member=3, policy_version=5, seed=11)
 BRANCH = BranchTokens(
@@ -26,7 +32,8 @@ BRANCH = BranchTokens(
     policy_versions=None,
 )
 GOOD = RolloutResult(ok=True, reward=0.5, branches=[BRANCH], agent="solver")
-REFUSED = RolloutResult(ok=False, error_type="ProviderError", error="gone")
+REFUSED = RolloutResult(ok=False, error_type="ProviderError", error="gone", status_code=400)
+AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)
 
 
 class Examples:
@@ -57,7 +64,7 @@ def live(*answers):
 
 def frozen(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):
     env = Env(list(answers))
-    model = FrozenModel(name="t", base_url=urls, api_key_var="KEY")
+    model = FrozenModel(name="t", base_url=urls, api_key_var="KEY", max_concurrency=2, timeout=9)
     settings = SamplingSettings(temperature=1.0)
     return SampledFrozen("a", env, model, client, settings, rendering, on_waiting), env
 
@@ -77,7 +84,7 @@ async def test_a_frozen_rollout_has_a_stable_cache_and_never_ages():
     (rollout,) = await producer.produce(ASK)
     _, asked = env.calls[0]
     assert asked["cache_salt"] is None
-    assert asked["model"] == ModelEndpoint("t", "http://127.0.0.1:1/v1", "KEY")
+    assert asked["model"] == ModelEndpoint("t", "http://127.0.0.1:1/v1", "KEY", timeout=9)
     assert not producer.is_live and not rollout.is_live and rollout.source == "frozen"
 
 
@@ -93,6 +100,15 @@ async def test_an_episode_without_trainable_tokens_is_unusable():
     producer, _ = live(bare)
     with pytest.raises(Unusable, match="no agent left tokens to train"):
         await producer.produce(ASK)
+
+
+def trace_of(message, tools=()):
+    data = SimpleNamespace(model_dump=lambda exclude_none: {"prompt": "its own"})
+    return SimpleNamespace(
+        messages=[message],
+        nodes=[SimpleNamespace(tools=tools)],
+        task=SimpleNamespace(data=data),
+    )
 
 
 class Models(BaseHTTPRequestHandler):
@@ -134,7 +150,7 @@ async def test_an_endpoint_that_is_there_and_refuses_is_a_failure_like_any_other
 
 async def test_a_dead_replica_is_passed_over(there):
     _, dead = nobody()
-    producer, env = frozen([there, dead], REFUSED, GOOD)  # group 7: the second one is its own
+    producer, env = frozen([there, dead], AWAY, GOOD)  # group 7: the second one is its own
     await producer.produce(ASK)
     assert [asked["model"].base_url for _, asked in env.calls] == [dead, there]
 
@@ -144,7 +160,7 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back():
     seen = []
     outages.changed = lambda: seen.append(outages.waiting_for)
     port, url = nobody()
-    producer, env = frozen(url, REFUSED, GOOD, on_waiting=outages.reporter())
+    producer, env = frozen(url, AWAY, GOOD, on_waiting=outages.reporter())
     asking = asyncio.create_task(producer.produce(ASK))
     while not seen:
         await asyncio.sleep(0.01)
@@ -162,7 +178,7 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back():
 
 async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_them(there):
     message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
-    trace = SimpleNamespace(messages=[message])
+    trace = trace_of(message)
     reply = RolloutResult(ok=True, reward=1.0, trace=trace)
     producer, env = frozen(there, reply, client="chat", rendering=FakeHost())
     (rollout,) = await producer.produce(ASK)
@@ -170,6 +186,51 @@ async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_th
     (sample,) = rollout.samples
     assert sample.token_ids.tolist() == [ord("b")] and sample.loss_mask.tolist() == [True]
     assert not rollout.has_logprobs
+
+
+async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there):
+    message = SimpleNamespace(
+        model_dump=lambda exclude_none: {"role": "assistant", "content": "bc"}
+    )
+    reply = RolloutResult(ok=True, trace=trace_of(message), is_truncated=True)
+    producer, _ = frozen(there, reply, client="chat", rendering=FakeHost())
+    (rollout,) = await producer.produce(ASK)
+    assert rollout.samples[0].loss_mask.tolist() == [True, False]
+
+
+async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there):
+    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    reply = RolloutResult(ok=True, trace=trace_of(message, tools=[{"name": "get"}]))
+    producer, _ = frozen(there, reply, client="chat", rendering=FakeHost())
+    with pytest.raises(ConfigError, match="also tells the model of tools"):
+        await producer.produce(ASK)
+
+
+async def test_an_endpoint_that_is_there_and_keeps_failing_is_a_failure_in_the_end(
+    there, monkeypatch
+):
+    monkeypatch.setattr("prime_rl.orchestrator.producers.FAILED_TRIES", 1)
+    producer, env = frozen(there, AWAY)
+    with pytest.raises(Unusable, match="away"):
+        await producer.produce(ASK)
+    assert len(env.calls) == 2
+
+
+async def test_no_more_episodes_at_once_than_the_model_may_have(there):
+    class Slow(Env):
+        running, most = 0, 0
+
+        async def run(self, example, **asked):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.01)
+            self.running -= 1
+            return [GOOD]
+
+    producer, _ = frozen(there, GOOD)
+    producer._environment = Slow([])
+    await asyncio.gather(*(producer.produce(ASK) for _ in range(6)))
+    assert producer._environment.most == 2
 
 
 class Shelf(Source):

@@ -452,3 +452,19 @@ async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_pa
             table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
         expected = [0.0, *(float(table[i - 1, ids[i]]) for i in range(1, len(ids)))]
         assert column.tolist() == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_request_that_fails_again_and_again_while_others_are_answered_ends_the_wait():
+    class Poisoned(Engine):
+        async def generate(self, request):
+            if (await request.json())["token_ids"][0] == 13:
+                return web.Response(status=500, text="out of luck")
+            return await super().generate(request)
+
+    engine = Poisoned()
+    async with serving(engine) as url, pool(url, backoff=(0.001, 0.002)) as scoring:
+        bad = asyncio.create_task(scoring.logprobs([13, 1]))
+        while not bad.done():
+            await scoring.logprobs([1, 2])
+        with pytest.raises(EngineError, match="failed on one request of 2 tokens 10 times"):
+            bad.result()

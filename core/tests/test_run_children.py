@@ -283,7 +283,7 @@ def test_what_was_started_before_a_failing_start_is_known(monkeypatch, tmp_path,
         raise RuntimeError("the engine plugin failed")
 
     ended = []
-    monkeypatch.setattr(supervisor, "_plan", lambda config: SimpleNamespace(write=lambda _: None))
+    monkeypatch.setattr(supervisor, "_plan", lambda *_: SimpleNamespace(write=lambda _: None))
     monkeypatch.setattr(supervisor, "_start", starting)
     monkeypatch.setattr(supervisor, "end", lambda children: ended.extend(children))
     with pytest.raises(RuntimeError, match="the engine plugin failed"):

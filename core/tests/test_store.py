@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Rollout, Sample
-from prime_rl.orchestrator.store import read_rollouts, write_rollouts
+from prime_rl.orchestrator.store import (
+    RolloutStore,
+    read_rollouts,
+    read_step,
+    step_files,
+    write_rollouts,
+)
+from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import STREAMS
 
 COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", "roles", "is_content",
@@ -109,3 +116,81 @@ def test_a_file_cut_short_is_an_error(tmp_path):
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(Exception, match="truncated"):
         read_rollouts(path)
+
+
+# -- what replaying needs ------------------------------------------------------------------------
+
+
+def member(group_id, reward=0.0):
+    sample = Sample(token_ids=[1, 2], loss_mask=[0, 1], inference_logprobs=[0, -1.0])
+    return Rollout(env="e", example_id=0, group_id=group_id, reward=reward, samples=[sample])
+
+
+def test_places_tell_the_order_in_which_rollouts_were_scored(tmp_path):
+    late, early = [member(0), member(0)], [member(1)]
+    store = RolloutStore(tmp_path)
+    store.group_scored(early)
+    store.group_scored(late)
+    store.write(1, [late[0], early[0], late[1]], {})
+    stored = read_step(step_files(tmp_path)[1])
+    places = [each.rollout.place for each in stored.rollouts]
+    assert [place[1:] for place in places] == [(1, 0, 2), (0, 0, 1), (1, 1, 2)]
+    assert len({place[0] for place in places}) == 1
+
+
+def test_siblings_that_wait_for_a_batch_are_in_the_file_and_not_among_its_rollouts(tmp_path):
+    group = [member(7, 0.25), member(7, 0.75)]
+    store = RolloutStore(tmp_path)
+    store.group_scored(group)
+    store.group_scored([member(8)])
+    store.write(1, group[:1], {})
+    store.write(2, group[1:], {})
+    first, second = (read_step(path) for path in step_files(tmp_path).values())
+    assert [each.rollout.reward for each in first.rollouts] == [0.25]
+    assert [(w.rollout.reward, w.rollout.place[1:]) for w in first.waiting] == [(0.75, (0, 1, 2))]
+    assert [each.rollout.reward for each in second.rollouts] == [0.75] and second.waiting == []
+    assert len(read_rollouts(step_files(tmp_path)[1])[1]) == 1
+
+
+def test_an_attempt_that_goes_on_comes_after_the_one_before(tmp_path):
+    """What was scored before and waited in a checkpoint keeps its place."""
+    before, after = [member(0), member(0)], [member(1)]
+    RolloutStore(tmp_path).group_scored(before)
+    write_rollouts(tmp_path / "buffered.msgpack", 1, before, {})
+    _, restored, _ = read_rollouts(tmp_path / "buffered.msgpack")
+    store = RolloutStore(tmp_path)
+    store.group_scored(after)
+    store.write(2, [*after, *restored], {})
+    places = [each.rollout.place for each in read_step(step_files(tmp_path)[2]).rollouts]
+    assert sorted(places) == [places[1], places[2], places[0]]
+    assert places[1:] == [rollout.place for rollout in before]
+
+
+def test_kept_rollouts_come_in_the_order_they_were_packed(tmp_path):
+    third, first, dropped, second = (member(g, g / 10) for g in (3, 1, 0, 1))
+    store = RolloutStore(tmp_path)
+    store.write(1, [third, first, dropped, second], {id(dropped): "stale"})
+    kept = read_step(step_files(tmp_path)[1]).kept
+    assert [rollout.group_id for rollout in kept] == [1, 1, 3]
+
+
+def test_frames_leave_their_digests(tmp_path):
+    RolloutStore(tmp_path).write(1, [], {}, [b"abc"])
+    (frame,) = read_step(step_files(tmp_path)[1]).frames
+    assert frame.num_bytes == 3
+    assert frame.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+def test_files_are_in_the_order_of_steps_and_others_are_left_alone(tmp_path):
+    store = RolloutStore(tmp_path)
+    for step in (10, 9):
+        store.write(step, [], {})
+    (tmp_path / "rollouts" / "step_x.msgpack").touch()
+    assert list(step_files(tmp_path)) == [9, 10]
+
+
+def test_another_kind_of_file_is_refused_by_name(tmp_path):
+    path = tmp_path / "other.msgpack"
+    path.write_bytes(b"\x81\xa1a\x01")
+    with pytest.raises(RunError, match=r"other.msgpack: not a file of rollouts"):
+        read_step(path)

@@ -1,16 +1,13 @@
-"""What a run came to: the summary, the plot, and how both are told; evaluation and the sampler."""
+"""What a run came to: the summary, the plot, and how both are told; and the sampler."""
 
-import asyncio
 import io
 import json
-from dataclasses import dataclass, field
 
 import pytest
 from rich.console import Console
 
 from prime_rl import PluginConfig, SampledEnv
-from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult, SamplingSettings
-from prime_rl.orchestrator.evals import EvalEnv, EvalResult, evaluate
+from prime_rl.orchestrator.evals import EvalResult
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.summary import _running_mean, read_curve, write_summary
 from prime_rl.run.report import print_summary
@@ -39,6 +36,13 @@ def test_the_summary_in_numbers(tmp_path):
     assert (first, last, summary["sampled_reward"]["window"]) == (0.0, pytest.approx(0.15), 10)
     assert summary["eval"]["before"][0]["reward"] == 0.25
     assert summary["eval"]["after"][0]["policy_version"] == 12
+
+
+def test_which_plugins_ran(tmp_path):
+    assert run_with(tmp_path, [0.5])["plugins"] == {}
+    rows = [{"plugin": "a", "distribution": "prime-rl-a", "version": "1.2", "group": "prime_rl"}]
+    (tmp_path / "plugins.json").write_text(json.dumps({"plugins": rows}))
+    assert run_with(tmp_path, [0.5])["plugins"] == {"prime-rl-a": "1.2"}
 
 
 def test_a_short_run_says_how_short(tmp_path):
@@ -87,6 +91,14 @@ def test_the_end_of_a_run_is_told(tmp_path):
     assert str(tmp_path / "learning_curve.png") in text.replace("\n", "")
 
 
+def test_without_a_measurement_before_the_first_there_is_stands_for_it(tmp_path):
+    results = {"before": [], "during": [result(0.375, 4), result(0.5, 8)], "after": [result(0.75)]}
+    write_summary(tmp_path, None, results)
+    assert "0.375 → 0.750" in told(tmp_path)
+    write_summary(tmp_path, None, {"before": [], "during": [], "after": [result(0.75)]})
+    assert "0.750 → 0.750" in told(tmp_path)
+
+
 def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):
     shown = [{"reward": 1.0, "messages": [["user", "[bold]hi[/]"], ["assistant", "[/red]"]]}]
     odd = EvalResult("held", 0, 0.5, 1, 0, {}, shown)
@@ -96,74 +108,6 @@ def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):
 
 def test_no_summary_no_words(tmp_path):
     assert told(tmp_path) == ""
-
-
-# -- evaluation -----------------------------------------------------------------------------
-
-
-@dataclass
-class FakeEnvironment:
-    """Rewards by example id; a negative one fails."""
-
-    rewards: list[float]
-    calls: list[tuple] = field(default_factory=list)
-    inflight: int = 0
-    most: int = 0
-
-    @property
-    def num_examples(self):
-        return len(self.rewards)
-
-    @property
-    def examples(self):
-        return list(range(len(self.rewards)))
-
-    async def run(self, example, *, model, sampling, group_id, cache_salt, seed):
-        self.calls.append((example, group_id, cache_salt, seed))
-        self.inflight += 1
-        self.most = max(self.most, self.inflight)
-        await asyncio.sleep(0)
-        self.inflight -= 1
-        reward = self.rewards[example]
-        if reward < 0:
-            return [RolloutResult(ok=False, reward=9.0, error="broke", error_type="TaskError")]
-        return [RolloutResult(ok=True, reward=reward, metrics={"m": reward})]
-
-
-async def evaluated(rewards, num_examples=100, group_size=1, inflight=100):
-    environment, shares = FakeEnvironment(rewards), []
-    env = EvalEnv("held", environment, SamplingSettings(), num_examples, group_size)
-    model = ModelEndpoint("m", "http://127.0.0.1:1/v1")
-    found = await evaluate(env, model, 7, 1000, inflight, shares.append)
-    return found, environment, shares
-
-
-async def test_a_failed_rollout_counts_as_reward_zero():
-    found, _, shares = await evaluated([1.0, -1.0, 0.5, 0.5])
-    assert (found.reward, found.num_rollouts, found.num_failed) == (0.5, 4, 1)
-    assert found.metrics == {"m": pytest.approx(2 / 3)}
-    assert shares == [0.25, 0.5, 0.75, 1.0]
-
-
-async def test_the_first_examples_each_with_a_seed_of_its_own_at_one_version():
-    found, environment, _ = await evaluated([0.0, 1.0, 0.5], num_examples=2, group_size=2)
-    assert sorted(environment.calls) == [
-        (0, 0, "7", 1000), (0, 0, "7", 1001), (1, 1, "7", 1002), (1, 1, "7", 1003)
-    ]  # fmt: skip
-    assert [shown["reward"] for shown in found.shown] == [0.0, 1.0]  # one an example
-
-
-async def test_at_most_so_many_at_once():
-    assert (await evaluated([0.0] * 9, inflight=2))[1].most == 2
-
-
-def test_eval_metrics_by_name():
-    assert result(0.25, version=3).as_metrics() == {
-        "eval/held/all/metrics/lcs/mean": 0.5,
-        "eval/held/all/reward/mean": 0.25,
-        "eval/held/all/has_error/mean": 0.125,
-        "eval/held/policy_version": 3.0,
-    }
 
 
 # -- the standard sampler -----------------------------------------------------------------------

@@ -95,10 +95,23 @@ def test_columns_of_a_sample():
     assert sample.inference_logprobs.tolist() == pytest.approx([0, 0, -0.2, 0])
 
 
-def test_attribution_counts_only_where_it_is_whole():
-    for flags in (None, [True, None]):
+def test_where_the_renderer_tells_nothing_of_a_message_all_of_it_counts_as_body():
+    def content(flags):
         (sample,) = build_samples([branch(user(0, 1), says(1, 2), is_content=flags)], 1.0)
-        assert sample.is_content is None
+        return None if sample.is_content is None else sample.is_content.tolist()
+
+    assert content(None) is None and content([None, None]) is None
+    assert content([False, None]) == [False, True]
+
+
+def test_samples_come_in_the_order_of_their_first_turns():
+    late, early = branch(user(2, 1), says(3, 2)), branch(user(0, 3), says(1, 4))
+    first, second = build_samples([late, early], 1.0)
+    assert first.token_ids.tolist() == early.token_ids
+    assert second.token_ids.tolist() == late.token_ids
+
+
+def test_versions_that_nobody_tells_are_no_column():
     (sample,) = build_samples([branch(user(0, 1), says(1, 2), policy_versions=None)], 1.0)
     assert sample.policy_versions is None
 

@@ -139,7 +139,7 @@ def test_metrics_that_are_null_do_not_break_it(run_dir):
         **{"off_policy/mean": None, "off_policy/max": None, "mismatch_kl/all/mean": None},
     )
     log(run_dir, 2, reward=None)
-    assert "1/10" in drawn(run_dir)
+    assert "2/10" in drawn(run_dir)
 
 
 @pytest.mark.parametrize("width", [20, 40, 200])
@@ -200,3 +200,9 @@ def test_no_news_no_lines(run_dir):
     with view:
         view.refresh()
     assert console.file.getvalue() == ""
+
+
+def test_a_run_without_rewards_shows_its_loss(run_dir):
+    log(run_dir, 1, reward=None, **{"loss/mean": 0.75})
+    text = drawn(run_dir)
+    assert "1/10" in text and "0.750" in text

@@ -24,6 +24,7 @@ from prime_rl.plugins.base import TokenMetric as TokenMetric
 from prime_rl.plugins.checks import CONTRACT_VERSION as CONTRACT_VERSION
 from prime_rl.plugins.errors import ConfigError as ConfigError
 from prime_rl.plugins.errors import EngineError as EngineError
+from prime_rl.plugins.errors import OverlongError as OverlongError
 from prime_rl.plugins.errors import PluginError as PluginError
 from prime_rl.plugins.errors import PrimeRLError as PrimeRLError
 from prime_rl.plugins.errors import RunError as RunError

@@ -130,6 +130,10 @@ class Rollout:
     told."""
     trace: Any = None
     """The env framework's own record (a ``verifiers`` trace)."""
+    place: tuple[int, int, int, int] | None = None
+    """When it was scored: the attempt at the run, the group within it, the member within that, and
+    the group's size. Core writes it, so that saved rollouts can be scored again in the same order.
+    """
     assigned: set[str] = field(default_factory=set)
     """Streams that an algorithm has written itself: stamping leaves them as they are."""
     frozen: bool = False
@@ -138,6 +142,15 @@ class Rollout:
     def is_live(self) -> bool:
         """Sampled from the policy: it ages with every version."""
         return self.source == "policy"
+
+    @property
+    def has_members(self) -> bool:
+        """Whether any token trains in any component, as the streams stand."""
+        return any(
+            bool((s.loss_mask if s.rl_weights is None else s.loss_mask & (s.rl_weights != 0)).any())
+            or any(w is not None and bool(w.any()) for w in (s.ce_weights, s.ref_kl_weights))
+            for s in self.samples
+        )
 
     @property
     def num_tokens(self) -> int:

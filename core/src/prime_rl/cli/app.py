@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from prime_rl.cli import inspect, plugins, replay, report, run, serve
+from prime_rl.cli import inspect, plugins, replay, report, run, runs, serve
 
 app = typer.Typer(
     name="prime-rl",
@@ -40,4 +40,7 @@ app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
 app.command("report")(report.report)
 app.command("replay")(replay.replay)
 app.command("inspect")(inspect.inspect)
+app.command("runs")(runs.runs)
+app.command("status")(runs.status)
+app.command("stop")(runs.stop)
 app.add_typer(plugins.app, name="plugins")

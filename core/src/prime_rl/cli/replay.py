@@ -97,7 +97,8 @@ def _print(
     table.print_most_changed(console, most_changed([replayed.of(s) for s in stored], NUM_SHOWN))
     if copied := sum(change.num_from_file for change in changes):
         console.print(
-            f"{copied} rollouts keep the streams they were saved with: scoring them takes a model."
+            f"{copied} rollouts keep the streams they were saved with: scoring them takes a model, "
+            "or siblings that are not saved."
         )
 
 

@@ -91,6 +91,9 @@ class FilterConfig(PluginTable):
 SHAPING_KEYS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
+    *("n", "best_of", "min_tokens", "bad_words", "allowed_token_ids", "typical_p", "ignore_eos"),
+    *("stop", "stop_token_ids", "logits_processors", "structured_outputs", "guided_json"),
+    *("guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "logprobs"),
 }
 """Sampling parameters that training sets itself, or cannot allow."""
 
@@ -171,13 +174,16 @@ class EnvConfig(SourceConfig):
 
 
 class EvalEnvConfig(SourceConfig):
-    """``[[orchestrator.eval.env]]``: held-out examples, before the first and after the last
-    step."""
+    """``[[orchestrator.eval.env]]``: held-out examples, before the first step, after the last, and
+    in between."""
 
+    interval: PositiveInt | None = None
+    """Steps between two evaluations while training goes on. None: before and after only."""
     num_examples: PositiveInt = 64
     """How many examples are evaluated, from the first."""
     group_size: PositiveInt = 1
-    """Rollouts an example; the reward reported is their mean."""
+    """Rollouts an example: the reward reported is their mean; where every reward is 0 or 1, pass@k
+    and pass^k are reported for k = 1, 2, 4 ... up to this."""
     sampling: EvalSamplingConfig | None = None
     """Laid over ``[orchestrator.eval.sampling]``, key by key."""
 
@@ -194,6 +200,12 @@ class EvalConfig(Settings):
 
     env: tuple[EvalEnvConfig, ...] = ()
     sampling: EvalSamplingConfig = EvalSamplingConfig()
+    skip_first_step: bool = False
+    """True: do not evaluate the model that training starts from."""
+    max_hold_seconds: PositiveFloat = 300.0
+    """Seconds an evaluation between two steps may keep new weights waiting: it measures one
+    version, so the engines get the next when it is done. What is unfinished then is left out, and
+    counted."""
 
 
 class RendererConfig(Settings):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from prime_rl.config.base import Settings
+from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
@@ -71,6 +72,7 @@ class RunConfig(Settings):
     plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""
+    ckpt: CkptConfig | None = None
     log: LogConfig = LogConfig()
     run: RunDirConfig = RunDirConfig()
     seq_len: PositiveInt = 2048

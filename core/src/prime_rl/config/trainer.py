@@ -139,3 +139,6 @@ class TrainerConfig(Settings):
     keep_broadcasts: Annotated[int, Field(ge=2)] = 2
     """How many published weight versions stay on disk; an engine may still be loading the last but
     one."""
+    max_bad_steps: PositiveInt = 3
+    """Steps in a row that may be skipped because their loss or gradient is not finite; then the run
+    ends."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, entry_points, requires
 from typing import Any
 
 from pydantic import BaseModel
@@ -28,6 +28,7 @@ TABLES = {
     "filter": '[[orchestrator.post_batch_filters]] type = "{}"',
     "renderer": '[orchestrator.renderer] name = "{}"',
     "sampler": '[orchestrator.sampler] type = "{}"',
+    "source": '[orchestrator.algo.sampling.source] type = "{}"',
     "engine": "[inference.{}]",
     "monitor": "[monitors.{}]",
     "model": '[model] name = "{}"',
@@ -53,7 +54,7 @@ training."""
 
 PLUGINS = """\
 A table that selects a plugin's class also holds that class's settings. These classes come with
-`prime-rl`."""
+`prime-rl`, or with the distribution that is named."""
 
 
 def config_page() -> str:
@@ -86,7 +87,7 @@ def _models_in(prop: Schema, is_list: bool = False) -> Iterator[tuple[str, bool]
     """The models a property may hold, and whether in a list."""
     if "$ref" in prop:
         yield prop["$ref"].rpartition("/")[2], is_list
-    for choice in prop.get("anyOf", ()):
+    for choice in (*prop.get("anyOf", ()), *prop.get("oneOf", ())):
         yield from _models_in(choice, is_list)
     if "items" in prop:
         yield from _models_in(prop["items"], True)
@@ -127,8 +128,8 @@ def type_name(prop: Schema) -> str:
     """A property's type in words: ``int > 0``, ``"zmq" or "filesystem"``, ``list of tables``."""
     if "$ref" in prop:
         return "table"
-    if "anyOf" in prop:
-        return " or ".join(dict.fromkeys(type_name(choice) for choice in prop["anyOf"]))
+    if choices := prop.get("anyOf", prop.get("oneOf")):
+        return " or ".join(dict.fromkeys(type_name(choice) for choice in choices))
     if "enum" in prop or "const" in prop:
         return " or ".join(f"`{toml(each)}`" for each in prop.get("enum", [prop.get("const")]))
     if prop.get("type") == "array":
@@ -171,12 +172,13 @@ def _offers(kind: Kind[Any]) -> dict[str, Offered[Any]]:
 
 
 def _documented() -> set[str] | None:
-    """What ``META`` requires; None, for everything, where it is not installed."""
+    """What ``META`` requires or knows of; None, for everything, where it is not installed."""
     try:
         named = requires(META) or []
     except PackageNotFoundError:
         return None
-    return {re.split(r"[\s\[<>=!~;]", requirement, maxsplit=1)[0] for requirement in named}
+    known = {entry.value.replace("_", "-") for entry in entry_points(group="prime_rl.known")}
+    return known | {re.split(r"[\s\[<>=!~;]", each, maxsplit=1)[0] for each in named}
 
 
 def _plugin_section(
@@ -191,4 +193,14 @@ def _plugin_section(
         f"### {head.capitalize()} {title}",
         f"`{where}`, from `{distribution}`.",
         passes_on or keys_table(schema),
+        *_inner_tables(schema),
     )
+
+
+def _inner_tables(schema: Schema) -> Iterator[str]:
+    """The tables inside a plugin's own table, each model once."""
+    models, seen = schema.get("$defs", {}), set()
+    for name, path in _walk(schema, models, ""):
+        if name not in seen and models[name].get("properties"):
+            seen.add(name)
+            yield f"Its table {path}:\n\n{keys_table(models[name])}"

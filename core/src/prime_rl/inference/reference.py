@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from prime_rl.config.models import FrozenModel
-from prime_rl.plugins.errors import ConfigError, EngineError
+from prime_rl.plugins.errors import ConfigError, EngineError, OverlongError
 from prime_rl.rollout import FloatColumn
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ IMPOSSIBLE = -9999.0
 """What engines write for a log-probability of minus infinity: JSON has none."""
 
 CONNECT_SECONDS = 10.0
+
+FAILED_TRIES = 10
+"""Times one request may meet an internal error (500) of a server that answers other requests."""
 
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 """One token has to be sampled, and is thrown away. 0: of the prompt's own tokens only."""
@@ -59,7 +62,11 @@ class _Models(msgspec.Struct):
 
 
 class _Unavailable(Exception):
-    """No answer now; there may be one later."""
+    """No answer now; there may be one later. ``failed``: the server met the request and failed."""
+
+    def __init__(self, reason: str, failed: bool = False) -> None:
+        super().__init__(reason)
+        self.failed = failed
 
 
 @dataclass(eq=False)
@@ -70,6 +77,8 @@ class _Replica:
     card: _Card | None = None
     failures: int = 0
     """Tries in a row that got no answer."""
+    answered: int = 0
+    """Requests it has answered so far."""
     retry_at: float = 0.0
     """Not to be asked before this (``time.monotonic``)."""
     down_since: float = 0.0
@@ -164,6 +173,12 @@ class ScoringPool:
         finally:
             self._on_waiting(None)
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens every replica takes, once ``wait_ready`` is over; None: nobody says."""
+        known = [r.card.max_model_len for r in self._replicas if r.card and r.card.max_model_len]
+        return min(known, default=None)
+
     async def close(self) -> None:
         """Drop the connections."""
         await self._http.aclose()
@@ -171,7 +186,8 @@ class ScoringPool:
     # -- one request, until it is answered --------------------------------------------------------
 
     async def _until_answered(self, ids: list[int], group_id: int) -> FloatColumn:
-        stranded = False
+        stranded, tries = False, 0
+        answered = sum(replica.answered for replica in self._replicas)
         try:
             while True:
                 replica = self._choose(group_id)
@@ -184,9 +200,17 @@ class ScoringPool:
                 try:
                     column = await self._score(replica, ids)
                 except _Unavailable as error:
+                    tries += error.failed
+                    others = sum(each.answered for each in self._replicas) - answered
+                    if tries >= FAILED_TRIES and others:
+                        raise EngineError(
+                            f"{self._at(replica)} failed on one request of {len(ids)} tokens "
+                            f"{tries} times and answered others meanwhile: {error}. See its log."
+                        ) from error
                     self._note_down(replica, str(error))
                 else:
                     self._note_up(replica)
+                    replica.answered += 1
                     return column
         finally:
             self._stranded -= stranded
@@ -211,7 +235,7 @@ class ScoringPool:
         mend."""
         card = replica.card or await self._learn(replica, EngineError)
         if card.max_model_len is not None and len(ids) > card.max_model_len:
-            raise EngineError(
+            raise OverlongError(
                 f"{self._at(replica)} takes {card.max_model_len} tokens (its max_model_len), and "
                 f"this sequence has {len(ids)}. Serve it with more, or lower seq_len or "
                 "max_completion_tokens."
@@ -238,7 +262,8 @@ class ScoringPool:
         except httpx.TransportError as error:
             raise _Unavailable(self._explain(error)) from error
         if answer.status_code == 429 or answer.status_code >= 500:
-            raise _Unavailable(f"{route} answers {answer.status_code} {_text(answer)}")
+            reason = f"{route} answers {answer.status_code} {_text(answer)}"
+            raise _Unavailable(reason, failed=answer.status_code == 500)
         return answer
 
     async def _learn(self, replica: _Replica, kind: type[ConfigError | EngineError]) -> _Card:

@@ -1,10 +1,10 @@
-"""The orchestrator's own log: one line a step, for people and for grep."""
+"""The orchestrator's own log: one line a step and one an env, for people and for grep."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -15,18 +15,39 @@ class Console:
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One finished batch."""
-        name = "train/agg/all"
+    def step(self, step: int, metrics: Mapping[str, float], envs: Sequence[str] = ()) -> None:
+        """One finished batch; each env has a line of its own where there are several."""
         log.info(
-            "Step %d/%d | %.2fs | Reward %.4f | Turns %.1f | Max Off-Policy %.0f | Dropped %.1f%% "
-            "| Truncation %.1f%%",
+            "Step %d/%d | %.2fs | %s | Max Off-Policy %.0f | %s",
             step,
             self._max_steps,
             metrics.get("time/step", 0.0),
-            metrics.get(f"{name}/reward/mean", math.nan),
-            metrics.get(f"{name}/num_turns/mean", 0.0),
+            _credit("agg", metrics),
             metrics.get("off_policy/max", 0.0),
-            100 * metrics.get("filters/post_batch_filters/dropped", 0.0),
-            100 * metrics.get(f"{name}/is_truncated/mean", 0.0),
+            _endings("agg", metrics, "has_error", "cancelled", "is_truncated"),
         )
+        if len(envs) > 1:
+            for env in envs:
+                endings = _endings(env, metrics, "has_error", "is_truncated")
+                log.info("  |-- %s | %s | %s", env, _credit(env, metrics), endings)
+
+
+LABELS = {"has_error": "Error", "cancelled": "Cancelled", "is_truncated": "Truncation"}
+
+
+def _credit(env: str, metrics: Mapping[str, float]) -> str:
+    name = f"train/{env}/all"
+    seen, kept = (metrics.get(f"batch/{env}/{key}", 0.0) for key in ("seen", "trainable"))
+    share = 100 * kept / seen if seen else 0.0
+    return (
+        f"Reward {metrics.get(f'{name}/reward/mean', math.nan):.4f} | "
+        f"Trainable {kept:.0f}/{seen:.0f} ({share:.1f}%) | "
+        f"Turns {metrics.get(f'{name}/num_turns/mean', 0.0):.1f} | "
+        f"Branches {metrics.get(f'{name}/num_branches/mean', 0.0):.1f}"
+    )
+
+
+def _endings(env: str, metrics: Mapping[str, float], *keys: str) -> str:
+    """Shares of rollouts, in percent."""
+    shares = {key: 100 * metrics.get(f"train/{env}/all/{key}/mean", 0.0) for key in keys}
+    return " | ".join(f"{LABELS[key]} {share:.1f}%" for key, share in shares.items())

@@ -16,6 +16,7 @@ class FileMonitor(Monitor):
     """Appends to ``<run>/metrics.jsonl``."""
 
     name = "file"
+    in_background = False  # the live view and the summary read the file while the run goes on
 
     def __init__(self, config: PluginConfig, run_dir: Path) -> None:
         super().__init__(config, run_dir)

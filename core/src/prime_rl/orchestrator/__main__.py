@@ -18,7 +18,7 @@ from prime_rl.orchestrator import build
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.producers import Supplied
+from prime_rl.orchestrator.producers import SampledFrozen, Supplied
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.summary import write_summary
 from prime_rl.plugins.errors import PrimeRLError
@@ -89,6 +89,8 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     async with AsyncExitStack() as stack:
         try:
             orchestrator = await _build(stack, run_dir, config, launch, hooks, status)
+            if launch.checkpoint is not None:
+                orchestrator.restore(launch.checkpoint)
             results = await orchestrator.run()
             status.report("writing the summary")
             write_summary(run_dir, config, results)
@@ -143,10 +145,12 @@ async def _build(
     stack.push_async_callback(admin.close)
     status.report("waiting", waiting_for="inference (engine start)")
     await admin.wait_ready(config.inference.ready_timeout)
+    outages.changed = lambda: status.report("waiting", waiting_for=outages.waiting_for or "models")
     for env in envs:
-        if env.host.connected:
-            status.report("waiting", waiting_for=f"the models env {env.name!r} is scored by")
         await env.host.wait_ready(config.inference.ready_timeout)
+        if isinstance(env.producer, SampledFrozen):
+            stack.push_async_callback(env.producer.close)
+            await env.producer.wait_ready(config.inference.ready_timeout)
     return Orchestrator(
         config=config,
         launch=launch,

@@ -11,7 +11,7 @@ from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import Rollout
 
-STALE, FAILED, REJECTED = "stale", "failed", "sampler"
+STALE, FAILED, REJECTED, LEFT_OUT = "stale", "failed", "sampler", "left out by its algorithm"
 
 WHY_FAILED = "Each failure and its reason is a warning in logs/latest/orchestrator.log."
 WHY_DROPPED = (
@@ -30,7 +30,7 @@ class Batch:
     seen: list[Rollout] = field(default_factory=list)
     """Every rollout that was decided on for this batch: what trains and what was dropped."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Why, by ``id()`` of the rollout: the slot that objected, ``stale``, or ``sampler``."""
+    """Why, by ``id()`` of the rollout: the slot that objected, or one of the words above."""
 
     @property
     def num_stale(self) -> int:
@@ -93,6 +93,8 @@ class BatchAssembler:
                 self._drop(rollout, STALE)
             elif objectors := self._post.objectors(rollout):
                 self._drop(rollout, "post_batch_filters", *objectors)
+            elif not rollout.has_members:
+                self._drop(rollout, LEFT_OUT)
             else:
                 self.batch.kept.append(rollout)
                 self.batch.seen.append(rollout)
@@ -103,6 +105,23 @@ class BatchAssembler:
         """Versions between the weights this batch trains and those the rollout started under, queue
         time included. What no live policy sampled does not age."""
         return (self.batch.step - 1) - rollout.policy_version if rollout.is_live else 0
+
+    @property
+    def buffered(self) -> list[tuple[Rollout, str | None]]:
+        """Every rollout that no batch has taken yet, in order: why it was dropped on the way to the
+        next one, or None if it has, or will compete for, a place."""
+        decided = [(rollout, self.batch.dropped.get(id(rollout))) for rollout in self.batch.seen]
+        return decided + [(rollout, None) for rollout in self._pending]
+
+    def restore(self, buffered: Sequence[tuple[Rollout, str | None]]) -> None:
+        """Go on with what another assembler had buffered; post-batch filters are asked again."""
+        for rollout, reason in buffered:
+            if reason is None:
+                self._pending.append(rollout)
+            else:
+                self.batch.dropped[id(rollout)] = reason
+                self.batch.seen.append(rollout)
+        self.fill()
 
     def take(self) -> Batch:
         """The full batch, in the order rollouts were dispatched; assembling the next one begins."""

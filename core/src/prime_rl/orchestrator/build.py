@@ -21,6 +21,7 @@ from prime_rl.config.orchestrator import (
 )
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.reference import ScoringPool
+from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.batch import BatchAssembler
 from prime_rl.orchestrator.env import Environment, EnvSettings, ModelEndpoint, SamplingSettings
 from prime_rl.orchestrator.evals import EvalEnv
@@ -138,6 +139,7 @@ def _train_env(shared: Shared, env: EnvConfig, algorithm: Algorithm) -> TrainEnv
             shared.outages,
             lambda name: build_renderer(shared.config, shared.hooks, name),
             tuple(other.label for other in config.train.env),
+            shared.config.inference.max_model_len or shared.config.seq_len,
         ),
         group_size=1 if producer.whole_group else env.group_size or config.group_size,
     )
@@ -176,6 +178,7 @@ def build_eval_envs(shared: Shared) -> list[EvalEnv]:
             sampling=eval_sampling(merged(config.orchestrator.eval.sampling, env.sampling)),
             num_examples=env.num_examples,
             group_size=env.group_size,
+            interval=env.interval,
         )
         for env in config.orchestrator.eval.env
     ]
@@ -266,7 +269,7 @@ def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monit
     for name, table in tables.items():
         where = f"monitors.{name}"
         cls = select(MONITOR, name, offers, where)
-        monitors.append(cls(settings_of(cls, MONITOR, table, where), run_dir))
+        monitors.append(in_background(cls(settings_of(cls, MONITOR, table, where), run_dir)))
     return monitors
 
 

@@ -7,14 +7,16 @@ is voided whole.
 Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the
 present version. With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag =
 min(max_off_policy_steps, LEAD)``: while step n trains (v = n - 1), batch n + 1 is sampled.
-``max_off_policy_steps = 0`` is the synchronous run.
+``max_off_policy_steps = 0`` is the synchronous run: there groups are handed on in the order they
+were opened in, and back-fill is asked for at fixed points, so that nothing depends on who was
+faster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
@@ -71,6 +73,28 @@ class OpenGroup:
 
 
 @dataclass(frozen=True)
+class AskedGroup:
+    """What a group asks for."""
+
+    group_id: int
+    env_index: int
+    example_index: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a dispatcher has asked for so far."""
+
+    num_opened: int
+    """Groups opened: the next one's id."""
+    groups: list[AskedGroup]
+    """Opened, and not handed on to a batch."""
+    yields: dict[int, float]
+    """Rollouts that a member of each env, by index, was last seen to bring."""
+
+
+@dataclass(frozen=True)
 class Pace:
     """What the loop needs next, as the dispatcher asks for it."""
 
@@ -111,6 +135,7 @@ class Dispatcher:
         self._version = version
         self._lag = min(max_off_policy_steps, LEAD)
         self._max_off_policy = max_off_policy_steps
+        self._in_order = max_off_policy_steps == 0
         self._oversampling = oversampling_factor
         self._max_inflight = max_inflight
         self._ages = ages
@@ -119,6 +144,9 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
         self._opened = 0
+        self._reopen: deque[AskedGroup] = deque()
+        self._held: dict[int, OpenGroup] = {}
+        """Complete, but one opened earlier is not."""
         self._handed_on: dict[int, OpenGroup] = {}
         self._crash: BaseException | None = None
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
@@ -139,16 +167,33 @@ class Dispatcher:
         """An arrived group is buffered or dropped now: from here on the pace counts it."""
         del self._handed_on[group.group_id]
         finished = sum(member.ok for member in group.members.values())
-        if finished:
+        if finished and group.survivors:
             self._yields[group.env_index] = max(1.0, len(group.survivors) / finished)
+        if self._in_order:
+            self._open_groups()
         self._wake.set()
+
+    # -- going on from a checkpoint -----------------------------------------------------------
+
+    @property
+    def asked(self) -> Asked:
+        """What a resumed run needs to ask for the same groups, each once."""
+        groups = [*self._open.values(), *self._handed_on.values()]
+        waiting = [AskedGroup(g.group_id, g.env_index, g.example_index, g.size) for g in groups]
+        waiting += self._reopen
+        return Asked(self._opened, sorted(waiting, key=lambda g: g.group_id), dict(self._yields))
+
+    def resume(self, asked: Asked) -> None:
+        """Count groups from where another dispatcher stopped, and first ask again for those it had
+        not handed on. Before ``run``."""
+        self._opened, self._reopen = asked.num_opened, deque(asked.groups)
+        self._yields = dict(asked.yields)
 
     async def run(self) -> None:
         """Open groups whenever the pace allows it, until cancelled. Raises what a member raised: a
         bug, or a plugin's exception; failures of an environment are data and raise nothing."""
         while self._crash is None:
-            while self.room() > 0:
-                self._open_group()
+            self._open_groups()
             self._wake.clear()
             await self._wake.wait()
         raise self._crash
@@ -173,16 +218,26 @@ class Dispatcher:
         known = self._yields.get(group.env_index)
         return group.size * (self._expected_yield(group.env_index) if known is None else known)
 
+    def _open_groups(self) -> None:
+        while self.room() > 0:
+            self._open_group()
+
     def _open_group(self) -> None:
-        env_index, example_index, size = self._next_group()
-        group = OpenGroup(self._opened, env_index, example_index, size, self._version())
-        self._opened += 1
+        asked = self._reopen.popleft() if self._reopen else self._ask()
+        group = OpenGroup(
+            asked.group_id, asked.env_index, asked.example_index, asked.size, self._version()
+        )
         self._open[group.group_id] = group
-        self.counts["dispatched"] += size
-        for index in range(size):
+        self.counts["dispatched"] += group.size
+        for index in range(group.size):
             task = asyncio.create_task(self._member(group, index))
             group.tasks.add(task)
             task.add_done_callback(group.tasks.discard)
+
+    def _ask(self) -> AskedGroup:
+        group = AskedGroup(self._opened, *self._next_group())
+        self._opened += 1
+        return group
 
     async def _member(self, group: OpenGroup, index: int) -> None:
         try:
@@ -203,8 +258,15 @@ class Dispatcher:
         if group.complete and not group.cancelled:
             del self._open[group.group_id]
             self._handed_on[group.group_id] = group
-            self.arrivals.put_nowait(group)
+            self._held[group.group_id] = group
+            self._hand_on()
         self._wake.set()
+
+    def _hand_on(self) -> None:
+        """Give complete groups to the loop: at once, or when all before them are complete."""
+        for group_id in sorted(self._held):
+            if not self._in_order or group_id < min(self._open, default=group_id + 1):
+                self.arrivals.put_nowait(self._held.pop(group_id))
 
     async def drop_stale(self, version: int) -> int:
         """Void the groups in flight that would be too old for any batch trained on ``version``;
@@ -216,12 +278,16 @@ class Dispatcher:
             if group.policy_version < oldest and self._ages(group.env_index)
         ]
         await self._cancel(stale)
+        self._hand_on()
         self._wake.set()
         return sum(group.size for group in stale)
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
         await self._cancel(list(self._open.values()))
+        for group_id in self._held:
+            del self._handed_on[group_id]
+        self._held.clear()
 
     async def _cancel(self, groups: Sequence[OpenGroup]) -> None:
         """Void groups, all before anything is awaited: none of them can complete meanwhile."""

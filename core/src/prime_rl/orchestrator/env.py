@@ -120,6 +120,7 @@ class Environment:
         self.settings = settings
         self._vf = import_verifiers(settings)
         self._env = load_environment(self._vf, settings)
+        self._fixed = fixed_seats(self._env.config)
         self.examples = Examples(self._env.taskset)
         if self.examples.count == 0:
             raise ConfigError(
@@ -135,10 +136,8 @@ class Environment:
 
     @property
     def agents(self) -> tuple[str, ...]:
-        """The seats of the env, by name."""
-        config_class = type(self._env.config)
-        fields = config_class.model_fields.items()
-        return tuple(name for name, info in fields if is_seat(info.default))
+        """The seats of the env that the policy plays, by name."""
+        return tuple(name for name in seats_of(self._env.config) if name not in self._fixed)
 
     async def start(self) -> None:
         """Bring up what episodes share: interception, shared tool servers, the renderer."""
@@ -182,7 +181,7 @@ class Environment:
             context = self._context(model, sampling, cache_salt, seed)
             (slot,) = self._env.slots(example.task, 1)
             episode = await self._env.run_slot(slot, context)
-            results = results_of(episode, with_tokens=model.client == "tokens")
+            results = results_of(episode, model.client == "tokens", self._fixed)
         except Exception as error:  # not the run's business how an environment fails
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
         return [replace(result, group_id=group_id) for result in results]
@@ -212,7 +211,9 @@ class Environment:
         if model not in self._clients:
             if model.client == "chat":
                 config = self._vf.EvalClientConfig(
-                    base_url=model.base_url, api_key_var=model.api_key_var
+                    base_url=model.base_url,
+                    api_key_var=model.api_key_var,
+                    timeout={"read": model.timeout},
                 )
                 return self._clients.setdefault(model, config)
             path = self.settings.tokenizer_path
@@ -222,6 +223,7 @@ class Environment:
                 renderer=self.settings.renderer,
                 renderer_model_name=None if path is None else str(path),
                 multiplex=ROLLOUTS_PER_RENDERER,
+                timeout={"read": model.timeout},
             )
         return self._clients[model]
 
@@ -308,6 +310,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     except (AttributeError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
     check_tools(env, where)
+    check_seats(env.config, where)
     return env
 
 
@@ -338,6 +341,29 @@ def environment_table(settings: EnvSettings) -> dict[str, Any]:
         default = config_class.model_fields[name].default
         table[name] = seat_table(settings, default, harness) | dict(settings.args.get(name, {}))
     return table
+
+
+def seats_of(config: Any) -> dict[str, Any]:
+    """The agents of a resolved env config, by name."""
+    fields = type(config).model_fields.items()
+    return {name: getattr(config, name) for name, info in fields if is_seat(info.default)}
+
+
+def fixed_seats(config: Any) -> frozenset[str]:
+    """Agents that a model of their own plays: an opponent, a judge. They never train."""
+    return frozenset(n for n, seat in seats_of(config).items() if seat.model or seat.client)
+
+
+def check_seats(config: Any, where: str) -> None:
+    """Refuse a seat that the policy plays at a sampling of its own: the trainer would reproduce
+    another distribution."""
+    for name, seat in seats_of(config).items():
+        if seat.sampling is not None and name not in fixed_seats(config):
+            raise ConfigError(
+                f"{where}: args.{name}.sampling: the policy plays this agent, and the trainer has "
+                "to reproduce how it is sampled. Set the env's sampling table instead, or give "
+                "the agent a model and client of its own."
+            )
 
 
 def is_seat(default: Any) -> bool:

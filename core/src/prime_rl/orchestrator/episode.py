@@ -50,6 +50,8 @@ class ModelEndpoint:
     """Environment variable with the bearer key; unset means no key."""
     client: str = "tokens"
     """``tokens``: token ids go to and fro. ``chat``: messages, by the OpenAI API."""
+    timeout: float | None = None
+    """Seconds one call may take. None: no bound but the episode's."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ class RolloutResult:
     """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
     error: str | None = None
     """What went wrong, in one line or more."""
+    status_code: int | None = None
+    """HTTP status of a model call that failed."""
     agent: str = "agent"
     """The env's seat that ran."""
     trainable: bool = True
@@ -138,6 +142,19 @@ class RolloutResult:
         if self.trace is None:
             return []
         return [(message.role, str(message.content or "")) for message in self.trace.messages]
+
+    @property
+    def task_fields(self) -> dict[str, Any]:
+        """The fields of the task that this agent was given: in an episode of several, its own."""
+        if self.trace is None:
+            return {}
+        fields: dict[str, Any] = self.trace.task.data.model_dump(exclude_none=True)
+        return fields
+
+    @property
+    def had_tools(self) -> bool:
+        """Whether the model was told of tools."""
+        return self.trace is not None and any(node.tools for node in self.trace.nodes)
 
     @property
     def wire_messages(self) -> list[dict[str, Any]]:

@@ -1,21 +1,17 @@
-"""Held-out examples, before and after: mean reward, and a few rollouts to look at."""
+"""Held-out examples at one policy version: reward, pass@k, and a few rollouts to look at."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import comb
 from statistics import fmean
 from typing import Any
 
-from prime_rl.orchestrator.env import (
-    Environment,
-    ModelEndpoint,
-    RolloutResult,
-    SamplingSettings,
-)
+from prime_rl.monitor.metrics import Reduced, describe
+from prime_rl.orchestrator.env import Environment, RolloutResult, SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +19,7 @@ NUM_SHOWN = 3
 """Rollouts kept for the summary, from the first examples: the same ones before and after."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EvalEnv:
     """One held-out environment and how it is sampled."""
 
@@ -32,6 +28,19 @@ class EvalEnv:
     sampling: SamplingSettings
     num_examples: int
     group_size: int
+    interval: int | None = None
+    """Versions between two evaluations. None: before and after training only."""
+
+    @property
+    def num_rollouts(self) -> int:
+        """Examples, as far as there are any, times the group size."""
+        known = self.environment.num_examples
+        count = self.num_examples if known is None else min(self.num_examples, known)
+        return count * self.group_size
+
+    def is_due(self, version: int, last: int) -> bool:
+        """Whether ``version`` is the first since ``last`` to reach a multiple of the interval."""
+        return self.interval is not None and version // self.interval > last // self.interval
 
 
 @dataclass
@@ -45,74 +54,144 @@ class EvalResult:
     num_failed: int
     metrics: dict[str, float] = field(default_factory=dict)
     shown: list[dict[str, Any]] = field(default_factory=list)
+    measures: dict[str, float] = field(default_factory=dict)
+    """Everything else, by its full name: ``eval/<env>/pass@4``."""
 
     def as_metrics(self) -> dict[str, float]:
         """``eval/<env>/...``"""
         name = f"eval/{self.env}"
         terms = {f"{name}/all/metrics/{key}/mean": value for key, value in self.metrics.items()}
-        return terms | {
-            f"{name}/all/reward/mean": self.reward,
-            f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
-            f"{name}/policy_version": float(self.policy_version),
-        }
+        return (
+            self.measures
+            | terms
+            | {
+                f"{name}/all/reward/mean": self.reward,
+                f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
+                f"{name}/policy_version": float(self.policy_version),
+            }
+        )
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-async def evaluate(
-    env: EvalEnv,
-    model: ModelEndpoint,
-    version: int,
-    seed: int,
-    max_inflight: int,
-    progress: Callable[[float], None],
-) -> EvalResult:
-    """Run ``num_examples * group_size`` rollouts at one policy version; a failed one counts as
-    reward 0."""
-    count = env.num_examples
-    if env.environment.num_examples is not None:
-        count = min(count, env.environment.num_examples)
-    permits, done = asyncio.Semaphore(max_inflight), 0
-    total = count * env.group_size
+@dataclass(frozen=True)
+class Finished:
+    """One rollout of an evaluation."""
 
-    async def one(example: int, member: int) -> RolloutResult:
-        nonlocal done
-        async with permits:
-            results = await env.environment.run(
-                env.environment.examples[example],
-                model=model,
-                sampling=env.sampling,
-                group_id=example,
-                cache_salt=str(version),
-                seed=seed + example * env.group_size + member,
-            )
-        done += 1
-        progress(done / total)
-        # The policy's own result, where an env also has fixed players.
-        return next((result for result in results if result.trainable), results[0])
+    example: int
+    result: RolloutResult
 
-    results = await asyncio.gather(
-        *(one(example, member) for example in range(count) for member in range(env.group_size))
-    )
-    return _summarise(env, version, results)
+    @property
+    def reward(self) -> float:
+        """A failed rollout solved nothing."""
+        return self.result.reward if self.result.ok else 0.0
 
 
-def _summarise(env: EvalEnv, version: int, results: Sequence[RolloutResult]) -> EvalResult:
-    finished = [result for result in results if result.ok]
+def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
+    """One episode as one result: what the policy's agents came to, their mean where there are
+    several; fixed players do not count. Each agent's own reward is the metric ``reward/AGENT``."""
+    ours = [result for result in results if result.trainable]
+    if len(ours) < 2:
+        return ours[0] if ours else results[0]
+    columns: dict[str, list[float]] = defaultdict(list)
+    for result in ours:
+        columns[f"reward/{result.agent}"].append(result.reward)
+        for name, value in result.metrics.items():
+            columns[name].append(value)
+    metrics = {name: fmean(values) for name, values in columns.items()}
+    return replace(ours[0], reward=fmean(r.reward for r in ours), metrics=metrics)
+
+
+def summarise(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
+    """What the rollouts that came back in time say of ``version``; they are in the order of their
+    examples."""
+    results = [each.result for each in finished]
+    done = [result for result in results if result.ok]
     reasons = Counter(f"{r.error_type}: {r.error}" for r in results if not r.ok)
     for reason, count in reasons.most_common():
         log.warning("eval %r: %d of %d rollouts failed: %s", env.name, count, len(results), reason)
-    names = sorted({name for result in finished for name in result.metrics})
+    names = sorted({name for result in done for name in result.metrics})
+    first = {each.example: each.result for each in reversed(finished)}
     return EvalResult(
         env=env.name,
         policy_version=version,
-        reward=fmean(result.reward if result.ok else 0.0 for result in results),
+        reward=fmean([each.reward for each in finished] or [0.0]),
         num_rollouts=len(results),
-        num_failed=len(results) - len(finished),
-        metrics={name: fmean(r.metrics.get(name, 0.0) for r in finished) for name in names},
-        shown=[_shown(result) for result in results[:: env.group_size][:NUM_SHOWN]],
+        num_failed=len(results) - len(done),
+        metrics={name: fmean(r.metrics.get(name, 0.0) for r in done) for name in names},
+        shown=[_shown(first[example]) for example in sorted(first)[:NUM_SHOWN]],
+        measures=measures(f"eval/{env.name}", finished)
+        | {f"eval/{env.name}/cancelled": float(env.num_rollouts - len(finished))},
     )
+
+
+def measures(name: str, finished: Sequence[Finished]) -> Reduced:
+    """``name/all/...`` over every rollout (a failed one counts as reward 0), ``name/effective/...``
+    over those that did not fail, and pass@k over examples."""
+    done = [each for each in finished if each.result.ok]
+    columns: dict[str, Sequence[float]] = {
+        "all/reward": [each.reward for each in finished],
+        "effective/reward": [each.reward for each in done],
+        "all/num_turns": [each.result.num_turns for each in done],
+        "all/num_branches": [len(each.result.branches) for each in done],
+        "all/num_output_tokens": [num_sampled(each.result) for each in done],
+        "all/timing/agent": [t["agent"] for each in done if "agent" in (t := each.result.timing)],
+    }
+    found: Reduced = {}
+    for key, values in columns.items():
+        found |= describe(values, f"{name}/{key}")
+    if done:
+        found[f"{name}/all/is_truncated/mean"] = fmean(each.result.is_truncated for each in done)
+    versions = {version for each in done for version in versions_of(each.result)}
+    if versions:
+        found[f"{name}/num_policy_versions"] = float(len(versions))
+    rewards: dict[int, list[float]] = {}
+    for each in finished:
+        rewards.setdefault(each.example, []).append(each.reward)
+    return found | {f"{name}/{key}": v for key, v in pass_rates(list(rewards.values())).items()}
+
+
+def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
+    """``avg@n`` of each example's n rewards; where every reward is 0 or 1, unbiased ``pass@k`` and
+    ``pass^k`` too, for k = 1, 2, 4 ... n.
+
+    With c of n right: pass@k = 1 - C(n - c, k) / C(n, k), at least one of k is right (Chen et al.
+    2021, arXiv 2107.03374, eq. 1); pass^k = C(c, k) / C(n, k), all k are (Yao et al. 2024, arXiv
+    2406.12045, section 4). Examples with fewer than k rollouts are left out of k.
+    """
+    if not groups:
+        return {}
+    most = max(map(len, groups))
+    rates = {f"avg@{most}": fmean(fmean(rewards) for rewards in groups)}
+    if any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
+        return rates
+    for k in (2**power for power in range(most.bit_length())):
+        counts = [(len(rewards), int(sum(rewards))) for rewards in groups if len(rewards) >= k]
+        rates[f"pass@{k}"] = fmean(1 - comb(n - c, k) / comb(n, k) for n, c in counts)
+        rates[f"pass^{k}"] = fmean(comb(c, k) / comb(n, k) for n, c in counts)
+    return rates
+
+
+def num_sampled(result: RolloutResult) -> int:
+    """Tokens the policy sampled; those of nodes that branches share count once."""
+    seen: set[int] = set()
+    count = 0
+    for branch in result.branches:
+        pairs = zip(branch.node_ids, branch.sampled_mask, strict=True)
+        count += sum(sampled and node not in seen for node, sampled in pairs)
+        seen.update(branch.node_ids)
+    return count
+
+
+def versions_of(result: RolloutResult) -> set[int]:
+    """The versions that sampled its tokens, as far as the engine tells."""
+    return {
+        version
+        for branch in result.branches
+        for version in branch.policy_versions or ()
+        if version >= 0
+    }
 
 
 def _shown(result: RolloutResult) -> dict[str, Any]:

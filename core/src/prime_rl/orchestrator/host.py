@@ -10,6 +10,7 @@ from prime_rl.inference.reference import ScoringPool
 from prime_rl.orchestrator.env import Environment
 from prime_rl.orchestrator.rendering import Rendering
 from prime_rl.plugins.base import ReferenceModel
+from prime_rl.plugins.errors import ConfigError
 from prime_rl.rollout import Sample
 
 
@@ -52,6 +53,7 @@ class EnvHost:
         outages: Outages,
         renderer_named: Callable[[str], Any],
         envs: tuple[str, ...],
+        context: int,
     ) -> None:
         self._env = env
         self._environment = environment
@@ -60,6 +62,7 @@ class EnvHost:
         self._outages = outages
         self._renderer_named = renderer_named
         self._envs = envs
+        self._context = context
         self.connected: list[ScoringPool] = []
 
     @property
@@ -116,9 +119,18 @@ class EnvHost:
         return self._environment.num_examples
 
     async def wait_ready(self, timeout: float) -> None:
-        """Until every connected model answers and serves what it should."""
+        """Until every connected model answers and serves what it should.
+
+        Raises ``ConfigError`` if one takes fewer tokens than a rollout may have.
+        """
         for pool in self.connected:
             await pool.wait_ready(timeout)
+            if pool.max_model_len is not None and pool.max_model_len < self._context:
+                raise ConfigError(
+                    f"{pool.where} {pool.model!r} takes {pool.max_model_len} tokens (its "
+                    f"max_model_len), and a rollout may have {self._context}. Serve it with more, "
+                    "or lower inference.max_model_len (default: seq_len)."
+                )
 
     async def close(self) -> None:
         """Drop the connections."""

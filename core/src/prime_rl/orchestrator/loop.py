@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import EngineAdmin
@@ -30,22 +32,30 @@ from prime_rl.orchestrator.batch import Batch, BatchAssembler
 from prime_rl.orchestrator.build import TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
 from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult
-from prime_rl.orchestrator.evals import EvalEnv, EvalResult, evaluate
+from prime_rl.orchestrator.evals import EvalEnv, EvalResult
+from prime_rl.orchestrator.evaluator import Evaluator, free_slots
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.policy import Policy, TrainerStep, WeightWatcher
 from prime_rl.orchestrator.producers import Ask, Supplied, Unusable
+from prime_rl.orchestrator.progress import State
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.versions import write_versions
 from prime_rl.plugins.base import Sampler
 from prime_rl.plugins.errors import RunError
 from prime_rl.plugins.manager import Hooks
+from prime_rl.run.checkpoints import Checkpoint, unfinished
+from prime_rl.run.drift import installed_versions
 from prime_rl.run.launch import Launch
 from prime_rl.run.status import Status
 from prime_rl.wire import MicroBatch, encode_batch
 from prime_rl.wire.transport import Sender
 
 log = logging.getLogger(__name__)
+
+DISK_WAITS = (1.0, 5.0)
+"""Seconds between attempts at a checkpoint, while the batch waits."""
 
 
 class Orchestrator:
@@ -71,12 +81,26 @@ class Orchestrator:
         outages: Outages,
     ) -> None:
         self.config, self.launch, self.run_dir = config, launch, run_dir
-        self.hooks, self.envs, self.eval_envs = hooks, envs, eval_envs
+        self.hooks, self.envs = hooks, envs
         self.sampler, self.assembler = sampler, assembler
         self.sender, self.admin, self.endpoint, self.status = sender, admin, endpoint, status
         self.policy, self.outages = policy, outages
         self.outages.changed = self._report_sampling
         self.reporter = reporter
+        self.evaluated: list[EvalResult] = []
+        """While training went on."""
+        self._phase = ""
+        self.evals = Evaluator(
+            eval_envs,
+            endpoint,
+            version=policy.version,
+            last_version=config.max_steps,
+            seed=config.seed,
+            slots=lambda: free_slots(self._max_inflight(), self.dispatcher.num_inflight),
+            on_result=self._on_eval,
+            on_progress=self._report_evaluating,
+            max_hold_seconds=config.orchestrator.eval.max_hold_seconds,
+        )
         self.watcher = WeightWatcher(
             run_dir,
             self.policy,
@@ -97,6 +121,8 @@ class Orchestrator:
             yields=lambda env_index: len(self.envs[env_index].host.agents),
         )
 
+        self.state = State(sampler, envs, self.dispatcher, assembler)
+
     def _max_inflight(self) -> int:
         settings = self.config.orchestrator
         oversampled = int(settings.batch_size * settings.oversampling_factor)
@@ -106,34 +132,41 @@ class Orchestrator:
 
     async def run(self) -> dict[str, list[EvalResult]]:
         """Every step of the run, between an evaluation before and one after."""
-        background = [asyncio.create_task(self.watcher.run())]
+        write_versions(self.run_dir, self.hooks, self.config.plugins.disabled)
+        running = (self.watcher.run(), self.evals.run(), self.reporter.lag.run())
+        background = [asyncio.create_task(each) for each in running]
         try:
-            before = await self._evaluate("before")
+            before = await self._evaluate("before") if self._starts_with_eval else []
             background.append(asyncio.create_task(self.dispatcher.run()))
             for _ in range(self.launch.first_step, self.config.max_steps + 1):
                 await self._step(background)
             await self._finish(background)
-            self._save_progress(self.config.max_steps)
             after = await self._evaluate("after")
         finally:
             for task in background:  # first: the dispatcher must open no more groups
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self.dispatcher.close()
-        return {"before": before, "after": after}
+        return {"before": before, "during": self.evaluated, "after": after}
 
     async def _step(self, background: Sequence[asyncio.Task[None]]) -> None:
         """One batch: assembled, packed, shipped."""
         while not self.assembler.is_full:
             self._report_sampling()
-            await self._take_in(await self._next_arrival(background))
+            whom, started = self._waits_for, time.perf_counter()
+            group = await self._next_arrival(background)
+            self.reporter.waited.add(f"wait/orchestrator/{whom}", started)
+            await self._take_in(group)
         batch = self.assembler.take()
+        await self._checkpoint(batch.step)
         self.dispatcher.wake()
         frames = self._pack(batch)
         shipping = asyncio.create_task(self.sender.send(batch.step, frames))
         self.status.report("shipping", waiting_for=f"trainer (room for batch {batch.step})")
+        started = time.perf_counter()
         await self._or_crash(shipping, background)
-        self.reporter.step(batch, self._metrics(frames))
+        self.reporter.waited.add("wait/orchestrator/trainer_room", started)
+        self.reporter.step(batch, self._metrics(frames), frames)
 
     async def _take_in(self, group: OpenGroup) -> None:
         """A complete group: its survivors are credited, stamped and compete for a place in the
@@ -143,15 +176,20 @@ class Orchestrator:
         if failed:
             self.assembler.note_failed(failed, env.name)
         if rollouts:
-            for other in self.envs:
-                other.producer.observe(rollouts)
             await score_group(env.hooks, rollouts)
+            self.reporter.note_place(rollouts)
             self.sampler.observe(rollouts)
-            self.reporter.group_scored(rollouts)
+            if all(rollout.is_live for rollout in rollouts):
+                self.reporter.group_scored(rollouts, self.policy.version)
             for rollout in rollouts:
                 stamp(rollout, env.algorithm.action_loss)
-            self.assembler.add(rollouts, rejected=self.sampler.reject(rollouts))
+            rejected = self.sampler.reject(rollouts)
+            if rejected is None:
+                for other in self.envs:
+                    other.producer.observe(rollouts)
+            self.assembler.add(rollouts, rejected=rejected)
         self.dispatcher.taken(group)
+        await asyncio.sleep(0)  # what that has opened begins before the next group is taken in
 
     def _pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame a trainer rank."""
@@ -200,8 +238,7 @@ class Orchestrator:
             rollouts = await env.producer.produce(ask)
         except Unusable as unusable:
             return self._failed(env, group, unusable.result)
-        for rollout in rollouts:
-            await score_rollout(env.hooks, rollout)
+        await asyncio.gather(*(score_rollout(env.hooks, rollout) for rollout in rollouts))
         return Member(tuple(rollouts))
 
     def _failed(self, env: TrainEnv, group: OpenGroup, result: RolloutResult) -> Member:
@@ -215,38 +252,48 @@ class Orchestrator:
     # -- weights --------------------------------------------------------------------------------
 
     async def _on_version_pending(self, version: int) -> None:
-        """Before the engines pause: what would be too old anyway is cancelled, so that nobody waits
-        for it."""
+        """Before the engines pause: an evaluation of the present version is let finish, and what
+        would be too old anyway is cancelled, so that nobody waits for it."""
+        await self.evals.hold()
         self.reporter.recent.cancelled += await self.dispatcher.drop_stale(version)
 
     def _on_version(self, version: int) -> None:
         self.hooks.weights_published(version)
+        self.evals.on_version(version)
         self.dispatcher.wake()
 
     def _on_trainer_step(self, step: TrainerStep) -> None:
+        if step.step < self.launch.first_step:  # of the attempt before
+            return
         metrics = {name: float("nan") if v is None else v for name, v in step.metrics.items()}
-        self.reporter.log(step.step, metrics)
+        self.reporter.trained(step.step, metrics)
         self.hooks.step_finished(step.step, metrics)
 
     # -- evaluation -----------------------------------------------------------------------------
 
+    @property
+    def _starts_with_eval(self) -> bool:
+        """A run that goes on from a checkpoint has measured its first model before."""
+        return self.launch.first_step == 1 and not self.config.orchestrator.eval.skip_first_step
+
     async def _evaluate(self, when: str) -> list[EvalResult]:
-        results = []
-        for env in self.eval_envs:
-            result = await evaluate(
-                env,
-                self.endpoint,
-                self.policy.version,
-                seed=self.config.seed,
-                max_inflight=self._max_inflight(),
-                progress=lambda share: self.status.report(
-                    f"evaluating {when} training", progress=share
-                ),
-            )
-            log.info("eval %s %s training: reward %.4f", result.env, when, result.reward)
-            self.reporter.log(self.policy.version, result.as_metrics())
-            results.append(result)
-        return results
+        """Every env, while nothing else goes on."""
+        self._phase = when
+        try:
+            return await self.evals.evaluate(self.evals.envs, self.policy.version)
+        finally:
+            self._phase = ""
+
+    def _on_eval(self, result: EvalResult) -> None:
+        when = f"{self._phase} training" if self._phase else f"at version {result.policy_version}"
+        log.info("eval %s %s: reward %.4f", result.env, when, result.reward)
+        self.reporter.log(result.policy_version, result.as_metrics())
+        if not self._phase:
+            self.evaluated.append(result)
+
+    def _report_evaluating(self) -> None:
+        if self._phase:
+            self.status.report(f"evaluating {self._phase} training", progress=self.evals.share)
 
     # -- waiting, and not waiting for the dead ---------------------------------------------------
 
@@ -277,7 +324,7 @@ class Orchestrator:
                 for other in background:
                     if other.done():
                         other.result()
-                if self.dispatcher.num_inflight:
+                if self.dispatcher.num_inflight or self.evals.inflight:
                     idle_since = time.monotonic()
                 elif time.monotonic() - idle_since > self.config.orchestrator.weights_timeout:
                     raise self._stuck()
@@ -295,17 +342,31 @@ class Orchestrator:
 
     # -- reporting --------------------------------------------------------------------------------
 
+    @property
+    def _waits_for(self) -> str:
+        """Whom batch assembly waits for: ``inference``, ``trainer``, ``models``, ``eval``."""
+        if self.outages.waiting_for:
+            return "models"
+        if self.dispatcher.num_inflight or self.dispatcher.room() > 0:
+            return "inference"
+        return "eval" if self.evals.is_running else "trainer"
+
     def _report_sampling(self) -> None:
         have, size = self.assembler.num_buffered, self.config.orchestrator.batch_size
-        step, inflight = self.assembler.batch.step, self.dispatcher.num_inflight
-        may_sample = inflight or self.dispatcher.room() > 0
-        weights = f"trainer (weights of step {self.policy.version + 1})"
-        waiting = self.outages.waiting_for or (None if may_sample else weights)
+        texts = {
+            "models": self.outages.waiting_for,
+            "trainer": f"trainer (weights of step {self.policy.version + 1})",
+            "eval": f"evaluation of version {self.policy.version}",
+        }
+        detail: dict[str, Any] = {}
+        if self.evals.is_running:
+            detail["evaluated"] = f"{self.evals.share:.0%}"
         self.status.report(
-            f"sampling batch {step}",
-            waiting_for=waiting,
-            inflight=inflight,
+            f"sampling batch {self.assembler.batch.step}",
+            waiting_for=texts.get(self._waits_for),
+            inflight=self.dispatcher.num_inflight,
             buffered=f"{min(have, size)}/{size}",
+            **detail,
         )
 
     def _metrics(self, frames: Sequence[bytes]) -> dict[str, float]:
@@ -315,6 +376,7 @@ class Orchestrator:
             **counts,
             **self.sampler.metrics(),
             **self._source_metrics(),
+            **self.evals.take_metrics(),
             "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
             "watcher/policy_version": float(self.policy.version),
             "watcher/update_count": float(self.watcher.update_count),
@@ -330,13 +392,25 @@ class Orchestrator:
             for name, value in env.producer.source.metrics().items()
         }
 
-    def _save_progress(self, step: int) -> None:
-        """What the sampler and the sources know, beside the run's other state."""
-        directory = self.run_dir / "checkpoints" / f"step_{step}" / "orchestrator"
-        directory.mkdir(parents=True, exist_ok=True)
-        self.sampler.save(directory)
-        for env in self.envs:
-            if isinstance(env.producer, Supplied):
-                own = directory / "sources" / env.name
-                own.mkdir(parents=True, exist_ok=True)
-                env.producer.source.save(own)
+    async def _checkpoint(self, step: int) -> None:
+        """Our part of the checkpoint of ``step``, if one is due: before its batch leaves, so that
+        the trainer, which completes the checkpoint, finds it."""
+        config = self.config.ckpt
+        if config is None or not config.is_due(step, self.config.max_steps):
+            return
+        part = unfinished(self.run_dir, step).orchestrator
+        facts = installed_versions(), self.config.model_dump(mode="json")
+        for wait in (*DISK_WAITS, None):
+            try:
+                return self.state.save(part, step, *facts)
+            except OSError as error:
+                shutil.rmtree(part, ignore_errors=True)
+                log.error("cannot write the checkpoint of step %d to %s: %s", step, part, error)
+                if wait is not None:
+                    self.status.report("waiting", waiting_for=f"disk ({error})")
+                    await asyncio.sleep(wait)
+        log.error("step %d: no checkpoint; the run goes on", step)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint; before ``run``. Raises ``ConfigError`` if it does not fit."""
+        self.state.restore(checkpoint.orchestrator)

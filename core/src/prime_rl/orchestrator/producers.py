@@ -8,14 +8,17 @@ by version, the rollout ages. Frozen: a stable cache, no ageing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import httpx
+import numpy as np
 
 from prime_rl.config.models import FrozenModel
+from prime_rl.inference.reference import ScoringPool
 from prime_rl.orchestrator.env import (
     Environment,
     ModelEndpoint,
@@ -25,6 +28,7 @@ from prime_rl.orchestrator.env import (
 from prime_rl.orchestrator.rendering import Rendering
 from prime_rl.orchestrator.trajectory import build_rollout
 from prime_rl.plugins.base import Source, SourceRequest
+from prime_rl.plugins.errors import ConfigError
 from prime_rl.rollout import Group, Rollout
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,9 @@ PROBE_SECONDS = 5.0
 
 PROVIDER_ERROR = "ProviderError"
 """verifiers' class for a model call that failed."""
+
+FAILED_TRIES = 4
+"""Times an episode is tried again at an endpoint that is there and fails: over some 15 seconds."""
 
 
 class Unusable(Exception):
@@ -101,6 +108,7 @@ class Sampled:
         self._environment = environment
         self._endpoint = endpoint
         self._sampling = sampling
+        self._temperature = 1.0 if sampling.temperature is None else sampling.temperature
 
     @property
     def num_examples(self) -> int | None:
@@ -149,11 +157,11 @@ class Sampled:
             example_id=ask.example_id,
             group_id=ask.group_id,
             policy_version=ask.policy_version,
-            temperature=1.0 if self._sampling.temperature is None else self._sampling.temperature,
+            temperature=self._temperature,
         )
         rollout.episode_id = ask.member
         rollout.source = self.label
-        rollout.task = dict(self.task(ask.example_id))
+        rollout.task = result.task_fields or dict(self.task(ask.example_id))
         return rollout
 
 
@@ -178,26 +186,45 @@ class SampledFrozen(Sampled):
         on_waiting: Callable[[str | None], None],
     ) -> None:
         endpoints = [
-            ModelEndpoint(model.name, url, model.api_key_var or "", client)
+            ModelEndpoint(model.name, url, model.api_key_var or "", client, model.timeout)
             for url in model.base_url
         ]
+        where = f"env {env!r}: algo.sampling.source"
+        self._pool = ScoringPool.frozen(model, where=where, on_waiting=on_waiting)
+        self._slots = asyncio.Semaphore(model.max_concurrency)
         super().__init__(env, environment, endpoints[0], sampling)
         self._endpoints = endpoints
         self._rendering = rendering
         self._on_waiting = on_waiting
         self._chat = client == "chat"
 
+    async def wait_ready(self, timeout: float) -> None:
+        """Until every replica answers and lists the model."""
+        await self._pool.wait_ready(timeout)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
     async def _episode(self, ask: Ask) -> list[RolloutResult]:
-        """Tries replica after replica, the group's own first; waits while none is there."""
-        while True:
+        async with self._slots:
+            return await self._until_answered(ask)
+
+    async def _until_answered(self, ask: Ask) -> list[RolloutResult]:
+        """Tries replica after replica, the group's own first; waits while none is there. One that
+        is there and keeps failing on this episode makes it a failure like any other."""
+        for attempt in itertools.count():
             for turn in range(len(self._endpoints)):
                 endpoint = self._endpoints[(ask.group_id + turn) % len(self._endpoints)]
                 results = await self._run(ask, endpoint, cache_salt=None)
-                if not any(r.error_type == PROVIDER_ERROR for r in results):
+                if not any(map(is_outage, results)):
                     return results
-                if await answers(endpoint):
-                    return results  # it is there, and refuses: a failure like any other
-            await self._wait_for_any()
+            if not any([await answers(endpoint) for endpoint in self._endpoints]):
+                await self._wait_for_any()
+            elif attempt >= FAILED_TRIES:
+                return results
+            else:
+                await asyncio.sleep(min(10.0, 2.0**attempt))
+        raise AssertionError("unreachable")
 
     async def _wait_for_any(self) -> None:
         names = ", ".join(endpoint.base_url for endpoint in self._endpoints)
@@ -216,8 +243,18 @@ class SampledFrozen(Sampled):
     def _rollout(self, ask: Ask, result: RolloutResult) -> Rollout:
         if not self._chat:
             return super()._rollout(ask, result)
+        if result.had_tools:
+            raise ConfigError(
+                f"env {self._env!r}: algo.sampling.client = 'chat' tokenizes what was said, and "
+                "this env also tells the model of tools, which would be missing. Use client = "
+                "'tokens' with a model of the policy's tokenizer."
+            )
         rollout = super()._rollout(ask, replace(result, branches=[]))
-        rollout.samples = [self._rendering.supervised_sample(result.wire_messages)]
+        sample = self._rendering.supervised_sample(result.wire_messages)
+        if result.is_truncated:  # the reply was cut off: its end is the renderer's, not the model's
+            sample.loss_mask[np.flatnonzero(sample.loss_mask)[-1:]] = False
+        sample.temperature = self._temperature
+        rollout.samples = [sample]
         rollout.has_logprobs = False
         return rollout
 
@@ -251,6 +288,14 @@ class Supplied:
     async def produce(self, ask: Ask) -> Sequence[Rollout]:
         request = SourceRequest(ask.group_id, ask.example_id, ask.policy_version)
         return await self.source.group(request)
+
+
+def is_outage(result: RolloutResult) -> bool:
+    """Whether a model call failed in a way that may pass: no answer, too many requests, 5xx."""
+    status = result.status_code
+    return result.error_type == PROVIDER_ERROR and (
+        status is None or status in (408, 429) or status >= 500
+    )
 
 
 async def answers(endpoint: ModelEndpoint) -> bool:

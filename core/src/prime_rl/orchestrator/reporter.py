@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from prime_rl.monitor.background import Failures
 from prime_rl.monitor.console import Console
-from prime_rl.monitor.metrics import group_metrics, off_policy_metrics, rollout_metrics
+from prime_rl.monitor.metrics import (
+    Progress,
+    batch_metrics,
+    off_policy_metrics,
+    outcome_metrics,
+    rollout_metrics,
+    solved_metrics,
+    timing_metrics,
+)
+from prime_rl.monitor.waiting import EventLoopLag, Stopwatch
 from prime_rl.orchestrator.batch import Batch
 from prime_rl.orchestrator.dispatcher import OpenGroup
 from prime_rl.orchestrator.episode import RolloutResult
-from prime_rl.orchestrator.store import write_rollouts
+from prime_rl.orchestrator.store import RolloutStore
+from prime_rl.orchestrator.traces import timing_of
 from prime_rl.plugins.base import Monitor
-from prime_rl.rollout import Group
+from prime_rl.rollout import Group, Rollout
 
 log = logging.getLogger(__name__)
+
+RENAMED = re.compile("^time/")
+
+SAMPLED = ("policy", "frozen")
+"""Sources whose rollouts were sampled just now, so that their timing tells something."""
 
 
 @dataclass
@@ -26,10 +45,12 @@ class SinceLastStep:
     """What happened since the last batch left."""
 
     started: float = field(default_factory=time.perf_counter)
-    rewards: list[list[float]] = field(default_factory=list)
-    """Of each scored group."""
-    errors: Counter[str] = field(default_factory=Counter)
-    """Failed rollouts by the class of the failure."""
+    rewards: list[tuple[str, list[float]]] = field(default_factory=list)
+    """Env and rewards of each scored group."""
+    ended: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    """What became of rollouts, by env: ``finished``, ``error/<class>``."""
+    timings: list[tuple[str, dict[str, float]]] = field(default_factory=list)
+    """Env and seconds by stage of each rollout that was sampled."""
     cancelled: int = 0
     """Rollouts voided in flight, because new weights made them too old."""
     truncated: int = 0
@@ -42,59 +63,107 @@ class Reporter:
     def __init__(
         self, run_dir: Path, monitors: Sequence[Monitor], max_steps: int, save_rollouts: bool
     ) -> None:
-        self._run_dir = run_dir
         self._monitors = monitors
-        self._save_rollouts = save_rollouts
+        self._store = RolloutStore(run_dir) if save_rollouts else None
         self._console = Console(max_steps)
         self._started = time.perf_counter()
-        self._tokens = 0
-        self._rollouts = 0
+        self._progress = Progress()
+        self._arrived: dict[int, int] = {}
+        self._failures = Failures()
+        self.waited = Stopwatch()
+        """Seconds by ``wait/WHO/WHOM``."""
+        self.lag = EventLoopLag()
         self.recent = SinceLastStep()
 
-    def group_scored(self, group: Group) -> None:
-        """A group came back and has its credit."""
-        self.recent.rewards.append([rollout.reward for rollout in group])
+    def group_scored(self, group: Group, version: int | None = None) -> None:
+        """A group came back and has its credit; ``version`` is the policy's now."""
+        env = group[0].env
+        self.recent.rewards.append((env, [rollout.reward for rollout in group]))
+        self.recent.ended[env]["finished"] += len(group)
+        for rollout in group:
+            if version is not None:
+                self._arrived[id(rollout)] = version
+            if rollout.trace is not None and rollout.source in SAMPLED:
+                self.recent.timings.append((env, _stages(rollout.trace)))
+
+    def note_place(self, group: Group) -> None:
+        """A group has just been scored: its rollouts are saved with when that was."""
+        if self._store is not None:
+            self._store.group_scored(group)
 
     def rollout_failed(self, env: str, group: OpenGroup, result: RolloutResult) -> None:
         """A rollout came to nothing."""
         kind = result.error_type or "unknown"
-        self.recent.errors[kind] += 1
+        self.recent.ended[env][f"error/{kind}"] += 1
         log.warning(
             "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
             env, group.example_index, group.group_id, kind, result.error,
         )  # fmt: skip
 
-    def step(self, batch: Batch, more: Mapping[str, float]) -> None:
-        """A batch has left for the trainer; ``more`` is what only the loop knows."""
+    def step(self, batch: Batch, more: Mapping[str, float], frames: Sequence[bytes] = ()) -> None:
+        """A batch has left for the trainer as ``frames``; ``more`` is what only the loop knows."""
         recent, now = self.recent, time.perf_counter()
-        self._tokens += sum(rollout.num_tokens for rollout in batch.seen)
-        self._rollouts += len(batch.seen)
-        staleness = [batch.step - 1 - r.policy_version for r in batch.kept if r.is_live]
+        live = [rollout for rollout in batch.kept if rollout.is_live]
+        staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
+        arrived = {id(rollout): self._arrived.pop(id(rollout), None) for rollout in batch.seen}
+        in_flight = [
+            None if (version := arrived[id(rollout)]) is None else version - rollout.policy_version
+            for rollout in live
+        ]
         metrics = {
             **rollout_metrics(batch.seen, "all"),
             **rollout_metrics(batch.kept, "effective"),
-            **group_metrics(recent.rewards, "train/agg/all"),
-            **off_policy_metrics(staleness),
-            **{f"train/agg/all/error/{k}": float(n) for k, n in recent.errors.items()},
+            **solved_metrics(recent.rewards),
+            **outcome_metrics(recent.ended, recent.cancelled),
+            **timing_metrics(recent.timings),
+            **off_policy_metrics(staleness, in_flight),
+            **batch_metrics(batch.seen, batch.kept),
             "off_policy/dropped": float(recent.cancelled + batch.num_stale),
             "batch/truncated_samples": float(recent.truncated),
-            "progress/total_tokens": float(self._tokens),
-            "progress/total_rollouts": float(self._rollouts),
+            **self._progress.step(batch.seen),
+            **self.lag.take(),
+            **self.waited.take(),
             "progress/seconds": now - self._started,
             "time/step": now - recent.started,
             **more,
         }
         self.log(batch.step, metrics)
-        self._console.step(batch.step, metrics)
-        if self._save_rollouts:
-            path = self._run_dir / "rollouts" / f"step_{batch.step}.msgpack"
-            write_rollouts(path, batch.step, batch.seen, batch.dropped)
+        self._console.step(batch.step, metrics, sorted({rollout.env for rollout in batch.seen}))
+        self._log_rollouts(batch)
+        if self._store is not None:
+            self._store.write(batch.step, batch.seen, batch.dropped, frames)
         self.recent = SinceLastStep()
 
+    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The trainer's own numbers of a step: its ``time/...`` as ``time/trainer/...``, apart from
+        the orchestrator's."""
+        apart = {RENAMED.sub("time/trainer/", k): value for k, value in metrics.items()}
+        if "time/wait_for_batch" in metrics:
+            apart["wait/trainer/orchestrator"] = metrics["time/wait_for_batch"]
+        self.log(step, apart)
+
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand metrics to every monitor; one that fails is reported, and the run goes on."""
+        """Hand metrics to every monitor; one that fails is reported once, and the run goes on."""
         for monitor in self._monitors:
-            try:
-                monitor.log(step, metrics)
-            except Exception:
-                log.exception("monitor %r failed at step %d; the run goes on", monitor.name, step)
+            call = partial(monitor.log, step, metrics)
+            self._failures.guard(monitor.name, f"step {step}", call)
+
+    def _log_rollouts(self, batch: Batch) -> None:
+        dropped = [batch.dropped.get(id(rollout)) for rollout in batch.seen]
+        for monitor in self._monitors:
+            call = partial(_log_rollouts, monitor, batch.step, batch.seen, dropped)
+            self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
+
+
+def _log_rollouts(
+    monitor: Monitor, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
+) -> None:
+    if monitor.wants_rollouts(step):
+        monitor.log_rollouts(step, rollouts, dropped)
+
+
+def _stages(trace: Any) -> dict[str, float]:
+    """Seconds by stage; the model's are part of the agent's."""
+    stages = timing_of(trace)
+    stages["agent/model"] = stages.pop("model")
+    return stages

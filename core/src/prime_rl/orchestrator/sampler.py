@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 from prime_rl.plugins.base import PluginConfig, SampledEnv, Sampler
-from prime_rl.plugins.errors import RunError
+from prime_rl.plugins.errors import ConfigError, RunError
+
+STATE = "sampler.json"
+"""Its file in a checkpoint."""
 
 
 class StandardSampler(Sampler):
@@ -35,3 +40,25 @@ class StandardSampler(Sampler):
         size = self.envs[env].num_examples
         self._next[env] = example + 1 if size is None else (example + 1) % size
         return env, example
+
+    def save(self, directory: Path) -> None:
+        """Write ``sampler.json``: the next example of every env, and the random state."""
+        standing = {env.name: at for env, at in zip(self.envs, self._next, strict=True)}
+        state = {"next": standing, "random_state": self._random.getstate()}
+        (directory / STATE).write_text(json.dumps(state))
+
+    def load(self, directory: Path) -> None:
+        """Go on from what ``save`` wrote; a new env starts at its first example. Raises
+        ``ConfigError``."""
+        path = directory / STATE
+        try:
+            state = json.loads(path.read_text())
+            version, internal, gauss = state["random_state"]
+            self._random.setstate((version, tuple(internal), gauss))
+            standing = state["next"]
+            for index, env in enumerate(self.envs):
+                self._next[index] = int(standing.get(env.name, 0)) % (env.num_examples or 2**62)
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{path}: not what the sampler 'standard' saves: {type(error).__name__}: {error}"
+            ) from error

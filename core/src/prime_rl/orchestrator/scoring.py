@@ -89,6 +89,12 @@ def _check_complete(rollout: Rollout, sample: Sample) -> None:
             "assigned. Assign them in score_rollout or score_group, or set the algorithm's "
             "action_loss."
         )
+    if sample.ref_kl_weights is not None and sample.ref_kl_weights[~sample.loss_mask].any():
+        raise StreamError(
+            f"env {rollout.env!r}, group {rollout.group_id}: ref_kl_weights weigh tokens that the "
+            "policy did not sample, which have no sampling logprob to compare with; expected 0.0 "
+            "there"
+        )
     compared = bool(rl_members.any()) or sample.ref_kl_weights is not None
     if compared and not rollout.has_logprobs:
         raise StreamError(

@@ -1,25 +1,122 @@
-"""Rollouts on disk: ``<run>/rollouts/step_N.msgpack``, exact floats, no pickle."""
+"""Rollouts on disk: ``<run>/rollouts/step_N.msgpack``, exact floats, no pickle.
+
+A step's file holds every rollout decided on for its batch, as it was stamped, and what replaying
+needs besides: the place each rollout had when it was scored, siblings that still waited for a
+batch, and the digest of every frame that was shipped.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
 
-from prime_rl.rollout import COLUMNS, Rollout, Sample
+from prime_rl.plugins.errors import RunError
+from prime_rl.rollout import COLUMNS, Group, Rollout, Sample
+
+Place: TypeAlias = tuple[int, int, int, int]
+"""When a rollout was scored: the attempt at the run (by its time), the group within it, the member
+within that, and the group's size. Places are in the order in which groups were scored."""
+
+
+@dataclass(frozen=True)
+class FrameDigest:
+    """One rank's micro batches, as shipped."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, frame: bytes) -> FrameDigest:
+        """Of one encoded frame."""
+        return cls(len(frame), hashlib.sha256(frame).hexdigest())
+
+
+@dataclass(frozen=True, repr=False)
+class StoredRollout:
+    """One rollout of a file."""
+
+    rollout: Rollout
+    dropped_by: str | None
+    """None: it trained, or still waits."""
+
+
+@dataclass(frozen=True, repr=False)
+class StoredStep:
+    """One step's file."""
+
+    step: int
+    rollouts: list[StoredRollout]
+    """In the order in which they were decided on."""
+    waiting: list[StoredRollout]
+    """Siblings of them whose turn had not come."""
+    frames: list[FrameDigest]
+    """One a trainer rank; empty if the file does not say."""
+
+    @property
+    def kept(self) -> list[Rollout]:
+        """What trained, in the order it was packed."""
+        kept = [each.rollout for each in self.rollouts if each.dropped_by is None]
+        return sorted(kept, key=lambda rollout: rollout.group_id)
+
+
+class RolloutStore:
+    """Writes a run's rollouts, one file a step."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.directory = run_dir / "rollouts"
+        self._attempt = time.time_ns()
+        self._num_groups = 0
+        self._open: dict[Place, Rollout] = {}
+        """Scored here and not yet decided on."""
+
+    def group_scored(self, group: Group) -> None:
+        """Note the order in which groups and their members are credited."""
+        for member, rollout in enumerate(group):
+            rollout.place = (self._attempt, self._num_groups, member, len(group))
+            self._open[rollout.place] = rollout
+        self._num_groups += 1
+
+    def write(
+        self,
+        step: int,
+        seen: Sequence[Rollout],
+        dropped: Mapping[int, str],
+        frames: Sequence[bytes] = (),
+    ) -> None:
+        """Save one step: every rollout decided on, and what left as frames."""
+        places = [rollout.place for rollout in seen if rollout.place]
+        for place in places:
+            self._open.pop(place, None)
+        groups = {place[:2] for place in places}
+        waiting = [rollout for place, rollout in self._open.items() if place[:2] in groups]
+        digests = [FrameDigest.of(frame) for frame in frames]
+        path = self.directory / f"step_{step}.msgpack"
+        write_rollouts(path, step, seen, dropped, waiting=waiting, frames=digests)
 
 
 def write_rollouts(
-    path: Path, step: int, rollouts: Sequence[Rollout], dropped: Mapping[int, str]
+    path: Path,
+    step: int,
+    rollouts: Sequence[Rollout],
+    dropped: Mapping[int, str],
+    *,
+    waiting: Sequence[Rollout] = (),
+    frames: Sequence[FrameDigest] = (),
 ) -> None:
     """Save one step's rollouts, kept and dropped; ``dropped`` says why by ``id()``. Written whole
     or not at all."""
     record = {
         "step": step,
         "rollouts": [_rollout_record(rollout, dropped.get(id(rollout))) for rollout in rollouts],
+        "waiting": [_rollout_record(rollout, None) for rollout in waiting],
+        "frames": [[frame.num_bytes, frame.sha256] for frame in frames],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
@@ -32,11 +129,40 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
+def step_files(run_dir: Path) -> dict[int, Path]:
+    """A run's files by step, in order."""
+    found = {}
+    for path in (run_dir / "rollouts").glob("step_*.msgpack"):
+        if (number := path.stem.removeprefix("step_")).isdecimal():
+            found[int(number)] = path
+    return dict(sorted(found.items()))
+
+
 def read_rollouts(path: Path) -> tuple[int, list[Rollout], list[str | None]]:
     """The step, its rollouts, and why each was dropped (None: it trained)."""
-    record = msgspec.msgpack.decode(path.read_bytes())
-    rows = record["rollouts"]
-    return record["step"], [_rollout(row) for row in rows], [row["dropped_by"] for row in rows]
+    stored = read_step(path)
+    return (
+        stored.step,
+        [each.rollout for each in stored.rollouts],
+        [each.dropped_by for each in stored.rollouts],
+    )
+
+
+def read_step(path: Path) -> StoredStep:
+    """Everything a step's file holds. Raises ``RunError`` if it is cut short or something else."""
+    try:
+        record = msgspec.msgpack.decode(path.read_bytes())
+        return StoredStep(
+            record["step"],
+            [_stored(row) for row in record["rollouts"]],
+            [_stored(row) for row in record.get("waiting", ())],
+            [FrameDigest(*frame) for frame in record.get("frames", ())],
+        )
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{path}: not a file of rollouts: {error}. Expected what a run writes as "
+            "rollouts/step_N.msgpack."
+        ) from error
 
 
 _PLAIN = (
@@ -62,7 +188,7 @@ _PLAIN = (
 def _rollout_record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
     record = {name: getattr(rollout, name) for name in _PLAIN}
     record["samples"] = [_sample_record(sample) for sample in rollout.samples]
-    return record | {"dropped_by": dropped_by}
+    return record | {"dropped_by": dropped_by, "place": rollout.place}
 
 
 def _sample_record(sample: Sample) -> dict[str, Any]:
@@ -72,6 +198,10 @@ def _sample_record(sample: Sample) -> dict[str, Any]:
         if (column := getattr(sample, name)) is not None
     }
     return {"temperature": sample.temperature, "columns": columns}
+
+
+def _stored(row: Mapping[str, Any]) -> StoredRollout:
+    return StoredRollout(_rollout(row), row["dropped_by"])
 
 
 def _rollout(row: Mapping[str, Any]) -> Rollout:
@@ -85,4 +215,5 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         )
         for sample in row["samples"]
     ]
-    return Rollout(**{name: row[name] for name in _PLAIN}, samples=samples)
+    place = tuple(row["place"]) if row.get("place") else None
+    return Rollout(**{name: row[name] for name in _PLAIN}, samples=samples, place=place)

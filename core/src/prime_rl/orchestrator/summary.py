@@ -28,11 +28,19 @@ def write_summary(
             "last": _mean(values[-WINDOW:]),
             "window": min(WINDOW, len(values)),
         },
+        "plugins": read_versions(run_dir),
         "eval": {when: [result.as_dict() for result in listed] for when, listed in results.items()},
         "plot": "learning_curve.png",
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     plot_curve(run_dir / "learning_curve.png", rewards, results, title=run_dir.name)
+
+
+def read_versions(run_dir: Path) -> dict[str, str]:
+    """Versions of the distributions whose plugins ran, by name; ``plugins.json`` says more."""
+    path = run_dir / "plugins.json"
+    rows = json.loads(path.read_text())["plugins"] if path.exists() else []
+    return {row["distribution"]: row["version"] for row in rows}
 
 
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:

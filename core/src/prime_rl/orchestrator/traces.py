@@ -5,7 +5,7 @@ Reads attributes of verifiers' objects and imports nothing of it at run time (``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.orchestrator.episode import BranchTokens, RolloutResult
@@ -17,19 +17,25 @@ VERSIONS_KEY = "weight_versions"
 """Key of ``trace.info``: a harness may leave ``{node index: [(policy version, start, end)]}``."""
 
 
-def results_of(episode: Episode, with_tokens: bool = True) -> list[RolloutResult]:
+def results_of(
+    episode: Episode, with_tokens: bool = True, fixed: Container[str] = ()
+) -> list[RolloutResult]:
     """One result a trace. If any failed, all are failed: half an episode does not train.
 
     ``with_tokens``: a trace whose agent trains has failed if it holds no sampled tokens.
+    ``fixed``: agents that a model of their own plays; they never train.
     """
     failure = episode_failure(episode)
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
         return [RolloutResult(ok=False, error_type=kind, error=text)]
-    failures = [failure or trace_failure(trace, with_tokens) for trace in episode.traces]
+    failures = [
+        failure or trace_failure(trace, with_tokens and trace.agent.name not in fixed)
+        for trace in episode.traces
+    ]
     sibling = next((found for found in failures if found), None)
     return [
-        result_of(trace, own or sibling)
+        result_of(trace, own or sibling, trace.agent.name not in fixed)
         for trace, own in zip(episode.traces, failures, strict=True)
     ]
 
@@ -55,7 +61,9 @@ def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | N
     return None
 
 
-def result_of(trace: Trace, failure: tuple[str, str] | None) -> RolloutResult:
+def result_of(
+    trace: Trace, failure: tuple[str, str] | None, may_train: bool = True
+) -> RolloutResult:
     """The result of one trace; a failed one carries no tokens."""
     info = dict(trace.info)
     versions = info.pop(VERSIONS_KEY, None)
@@ -70,8 +78,9 @@ def result_of(trace: Trace, failure: tuple[str, str] | None) -> RolloutResult:
         stop_condition=trace.stop_condition,
         error_type=failure[0] if failure else None,
         error=failure[1] if failure else None,
+        status_code=trace.last_error.status_code if failure and trace.last_error else None,
         agent=trace.agent.name,
-        trainable=trace.agent.trainable,
+        trainable=trace.agent.trainable and may_train,
         branches=[] if failure else branches_of(trace, versions),
         trace=trace,
         timing=timing_of(trace),

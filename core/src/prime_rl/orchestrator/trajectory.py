@@ -50,11 +50,11 @@ def build_rollout(
 
 
 def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[Sample]:
-    """The samples of one episode, in the order of its branches; branches with nothing left to train
-    give none."""
+    """The samples of one episode, in the order in which their first turns were sampled; branches
+    with nothing left to train give none."""
     seen: set[int] = set()
     samples = []
-    for branch in branches:
+    for branch in sorted(branches, key=_first_turn):
         if not branch.trainable:
             continue
         repeats = np.isin(np.asarray(branch.node_ids, np.int64), list(seen))
@@ -63,6 +63,12 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
             samples.append(_sample(branch, mask, repeats, temperature))
             seen.update(branch.node_ids)
     return samples
+
+
+def _first_turn(branch: BranchTokens) -> int:
+    """The node of its first sampled token: nodes are numbered as they came."""
+    sampled = (n for n, mine in zip(branch.node_ids, branch.sampled_mask, strict=True) if mine)
+    return next(sampled, -1)
 
 
 def _sample(

@@ -134,6 +134,10 @@ class Algorithm(Offer):
     """It reads ``sample.roles`` or ``sample.is_content``: a renderer that gives none is refused at
     config time."""
 
+    needs_temperature: ClassVar[float | None] = None
+    """The one sampling temperature it can learn at; another one is refused at config time. None:
+    any."""
+
     order_dependent: ClassVar[bool] = False
     """Credit depends on the rollouts that came before: a running baseline."""
 
@@ -220,6 +224,9 @@ class Source(Offer):
     own promise.
     """
 
+    from_policy: ClassVar[bool] = False
+    """The policy wrote what it gives: nothing for an algorithm that imitates its source."""
+
     feeds: ClassVar[frozenset[LossComponent]] = frozenset({"ce"})
     """Loss components its rollouts may train. ``rl`` and ``ref_kl`` need sampling logprobs of the
     policy."""
@@ -248,7 +255,7 @@ class Source(Offer):
         raise NotImplementedError
 
     def observe(self, group: Group) -> None:
-        """A group of any env that came back, before it is scored and stamped: copy what is kept."""
+        """A group of any env that was scored and not rejected by the sampler: copy what is kept."""
 
     def metrics(self) -> Mapping[str, float]:
         """Numbers of the time since the last call, by name; called once a step."""
@@ -277,6 +284,10 @@ class Monitor(Offer):
         """Metrics of one step, from one process, by ``group/name``. Steps may come out of order:
         batch n + 1 leaves before step n is trained."""
         raise NotImplementedError
+
+    def wants_rollouts(self, step: int) -> bool:
+        """Whether ``log_rollouts`` is to be called for batch ``step``. Asked from the loop."""
+        return False
 
     def log_rollouts(
         self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]

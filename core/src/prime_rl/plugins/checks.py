@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from prime_rl.plugins import hookspecs
+from prime_rl.plugins.deprecation import deprecations, warn_of_deprecated
 from prime_rl.plugins.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
 CONTRACT_VERSION = 1
-"""Version of the plugin contract: hooks, base classes, streams."""
+"""Version of the plugin contract: hooks, base classes, streams. It rises when something goes or
+changes; what is only added (a hook, an optional argument of one) leaves it as it is."""
 
 SPECS: dict[str, Callable[..., Any]] = {
     name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, f"{PROJECT}_spec")
@@ -37,6 +39,17 @@ def check_plugin(plugin: object, where: str, group: str) -> None:
             )
         if marked:
             _check_hook(name, function, where, group)
+        contract = SPECS[name] if marked else _overridden(plugin, name, function)
+        warn_of_deprecated(name, contract, function, where)
+
+
+def _overridden(plugin: object, name: str, function: object) -> object:
+    """The method of a base class that is marked as going and that ``function`` overrides."""
+    for base in plugin.__mro__ if isinstance(plugin, type) else ():
+        found = vars(base).get(name)
+        if found is not function and deprecations(found):
+            return found
+    return None
 
 
 def marked_hooks(plugin: object) -> list[str]:
@@ -54,13 +67,17 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def _check_version(plugin: object, where: str) -> None:
     asked = getattr(plugin, "prime_rl_contract", CONTRACT_VERSION)
+    if type(asked) is not int:
+        raise PluginError(
+            f"plugin {where}: prime_rl_contract is {asked!r}, expected a whole number: the "
+            f"contract version the plugin was written for, such as {CONTRACT_VERSION}."
+        )
     if asked != CONTRACT_VERSION:
-        newer = isinstance(asked, int) and asked > CONTRACT_VERSION
-        way_out = "Upgrade prime-rl-core" if newer else "Upgrade the plugin"
+        way_out = "prime-rl-core" if asked > CONTRACT_VERSION else "the plugin"
         raise PluginError(
             f"plugin {where} asks for contract version {asked}, this prime-rl-core speaks "
             f"{CONTRACT_VERSION}. "
-            f"{way_out}, or list the plugin under plugins.disabled."
+            f"Upgrade {way_out}, or list the plugin under plugins.disabled."
         )
 
 

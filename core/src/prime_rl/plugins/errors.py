@@ -35,6 +35,10 @@ class EngineError(PrimeRLError):
     """An inference engine refused a request or could not be reached."""
 
 
+class OverlongError(EngineError):
+    """A sequence is longer than an engine takes."""
+
+
 class WeightsError(PrimeRLError):
     """Published weights are missing, corrupt or do not fit the model."""
 

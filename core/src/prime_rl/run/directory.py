@@ -1,4 +1,4 @@
-"""The run directory: made once, never shared.
+"""The run directory: made once, never shared; ``--resume`` goes on in it with another attempt.
 
 <output_dir>/<run>/
   configs/run.json, launch.json       what was asked, as resolved
@@ -7,14 +7,19 @@
   metrics.jsonl, trainer.jsonl        one line a step
   rollouts/step_N.msgpack             rollouts with exact floats
   broadcasts/step_N/                  published weights
+  checkpoints/step_N/                 what --resume goes on from (checkpoints.py)
   weights/                            the final model, a Hugging Face folder
   summary.json, learning_curve.png    what it came to
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import itertools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
@@ -46,8 +51,60 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
         (run_dir / DRY).touch()
     else:
         (run_dir / "logs" / "latest").symlink_to("attempt_1")
-    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
+    write_config(run_dir, config)
     return run_dir
+
+
+def write_config(run_dir: Path, config: RunConfig) -> None:
+    """The resolved config of the newest attempt."""
+    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
+
+
+def new_attempt(run_dir: Path) -> None:
+    """Fresh logs for a run that goes on; the config of the attempt before is kept beside the new
+    one. Raises ``ConfigError`` if the disk refuses."""
+    number = _newest_attempt(run_dir)
+    try:
+        for folder in SUBFOLDERS:
+            (run_dir / folder).mkdir(parents=True, exist_ok=True)
+        for name in ("run", "launch"):
+            old = run_dir / "configs" / f"{name}.json"
+            if old.exists():
+                old.replace(old.with_name(f"{name}.attempt_{number}.json"))
+        (run_dir / "logs" / f"attempt_{number + 1}").mkdir()
+        link = run_dir / "logs" / ".latest"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"attempt_{number + 1}")
+        link.replace(run_dir / "logs" / "latest")
+    except OSError as error:
+        raise ConfigError(
+            f"--resume: cannot begin another attempt in {run_dir}: {error}"
+        ) from error
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Keep the directory to one attempt at a time. Raises ``ConfigError`` if another goes on."""
+    with (run_dir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{run_dir}: a process is at this run already. Wait for it, or stop it."
+            ) from error
+        yield
+
+
+def runs_of(config: RunConfig) -> list[Path]:
+    """The run that ``run.name`` names; without a name, all of these envs and this model, the newest
+    first."""
+    parent = Path(config.output_dir)
+    if config.run.name:
+        return [path for path in (parent / config.run.name,) if path.is_dir()]
+    stem = _stem(config)
+    found = [path for path in parent.glob(f"{glob.escape(stem)}--*") if path.is_dir()]
+    numbered = {int(n): p for p in found if (n := p.name.removeprefix(f"{stem}--")).isdecimal()}
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
 
 
 def _claim(run_dir: Path) -> bool:
@@ -73,13 +130,22 @@ def _named(parent: Path, name: str) -> Path:
 
 
 def _numbered(parent: Path, config: RunConfig) -> Path:
-    envs = "-".join(env.label for env in config.orchestrator.train.env)
-    stem = re.sub(r"[^a-z0-9._-]+", "-", f"{envs}--{Path(config.model.name).name}".lower())[:80]
+    stem = _stem(config)
     return next(
         run_dir for number in itertools.count(1) if _claim(run_dir := parent / f"{stem}--{number}")
     )
 
 
+def _stem(config: RunConfig) -> str:
+    envs = "-".join(env.label for env in config.orchestrator.train.env)
+    return re.sub(r"[^a-z0-9._-]+", "-", f"{envs}--{Path(config.model.name).name}".lower())[:80]
+
+
 def log_dir(run_dir: Path) -> Path:
-    """Where this attempt's logs go."""
-    return run_dir / "logs" / "attempt_1"
+    """Where the newest attempt's logs go."""
+    return run_dir / "logs" / f"attempt_{_newest_attempt(run_dir)}"
+
+
+def _newest_attempt(run_dir: Path) -> int:
+    names = (path.name.removeprefix("attempt_") for path in run_dir.glob("logs/attempt_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=1)

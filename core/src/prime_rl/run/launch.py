@@ -7,6 +7,8 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.run.checkpoints import Checkpoint
+
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """Facts of one launch; ``<run>/configs/launch.json``. Secrets go by the environment instead."""
@@ -25,6 +27,13 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     transport_hwm: int = 4
     first_step: int = 1
     num_ranks: int = 1
+    resume_from: str | None = None
+    """The checkpoint of step ``first_step - 1``; None: from the beginning."""
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """What this launch goes on from."""
+        return None if self.resume_from is None else Checkpoint(Path(self.resume_from))
 
     def write(self, run_dir: Path) -> None:
         """Save it in the run directory."""

@@ -24,8 +24,8 @@ def print_summary(console: Console, run_dir: Path) -> None:
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
             f"[dim]mean of the first and last {sampled['window']} steps[/]"
         )
-    for before, after in zip(summary["eval"]["before"], summary["eval"]["after"], strict=True):
-        _print_eval(console, before, after)
+    for after in summary["eval"]["after"]:
+        _print_eval(console, _first_of(summary["eval"], after), after)
     console.print(f"Run directory   {run_dir}", markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"Learning curve  {run_dir / summary['plot']}",
@@ -33,6 +33,14 @@ def print_summary(console: Console, run_dir: Path) -> None:
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _first_of(measured: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """The env's first measurement: before training, or where that was skipped, the first there
+    is."""
+    earlier = [*measured["before"], *measured.get("during", ()), after]
+    first: dict[str, Any] = next(each for each in earlier if each["env"] == after["env"])
+    return first
 
 
 def _print_eval(console: Console, before: dict[str, Any], after: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
+    AlgoConfig,
     AlgoSamplingConfig,
     EnvConfig,
     FilterConfig,
@@ -184,12 +185,20 @@ def _check_labels(where: str, envs: Sequence[SourceConfig]) -> None:
 
 def _check_algorithms(config: RunConfig, hooks: Hooks) -> None:
     offers = collect(hooks, ALGORITHM)
+    shared = config.orchestrator.algo
+    if shared != AlgoConfig() and all(env.algo for env in config.orchestrator.train.env):
+        cls = select(ALGORITHM, shared.type, offers, "orchestrator.algo")
+        settings_of(cls, ALGORITHM, shared.settings, "orchestrator.algo")
     for env in config.orchestrator.train.env:
         algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
         cls = select(ALGORITHM, algo.type, offers, where)
         settings_of(cls, ALGORITHM, algo.settings, where)
         _check_group_size(config, env, cls)
-        _check_source(f"env {env.label!r}: algorithm {cls.name!r}", cls, algo.sampling, hooks)
+        here = f"env {env.label!r}: algorithm {cls.name!r}"
+        _check_source(here, cls, algo.sampling, hooks)
+        _check_temperature(here, cls, env, config)
+        if isinstance(algo.sampling.source, SourceTable):
+            _check_unsampled(here, env)
         if cls.needs_attribution and not _renderer_class(config, hooks).gives_attribution:
             raise ConfigError(
                 f"env {env.label!r}: algorithm {cls.name!r} tells tokens apart by their message's "
@@ -223,11 +232,37 @@ def _check_source(
     if isinstance(source, SourceTable):
         offered = select(SOURCE, source.type, collect(hooks, SOURCE), f"{where}: sampling.source")
         settings_of(offered, SOURCE, source.settings, f"{where}: sampling.source")
+        if cls.needs_frozen_source and offered.from_policy:
+            raise ConfigError(
+                f"{where} imitates who samples, and source {source.type!r} gives what the policy "
+                "itself wrote. Use a source of demonstrations or a frozen model."
+            )
         if component not in offered.feeds:
             raise ConfigError(
                 f"{where} trains the {component} component, and source {source.type!r} can feed "
                 f"{', '.join(sorted(offered.feeds))} only: nobody sampled its tokens from the "
                 "policy. Use an algorithm that feeds ce, such as sft, or another source."
+            )
+
+
+def _check_temperature(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConfig) -> None:
+    own, wanted = env.sampling, cls.needs_temperature
+    group = config.orchestrator.train.sampling.temperature
+    found = own.temperature if own and "temperature" in own.model_fields_set else group
+    if wanted is not None and found != wanted:
+        raise ConfigError(
+            f"{where} can learn at a sampling temperature of {wanted:g} only, got {found:g}. Set "
+            "orchestrator.train.sampling.temperature, or the env's own."
+        )
+
+
+def _check_unsampled(where: str, env: EnvConfig) -> None:
+    """Nothing samples for an env with a source, so nothing would read these."""
+    for key in ("group_size", "sampling", "max_turns", "harness"):
+        if getattr(env, key) is not None:
+            raise ConfigError(
+                f"{where}: {key} is set, and nobody samples for this env: its rollouts come from "
+                "sampling.source. Leave it out."
             )
 
 

@@ -22,6 +22,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import EngineLaunch
 from prime_rl.plugins.errors import RunError
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.run.checkpoints import Checkpoint
 from prime_rl.run.children import (
     Child,
     end,
@@ -30,6 +31,7 @@ from prime_rl.run.children import (
     start,
     uninterrupted,
 )
+from prime_rl.run.control import supervised
 from prime_rl.run.directory import log_dir
 from prime_rl.run.launch import ADMIN_KEY, Launch
 from prime_rl.run.models import model_path
@@ -44,14 +46,14 @@ TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
 
 
-def run(config: RunConfig, run_dir: Path, view: View) -> None:
-    """Train. Raises ``RunError`` when a child dies, ``KeyboardInterrupt`` when the user stops
-    it."""
-    launch = _plan(config)
+def run(config: RunConfig, run_dir: Path, view: View, checkpoint: Checkpoint | None = None) -> None:
+    """Train, from a checkpoint if one is given. Raises ``RunError`` when a child dies,
+    ``KeyboardInterrupt`` when the user stops it."""
+    launch = _plan(config, checkpoint)
     launch.write(run_dir)
     key = os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     children: list[Child] = []
-    with sigterm_is_ctrl_c():
+    with supervised(run_dir), sigterm_is_ctrl_c():
         try:
             children += _start(config, launch, run_dir, key)
             _watch(children, view)
@@ -60,9 +62,12 @@ def run(config: RunConfig, run_dir: Path, view: View) -> None:
                 end(children)
 
 
-def _plan(config: RunConfig) -> Launch:
-    """Ports, paths and names of this launch."""
-    path, to_make = model_path(config)
+def _plan(config: RunConfig, checkpoint: Checkpoint | None = None) -> Launch:
+    """Ports, paths and names of this launch.
+
+    A run that goes on takes its model from the checkpoint, with the tokenizer that came along.
+    """
+    path, to_make = model_path(config) if checkpoint is None else (str(checkpoint.weights), False)
     engine_port, wire_port = free_ports(2)
     engine_port = config.inference.port or engine_port
     return Launch(
@@ -74,6 +79,8 @@ def _plan(config: RunConfig) -> Launch:
         transport_host=config.rollout_transport.host,
         transport_ports=[config.rollout_transport.port or wire_port],
         transport_hwm=config.rollout_transport.hwm,
+        first_step=checkpoint.step + 1 if checkpoint else 1,
+        resume_from=str(checkpoint.directory) if checkpoint else None,
     )
 
 
@@ -106,6 +113,7 @@ def _engine_launch(config: RunConfig, launch: Launch, run_dir: Path, key: str) -
         seed=config.seed,
         admin_key=key,
         status_path=run_dir / "status" / "inference.json",
+        policy_version=launch.first_step - 1,
     )
 
 

@@ -89,6 +89,8 @@ class View:
                 "reward",
                 Text.assemble((f"{rewards[-1]:.3f} ", "bold"), (sparkline(rewards), "green")),
             )
+        elif latest.get("loss/mean") is not None:
+            table.add_row("loss", f"{latest['loss/mean']:.3f}")
         table.add_row("tokens/s", f"{self.metrics.tokens_per_second:,.0f}")
         table.add_row("off-policy", _off_policy(latest))
         kl = latest.get("mismatch_kl/all/mean")
@@ -119,7 +121,7 @@ class View:
         if shown > self._printed_step:
             self._printed_step = shown
             self.console.print(
-                f"step {step}/{self.max_steps} | reward {self.metrics.rewards[-1]:.3f} | "
+                f"step {step}/{self.max_steps} | {self.metrics.headline} | "
                 f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy "
                 f"{_off_policy(self.metrics.latest)}",
                 markup=False,
@@ -146,8 +148,17 @@ class MetricsTail:
         self.latest |= row
         if row.get(REWARD) is not None:
             self.rewards.append(row[REWARD])
+        if "progress/total_tokens" in row:  # a batch; demonstrations have no reward
             self.step = row["step"]
             self._clock.append((row["progress/seconds"], row["progress/total_tokens"]))
+
+    @property
+    def headline(self) -> str:
+        """The latest reward; where nothing is rewarded, the loss."""
+        if self.rewards:
+            return f"reward {self.rewards[-1]:.3f}"
+        loss = self.latest.get("loss/mean")
+        return "no reward" if loss is None else f"loss {loss:.3f}"
 
     @property
     def tokens_per_second(self) -> float:

@@ -69,6 +69,7 @@ def run(run_dir: Path, status: Status) -> None:
     status.report("importing torch")
     import torch
 
+    from prime_rl.trainer.checkpoint import Checkpointer, restore
     from prime_rl.trainer.loop import Trainer, finish, train
     from prime_rl.trainer.model import load_model, model_folder
     from prime_rl.trainer.token_export import make_token_export
@@ -85,9 +86,15 @@ def run(run_dir: Path, status: Status) -> None:
         make_token_export(config.trainer.token_export, run_dir),
     )
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
+    if launch.checkpoint is not None:
+        status.report("loading the checkpoint")
+        restore(trainer, launch.checkpoint)
+        logger.info("resumed from %s", launch.checkpoint.directory)
+    resumed = None if launch.checkpoint is None else launch.checkpoint.step
+    checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir)
     try:
-        train(trainer, receiver, run_dir, launch.first_step, status)
+        train(trainer, receiver, run_dir, launch.first_step, status, checkpointer)
     finally:
         receiver.close()
     finish(trainer, model_path, run_dir, status)

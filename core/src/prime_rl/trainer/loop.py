@@ -2,6 +2,7 @@
 
     wire -> micro batches of step n -> [forward, loss, backward] each
          -> clip -> optimizer -> weights, version n -> metrics of step n -> version n announced
+         -> checkpoint of step n, if one is due
 
 Weights that make version n are written, then step n's metrics, then the version is announced:
 whoever sees a version can read its metrics.
@@ -24,7 +25,10 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.base import Loss
 from prime_rl.plugins.errors import RunError, WireError
 from prime_rl.run.status import DONE, Status
+from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.counts import Counts, count_members
+from prime_rl.trainer.disk import PUBLISH_WAITS, persist
+from prime_rl.trainer.guards import SlowSteps, worst_samples
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import row_loss
 from prime_rl.trainer.metrics import MetricsFile, StepMetrics, peak_memory
@@ -56,6 +60,8 @@ class Trainer:
         by_document = self.config.attention == "mask" or self.device.type != "cpu"
         self.share_prompts = self.config.share_prompts and not by_document
         self.half = self.config.dtype == "bfloat16"
+        self.num_bad_steps = 0
+        """In a row."""
         self.optimizer = make_optimizer(self.model.parameters(), self.config.optim)
         self.learning_rate = make_schedule(
             self.config.scheduler, self.config.optim.lr, self.max_steps
@@ -70,26 +76,27 @@ class Trainer:
         """One optimizer step; its metrics. ``progress`` hears the share done before each row.
 
         A batch that trains nothing runs forward and backward like any (ranks stay aligned) and
-        leaves the weights alone. Raises ``RunError`` if the gradient is not finite.
+        leaves the weights alone. So does one whose loss or gradient is not finite: raises
+        ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
         started = time.perf_counter()
         counts = count_members(micro_batches)
-        metrics = self.forward_backward(step, micro_batches, counts, progress)
+        sums = self.forward_backward(step, micro_batches, counts, progress)
         norm = float(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
         seconds = time.perf_counter() - started  # the norm has waited for the device
-        if not math.isfinite(norm):
-            raise RunError(
-                f"step {step}: the gradient norm is {norm}. The weights of version {step - 1} are "
-                "intact. Lower trainer.optim.lr, or look for a logprob_gap/max that grows."
-            )
-        skipped = not counts.table.any()
-        if skipped:
+        metrics = sums.result()
+        bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
+        nothing = not counts.table.any()
+        if bad:
+            self.skip_bad_step(step, micro_batches, metrics["loss/mean"], norm)
+        elif nothing:
             self.skip_step(step, sum(map(len, micro_batches)))
-        rate = 0.0 if skipped else self.optimizer_step(step)
-        return metrics.result() | {
+        self.num_bad_steps = self.num_bad_steps + 1 if bad else 0
+        rate = 0.0 if bad or nothing else self.optimizer_step(step)
+        return metrics | {
             "optim/lr": rate,
             "optim/grad_norm": norm,
-            "optim/skipped": float(skipped),
+            "optim/skipped": float(bad or nothing),
             "perf/throughput": sum(map(len, micro_batches)) / seconds,
             "perf/peak_memory": peak_memory(self.device),
             "time/forward_backward": seconds,
@@ -132,6 +139,29 @@ class Trainer:
             step - 1,
         )
 
+    def skip_bad_step(
+        self, step: int, micro_batches: Sequence[MicroBatch], loss: float, norm: float
+    ) -> None:
+        """Drop gradients that are not finite, and say which samples stand out. Raises ``RunError``
+        if this was one too many in a row."""
+        self.optimizer.zero_grad(set_to_none=True)
+        worst = "; ".join(map(str, worst_samples(self, micro_batches)))
+        reason = (
+            f"step {step}: the gradient norm is {norm}, the loss {loss}. "
+            f"Most conspicuous: {worst}. "
+        )
+        limit = self.config.max_bad_steps
+        if self.num_bad_steps + 1 >= limit:
+            raise RunError(
+                f"{reason}That was the {limit}. step in a row that is not finite "
+                f"(trainer.max_bad_steps). The weights of version {step - 1} are intact. Lower "
+                "trainer.optim.lr, or look for a logprob_gap/max that grows."
+            )
+        logger.error(
+            "%sNo optimizer step; version %d has the weights of version %d.",
+            *(reason, step, step - 1),
+        )
+
     def optimizer_step(self, step: int) -> float:
         """Move the weights along the gradients and drop those; the learning rate it took."""
         rate = self.learning_rate(step)
@@ -143,11 +173,17 @@ class Trainer:
 
 
 def train(
-    trainer: Trainer, receiver: Receiver, run_dir: Path, first_step: int, status: Status
+    trainer: Trainer,
+    receiver: Receiver,
+    run_dir: Path,
+    first_step: int,
+    status: Status,
+    checkpointer: Checkpointer | None = None,
 ) -> None:
     """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number."""
     publisher = Publisher(run_dir / "broadcasts", trainer.config.keep_broadcasts)
     metrics_file = MetricsFile(run_dir / "trainer.jsonl")
+    slow = SlowSteps()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
         micro_batches = wait_for_batch(receiver, step, status)
@@ -155,7 +191,8 @@ def train(
         metrics = trainer.train_step(step, micro_batches, partial(_report_training, status, step))
         trained = time.perf_counter()
         status.report("publishing weights", step=step)
-        publisher.write(trainer.model, step)
+        write = partial(publisher.write, trainer.model, step)
+        persist(write, f"publish weights version {step}", PUBLISH_WAITS, status)
         written = time.perf_counter()
         metrics |= {
             "time/wait_for_batch": received - started,
@@ -165,6 +202,12 @@ def train(
         metrics_file.append(step, metrics)
         publisher.announce(step)
         log_step(step, metrics)
+        if checkpointer is not None:  # last: engines need not wait for it
+            checkpointer.save(trainer, step, publisher.path(step), status)
+        if warning := slow.observe(step, metrics):
+            logger.warning("%s", warning)
+    if checkpointer is not None:
+        checkpointer.wait(status)
 
 
 def _report_training(status: Status, step: int, share: float) -> None:
@@ -205,5 +248,6 @@ def finish(trainer: Trainer, model_path: Path, run_dir: Path, status: Status) ->
     """Leave the trained policy as a folder anybody can load."""
     status.report("exporting the trained model")
     with torch.no_grad():
-        export(trainer.model, model_path, run_dir / "weights")
+        write = partial(export, trainer.model, model_path, run_dir / "weights")
+        persist(write, "export the trained model", PUBLISH_WAITS, status)
     status.report(DONE)

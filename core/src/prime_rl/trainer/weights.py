@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.plugins.errors import WeightsError
 
@@ -75,12 +75,17 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
         for leftover in (unfinished, directory):
             shutil.rmtree(leftover, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        for file in model_dir.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name[0] != ".":
-                shutil.copy(file, unfinished)
-        model.config.save_pretrained(unfinished)
+        copy_model_files(model.config, model_dir, unfinished)
         save_file(published_tensors(model), unfinished / WEIGHTS, metadata={"format": "pt"})
         unfinished.rename(directory)
+
+
+def copy_model_files(config: PretrainedConfig, model_dir: Path, directory: Path) -> None:
+    """What a model folder has beside the weights: ``config`` and ``model_dir``'s tokenizer."""
+    for file in model_dir.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name[0] != ".":
+            shutil.copy(file, directory)
+    config.save_pretrained(directory)
 
 
 @contextmanager

@@ -1,0 +1,127 @@
+"""A monitor in a thread of its own: however slow or broken it is, the loop neither waits nor
+fails."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+from prime_rl.plugins.base import Monitor
+from prime_rl.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 1000
+"""Lines of metrics that may wait for a slow monitor; a line is a few kilobytes."""
+
+MAX_WAITING_ROLLOUTS = 4
+"""Batches of rollouts that may wait: each keeps a whole batch in memory."""
+
+CLOSE_SECONDS = 15.0
+"""How long a monitor may take over what waits when the run ends; less than the time that the
+orchestrator gives all its closing."""
+
+
+def in_background(monitor: Monitor) -> Monitor:
+    """The monitor as the loop should hold it: behind a queue, unless it wants to be waited for."""
+    return Background(monitor) if monitor.in_background else monitor
+
+
+class Background(Monitor):
+    """Stands for another monitor; its calls are queued, and done by one thread in their order."""
+
+    in_background = False
+
+    def __init__(self, monitor: Monitor, max_waiting: int = MAX_WAITING) -> None:
+        super().__init__(monitor.config, monitor.run_dir)
+        self.name = monitor.name  # type: ignore[misc]  # it goes by the name of whom it stands for
+        self._monitor = monitor
+        self._max_waiting = max_waiting
+        self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._room = threading.Semaphore(MAX_WAITING_ROLLOUTS)
+        self._lost = 0
+        self._failures = Failures()
+        self._thread = threading.Thread(target=self._work, name=f"monitor-{self.name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Queue one line."""
+        if self._calls.qsize() >= self._max_waiting:
+            self._lose(step)
+            return
+        self._calls.put((f"step {step}", partial(self._monitor.log, step, metrics)))
+
+    def wants_rollouts(self, step: int) -> bool:
+        """As the monitor says."""
+        return self._monitor.wants_rollouts(step)
+
+    def log_rollouts(
+        self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
+    ) -> None:
+        """Queue a batch of rollouts; a busy monitor misses some."""
+        if not self._room.acquire(blocking=False):
+            log.info("monitor %r is busy: it misses the rollouts of step %d", self.name, step)
+        else:
+            call = partial(self._log_rollouts, step, rollouts, dropped)
+            self._calls.put((f"rollouts of step {step}", call))
+
+    def close(self) -> None:
+        """Let it finish what waits and close it, within ``CLOSE_SECONDS``."""
+        self._calls.put(None)
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            log.warning(
+                "monitor %r is not done %.0f s after the end of the run: %d lines are lost",
+                self.name, CLOSE_SECONDS, self._calls.qsize(),
+            )  # fmt: skip
+        if self._lost:
+            log.warning("monitor %r was too slow: %d lines are missing", self.name, self._lost)
+
+    def _lose(self, step: int) -> None:
+        self._lost += 1
+        if self._lost == 1:
+            log.warning(
+                "monitor %r is slower than the run: %d lines wait for it; from step %d on lines "
+                "are left out of it. metrics.jsonl has them all.",
+                self.name, self._max_waiting, step,
+            )  # fmt: skip
+
+    def _log_rollouts(
+        self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
+    ) -> None:
+        try:
+            self._monitor.log_rollouts(step, rollouts, dropped)
+        finally:
+            self._room.release()
+
+    def _work(self) -> None:
+        while (item := self._calls.get()) is not None:
+            self._failures.guard(self.name, *item)
+        self._failures.guard(self.name, "the end of the run", self._monitor.close)
+        self._failures.summarise()
+
+
+class Failures:
+    """What monitors failed at: the first failure of each is told in full, the others are
+    counted."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def guard(self, name: str, when: str, call: Callable[[], None]) -> None:
+        """Call; a failure is noted, never raised."""
+        try:
+            call()
+        except Exception:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            if self.counts[name] == 1:
+                log.exception("monitor %r failed at %s; the run goes on", name, when)
+
+    def summarise(self) -> None:
+        """Say how often a monitor failed, if it was more than once."""
+        for name, count in self.counts.items():
+            if count > 1:
+                log.warning("monitor %r failed %d times in all", name, count)

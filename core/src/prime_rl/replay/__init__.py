@@ -1,0 +1,1 @@
+"""Saved rollouts scored again, without engine and without GPU: ``prime-rl replay``."""

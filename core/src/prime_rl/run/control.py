@@ -1,0 +1,247 @@
+"""Runs seen from outside: who supervises one, how far it is, and how to end it.
+
+The supervisor leaves its process in ``status/supervisor.json`` and, at its end, how it went. A
+process is told from a later one of the same id by the time it started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.plugins.errors import ConfigError, RunError
+from prime_rl.run.directory import DRY
+from prime_rl.run.status import StatusReport, read_status
+
+RUNNING, DONE, FAILED, STOPPED, DIED, DRY_RUN = (
+    *("running", "done", "failed", "stopped", "died", "dry run"),
+)
+"""States of a run. ``died``: its supervisor went without saying how."""
+UNKNOWN = "unknown"
+"""No supervisor is on record."""
+
+REWARD = "train/agg/all/reward/mean"
+TAIL_BYTES = 1 << 18
+"""How much of the end of ``metrics.jsonl`` is read for the last batch's line."""
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Supervisor:
+    """``status/supervisor.json``"""
+
+    pid: int
+    host: str
+    started: float
+    """Clock ticks between the machine's start and the process's; 0 where nobody can tell."""
+    state: str = RUNNING
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs now, as far as this machine can tell."""
+        here = self.host == socket.gethostname()
+        return here and self.started == start_of(self.pid) and exists(self.pid)
+
+
+@contextmanager
+def supervised(run_dir: Path) -> Iterator[None]:
+    """Leave word of this process for the time of a run, and of how it ends."""
+    pid = os.getpid()
+    state = FAILED
+    record = Supervisor(pid, socket.gethostname(), start_of(pid))
+    _write(run_dir, record)
+    try:
+        yield
+        state = DONE
+    except KeyboardInterrupt:
+        state = STOPPED
+        raise
+    finally:
+        with suppress(OSError):  # the reason why it ends must not be lost over this
+            _write(run_dir, Supervisor(pid, record.host, record.started, state))
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "status" / "supervisor.json"
+
+
+def _write(run_dir: Path, record: Supervisor) -> None:
+    path = _path(run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".supervisor.json.{os.getpid()}")
+    temporary.write_text(json.dumps(asdict(record)))
+    temporary.replace(path)
+
+
+def supervisor_of(run_dir: Path) -> Supervisor | None:
+    """The run's supervisor, past or present; None if none is on record."""
+    try:
+        return Supervisor(**json.loads(_path(run_dir).read_text()))
+    except (FileNotFoundError, json.JSONDecodeError, TypeError):
+        return None
+
+
+def start_of(pid: int) -> float:
+    """When a process started, in clock ticks since boot; 0 where the system does not say."""
+    try:
+        # The second field, the command's name in brackets, may hold spaces and brackets itself.
+        return float(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+
+
+def exists(pid: int) -> bool:
+    """Whether a process of this id runs; one that has ended and waits to be collected does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What one line of ``prime-rl runs`` says."""
+
+    name: str
+    path: str
+    state: str
+    step: int
+    max_steps: int
+    reward: float | None
+    """Sampled reward of the last batch."""
+    started: float
+    """Seconds since the epoch."""
+    updated: float
+    """When it last wrote anything of itself."""
+
+
+def run_info(run_dir: Path) -> RunInfo:
+    """How far a run is. Raises ``ConfigError`` if the folder holds none."""
+    config = run_dir / "configs" / "run.json"
+    try:
+        max_steps = int(json.loads(config.read_text())["max_steps"])
+        started = config.stat().st_mtime
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run_dir} is no run directory: {config}: {error}") from error
+    row = last_batch(run_dir / "metrics.jsonl")
+    return RunInfo(
+        name=run_dir.name,
+        path=str(run_dir),
+        state=state_of(run_dir),
+        step=row.get("step", 0),
+        max_steps=max_steps,
+        reward=row.get(REWARD),
+        started=started,
+        updated=max([started, *(path.stat().st_mtime for path in run_dir.glob("status/*.json"))]),
+    )
+
+
+def state_of(run_dir: Path) -> str:
+    """One of the states above."""
+    if (run_dir / DRY).exists():
+        return DRY_RUN
+    supervisor = supervisor_of(run_dir)
+    if supervisor is None:
+        return DONE if (run_dir / "summary.json").exists() else UNKNOWN
+    if supervisor.state != RUNNING or supervisor.is_alive:
+        return supervisor.state
+    # Of another machine nobody here can tell whether it still goes on.
+    return DIED if supervisor.host == socket.gethostname() else UNKNOWN
+
+
+def last_batch(path: Path) -> dict[str, Any]:
+    """The last line of ``metrics.jsonl`` that is of a batch; empty if there is none near its
+    end."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return {}
+    for line in reversed(lines):
+        with suppress(ValueError):  # cut off at the start, or still being written
+            row = json.loads(line)
+            if isinstance(row, dict) and "progress/total_tokens" in row:
+                return row
+    return {}
+
+
+def list_runs(output_dir: Path) -> list[RunInfo]:
+    """Every run in a folder, the newest last; one that is only just being made is passed over."""
+    found = []
+    for path in output_dir.glob("*/configs/run.json"):
+        with suppress(ConfigError):
+            found.append(run_info(path.parent.parent))
+    return sorted(found, key=lambda run: run.started)
+
+
+def find_run(run: str, output_dir: Path) -> Path:
+    """The directory of a run by its path or, in ``output_dir``, its name. Raises
+    ``ConfigError``."""
+    import difflib
+
+    for path in (Path(run), output_dir / run):
+        if (path / "configs" / "run.json").is_file():
+            return path
+    names = [path.parent.parent.name for path in output_dir.glob("*/configs/run.json")]
+    close = difflib.get_close_matches(run, names, n=1)
+    if close:
+        way_out = f"Did you mean {close[0]!r}?"
+    elif names:
+        way_out = "`prime-rl runs` lists them."
+    else:
+        way_out = "There are no runs in there: --output-dir names another folder."
+    raise ConfigError(f"no run {run!r}: it is no run directory, nor one in {output_dir}. {way_out}")
+
+
+def processes(run_dir: Path) -> dict[str, StatusReport]:
+    """What each process of a run last said, by name, in the order of its start."""
+    names = [path.stem for path in run_dir.glob("status/*.json")]
+    order = ("model", "inference", "trainer", "orchestrator")
+    known = [name for name in order if name in names]
+    others = sorted(set(names) - {*order, "supervisor"})
+    reports = {name: read_status(run_dir / "status" / f"{name}.json") for name in known + others}
+    return {name: report for name, report in reports.items() if report is not None}
+
+
+def stop(run_dir: Path, timeout: float) -> bool:
+    """Ask a run's supervisor to end it, and wait until all its processes are gone. False: it does
+    not run. Raises ``RunError`` if it is elsewhere, not ours, or does not end in time."""
+    supervisor = supervisor_of(run_dir)
+    if supervisor is None or supervisor.state != RUNNING:
+        return False
+    if supervisor.host != socket.gethostname():
+        raise RunError(f"the run is on another machine, {supervisor.host!r}: stop it there")
+    if not supervisor.is_alive:
+        return False
+    pids = [supervisor.pid, *(report.pid for report in processes(run_dir).values())]
+    born = {pid: start_of(pid) for pid in pids if pid and exists(pid)}
+    try:
+        os.kill(supervisor.pid, signal.SIGTERM)
+    except PermissionError as error:
+        raise RunError(f"process {supervisor.pid} belongs to another user: {error}") from error
+    deadline = time.monotonic() + timeout
+    while left := [
+        pid for pid, born_at in born.items() if exists(pid) and start_of(pid) == born_at
+    ]:
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"processes {', '.join(map(str, left))} have not ended within {timeout:.0f} s. "
+                f"Look into {run_dir / 'logs' / 'latest'}, or wait longer with --timeout."
+            )
+        time.sleep(POLL_SECONDS)
+    return True

@@ -1,0 +1,94 @@
+"""What has changed between a checkpoint and the run that goes on from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from prime_rl.plugins.errors import ConfigError
+from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.manager import installed_entries
+
+CORE = "prime-rl-core"
+
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+"""Keys of a model's ``config.json`` that say nothing about its weights."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Version by distribution: core and every one that brings plugins. Imports none of them."""
+    entries = [*installed_entries(PROJECT), *installed_entries(TRAINER_GROUP)]
+    found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
+    return {CORE: version(CORE)} | dict(sorted(found.items()))
+
+
+def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """One line a distribution that is another one now."""
+    return [
+        f"plugin {name}: {before.get(name, 'not installed')} then, "
+        f"{now.get(name, 'not installed')} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def config_drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line a key that has another value now."""
+    flat_before, flat_now = dict(_leaves(before)), dict(_leaves(now))
+    missing = object()
+    return [
+        f"{key}: {_shown(flat_before, key)} then, {_shown(flat_now, key)} now"
+        for key in sorted(flat_before.keys() | flat_now.keys())
+        if flat_before.get(key, missing) != flat_now.get(key, missing)
+    ]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        items = [(str(name), part) for name, part in value.items()]
+    elif isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+        items = [(str(number), part) for number, part in enumerate(value)]
+    else:
+        yield path, list(value) if isinstance(value, tuple) else value
+        return
+    for name, part in items:
+        yield from _leaves(part, f"{path}.{name}" if path else name)
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return json.dumps(values[key], default=str) if key in values else "absent"
+
+
+def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
+    """Refuse another model than the checkpoint's ``weights``, from which the run goes on.
+
+    ``before`` and ``now`` are the ``[model]`` tables. Raises ``ConfigError`` if the model that the
+    config names is of another shape, or cannot be compared because it is no folder.
+    """
+    changed = config_drift(before, now)
+    if not changed:
+        return
+    theirs = _model_config(weights)
+    ours = _model_config(Path(str(now.get("name"))))
+    if ours is None:
+        raise ConfigError(
+            f"--resume: [model] has changed ({'; '.join(changed)}) and the policy is the "
+            "checkpoint's. Set it back, or start a new run."
+        )
+    different = config_drift(theirs or {}, ours)
+    if different:
+        raise ConfigError(
+            f"--resume: the checkpoint's weights cannot be those of model {now.get('name')!r}: "
+            f"{'; '.join(different[:5])}. Name the model that the checkpoint is of."
+        )
+
+
+def _model_config(folder: Path) -> dict[str, Any] | None:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}

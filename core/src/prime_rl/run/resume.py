@@ -1,0 +1,161 @@
+"""``prime-rl run CONFIG --resume [latest | STEP | DIR]``: which checkpoint, in which run directory.
+
+``latest`` and ``STEP`` go on in the run that ``run.name`` names; without a name, in the newest run
+of these environments and this model that has such a checkpoint. ``DIR`` is a checkpoint's folder:
+if it is of the run that ``run.name`` names, that run goes on; else a new one begins with a copy.
+
+A run that goes on forgets what it did after the checkpoint: metrics, rollouts, broadcasts. Later
+checkpoints are not deleted but moved to ``checkpoints/abandoned_K``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.errors import ConfigError
+from prime_rl.run.checkpoints import (
+    Checkpoint,
+    checkpoints_dir,
+    copy,
+    finished,
+    whole_steps,
+)
+from prime_rl.run.directory import make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.run.drift import check_model, config_drift, installed_versions, version_drift
+
+LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is resumed, decided before anything is touched."""
+
+    checkpoint: Checkpoint
+    run_dir: Path | None
+    """The run that goes on; None: a new run begins from a copy."""
+    notes: list[str] = field(default_factory=list)
+    """What a user should know: which checkpoint, and what has changed since."""
+
+
+def plan(config: RunConfig, what: str) -> Plan:
+    """Find the checkpoint and compare it with the config. Raises ``ConfigError`` if there is none
+    or going on cannot work."""
+    checkpoint, run_dir = _find(config, what)
+    if checkpoint.step >= config.max_steps:
+        raise ConfigError(
+            f"--resume: {checkpoint.directory} is of step {checkpoint.step}, max_steps is "
+            f"{config.max_steps}: nothing is left to train. Raise max_steps."
+        )
+    progress = _read_progress(checkpoint)
+    now = config.model_dump(mode="json")
+    check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
+    where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
+    drift = config_drift(progress["config"], now)
+    drift += version_drift(progress["plugins"], installed_versions())
+    notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]
+    return Plan(checkpoint, run_dir, notes + [f"changed since: {line}" for line in drift])
+
+
+def begin(config: RunConfig, chosen: Plan) -> tuple[Path, Checkpoint]:
+    """The run directory, ready to go on from the checkpoint in it. The caller holds its lock."""
+    if chosen.run_dir is None:
+        run_dir = make_run_dir(config)
+        return run_dir, copy(chosen.checkpoint, run_dir)
+    rewind(chosen.run_dir, chosen.checkpoint.step)
+    new_attempt(chosen.run_dir)
+    write_config(chosen.run_dir, config)
+    return chosen.run_dir, chosen.checkpoint
+
+
+def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None]:
+    if what != LATEST and not what.isdecimal():
+        return _in_folder(config, Path(what))
+    runs = runs_of(config)
+    for run_dir in runs:
+        steps = whole_steps(run_dir)
+        if what == LATEST and steps:
+            return finished(run_dir, steps[-1]), run_dir
+        if what != LATEST and int(what) in steps:
+            return finished(run_dir, int(what)), run_dir
+    wanted = "a whole checkpoint" if what == LATEST else f"a whole checkpoint of step {what}"
+    listed = "; ".join(f"{run} has steps {whole_steps(run) or 'none'}" for run in runs)
+    raise ConfigError(
+        f"--resume {what}: no run has {wanted}: {listed or f'no such run in {config.output_dir}'}. "
+        "Checkpoints are written where the config has a table [ckpt]; run.name chooses the run."
+    )
+
+
+def _in_folder(config: RunConfig, directory: Path) -> tuple[Checkpoint, Path | None]:
+    numbered = directory.name.removeprefix("step_").isdecimal()
+    if not numbered or not (found := Checkpoint(directory.resolve())).is_whole:
+        raise ConfigError(
+            f"--resume {directory}: expected 'latest', a step, or the folder of a whole "
+            "checkpoint: RUN/checkpoints/step_N"
+        )
+    named = config.run.name and (Path(config.output_dir) / config.run.name).resolve()
+    return found, found.run_dir if found.run_dir == named else None
+
+
+def _read_progress(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    try:
+        progress = json.loads(checkpoint.progress.read_text())
+        return {name: dict(progress[name]) for name in ("config", "plugins")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Have a run forget what it did after step ``step``."""
+    for name in ("metrics.jsonl", "trainer.jsonl"):
+        _cut(run_dir / name, step)
+    for folder in ("broadcasts", "rollouts", "token_exports"):
+        _remove_steps(run_dir / folder, lambda n: n > step)
+    _remove_steps(run_dir / "rollouts_wire", lambda n: True)
+    for path in (run_dir / "status").glob("*.json"):
+        path.unlink()
+    _abandon(run_dir, step)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep the lines up to a step; a line that was cut off by a crash goes too."""
+    if not path.exists():
+        return
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
+    unfinished = path.with_name(f".{path.name}")
+    unfinished.write_bytes(b"".join(kept))
+    unfinished.replace(path)
+
+
+def _is_up_to(line: bytes, step: int) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _remove_steps(folder: Path, gone: Callable[[int], bool]) -> None:
+    """Delete what is named ``step_N``, unfinished ones (``.step_N``) included."""
+    for path in [*folder.glob("step_*"), *folder.glob(".step_*")]:
+        number = path.name.lstrip(".").removeprefix("step_").split(".")[0]
+        if path.name.startswith(".") or (number.isdecimal() and gone(int(number))):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _abandon(run_dir: Path, step: int) -> None:
+    """Put checkpoints of later steps aside, and delete those that were never completed."""
+    folder = checkpoints_dir(run_dir)
+    for leftover in [*folder.glob(".step_*"), *folder.glob(".removed_*")]:
+        shutil.rmtree(leftover)
+    later = [n for n in whole_steps(run_dir) if n > step]
+    if later:
+        aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*'))) + 1}"
+        aside.mkdir()
+        for each in later:
+            path = finished(run_dir, each).directory
+            path.rename(aside / path.name)

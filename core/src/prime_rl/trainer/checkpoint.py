@@ -1,0 +1,190 @@
+"""The trainer's part of a checkpoint: written in the background while the next step trains.
+
+The optimizer's state is copied at once, which takes as long as copying twice the weights; writing
+it is left to a thread. The weights themselves have just been published: the checkpoint links that
+file. The learning rate is a function of the step and needs no state.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from prime_rl.config.ckpt import CkptConfig
+from prime_rl.plugins.errors import ConfigError
+from prime_rl.run.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
+from prime_rl.run.status import Status
+from prime_rl.trainer.disk import CHECKPOINT_WAITS, persist
+from prime_rl.trainer.weights import WEIGHTS, copy_model_files
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+FAILED = (Exception, CheckpointException)
+"""What torch.distributed.checkpoint raises: the second is no ``Exception``."""
+
+
+class Checkpointer:
+    """Completes the checkpoints of a run."""
+
+    def __init__(
+        self, run_dir: Path, config: CkptConfig | None, model_path: Path, resumed: int | None
+    ) -> None:
+        """``resumed``: the step whose checkpoint this process reads its model from; it stays."""
+        self._run_dir = run_dir
+        self._config = config
+        self._model_path = model_path
+        self._in_use = () if resumed is None else (resumed,)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._pending: Future[None] | None = None
+
+    def save(self, trainer: Trainer, step: int, published: Path, status: Status) -> None:
+        """After step ``step``, if one is due: copy the state and write it in the background.
+
+        ``published`` is the folder with the weights of the step. Waits for the checkpoint before.
+        """
+        if self._config is None or not self._config.is_due(step, trainer.max_steps):
+            return
+        self.wait(status)
+        target = unfinished(self._run_dir, step)
+        if not target.progress.exists():
+            logger.error(
+                "step %d: no checkpoint: the orchestrator's part is not in %s (its log says why)",
+                *(step, target.orchestrator),
+            )
+            return
+        weights = target.directory / ".published"
+        try:
+            weights.unlink(missing_ok=True)
+            link_or_copy(published / WEIGHTS, weights)  # before the broadcast is deleted
+        except OSError as error:
+            logger.error("step %d: no checkpoint: %s", step, error)
+            return
+        state = snapshot(trainer, step)
+        config = trainer.model.config
+        self._pending = self._thread.submit(self._write, step, state, config, self._config)
+
+    def wait(self, status: Status) -> None:
+        """Until what is being written is complete, or given up."""
+        if self._pending is not None:
+            if not self._pending.done():
+                status.report("waiting", waiting_for="disk (a checkpoint)")
+            self._pending.result()
+            self._pending = None
+
+    def _write(self, step: int, state: dict[str, Any], config: Any, ckpt: CkptConfig) -> None:
+        try:
+            doing = f"write the checkpoint of step {step}"
+            persist(lambda: self._attempt(step, state, config), doing, CHECKPOINT_WAITS)
+        except Exception:  # the run goes on; the checkpoint before is as it was
+            logger.exception("step %d: no checkpoint", step)
+            shutil.rmtree(unfinished(self._run_dir, step).directory, ignore_errors=True)
+            return
+        try:
+            retain(self._run_dir, ckpt, self._in_use)
+        except OSError as error:
+            logger.error("cannot delete old checkpoints: %s", error)
+
+    def _attempt(self, step: int, state: dict[str, Any], config: Any) -> None:
+        target = unfinished(self._run_dir, step)
+        for folder in (target.trainer, target.weights):
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+        copy_model_files(config, self._model_path, target.weights)
+        link_or_copy(target.directory / ".published", target.weights / WEIGHTS)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            try:
+                writer = filesystem.FileSystemWriter(target.trainer)
+                state_dict_saver.save(state, storage_writer=writer, no_dist=True)
+            except FAILED as error:
+                raise OSError(f"{target.trainer}: {_reason(error)}") from error
+        (target.directory / ".published").unlink()
+        done = complete(self._run_dir, step)
+        logger.info("step %d: checkpoint %s", step, done.directory)
+
+
+def snapshot(trainer: Trainer, step: int) -> dict[str, Any]:
+    """A copy of what the trainer needs beyond the weights to go on from step ``step`` exactly."""
+    copied: dict[str, Any] = _copied(_state(trainer) | {"step": torch.tensor(step)})
+    return copied
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Go on from a checkpoint; the model has been loaded from its ``weights`` already.
+
+    Raises ``ConfigError`` if it is not of this model or optimizer.
+    """
+    state = _state(trainer) | {"step": torch.tensor(-1)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        try:
+            state_dict_loader.load(
+                state, storage_reader=filesystem.FileSystemReader(checkpoint.trainer), no_dist=True
+            )
+        except FAILED as error:  # a file is gone, a key, a shape
+            raise ConfigError(
+                f"--resume: {checkpoint.trainer} does not hold the state of this model and "
+                f"optimizer: {_reason(error)}"
+            ) from error
+    if int(state["step"]) != checkpoint.step:
+        raise ConfigError(
+            f"--resume: {checkpoint.trainer} is of step {int(state['step'])}, "
+            f"expected {checkpoint.step}"
+        )
+    with torch.no_grad():
+        set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    if "cuda_rng" in state:
+        torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
+    _use_own_settings(trainer)
+
+
+def _state(trainer: Trainer) -> dict[str, Any]:
+    state = {
+        "optimizer": get_optimizer_state_dict(trainer.model, trainer.optimizer),
+        "rng": torch.get_rng_state(),
+    }
+    if trainer.device.type == "cuda":
+        state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
+    return state
+
+
+def _use_own_settings(trainer: Trainer) -> None:
+    """The config's learning rate, decay and betas count, not those of the checkpoint."""
+    fresh = trainer.optimizer.defaults
+    for group in trainer.optimizer.param_groups:
+        group.update({name: value for name, value in fresh.items() if name in group})
+
+
+def _reason(error: BaseException) -> str:
+    """What failed, without the traces that torch.distributed.checkpoint writes around it."""
+    if isinstance(error, CheckpointException) and error.failures:
+        (cause, _), *_ = error.failures.values()
+        return f"{type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _copied(value: Any) -> Any:
+    """Every tensor in it on the host, and its own."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {name: _copied(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_copied(part) for part in value]
+    return value

@@ -1,0 +1,133 @@
+"""What a step that goes wrong says: whose tokens are to blame, and what a slow one waited for."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.row import Row, make_row
+from prime_rl.wire.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+SLOW_FACTOR = 10.0
+"""A step that takes so many times the median is slow."""
+WINDOW = 50
+"""Steps the median is of."""
+MIN_STEPS = 5
+"""Before so many there is no telling what is usual."""
+NUM_NAMED = 3
+"""Samples a bad step names."""
+
+PARTS = {
+    "time/wait_for_batch": "waiting for the orchestrator's batch",
+    "time/forward_backward": "forward and backward",
+    "time/broadcast_weights": "publishing the weights",
+}
+"""Where a step's time can go, and how to say it."""
+
+
+class SlowSteps:
+    """Knows how long a step usually takes."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=WINDOW)
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
+        """What to say of a step that took ``SLOW_FACTOR`` times the median; None: nothing."""
+        seconds = metrics["time/step"]
+        usual = median(self._seconds) if len(self._seconds) >= MIN_STEPS else None
+        self._seconds.append(seconds)
+        if usual is None or seconds < SLOW_FACTOR * usual:
+            return None
+        parts = sorted(((metrics.get(name, 0.0), text) for name, text in PARTS.items()))
+        spent = ", ".join(f"{took:.1f} s {text}" for took, text in reversed(parts))
+        return f"step {step} took {seconds:.1f} s, the median is {usual:.1f} s: {spent}"
+
+
+@dataclass(frozen=True)
+class Offender:
+    """A sample that may be why a step's loss or gradient is not finite."""
+
+    env: str
+    micro_batch: int
+    sequence: int
+    num_tokens: int
+    num_nonfinite: int
+    """Of its logprobs and streams."""
+    gap: float
+    """Largest |log π - log μ| of the tokens that compare them."""
+    advantage: float
+    """Largest in size."""
+
+    @property
+    def severity(self) -> tuple[int, float]:
+        return self.num_nonfinite, max(self.gap, self.advantage)
+
+    def __str__(self) -> str:
+        return (
+            f"env {self.env!r}, micro batch {self.micro_batch}, sequence {self.sequence} "
+            f"({self.num_tokens} tokens): {self.num_nonfinite} values not finite, largest "
+            f"logprob gap {self.gap:.3g}, largest advantage {self.advantage:.3g}"
+        )
+
+
+def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list[Offender]:
+    """The samples of a bad step that stand out most. Runs their forward once more."""
+    found: list[Offender] = []
+    for number, micro_batch in enumerate(micro_batches):
+        row = make_row(micro_batch, trainer.device, share=trainer.share_prompts)
+        half = torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.half)
+        with torch.no_grad(), half:
+            logprobs, _ = token_logprobs(trainer.model, row)
+        found += _offenders(number, row, logprobs, micro_batch)
+    return sorted(found, key=lambda each: each.severity, reverse=True)[:NUM_NAMED]
+
+
+def _offenders(
+    number: int, row: Row, logprobs: torch.Tensor, micro_batch: MicroBatch
+) -> list[Offender]:
+    """Of each sequence of one row that trains anything, in the micro batch's own order."""
+    mask = np.zeros(len(row.token_ids), np.bool_)
+    mask[row.targets.cpu().numpy()] = True
+    compared = np.zeros_like(mask)
+    compared[row.ratio_tokens] = True
+    pi, mu = (x.float().cpu().numpy() for x in (logprobs, row.inference_logprobs))
+    streams = [
+        np.abs(stream.float().cpu().numpy())
+        for stream in (row.advantages, row.ref_logprobs)
+        if stream is not None
+    ]
+    bad = ~np.isfinite(pi) | (compared & ~np.isfinite(mu))
+    for stream in streams:
+        bad |= ~np.isfinite(stream)
+    with np.errstate(invalid="ignore"):
+        gap = np.where(compared, np.abs(pi - mu), 0.0)
+    advantage = streams[0] if row.advantages is not None else np.zeros_like(pi)
+    ids, ends = row.sequence_ids.cpu().numpy(), np.cumsum(micro_batch.sequence_lengths)
+    found = []
+    for sequence in np.unique(ids[mask]).tolist():
+        own = mask & (ids == sequence)
+        found.append(
+            Offender(
+                env=row.envs[row.sequence_envs[sequence]],
+                micro_batch=number,
+                sequence=int(np.searchsorted(ends, row.origins[own][0], side="right")),
+                num_tokens=row.lengths[sequence],
+                num_nonfinite=int(bad[own].sum()),
+                gap=float(np.nan_to_num(gap[own], nan=np.inf).max()),
+                advantage=float(np.nan_to_num(advantage[own], nan=np.inf).max()),
+            )
+        )
+    return found

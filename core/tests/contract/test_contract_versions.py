@@ -1,0 +1,206 @@
+"""The contract grows without breaking anyone, and what goes warns first.
+
+A later core is a module of hookspecs put in the place of ours.
+"""
+
+from __future__ import annotations
+
+import warnings
+from types import ModuleType
+
+import pytest
+
+from prime_rl import CONTRACT_VERSION, Algorithm, PluginConfig, PluginError, hookimpl
+from prime_rl.plugins import checks, hookspecs, manager
+from prime_rl.plugins.deprecation import deprecated, deprecations
+from prime_rl.plugins.hookspecs import hookspec
+from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.plugins.offers import ALGORITHM, collect
+from prime_rl.testing import check_algorithm, make_group, score
+
+WHO = "plugin 'demo' (demo-plugin 1.2)"
+
+
+@pytest.fixture
+def specify(monkeypatch):
+    """Puts other hookspecs of the same names in the place of ours."""
+
+    def put(*specs):
+        later = ModuleType("later_hookspecs")
+        vars(later).update(vars(hookspecs))
+        for spec in specs:
+            setattr(later, spec.__name__, spec)
+            monkeypatch.setitem(checks.SPECS, spec.__name__, spec)
+        monkeypatch.setattr(manager, "hookspecs", later)
+
+    return put
+
+
+def warned(action) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(each.message) for each in caught]
+
+
+# -- a number for the whole ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", ["'1'", "1.0", "True", "None"])
+def test_a_contract_version_that_is_no_number_is_refused_with_the_one_to_write(install, number):
+    install(f"prime_rl_contract = {number}")
+    with pytest.raises(PluginError) as caught:
+        load_plugins()
+    assert str(caught.value) == (
+        f"{WHO}: prime_rl_contract is {number}, expected a whole number: the contract version "
+        "the plugin was written for, such as 1."
+    )
+
+
+def test_an_offered_class_may_ask_for_a_version_too(install):
+    install(
+        "class Mine(Algorithm):\n    name = 'mine'\n    prime_rl_contract = 7\n"
+        "@hookimpl\ndef register_algorithms():\n    return [Mine]\n"
+    )
+    with pytest.raises(PluginError, match=r"asks for contract version 7, .* speaks 1\. Upgrade p"):
+        collect(load_plugins(), ALGORITHM)
+
+
+# -- hooks may gain optional arguments -------------------------------------------------------------
+
+
+class Old(Algorithm):
+    """Written when ``score_group`` had one argument."""
+
+    name = "old"
+
+    @hookimpl
+    async def score_group(self, group):
+        for rollout in group:
+            rollout.assign_advantages(rollout.reward)
+
+
+class OldWatcher:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def step_finished(self, step):
+        self.seen.append(step)
+
+    @hookimpl(wrapper=True)
+    def score_group(self, group):
+        yield
+        self.seen.append(len(group))
+
+
+def test_an_old_plugin_works_with_a_hook_that_gained_an_argument(specify, monkeypatch):
+    given = []
+
+    @hookspec
+    async def score_group(group, step): ...
+
+    @hookspec
+    def step_finished(step, metrics, seconds): ...
+
+    class New:
+        @hookimpl
+        def score_group(self, group, step):
+            given.append(step)
+
+    async def call_score_group(self, group):
+        await manager._call_async(self.hook.score_group, group=group, step=4)
+
+    specify(score_group, step_finished)
+    monkeypatch.setattr(Hooks, "score_group", call_score_group)
+    watcher, group = OldWatcher(), make_group([1.0, 0.5])
+    score(Old(PluginConfig()), group, watcher, New())
+    assert [float(rollout.advantages[0]) for rollout in group] == [1.0, 0.5]
+    hooks = Hooks()
+    hooks.register(watcher)
+    hooks.hook.step_finished(step=3, metrics={}, seconds=0.5)
+    assert (watcher.seen, given) == ([2, 3], [4])
+
+
+def test_a_new_plugin_on_an_old_core_is_told_which_argument_it_has_not():
+    class New:
+        @hookimpl
+        def score_group(self, group, step): ...
+
+    with pytest.raises(PluginError, match=r"takes an argument 'step', which the hook does not"):
+        Hooks().register(New(), "new")
+
+
+# -- removals warn first ---------------------------------------------------------------------------
+
+
+@hookspec
+@deprecated("'score_rollout'", gone_in=2)
+async def score_group(group): ...
+
+
+@hookspec
+@deprecated("the metrics' own 'step'", gone_in=2, argument="step")
+def step_finished(step, metrics): ...
+
+
+def test_a_hook_that_goes_warns_with_the_plugin_its_distribution_and_what_to_use(specify, install):
+    specify(score_group)
+    module = install("@hookimpl\ndef score_group(group): ...")
+    with pytest.warns(FutureWarning) as caught:
+        load_plugins()
+    assert [str(each.message) for each in caught] == [
+        f"{WHO}: 'score_group' goes with contract version 2; use 'score_rollout'. Upgrade the "
+        "plugin, or tell its author."
+    ]
+    assert caught[0].filename.endswith(f"{module}.py")
+
+
+def test_an_algorithm_that_has_it_warns_too_and_still_works(specify):
+    specify(score_group)
+    group = make_group([1.0])
+    with pytest.warns(FutureWarning, match="'score_group' goes with contract version 2"):
+        score(Old(PluginConfig()), group)
+    assert group[0].advantages.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_an_argument_that_goes_warns_those_who_take_it(specify):
+    specify(step_finished)
+
+    class Takes:
+        @hookimpl
+        def step_finished(self, step): ...
+
+    class Leaves:
+        @hookimpl
+        def step_finished(self, metrics): ...
+
+    assert warned(lambda: Hooks().register(Takes(), "takes")) == [
+        "plugin 'takes': 'step' of 'step_finished' goes with contract version 2; use the metrics' "
+        "own 'step'. Upgrade the plugin, or tell its author."
+    ]
+    assert warned(lambda: Hooks().register(Leaves(), "leaves")) == []
+
+
+def test_a_method_of_a_base_class_that_goes_warns_those_who_override_it(install, monkeypatch):
+    @deprecated("'stop'", gone_in=2)
+    async def close(self): ...
+
+    monkeypatch.setattr(Algorithm, "close", close)
+    install(
+        "class Mine(Algorithm):\n    name = 'mine'\n    async def close(self): ...\n"
+        "class Other(Algorithm):\n    name = 'other'\n"
+        "@hookimpl\ndef register_algorithms():\n    return [Mine, Other]\n"
+    )
+    hooks = load_plugins()
+    assert warned(lambda: collect(hooks, ALGORITHM)) == [
+        f"{WHO}: 'close' goes with contract version 2; use 'stop'. Upgrade the plugin, or tell "
+        "its author."
+    ]
+
+
+def test_what_is_marked_now_goes_with_a_later_version_and_nothing_of_ours_uses_it():
+    marked = [each for spec in checks.SPECS.values() for each in deprecations(spec)]
+    assert all(each.gone_in > CONTRACT_VERSION for each in marked)
+    assert warned(lambda: [load_plugins(group) for group in manager.GROUPS]) == []
+    assert warned(lambda: check_algorithm(Old(PluginConfig()))) == []

@@ -1,0 +1,313 @@
+"""The orchestrator's part: the same groups are asked for, none skipped, none twice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prime_rl import ConfigError, PluginConfig
+from prime_rl.orchestrator.batch import BatchAssembler
+from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher, Member, Pace
+from prime_rl.orchestrator.progress import State
+from prime_rl.orchestrator.sampler import StandardSampler
+from prime_rl.plugins.base import Algorithm, SampledEnv
+from prime_rl.testing import make_rollout
+
+
+class Remembers(Algorithm):
+    """Has state: how many groups it has seen."""
+
+    name = "remembers"
+
+    def __init__(self) -> None:
+        super().__init__(PluginConfig())
+        self.seen = 0
+
+    def save(self, directory: Path) -> None:
+        (directory / "seen").write_text(str(self.seen))
+
+    def load(self, directory: Path) -> None:
+        self.seen = int((directory / "seen").read_text())
+
+
+class NoOdd:
+    """Drops groups of odd numbers from batches, if told to."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def objectors(self, rollout: Any) -> list[str]:
+        return ["odd"] if self.on and rollout.group_id % 2 else []
+
+
+class World:
+    """A small orchestrator: 5 examples each in two envs, groups of 2, batches of 4."""
+
+    def __init__(
+        self, lag: int = 1, names: tuple[str, ...] = ("a", "b"), drop_odd: bool = False
+    ) -> None:
+        self.lag, self.version = lag, 0
+        self.algorithms = [Remembers() for _ in names]
+        self.envs = [
+            SimpleNamespace(name=name, algorithm=algorithm, producer=None, group_size=2)
+            for name, algorithm in zip(names, self.algorithms, strict=True)
+        ]
+        sampled = [SampledEnv(name, 5, None) for name in names]
+        self.sampler = StandardSampler(PluginConfig(), sampled, seed=7)
+        self.assembler = BatchAssembler(
+            batch_size=4,
+            max_off_policy_steps=lag,
+            pre=NoOdd(False),
+            post=NoOdd(drop_odd),
+            max_empty_batches=5,
+        )
+        self.asked: list[tuple[int, str, int]] = []
+        self.ready: dict[tuple[int, int], asyncio.Event] = {}
+        self.dispatcher = Dispatcher(
+            next_group=lambda: (*self.sampler.next_example(), 2),
+            run_rollout=self.rollout,
+            pace=lambda: Pace(self.assembler.batch.step, 100, 4, self.assembler.num_buffered),
+            version=lambda: self.version,
+            max_off_policy_steps=lag,
+            oversampling_factor=1.0,
+            max_inflight=100,
+        )
+        self.state = State(self.sampler, self.envs, self.dispatcher, self.assembler)
+
+    async def rollout(self, group: Any, index: int) -> Member:
+        if index == 0:
+            self.asked.append(
+                (group.group_id, self.envs[group.env_index].name, group.example_index)
+            )
+        event = self.ready.setdefault((group.group_id, index), asyncio.Event())
+        await event.wait()
+        rollout = make_rollout(
+            float(group.group_id),
+            env=self.envs[group.env_index].name,
+            group_id=group.group_id,
+        )
+        rollout.example_id, rollout.policy_version = group.example_index, group.policy_version
+        rollout.assign_advantages(0.5 + index)
+        return Member((rollout,))
+
+    async def finish(self, *group_ids: int) -> None:
+        """Let groups end, and take in what is handed on."""
+        for group_id in group_ids:
+            for index in range(2):
+                self.ready[group_id, index].set()
+        await settle()
+        while not self.dispatcher.arrivals.empty():
+            group = self.dispatcher.arrivals.get_nowait()
+            self.algorithms[group.env_index].seen += 1
+            for rollout in group.survivors:
+                rollout.freeze()
+            self.assembler.add(group.survivors)
+            self.dispatcher.taken(group)
+        await settle()
+
+    def save(self, directory: Path, step: int = 1) -> None:
+        self.state.save(directory, step, {"core": "1"}, {"seed": 7})
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def running(world: World, story: Callable[[], Awaitable[None]]) -> None:
+    task = asyncio.create_task(world.dispatcher.run())
+    await settle()
+    try:
+        await story()
+    finally:
+        await world.dispatcher.close()
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
+    tmp_path: Path,
+) -> None:
+    """Groups 0 to 3 are asked for; 0, 2 and 3 come back; batch 1 takes 0 and 2; 3 is buffered and
+    1 is still in flight."""
+    first, part = World(), tmp_path / "orchestrator"
+
+    async def until_the_checkpoint() -> None:
+        assert [group_id for group_id, _, _ in first.asked] == [0, 1, 2, 3]
+        await first.finish(0, 2, 3)
+        batch = first.assembler.take()
+        assert {rollout.group_id for rollout in batch.kept} == {0, 2}
+        first.save(part)
+
+    await running(first, until_the_checkpoint)
+    straight = [first.sampler.next_example() for _ in range(12)]
+
+    second = World()
+    second.state.restore(part)
+    second.assembler.batch.step, second.version = 2, 1
+    assert [r.group_id for r, _ in second.assembler.buffered] == [3, 3]
+    assert [algorithm.seen for algorithm in second.algorithms] == [
+        algorithm.seen for algorithm in first.algorithms
+    ]
+
+    async def after_it() -> None:
+        assert second.asked[0] == first.asked[1]  # the same number, so the same seeds
+        assert [group_id for group_id, _, _ in second.asked] == [1, 4, 5]
+        names = [second.envs[index].name for index, _ in straight]
+        examples = [example for _, example in straight]
+        assert [asked[1:] for asked in second.asked[1:]] == list(
+            zip(names[:2], examples[:2], strict=True)
+        )
+
+    await running(second, after_it)
+
+
+async def test_what_is_buffered_comes_back_with_its_exact_credit_and_frozen(
+    tmp_path: Path,
+) -> None:
+    first = World()
+
+    async def story() -> None:
+        await first.finish(0, 1, 2)
+        first.assembler.take()
+        first.save(tmp_path / "p")
+
+    await running(first, story)
+    second = World()
+    second.state.restore(tmp_path / "p")
+    before, after = first.assembler.buffered, second.assembler.buffered
+    assert [r.group_id for r, _ in after] == [2, 2]
+    for (old, _), (new, _) in zip(before, after, strict=True):
+        assert np.array_equal(old.advantages, new.advantages) and new.advantages[0] > 0
+        assert (new.env, new.example_id, new.policy_version, new.frozen) == (
+            old.env,
+            old.example_id,
+            old.policy_version,
+            True,
+        )
+
+
+async def test_what_was_dropped_on_the_way_to_the_next_batch_stays_on_record(
+    tmp_path: Path,
+) -> None:
+    first = World(drop_odd=True)
+
+    async def story() -> None:
+        await first.finish(0, 2, 1)  # 0 and 2 are batch 1; 1 waits behind a full batch
+        first.assembler.take()  # ... and is dropped on the way to batch 2
+        first.save(tmp_path / "p")
+
+    await running(first, story)
+    second = World(drop_odd=True)
+    second.state.restore(tmp_path / "p")
+    dropped = second.assembler.batch.dropped
+    seen = second.assembler.batch.seen
+    assert [(r.group_id, dropped[id(r)]) for r in seen] == [(1, "post_batch_filters")] * 2
+    assert second.assembler.num_buffered == 0
+
+
+async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
+    tmp_path: Path,
+) -> None:
+    world = World()
+
+    async def story() -> None:
+        world.ready[0, 0].set()
+        world.ready[0, 1].set()
+        await settle()
+        assert not world.dispatcher.arrivals.empty()
+        assert [g.group_id for g in world.dispatcher.asked.groups] == [0, 1, 2, 3]
+
+    await running(world, story)
+
+
+async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, part = World(), tmp_path / "p"
+
+    async def story() -> None:
+        await first.finish(0, 1)
+        first.assembler.take()
+        first.save(part)
+
+    await running(first, story)
+    progress = json.loads((part / "progress.json").read_text())
+    progress["saved"]["algorithms/a"] = "other"
+    (part / "progress.json").write_text(json.dumps(progress))
+    second = World(names=("a", "c"))
+    second.state.restore(part)
+    assert [algorithm.seen for algorithm in second.algorithms] == [0, 0]
+    assert "algorithms/a 'remembers' starts afresh: the checkpoint has 'other''s" in caplog.text
+    assert "algorithms/c 'remembers' starts afresh: the checkpoint has none" in caplog.text
+    gone = [w for w in progress["waiting"] if w["env"] == "b"]
+    assert gone and f"{len(gone)} groups that were on their way are of envs that are gone" in (
+        caplog.text
+    )
+
+
+def test_the_standard_sampler_goes_on_exactly() -> None:
+    def make() -> StandardSampler:
+        envs = [SampledEnv("a", 3, 1.0), SampledEnv("b", None, 2.0)]
+        return StandardSampler(PluginConfig(), envs, seed=1)
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = make(), make()
+        for _ in range(10):
+            first.next_example()
+        first.save(Path(folder))
+        second.load(Path(folder))
+        assert [first.next_example() for _ in range(20)] == [
+            second.next_example() for _ in range(20)
+        ]
+        (Path(folder) / "sampler.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"sampler\.json: not what the sampler 'standard'"):
+            second.load(Path(folder))
+
+
+async def test_with_staleness_0_groups_are_handed_on_in_the_order_they_were_opened() -> None:
+    world = World(lag=0)
+
+    async def story() -> None:
+        assert [group_id for group_id, _, _ in world.asked] == [0, 1]
+        for index in range(2):
+            world.ready[1, index].set()
+        await settle()
+        assert world.dispatcher.arrivals.empty()
+        for index in range(2):
+            world.ready[0, index].set()
+        await settle()
+        arrivals = world.dispatcher.arrivals
+        assert [arrivals.get_nowait().group_id for _ in range(2)] == [0, 1]
+
+    await running(world, story)
+
+
+async def test_with_staleness_1_groups_are_handed_on_as_they_come() -> None:
+    world = World(lag=1)
+
+    async def story() -> None:
+        for index in range(2):
+            world.ready[1, index].set()
+        await settle()
+        assert world.dispatcher.arrivals.get_nowait().group_id == 1
+
+    await running(world, story)
+
+
+def test_a_dispatcher_that_resumes_tells_the_same_again() -> None:
+    world = World()
+    asked = Asked(9, [AskedGroup(4, 0, 3, 2), AskedGroup(7, 1, 1, 2)], {0: 1.5})
+    world.dispatcher.resume(asked)
+    assert world.dispatcher.asked == asked

@@ -1,0 +1,241 @@
+"""The trainer's part of a checkpoint: exact, in the background, never half there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig, WeightsError
+from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.run.checkpoints import finished, unfinished, whole_steps
+from prime_rl.run.status import Status
+from prime_rl.trainer import checkpoint, disk
+from prime_rl.trainer.checkpoint import Checkpointer, restore
+from prime_rl.trainer.loop import Trainer, train
+from prime_rl.trainer.model import load_model
+from prime_rl.wire import MicroBatch, encode_batch
+
+
+class PolicyGradient(Loss):
+    """-A t"""
+
+    name = "pg"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        terms = -inputs.advantages * inputs.trainer_logprobs
+        return LossOutputs(terms[inputs.loss_mask].sum(), {})
+
+
+class Frames:
+    """A receiver with one frame a step."""
+
+    def __init__(self, first: int, batches: Sequence[MicroBatch]) -> None:
+        numbered = enumerate(batches, first)
+        self.frames = [memoryview(encode_batch(step, [batch])) for step, batch in numbered]
+
+    def receive(self, timeout: float) -> memoryview | None:
+        return self.frames.pop(0)
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def batches(pack: Any, random_documents: Any) -> list[MicroBatch]:
+    return [pack(random_documents([9, 5], seed=seed)) for seed in range(6)]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk.time, "sleep", lambda seconds: None)
+
+
+def make_trainer(folder: Path, lr: float = 1e-2, max_steps: int = 6) -> Trainer:
+    config = TrainerConfig.model_validate({"optim": {"lr": lr}, "device": "cpu"})
+    loss = PolicyGradient(PluginConfig())
+    return Trainer(load_model(folder, config), loss, config, max_steps)
+
+
+def run(
+    trainer: Trainer,
+    run_dir: Path,
+    model_dir: Path,
+    batches: Sequence[MicroBatch],
+    *,
+    first: int = 1,
+    ckpt: CkptConfig | None = None,
+) -> None:
+    """As the process does it; the orchestrator's part of every checkpoint is there already."""
+    if ckpt is not None:
+        for step in range(first, first + len(batches)):
+            if ckpt.is_due(step, trainer.max_steps):
+                part = unfinished(run_dir, step)
+                part.orchestrator.mkdir(parents=True)
+                part.progress.write_text("{}")
+    checkpointer = Checkpointer(run_dir, ckpt, model_dir, None)
+    trainer.max_steps = first + len(batches) - 1
+    train(trainer, Frames(first, batches), run_dir, first, Status(None), checkpointer)
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def same(a: Trainer, b: Trainer) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
+
+
+def test_three_steps_and_three_more_after_a_resume_are_six_bit_for_bit(
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch]
+) -> None:
+    straight = make_trainer(model_dir)
+    run(straight, tmp_path / "straight", model_dir, batches)
+    first = make_trainer(model_dir)
+    run(first, tmp_path / "run", model_dir, batches[:3], ckpt=CkptConfig(interval=3))
+    saved = finished(tmp_path / "run", 3)
+    resumed = make_trainer(saved.weights)
+    assert same(resumed, first)
+    generator = torch.get_rng_state()
+    torch.manual_seed(99)
+    restore(resumed, saved)
+    assert torch.equal(torch.get_rng_state(), generator)
+    run(resumed, tmp_path / "run", saved.weights, batches[3:], first=4)
+    assert same(resumed, straight)
+    without = make_trainer(saved.weights)  # the optimizer's state is what makes the difference
+    run(without, tmp_path / "without", saved.weights, batches[3:], first=4)
+    assert not same(without, straight)
+
+
+def test_the_config_of_the_resumed_run_decides_on_the_learning_rate(
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch]
+) -> None:
+    first = make_trainer(model_dir)
+    run(first, tmp_path, model_dir, batches[:1], ckpt=CkptConfig(interval=1))
+    resumed = make_trainer(finished(tmp_path, 1).weights, lr=0.5)
+    restore(resumed, finished(tmp_path, 1))
+    assert {group["lr"] for group in resumed.optimizer.param_groups} == {0.5}
+
+
+def test_the_state_is_of_its_step_although_training_goes_on_meanwhile(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The writer is held until two more steps are trained."""
+    proceed, real = threading.Event(), Checkpointer._attempt
+
+    def held(self: Checkpointer, *arguments: Any) -> None:
+        assert proceed.wait(30)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_attempt", held)
+    wait = Checkpointer.wait
+    monkeypatch.setattr(
+        Checkpointer, "wait", lambda self, status: (proceed.set(), wait(self, status))
+    )
+    straight = make_trainer(model_dir)
+    run(straight, tmp_path / "straight", model_dir, batches[:5])
+    first = make_trainer(model_dir)
+    proceed.clear()
+    run(first, tmp_path / "run", model_dir, batches[:5], ckpt=CkptConfig(interval=3))
+    assert whole_steps(tmp_path / "run") == [3]
+    saved = finished(tmp_path / "run", 3)
+    resumed = make_trainer(saved.weights)
+    restore(resumed, saved)
+    run(resumed, tmp_path / "run", saved.weights, batches[3:5], first=4)
+    assert same(resumed, straight)
+
+
+def test_a_disk_that_refuses_a_checkpoint_is_tried_again_and_the_run_goes_on(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    writer = checkpoint.filesystem.FileSystemWriter
+    real, failures = writer.write_data, iter([True, False] + [True] * 99)
+
+    def full(*arguments: Any, **named: Any) -> Any:
+        if next(failures):
+            raise OSError(28, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(writer, "write_data", full)
+    trainer = make_trainer(model_dir)
+    run(trainer, tmp_path, model_dir, batches[:4], ckpt=CkptConfig(interval=2))
+    assert whole_steps(tmp_path) == [2]  # 2 at the second attempt; 4 never: 2 is still there
+    assert "cannot write the checkpoint of step 2 (attempt 1 of 4" in caplog.text
+    assert "No space left on device" in caplog.text
+    assert "step 4: no checkpoint" in caplog.text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    restore(make_trainer(finished(tmp_path, 2).weights), finished(tmp_path, 2))
+
+
+def test_a_disk_that_refuses_weights_is_tried_again_and_says_who_waits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts, status = iter([True, True, False]), Status(None)
+
+    def write() -> None:
+        if next(attempts):
+            raise WeightsError("cannot write weights version 3: disk full")
+
+    disk.persist(write, "publish weights version 3", (1, 2, 3), status)
+    assert status.last.waiting_for == "disk (cannot write weights version 3: disk full)"
+    assert "cannot publish weights version 3 (attempt 2 of 4, the next in 2 s)" in caplog.text
+
+    def never() -> None:
+        raise WeightsError("disk full")
+
+    with pytest.raises(WeightsError, match="disk full"):
+        disk.persist(never, "publish", (1, 2), status)
+
+
+def test_without_the_orchestrators_part_there_is_no_checkpoint(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trainer = make_trainer(model_dir, max_steps=2)
+    config = CkptConfig(interval=1)
+    checkpointer = Checkpointer(tmp_path, config, model_dir, None)
+    train(trainer, Frames(1, batches[:2]), tmp_path, 1, Status(None), checkpointer)
+    assert whole_steps(tmp_path) == []
+    assert "step 1: no checkpoint: the orchestrator's part is not in" in caplog.text
+
+
+def test_a_checkpoint_of_another_shape_is_refused_by_name(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    make_model: Callable[..., PreTrainedModel],
+) -> None:
+    run(make_trainer(model_dir), tmp_path, model_dir, batches[:1], ckpt=CkptConfig(interval=1))
+    wider = tmp_path / "wider"
+    make_model(hidden_size=16).float().save_pretrained(wider)
+    with pytest.raises(
+        ConfigError, match=r"--resume: .*of this model and optimizer: ValueError: Size mis"
+    ):
+        restore(make_trainer(wider), finished(tmp_path, 1))
+
+
+def test_a_checkpoint_keeps_its_weights_when_the_broadcast_is_gone(
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch]
+) -> None:
+    trainer = make_trainer(model_dir)
+    run(trainer, tmp_path, model_dir, batches, ckpt=CkptConfig(interval=1, keep_last=3))
+    assert whole_steps(tmp_path) == [4, 5, 6]
+    assert sorted(p.name for p in (tmp_path / "broadcasts").iterdir()) == ["step_5", "step_6"]
+    assert (finished(tmp_path, 4).weights / "tokenizer.json").exists()
+    last = make_trainer(finished(tmp_path, 6).weights)
+    assert same(last, trainer) and make_trainer(finished(tmp_path, 4).weights)
