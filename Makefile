@@ -2,13 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses prime_rl_grpo prime_rl_echo prime_rl_distill
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_wandb plugins/prime_rl_tensorboard prime_rl_grpo prime_rl_echo prime_rl_distill
 SOURCES := core/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup run test lint types docs docs-check bench wheels clean
+.PHONY: setup run test lint types docs docs-check docs-site bench wheels clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
@@ -33,11 +33,17 @@ lint: setup
 types: setup
 	$(BIN)/mypy $(SOURCES)
 
+# Writes the generated pages, and builds the site.
 docs: setup
 	$(BIN)/python -m prime_rl.docs
+	$(MAKE) docs-site
 
 docs-check: setup
 	$(BIN)/python -m prime_rl.docs --check
+
+# Into site/. A warning is an error, but not with --quiet.
+docs-site: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-bench.txt
@@ -47,4 +53,4 @@ wheels: setup
 	for package in . $(PACKAGES); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$package; done
 
 clean:
-	rm -rf $(VENV) dist
+	rm -rf $(VENV) dist site

@@ -8,7 +8,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, OverlongError
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.offers import ALGORITHM, settings_of
 from prime_rl.rollout import Rollout, Sample
@@ -192,13 +192,20 @@ def test_a_demonstration_that_is_no_text_is_refused(found):
     )
 
 
-def test_another_temperature_is_refused():
-    hot = sample("Q", "no")
-    hot.temperature = 0.7
-    assert refusal(opsd(), rollout_of(hot)) == (
-        "env 'a': algorithm 'opsd' compares the policy with itself at temperature 1.0, and it "
-        "samples at 0.7. Set orchestrator.train.sampling.temperature = 1.0."
-    )
+def test_it_learns_at_the_temperature_it_is_scored_at_only():
+    assert OPSD.needs_temperature == 1.0
+
+
+async def test_what_does_not_fit_the_context_with_its_demonstration_is_left_out():
+    class Short(FakeReference):
+        async def logprobs(self, token_ids, *, group_id=0):
+            raise OverlongError("the policy takes 4 tokens")
+
+    algorithm, rollout = opsd(), rollout_of(sample("Q", "no"))
+    await algorithm.setup(FakeHost(policy=Short()))
+    await algorithm.score_rollout(rollout)
+    assert rollout.metrics["opsd_overlong"] == 1.0
+    assert not rollout.samples[0].ref_kl_weights.any()
 
 
 @pytest.mark.parametrize(

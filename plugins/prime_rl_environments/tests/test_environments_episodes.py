@@ -167,9 +167,9 @@ async def test_the_sub_agent_has_a_context_of_its_own_and_hands_back_its_answer_
     assert [said(sub) for sub in subs] == [[word] for word in words]
     assert (result.reward, result.metrics) == (1.0, {"exact": 1.0, "hand_overs": 2.0})
     assert trained(result) == [
+        [f"@{words[0]}", f"@{words[1]}", f"{words[0][::-1]} {words[1][::-1]}"],
         [words[0][::-1]],
         [words[1][::-1]],
-        [f"@{words[0]}", f"@{words[1]}", f"{words[0][::-1]} {words[1][::-1]}"],
     ]
 
 

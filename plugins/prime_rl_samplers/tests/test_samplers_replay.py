@@ -20,7 +20,7 @@ property_test = settings(deadline=None, derandomize=True, max_examples=60)
 
 
 def replay(label="again", **config):
-    made = Replay(ReplayConfig(env="fresh", **config))
+    made = Replay(ReplayConfig(env="fresh", **{"min_staleness": 0} | config))
     asyncio.run(made.setup(FakeHost(env=label, envs=("fresh", label))))
     return made
 
@@ -215,6 +215,18 @@ def test_a_group_that_arrives_too_old_takes_nobodys_place():
     made.observe(group(0, version=5))
     made.observe(group(1, version=3))
     assert drawn(made, version=5) == [0]
+
+
+def test_a_group_waits_until_the_step_it_trained_in_is_over():
+    made = replay(min_staleness=2, max_staleness=3)
+    made.observe(group(0, version=5))
+    assert not made.is_ready and drawn(made, version=6) == []
+    assert drawn(made, version=7) == [0]
+
+
+def test_bounds_that_leave_no_time_are_refused():
+    with pytest.raises(ValueError, match="min_staleness 3 is more than max_staleness 2"):
+        ReplayConfig(env="fresh", min_staleness=3, max_staleness=2)
 
 
 def test_a_group_is_as_old_as_its_oldest_rollout():

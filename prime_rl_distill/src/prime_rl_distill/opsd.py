@@ -26,7 +26,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator
 
-from prime_rl import Algorithm, ConfigError, Host, PluginConfig, Rollout, hookimpl
+from prime_rl import Algorithm, Host, OverlongError, PluginConfig, Rollout, hookimpl
 from prime_rl_distill.demonstrations import TEMPLATE, check_template, demonstration_of
 from prime_rl_distill.scoring import sampled_logprobs
 
@@ -54,6 +54,9 @@ class OPSD(Algorithm):
     config_class = OPSDConfig
     config: OPSDConfig
     action_loss = "ref_kl"
+    # The reference is scored at 1. Beside a policy at another one every token would have a signal
+    # though the demonstration says nothing, and the policy would run after it.
+    needs_temperature = 1.0
 
     async def setup(self, host: Host) -> None:
         """Keep what renders and scores."""
@@ -62,7 +65,6 @@ class OPSD(Algorithm):
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:
         """Score what the policy sampled under the policy that has seen the demonstration."""
-        _check_temperature(rollout)
         if self.config.skip_truncated and rollout.is_truncated:
             return _leave_out(rollout)
         demonstration = demonstration_of(rollout, self.config.demo_key)
@@ -71,6 +73,13 @@ class OPSD(Algorithm):
             "content": self.config.template.format(demonstration=demonstration),
         }
         hint = self.host.render([message], renderer=self.config.renderer)
+        try:
+            await self._score(rollout, demonstration, hint)
+        except OverlongError:  # with the demonstration in front it does not fit the context
+            rollout.metrics["opsd_overlong"] = 1.0
+            _leave_out(rollout)
+
+    async def _score(self, rollout: Rollout, demonstration: str, hint: list[int]) -> None:
         if self.config.min_gain is not None:
             gain = await self.gain(rollout, demonstration, hint)
             rollout.metrics["opsd_gain"] = gain
@@ -95,18 +104,6 @@ class OPSD(Algorithm):
 
 
 def _leave_out(rollout: Rollout) -> None:
-    """No token trains; the rollout keeps its place in the batch."""
+    """No token trains; the batch fills the rollout's place with another."""
     rollout.assign_weights("ref_kl", np.zeros(rollout.num_tokens))
     rollout.assign_ref_logprobs(np.zeros(rollout.num_tokens))
-
-
-def _check_temperature(rollout: Rollout) -> None:
-    """References are scored at temperature 1: beside a policy at another one, every token would
-    have a signal though the demonstration says nothing, and the policy would run after it."""
-    for sample in rollout.samples:
-        if sample.temperature != 1.0:
-            raise ConfigError(
-                f"env {rollout.env!r}: algorithm 'opsd' compares the policy with itself at "
-                f"temperature 1.0, and it samples at {sample.temperature}. Set "
-                "orchestrator.train.sampling.temperature = 1.0."
-            )

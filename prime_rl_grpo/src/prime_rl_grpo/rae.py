@@ -10,18 +10,22 @@ is measured by its own returns.
 
 Changed from the paper: 1. the paper updates the baseline first and subtracts the new one, so its
 advantage is d times ours; with the baseline from before, a rollout is not measured by itself;
-2. the paper keeps a baseline for each game and role, we for each env and agent; 3. the baselines
-are not in the checkpoint: a resumed run starts them at 0 again.
+2. the paper keeps a baseline for each game and role, we for each env and agent.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
+from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
-from prime_rl import Algorithm, Group, PluginConfig, hookimpl
+from prime_rl import Algorithm, ConfigError, Group, PluginConfig, hookimpl
+
+BASELINES = "baselines.json"
+"""Its file in a checkpoint."""
 
 
 class RAEConfig(PluginConfig):
@@ -52,3 +56,16 @@ class RAE(Algorithm):
             baseline = self.baselines[rollout.agent]
             rollout.assign_advantages(rollout.reward - baseline)
             self.baselines[rollout.agent] = decay * baseline + (1 - decay) * rollout.reward
+
+    def save(self, directory: Path) -> None:
+        """Write the baselines, exactly."""
+        (directory / BASELINES).write_text(json.dumps(self.baselines))
+
+    def load(self, directory: Path) -> None:
+        """Go on with saved baselines. Raises ``ConfigError``."""
+        path = directory / BASELINES
+        try:
+            saved = {str(agent): float(b) for agent, b in json.loads(path.read_text()).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}: not baselines that rae saved: {error}") from error
+        self.baselines = defaultdict(float, saved)

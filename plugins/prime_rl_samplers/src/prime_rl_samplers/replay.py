@@ -31,7 +31,7 @@ from statistics import fmean
 from typing import Literal
 
 import msgspec
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from prime_rl import ConfigError, Group, Host, PluginConfig, Rollout, Source, SourceRequest
 from prime_rl_samplers.shelf import Kept, keep, restore
@@ -49,6 +49,9 @@ class ReplayConfig(PluginConfig):
     capacity: PositiveInt = 256
     """Groups kept; the oldest leaves for a new one. They take 15 bytes a token and their example's
     text, in memory and in every checkpoint."""
+    min_staleness: NonNegativeInt = 2
+    """Policy versions that lie between a group and the present one at least: with 2, the optimizer
+    step that it first trained in is over, and no token is twice in one step."""
     max_staleness: NonNegativeInt = 8
     """Versions between the policy that started a group and the policy when it is handed out."""
     max_reuse: PositiveInt = 1
@@ -57,6 +60,15 @@ class ReplayConfig(PluginConfig):
     """Which kept group is handed out next, by when it was kept."""
     seed: int = 0
     """Seeds the order ``uniform``."""
+
+    @model_validator(mode="after")
+    def _leaves_time(self) -> ReplayConfig:
+        if self.min_staleness > self.max_staleness:
+            raise ValueError(
+                f"min_staleness {self.min_staleness} is more than max_staleness "
+                f"{self.max_staleness}: no group could ever be handed out"
+            )
+        return self
 
 
 class State(msgspec.Struct):
@@ -76,6 +88,7 @@ class Replay(Source):
     name = "replay"
     config_class = ReplayConfig
     config: ReplayConfig
+    from_policy = True
     feeds = frozenset({"rl", "ce", "ref_kl"})
 
     def __init__(self, config: ReplayConfig) -> None:
@@ -107,8 +120,9 @@ class Replay(Source):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a group is kept that is fresh enough, as far as the version is known."""
-        return bool(self._kept)
+        """Whether a group is kept that is old enough and fresh enough, as far as the version is
+        known."""
+        return bool(self._ripe())
 
     # -- in and out -----------------------------------------------------------------------------
 
@@ -125,9 +139,9 @@ class Replay(Source):
         """A kept group under the request's id and this env's label; its example, task, versions and
         log-probabilities are the original's. Empty if another request took the last one."""
         self._advance(request.policy_version)
-        if not self._kept:
+        if not (ripe := self._ripe()):
             return []
-        index = self._choose()
+        index = self._choose(ripe)
         kept = self._kept[index]
         kept.uses += 1
         if kept.uses >= self.config.max_reuse:
@@ -136,10 +150,15 @@ class Replay(Source):
         self._staleness.append(request.policy_version - kept.policy_version)
         return [self._relabelled(rollout, request) for rollout in restore(kept)]
 
-    def _choose(self) -> int:
+    def _ripe(self) -> list[int]:
+        """Which groups may be handed out."""
+        newest = self._version - self.config.min_staleness
+        return [i for i, kept in enumerate(self._kept) if kept.policy_version <= newest]
+
+    def _choose(self, ripe: list[int]) -> int:
         if self.config.order == "uniform":
-            return self._random.randrange(len(self._kept))
-        return 0 if self.config.order == "oldest" else len(self._kept) - 1
+            return ripe[self._random.randrange(len(ripe))]
+        return ripe[0 if self.config.order == "oldest" else -1]
 
     def _relabelled(self, rollout: Rollout, request: SourceRequest) -> Rollout:
         rollout.info["replayed"] = {"env": rollout.env, "group_id": rollout.group_id}

@@ -1,0 +1,155 @@
+"""Four algorithms over four environments in one run; the teacher goes away and comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.orchestrator.store import read_rollouts
+from prime_rl.run.children import free_ports
+
+ROOT = Path(__file__).resolve().parents[1]
+CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
+HALF = ("--model.lessons", '["lookup"]', "--model.warmup_exact", "0.05")
+"""A policy that knows how to call its tool, made in seconds; it knows nothing else."""
+TRAINS = {
+    "reverse-retry": {"rl"},
+    "word-lookup": {"rl", "ce"},
+    "reverse-text": {"ref_kl"},
+    "reverse-relay": {"ce"},
+}
+"""Which components each env of configs/mixed.toml feeds."""
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Starts a command of prime-rl; whatever is left is ended."""
+    cache = tmp_path_factory.mktemp("models")
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*CLI, *map(str, arguments)],
+            env=os.environ | {"PRIME_RL_CACHE": str(cache)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def wait_until(what: Callable[[], bool], process: subprocess.Popen[str], seconds: float) -> None:
+    """Until ``what`` holds. Fails if the process ends first, or it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        if process.poll() is not None:
+            pytest.fail(f"it ended early:\n{process.stdout.read()}")
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.05)
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+            return reply.status == 200
+    except OSError:
+        return False
+
+
+def serve(start: Callable[..., subprocess.Popen[str]], port: int) -> subprocess.Popen[str]:
+    teacher = start("serve", "tiny-chat", *HALF, "--served-model-name", "teacher", "--port", port)
+    wait_until(lambda: answers(port), teacher, 120)
+    return teacher
+
+
+def waiting_for(run_dir: Path) -> str:
+    try:
+        report = json.loads((run_dir / "status" / "orchestrator.json").read_text())
+    except (OSError, ValueError):
+        return ""
+    return report.get("waiting_for") or ""
+
+
+def test_four_algorithms_share_micro_batches_and_survive_the_teachers_absence(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    teacher = serve(start, port)
+    url = json.dumps([f"http://127.0.0.1:{port}/v1"])
+    env = "--orchestrator.train.env"
+    run = start(
+        *("run", ROOT / "configs/mixed.toml", *HALF, "--output_dir", tmp_path),
+        *("--run.name", "mixed", "--max_steps", 4, "--trainer.scheduler.warmup_steps", 0),
+        *("--orchestrator.batch_size", 48, "--orchestrator.group_size", 4),
+        *("--orchestrator.eval.env", "[]", "--orchestrator.post_batch_filters", "[]"),
+        *(f"{env}.2.algo.teacher.base_url", url),
+        *(f"{env}.3.algo.sampling.source.base_url", url),
+        *("--trainer.token_export.enabled", "true"),
+    )
+    run_dir = tmp_path / "mixed"
+    wait_until(lambda: (run_dir / "rollouts" / "step_1.msgpack").exists(), run, 240)
+    teacher.send_signal(signal.SIGINT)
+    teacher.communicate(timeout=30)
+    wait_until(lambda: f"127.0.0.1:{port}" in waiting_for(run_dir), run, 60)
+    serve(start, port)
+    output = run.communicate(timeout=240)[0]
+    assert run.returncode == 0, output
+    check_components(run_dir)
+    check_rollouts(run_dir)
+    check_rows_are_shared(run_dir)
+
+
+def check_components(run_dir: Path) -> None:
+    """Every env has fed its own components, and no other, over the run."""
+    fed: dict[str, set[str]] = defaultdict(set)
+    for line in map(json.loads, (run_dir / "trainer.jsonl").read_text().splitlines()):
+        for component in ("rl", "ce", "ref_kl"):
+            for name in TRAINS:
+                if line["metrics"].get(f"tokens/{component}/{name}"):
+                    fed[name].add(component)
+    assert fed == TRAINS
+
+
+def check_rollouts(run_dir: Path) -> None:
+    """Who sampled what, and how many samples a rollout has."""
+    for path in sorted((run_dir / "rollouts").iterdir()):
+        for rollout in read_rollouts(path)[1]:
+            assert rollout.source == ("frozen" if rollout.env == "reverse-relay" else "policy")
+            assert (rollout.advantages is None) == (
+                rollout.env in ("reverse-text", "reverse-relay")
+            )
+            if rollout.env != "reverse-relay":
+                assert len(rollout.samples) == 1
+
+
+def check_rows_are_shared(run_dir: Path) -> None:
+    """Some packed row holds tokens of several envs."""
+    envs: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for path in (run_dir / "token_exports").rglob("rank_0.jsonl"):
+        for line in map(json.loads, path.read_text().splitlines()):
+            envs[line["step"], line["micro_step"]].add(line["env_name"])
+    assert max(map(len, envs.values())) >= 3
