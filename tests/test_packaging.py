@@ -1,5 +1,6 @@
 """Every distribution builds a wheel; core and an algorithm work where nothing else is."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,9 +9,12 @@ import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from email.parser import Parser
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +28,8 @@ FOLDERS = {
     "prime_rl_distill": "prime_rl_distill",
     "prime_rl_samplers": "plugins/prime_rl_samplers",
     "prime_rl_clip_losses": "plugins/prime_rl_clip_losses",
+    "prime_rl_wandb": "plugins/prime_rl_wandb",
+    "prime_rl_tensorboard": "plugins/prime_rl_tensorboard",
     "prime_rl_filters": "plugins/prime_rl_filters",
     "prime_rl_renderers": "plugins/prime_rl_renderers",
     "prime_rl_losses": "plugins/prime_rl_losses",
@@ -31,15 +37,22 @@ FOLDERS = {
     "prime_rl_environments": "plugins/prime_rl_environments",
 }
 ALGORITHMS = ("grpo", "echo", "distill")
-APART = {"prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses"}
+APART = {
+    *("prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses"),
+    *("prime-rl-wandb", "prime-rl-tensorboard"),
+}
 """First-party distributions that a user adds by name."""
 HEAVY = {"torch", "transformers", "verifiers", "renderers", "vllm", "pyzmq", "matplotlib"}
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
-def run(*command, ok=True, **kwargs):
+def run(*command, ok=True, more=None, **kwargs):
     done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, env=CLEAN, **kwargs
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        env=CLEAN | (more or {}),
+        **kwargs,
     )
     assert not ok or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done
@@ -74,6 +87,11 @@ def requirements(dist, name, extra=None):
         if (marker.group(1) if marker else None) == extra:
             wanted.append(re.match(r"[\w.-]+", line).group())
     return set(wanted)
+
+
+def test_no_distribution_is_left_out():
+    found = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    assert {path.parent for path in found} == {ROOT / each for each in FOLDERS.values()} - {ROOT}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -115,7 +133,8 @@ def bare(dist, tmp_path_factory):
 
 
 def installed(bare):
-    listed = run(bare / "pip", "list", "--format=freeze", "--disable-pip-version-check").stdout
+    pip = [sys.executable, "-m", "pip", "--python", bare / "python"]
+    listed = run(*pip, "list", "--format=freeze", "--disable-pip-version-check").stdout
     return {line.split("==")[0].lower() for line in listed.splitlines()}
 
 
@@ -132,9 +151,48 @@ def test_contract_and_algorithm_tests_pass_there(bare):
     assert re.search(r"\d\d\d passed", done.stdout), done.stdout
 
 
+def listed(folder, cwd):
+    """What ``plugins list`` shows: by distribution, what it offers."""
+    rows = json.loads(run(folder / "prime-rl", "plugins", "list", "--json", cwd=cwd).stdout)
+    return {row["distribution"]: row["offers"] for row in rows}
+
+
 def test_plugins_are_listed_there(bare, tmp_path):
-    shown = run(bare / "prime-rl", "plugins", "list", "--json", cwd=tmp_path).stdout
-    assert '"prime-rl-grpo"' in shown and '"max_rl"' in shown
+    assert "max_rl" in listed(bare, tmp_path)["prime-rl-grpo"]["algorithms"]
+
+
+@pytest.mark.parametrize(("kind", "kinds"), [("algorithm", "algorithms"), ("loss", "losses")])
+def test_a_third_partys_package_is_written_installed_tested_and_checked_there(
+    bare, tmp_path, kind, kinds
+):
+    """By its own commands, from a wheel; the README's promise is that torch is not needed."""
+    folder, name = tmp_path / "new", f"prime-rl-plum-{kind}"
+    run(bare / "prime-rl", "plugins", "new", f"plum-{kind}", "--kind", kind, "--directory", folder)
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path]
+    run(*build, folder)
+    run(bare / "pip", "install", "--quiet", "--no-index", wheel(tmp_path, name.replace("-", "_")))
+    try:
+        done = run(bare / "python", "-m", "pytest", "-q", "-p", "no:asyncio", "-W", "error",
+                   cwd=folder)  # fmt: skip
+        assert re.search(r"\d passed", done.stdout), done.stdout
+        code = f"import {name.replace('-', '_')} as module; print(module.__file__)"
+        assert "site-packages" in run(bare / "python", "-c", code, cwd=tmp_path).stdout
+        report = json.loads(run(bare / "prime-rl", "plugins", "check", name, "--json").stdout)
+        assert report["ok"]
+        assert listed(bare, tmp_path)[name] == {kinds: [f"plum_{kind}"]}
+        assert not HEAVY & installed(bare)
+    finally:
+        run(bare / "pip", "uninstall", "--yes", "--quiet", name)
+
+
+def test_a_wheel_adds_its_algorithm_and_uninstalling_takes_it_away(bare, dist, tmp_path):
+    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-echo")
+    assert "prime-rl-echo" not in listed(bare, tmp_path)
+    run(bare / "pip", "install", "--quiet", "--no-index", wheel(dist, "prime_rl_echo"))
+    assert listed(bare, tmp_path)["prime-rl-echo"] == {"algorithms": ["echo"]}
+    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-echo")
+    assert "prime-rl-echo" not in listed(bare, tmp_path)
+    run(bare / "pip", "install", "--quiet", "--no-index", wheel(dist, "prime_rl_echo"))
 
 
 def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare, dist, tmp_path):
@@ -151,3 +209,77 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     assert list(tmp_path.iterdir()) == []
     run(bare / "pip", "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
     assert "algorithm" not in run(*command, cwd=tmp_path, ok=False).stderr
+
+
+# -- the meta package: everything a run needs ------------------------------------------------------
+
+
+def needed(dist, name, extras=()):
+    """The requirement lines of one of our wheels, or of what is installed here."""
+    name = canonicalize_name(name)
+    ours = name.replace("-", "_") in FOLDERS
+    lines = (
+        metadata(dist, name.replace("-", "_")).get_all("Requires-Dist")
+        if ours
+        else distribution(name).requires
+    )
+    for line in lines or ():
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": each}) for each in ("", *extras)):
+            yield requirement
+
+
+def third_parties(dist):
+    """Every distribution that the meta package asks for, but our own; by what wheels declare."""
+    seen, todo = set(), [(META, frozenset())]
+    while todo:
+        name, extras = todo.pop()
+        for each in needed(dist, name, extras):
+            found = (canonicalize_name(each.name), frozenset(each.extras))
+            if found not in seen:
+                seen.add(found)
+                todo.append(found)
+    return {name for name, _ in seen if name.replace("-", "_") not in FOLDERS}
+
+
+@pytest.fixture(scope="module")
+def complete(dist, tmp_path_factory):
+    """A venv with the meta package from the wheels. What is not ours, several GB with torch, is
+    borrowed from here, and only what the wheels ask for."""
+    folder = tmp_path_factory.mktemp("complete") / "venv"
+    borrowed = folder.parent / "borrowed"
+    borrowed.mkdir()
+    for name in third_parties(dist):
+        for path in distribution(name).files or ():
+            source, target = Path(path.locate()).parents[len(path.parts) - 1], path.parts[0]
+            if target not in ("..", "__pycache__") and not (borrowed / target).exists():
+                (borrowed / target).symlink_to(source / target)
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "borrowed.pth").write_text(f"{borrowed}\n")
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
+    run(*pip, "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl")
+    return folder / "bin"
+
+
+def test_the_meta_package_brings_every_default_and_no_other(complete, tmp_path):
+    ours = {name for name in installed(complete) if name.startswith("prime-rl")}
+    assert ours == {name.replace("_", "-") for name in FOLDERS} - APART
+    code = "import prime_rl, prime_rl_grpo; print(prime_rl.__file__, prime_rl_grpo.__file__)"
+    where = run(complete / "python", "-c", code, cwd=tmp_path).stdout
+    assert where.count("complete0") == 2 and str(ROOT) not in where
+
+
+def test_the_first_run_works_there(complete, tmp_path):
+    """Two steps of an untrained policy: every process starts from what the wheels hold."""
+    small = ["--model.warmup_exact", "0.0", "--max_steps", "2", "--orchestrator.batch_size", "16",
+             "--orchestrator.group_size", "4", "--orchestrator.eval.env.0.num_examples", "8",
+             "--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0",
+             "--run.name", "first"]  # fmt: skip
+    run(complete / "prime-rl", "run", ROOT / "configs/reverse_text/grpo.toml", *small,
+        "--output_dir", tmp_path, cwd=tmp_path, timeout=240,
+        more={"PRIME_RL_CACHE": str(tmp_path / "models")})  # fmt: skip
+    lines = (tmp_path / "first/trainer.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert (tmp_path / "first/weights").is_dir()

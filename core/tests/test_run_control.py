@@ -150,7 +150,9 @@ def test_the_last_batch_is_found_behind_other_lines_and_half_ones(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_batch(path) == {}
     path.write_text(
-        json.dumps({"step": 1, REWARD: 0.1, TOKENS: 1}) + "\n" + json.dumps({"step": 2, REWARD: 0.2, TOKENS: 2}) + "\n"
+        "".join(
+            json.dumps({"step": step, REWARD: step / 10, TOKENS: step}) + "\n" for step in (1, 2)
+        )
         + json.dumps({"step": 1, "loss/mean": 0.1}) + "\n" + '{"step": 3, "train/ag'
     )  # fmt: skip
     assert last_batch(path)["step"] == 2

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -331,7 +332,9 @@ def test_an_algorithm_with_a_memory_is_not_asked_about_order():
 def test_the_report_names_the_algorithm_and_reads_as_text_and_as_json():
     report = conformance(Sorts(PluginConfig()))
     text = str(report)
-    assert text.splitlines()[0] == "algorithm 'sound': 13 passed, 2 failed, 1 skipped"
+    with_torch, without = "13 passed, 2 failed, 1 skipped", "12 passed, 2 failed, 2 skipped"
+    counts = with_torch if find_spec("torch") else without
+    assert text.splitlines()[0] == f"algorithm 'sound': {counts}"
     assert "  failed  inputs_kept: the group's own list was reordered" in text
     table = report.as_dict()
     assert (table["kind"], table["name"]) == ("algorithm", "sound")

@@ -160,7 +160,7 @@ async def test_the_sub_agent_has_a_context_of_its_own_and_hands_back_its_answer_
 ) -> None:
     engine.script = relay
     (result,) = await play("reverse-relay")
-    *subs, main = texts(result)  # in the order in which conversations ended
+    main, *subs = texts(result)  # in the order in which conversations began
     task, *_ = said(main)
     words = task.split()
     assert said(main) == [task, *(word[::-1] for word in words)]

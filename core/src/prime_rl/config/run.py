@@ -73,6 +73,8 @@ class RunConfig(Settings):
     monitors: dict[str, dict[str, Any]] = {}
     """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""
     ckpt: CkptConfig | None = None
+    """Checkpoints to resume from. None: none are written; an empty table: one, after the last
+    step."""
     log: LogConfig = LogConfig()
     run: RunDirConfig = RunDirConfig()
     seq_len: PositiveInt = 2048

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import Any
 
 import numpy as np
@@ -184,9 +184,19 @@ def _load(entry: EntryPoint, source: Source) -> object:
     except Exception as error:
         raise PluginError(
             f"plugin {source} failed to import: {type(error).__name__}: {error}. "
-            f"Mend or uninstall {source.distribution}, or list {entry.name!r} under "
-            "plugins.disabled."
+            f"{_asked_for(entry)}Mend or uninstall {source.distribution}, or list {entry.name!r} "
+            "under plugins.disabled."
         ) from error
+
+
+def _asked_for(entry: EntryPoint) -> str:
+    """Which core the plugin's distribution is made for, and which is here; nothing if unknown."""
+    named = (entry.dist.requires or []) if entry.dist else []
+    wanted = next((each for each in named if each.startswith("prime-rl-core")), None)
+    try:
+        return f"It asks for {wanted}; {version('prime-rl-core')} is here. " if wanted else ""
+    except PackageNotFoundError:
+        return ""
 
 
 def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:

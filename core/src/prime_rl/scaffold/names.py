@@ -9,6 +9,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 import prime_rl
+from prime_rl.plugins.checks import CONTRACT_VERSION
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.manager import GROUPS, load_plugins
@@ -44,6 +45,8 @@ class Names:
     class_name: str
     core_range: str
     """The versions of prime-rl-core that speak this contract."""
+    contract: str
+    """Its number."""
 
 
 def names_for(name: str, kind: str) -> Names:
@@ -65,6 +68,7 @@ def names_for(name: str, kind: str) -> Names:
         module=f"prime_rl_{spelt}",
         class_name="".join(word.capitalize() for word in spelt.split("_")),
         core_range=core_range(version("prime-rl-core")),
+        contract=str(CONTRACT_VERSION),
     )
     _check_free(names, kind)
     return names

@@ -19,7 +19,7 @@ from prime_rl import Group, Rollout, Sample
 CREDIT = {"advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"}
 """Columns that an algorithm writes."""
 
-NOT_KEPT = {"samples", "trace", "assigned", "frozen"}
+NOT_KEPT = {"samples", "trace", "assigned", "frozen", "place"}
 
 ROLLOUT_FIELDS = tuple(f.name for f in fields(Rollout) if f.name not in NOT_KEPT)
 SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in CREDIT)

@@ -1,0 +1,45 @@
+"""Credit worked out by hand, and the promises every algorithm keeps."""
+
+import pytest
+from prime_rl.testing import check_algorithm, make_group, score
+from pydantic import ValidationError
+
+from prime_rl_my_algo import MyAlgo, MyAlgoConfig, register_algorithms
+
+
+def credit(rewards, **settings):
+    group = make_group(rewards)
+    score(MyAlgo(MyAlgoConfig(**settings)), group)
+    return [float(rollout.advantages[0]) for rollout in group]
+
+
+def test_each_is_measured_by_the_mean_of_the_others():
+    assert credit([1.0, 0.0, 0.0]) == [1.0, -0.5, -0.5]
+
+
+def test_the_credit_is_on_every_sampled_token_and_on_no_other():
+    group = make_group([1.0, 0.0], prompt=2, completion=3)
+    score(MyAlgo(MyAlgoConfig()), group)
+    assert group[0].samples[0].advantages.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_a_lone_rollout_gets_nothing():
+    assert credit([0.7]) == [0.0]
+
+
+def test_a_limit_clips_both_ways():
+    assert credit([1.0, 0.0], limit=0.25) == [0.25, -0.25]
+
+
+def test_a_limit_below_zero_is_refused():
+    with pytest.raises(ValidationError, match="greater than 0"):
+        MyAlgoConfig(limit=-1.0)
+
+
+def test_it_is_offered():
+    assert register_algorithms() == [MyAlgo]
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_it_keeps_the_contract(limit):
+    check_algorithm(MyAlgo(MyAlgoConfig(limit=limit)))
