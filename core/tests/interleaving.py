@@ -9,7 +9,7 @@ keeps what it saw and produced.
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -205,13 +205,31 @@ def assert_faithful(samples: Sequence[Sample], calls: Sequence[Call]) -> None:
         assert not sample.inference_logprobs[~sample.loss_mask].any()
 
 
-def interleaved(calls: Sequence[Call]) -> list[list[int]]:
+def interleaved(
+    calls: Sequence[Call], parents: Sequence[int | None] | None = None
+) -> list[list[int]]:
     """The reference: greedy interleaving of steps (semantics.md 2.7). Each step extends the longest
-    sequence that its prompt begins with, or starts a new one; the sequences at the end."""
-    active: list[list[int]] = []
-    for call in calls:
-        fits = [tokens for tokens in active if call.prompt[: len(tokens)] == tokens]
+    sequence that its prompt begins with, or starts a new one; the sequences at the end.
+
+    ``parents`` says which step's conversation each one goes on with: then only sequences that end
+    in a step of its own conversation are extended, not those of equal tokens by chance.
+    """
+    active: list[tuple[int, list[int]]] = []
+    for number, call in enumerate(calls):
+        own = set(range(number)) if parents is None else set(_ancestors(number, parents))
+        fits = [
+            (last, tokens)
+            for last, tokens in active
+            if last in own and call.prompt[: len(tokens)] == tokens
+        ]
         if fits:
-            active.remove(max(fits, key=len))
-        active.append([*call.prompt, *call.completion])
-    return active
+            active.remove(max(fits, key=lambda each: len(each[1])))
+        active.append((number, [*call.prompt, *call.completion]))
+    return [tokens for _, tokens in active]
+
+
+def _ancestors(step: int, parents: Sequence[int | None]) -> Iterator[int]:
+    parent = parents[step]
+    while parent is not None:
+        yield parent
+        parent = parents[parent]

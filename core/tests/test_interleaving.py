@@ -307,6 +307,6 @@ def test_samples_are_exactly_what_the_engine_saw_and_produced(
     streams = [tuple(call.prompt + call.completion) for call in calls]
     if len(set(streams)) < len(streams):
         return  # two conversations of the same tokens: a later turn may extend either of them
-    assert len(samples) == len(interleaved(calls))
-    sequences = sorted(sample.token_ids.tolist() for sample in samples)
-    assert sequences == sorted(interleaved(calls))
+    expected = interleaved(calls, [step["parent"] for step in script])
+    assert len(samples) == len(expected)
+    assert sorted(sample.token_ids.tolist() for sample in samples) == sorted(expected)
