@@ -139,7 +139,8 @@ def test_every_field_of_a_rollout_survives_but_those_named():
         "source": "policy",
         "has_logprobs": True,
     }
-    assert {f.name for f in fields(Rollout)} - set(values) == {"trace", "assigned", "frozen", "place"}
+    left_out = {f.name for f in fields(Rollout)} - set(values)
+    assert left_out == {"trace", "assigned", "frozen", "place"}
     (back,) = restore(keep([Rollout(**values, trace=object())]))
     kept = {name: getattr(back, name) for name in values}
     assert kept == values | {"info": {"x": [1, 2], "y": [0, 1]}, "rewards": {"a": 0.5}}

@@ -23,6 +23,9 @@ READ_SECONDS = 300.0
 CLEAN_UP_SECONDS = 30.0
 """How long a failed update goes on trying to resume the engines before its failure is reported."""
 
+METRICS_SECONDS = 2.0
+"""How long an engine may take to tell of itself."""
+
 
 @dataclass(frozen=True)
 class RetryPolicy:
@@ -101,6 +104,14 @@ class EngineAdmin:
             raise
         await self._everywhere("/resume")
         return time.perf_counter() - start
+
+    async def metrics(self) -> list[str]:
+        """The Prometheus page of every engine that answers at once."""
+        looks = (self._http.get(f"{url}/metrics", timeout=METRICS_SECONDS) for url in self.urls)
+        answers = await asyncio.gather(*looks, return_exceptions=True)
+        return [
+            each.text for each in answers if isinstance(each, httpx.Response) and each.is_success
+        ]
 
     async def close(self) -> None:
         """Drop the connections."""

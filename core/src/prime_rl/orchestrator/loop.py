@@ -28,6 +28,7 @@ from typing import Any
 
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import EngineAdmin
+from prime_rl.monitor.engines import EngineWatch
 from prime_rl.orchestrator.batch import Batch, BatchAssembler
 from prime_rl.orchestrator.build import TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
@@ -87,6 +88,7 @@ class Orchestrator:
         self.policy, self.outages = policy, outages
         self.outages.changed = self._report_sampling
         self.reporter = reporter
+        self.engine_watch = EngineWatch(admin.metrics)
         self.evaluated: list[EvalResult] = []
         """While training went on."""
         self._phase = ""
@@ -133,7 +135,8 @@ class Orchestrator:
     async def run(self) -> dict[str, list[EvalResult]]:
         """Every step of the run, between an evaluation before and one after."""
         write_versions(self.run_dir, self.hooks, self.config.plugins.disabled)
-        running = (self.watcher.run(), self.evals.run(), self.reporter.lag.run())
+        watches = (self.reporter.lag.run(), self.engine_watch.run())
+        running = (self.watcher.run(), self.evals.run(), *watches)
         background = [asyncio.create_task(each) for each in running]
         try:
             before = await self._evaluate("before") if self._starts_with_eval else []
@@ -377,6 +380,7 @@ class Orchestrator:
             **self.sampler.metrics(),
             **self._source_metrics(),
             **self.evals.take_metrics(),
+            **self.engine_watch.take(),
             "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
             "watcher/policy_version": float(self.policy.version),
             "watcher/update_count": float(self.watcher.update_count),
