@@ -62,6 +62,8 @@ def command(folder, *arguments, **env):
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PRIME_RL_CACHE": str(folder / "cache"), **env},
+            # A shell that starts the tests in the background has them ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         yield Served(process, output)
