@@ -1,0 +1,43 @@
+"""Who plays an env's agents decides what trains."""
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.orchestrator.env import Environment, EnvSettings
+from prime_rl.orchestrator.host import EnvHost, Outages
+
+
+def environment(id, **args):
+    return Environment(EnvSettings(id=id, name="a", args=args))
+
+
+def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own():
+    with pytest.raises(ConfigError) as caught:
+        environment("reverse-retry", agent={"sampling": {"temperature": 0.2}})
+    assert str(caught.value) == (
+        "env 'a': args.agent.sampling: the policy plays this agent, and the trainer has to "
+        "reproduce how it is sampled. Set the env's sampling table instead, or give the agent a "
+        "model and client of its own."
+    )
+
+
+def test_an_agent_with_a_model_of_its_own_is_none_of_the_policys():
+    assert environment("propose-solve").agents == ("proposer", "solver")
+    fixed = {"model": "other", "sampling": {"temperature": 0.1}}
+    assert environment("propose-solve", solver=fixed).agents == ("proposer",)
+
+
+@pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
+async def test_a_reference_that_takes_less_than_a_rollout_may_have_is_refused_at_start(takes, fits):
+    class Pool:
+        where, model, max_model_len = "env 'a': reference", "big", takes
+
+        async def wait_ready(self, timeout):
+            pass
+
+    host = EnvHost("a", None, None, None, Outages(), lambda name: None, ("a",), 16)
+    host.connected.append(Pool())
+    if fits:
+        return await host.wait_ready(1.0)
+    with pytest.raises(ConfigError, match=r"'big' takes 8 tokens .* a rollout may have 16"):
+        await host.wait_ready(1.0)
