@@ -69,7 +69,10 @@ def command(folder, *arguments, **env):
         yield Served(process, output)
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        try:
+            process.wait(30)
+        finally:
+            process.kill()  # its engine ends with it
 
 
 def alive(pid):
