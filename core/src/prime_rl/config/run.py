@@ -85,3 +85,8 @@ class RunConfig(Settings):
     """Seeds model making, the sampler and the engine."""
     output_dir: str = "outputs"
     """Run directories are made in here."""
+
+    @property
+    def row_tokens(self) -> int:
+        """Capacity of one packed row."""
+        return self.trainer.micro_batch_tokens or self.seq_len

@@ -36,7 +36,7 @@ from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult
 from prime_rl.orchestrator.evaluator import Evaluator, free_slots
 from prime_rl.orchestrator.host import Outages
-from prime_rl.orchestrator.packer import pack, truncate
+from prime_rl.orchestrator.packer import batch_frames, cut_samples
 from prime_rl.orchestrator.policy import Policy, TrainerStep, WeightWatcher
 from prime_rl.orchestrator.producers import Ask, Supplied, Unusable
 from prime_rl.orchestrator.progress import State
@@ -50,7 +50,6 @@ from prime_rl.run.checkpoints import Checkpoint, unfinished
 from prime_rl.run.drift import installed_versions
 from prime_rl.run.launch import Launch
 from prime_rl.run.status import Status
-from prime_rl.wire import MicroBatch, encode_batch
 from prime_rl.wire.transport import Sender
 
 log = logging.getLogger(__name__)
@@ -196,16 +195,12 @@ class Orchestrator:
 
     def _pack(self, batch: Batch) -> list[bytes]:
         """The batch as one frame a trainer rank."""
-        samples, envs = [], []
-        for rollout in batch.kept:
-            for sample in rollout.samples:
-                self.reporter.recent.truncated += len(sample) > self.config.seq_len
-                samples.append(truncate(sample, self.config.seq_len))
-                envs.append(rollout.env)
+        limit = self.config.seq_len
+        lengths = (len(sample) for rollout in batch.kept for sample in rollout.samples)
+        self.reporter.recent.truncated += sum(length > limit for length in lengths)
+        samples, envs = cut_samples(batch.kept, limit)
         self.hooks.batch_packed(batch.step, samples)
-        capacity = self.config.trainer.micro_batch_tokens or self.config.seq_len
-        rows: list[MicroBatch] = pack(samples, envs, capacity)
-        return [encode_batch(batch.step, rows)]
+        return batch_frames(batch.step, samples, envs, self.config.row_tokens)
 
     async def _finish(self, background: Sequence[asyncio.Task[None]]) -> None:
         """Wait until the engines have the last weights."""

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.plugins.errors import StreamError
-from prime_rl.rollout import COLUMNS, STREAMS, Sample
-from prime_rl.wire import MicroBatch
+from prime_rl.rollout import COLUMNS, STREAMS, Rollout, Sample
+from prime_rl.wire import MicroBatch, encode_batch
 
 FILL = {"rl_weights": 1.0}
 """What an absent stream means where a neighbour carries it; every other stream means 0.0."""
@@ -116,6 +116,19 @@ def _stream(samples: Sequence[Sample], name: str) -> npt.NDArray[Any] | None:
             for sample, column in zip(samples, columns, strict=True)
         ]
     )
+
+
+def cut_samples(rollouts: Sequence[Rollout], limit: int) -> tuple[list[Sample], list[str]]:
+    """Every sample of a batch, cut to ``limit`` tokens, and the env of each."""
+    pairs = [(sample, rollout.env) for rollout in rollouts for sample in rollout.samples]
+    return [truncate(sample, limit) for sample, _ in pairs], [env for _, env in pairs]
+
+
+def batch_frames(
+    step: int, samples: Sequence[Sample], envs: Sequence[str], capacity: int
+) -> list[bytes]:
+    """A batch as it goes on the wire: one frame a trainer rank."""
+    return [encode_batch(step, pack(samples, envs, capacity))]
 
 
 def truncate(sample: Sample, limit: int) -> Sample:

@@ -8,22 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from prime_rl.config.run import RunConfig
-from prime_rl.orchestrator.packer import pack, truncate
+from prime_rl.orchestrator.packer import batch_frames, cut_samples
 from prime_rl.orchestrator.store import FrameDigest, StoredStep
 from prime_rl.replay.score import Replayed, Scored
 from prime_rl.rollout import STREAMS, FloatColumn, Rollout, Sample
-from prime_rl.wire import encode_batch
 
 
 def frames_of(config: RunConfig, step: int, kept: Sequence[Rollout]) -> list[bytes]:
     """A batch as the loop packs it: one frame a trainer rank."""
-    samples, envs = [], []
-    for rollout in kept:
-        for sample in rollout.samples:
-            samples.append(truncate(sample, config.seq_len))
-            envs.append(rollout.env)
-    capacity = config.trainer.micro_batch_tokens or config.seq_len
-    return [encode_batch(step, pack(samples, envs, capacity))]
+    return batch_frames(step, *cut_samples(kept, config.seq_len), config.row_tokens)
 
 
 @dataclass(frozen=True)
