@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -21,16 +22,26 @@ E = 12 + 68
 """The byte e in the bench's tokenizer is some id; which one does not matter for the cost."""
 
 
+@dataclass(frozen=True)
+class DirectExample:
+    """A prompt, and what the orchestrator reads of a row."""
+
+    token_ids: list[int]
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
 class DirectEnvironment:
     """Stands in for ``prime_rl.orchestrator.env.Environment``: one request an episode, no
     verifiers."""
 
     num_examples = 2048
+    agents = ("agent",)
 
     def __init__(self, settings: Any) -> None:
         rng = random.Random(0)
         self.examples = [
-            [rng.randrange(12, 268) for _ in range(PROMPT_TOKENS)] for _ in range(self.num_examples)
+            DirectExample([rng.randrange(12, 268) for _ in range(PROMPT_TOKENS)])
+            for _ in range(self.num_examples)
         ]
 
     async def __aenter__(self) -> DirectEnvironment:
@@ -41,10 +52,11 @@ class DirectEnvironment:
         await self.http.close()
 
     async def run(
-        self, example: list[int], *, model: Any, sampling: Any, group_id: int, **request: Any
+        self, example: DirectExample, *, model: Any, sampling: Any, group_id: int, **request: Any
     ) -> list[Any]:
         from prime_rl.orchestrator.env import BranchTokens, RolloutResult
 
+        prompt = example.token_ids
         parameters = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_completion_tokens,
@@ -54,7 +66,7 @@ class DirectEnvironment:
         }
         body = {
             "model": model.name,
-            "token_ids": example,
+            "token_ids": prompt,
             "cache_salt": request["cache_salt"],
             "sampling_params": parameters,
         }
@@ -64,14 +76,14 @@ class DirectEnvironment:
             choice = msgspec.json.decode(await answer.read())["choices"][0]
         tokens = choice["token_ids"]
         logprobs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
-        sampled = [False] * len(example) + [True] * len(tokens)
+        sampled = [False] * len(prompt) + [True] * len(tokens)
         branch = BranchTokens(
-            token_ids=[*example, *tokens],
+            token_ids=[*prompt, *tokens],
             sampled_mask=sampled,
-            logprobs=[0.0] * len(example) + logprobs,
-            roles=["user"] * len(example) + ["assistant"] * len(tokens),
+            logprobs=[0.0] * len(prompt) + logprobs,
+            roles=["user"] * len(prompt) + ["assistant"] * len(tokens),
             is_content=[None] * len(sampled),
-            node_ids=[0] * len(example) + [1] * len(tokens),
+            node_ids=[0] * len(prompt) + [1] * len(tokens),
             policy_versions=None,
         )
         reward = tokens.count(E) / len(tokens)

@@ -91,7 +91,7 @@ class FilterConfig(PluginTable):
 SHAPING_KEYS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    *("n", "best_of", "min_tokens", "bad_words", "allowed_token_ids", "typical_p", "ignore_eos"),
+    *("n", "best_of", "min_tokens", "bad_words", "allowed_token_ids", "typical_p"),
     *("stop", "stop_token_ids", "logits_processors", "structured_outputs", "guided_json"),
     *("guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "logprobs"),
 }
