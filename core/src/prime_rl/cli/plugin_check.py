@@ -15,7 +15,7 @@ from prime_rl.cli.plugin_facts import described, offers_by_plugin
 from prime_rl.plugins import manager
 from prime_rl.plugins.errors import ConfigError, PluginError
 from prime_rl.plugins.manager import GROUPS, Hooks, Source, add_entry, installed_entries
-from prime_rl.plugins.offers import ALGORITHM, Kind, Offered, settings_of
+from prime_rl.plugins.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
 from prime_rl.testing.conformance import conformance
 from prime_rl.testing.offers import BY_KIND, check_offer
 from prime_rl.testing.report import Outcome, Report, Status
@@ -92,7 +92,9 @@ def _check_hooks(
             value = values[index] if values else modules.get(name, "")
             yield _package(name, value, chosen)
         for kind, offered in chosen:
-            if not whole or kind is ALGORITHM or kind.name in BY_KIND:
+            if kind is ENGINE:
+                yield _engine(offered.cls, settings, by_name=target is not None)
+            elif not whole or kind is ALGORITHM or kind.name in BY_KIND:
                 yield _offer(kind, offered, settings)
 
 
@@ -161,6 +163,12 @@ def _offer(kind: Kind[Any], offered: Offered[Any], settings: Mapping[str, Any]) 
             "make_group of your own in your tests."
         )
         return _one(kind.name, cls.name, "conformance", "skipped", said)
+
+
+def _engine(cls: type[Any], settings: Mapping[str, Any], by_name: bool) -> Report:
+    from prime_rl.testing.engines.bench import Bench, not_started
+
+    return Bench(cls, settings, "--set").report() if by_name else not_started(cls)
 
 
 def _one(kind: str, name: str, check: str, status: Status, message: str) -> Report:

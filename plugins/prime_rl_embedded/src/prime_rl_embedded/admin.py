@@ -1,4 +1,4 @@
-"""The routes of a weight update: pause, update, resume. They need the run's key."""
+"""The routes of the run: pause, update, resume, sleep, wake up. They need its key."""
 
 from __future__ import annotations
 
@@ -40,8 +40,26 @@ class Admin:
     async def resume(self, http: HTTPRequest) -> JSONResponse:
         """Go on where ``pause`` stopped."""
         self._keys.check_admin(http)
+        if self.engine.scheduler.asleep:
+            raise RequestError("the engine sleeps: POST /wake_up comes first", 409)
         await asyncio.wrap_future(self.engine.resume())
         return JSONResponse({"status": "resumed"})
+
+    async def sleep(self, http: HTTPRequest) -> JSONResponse:
+        """Pause, and move weights and KV to the host. Requests in flight keep their place."""
+        self._keys.check_admin(http)
+        if http.query_params.get("level", "1") != "1":
+            raise RequestError(
+                "level: this engine keeps its weights on the host; only 1 is offered"
+            )
+        await asyncio.wrap_future(self.engine.sleep())
+        return JSONResponse({"status": "asleep"})
+
+    async def wake_up(self, http: HTTPRequest) -> JSONResponse:
+        """The memory is taken again; ``resume`` lets requests go on."""
+        self._keys.check_admin(http)
+        await asyncio.wrap_future(self.engine.wake())
+        return JSONResponse({"status": "awake"})
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
         """All or nothing: from a folder that is broken or does not fit, no tensor is taken."""

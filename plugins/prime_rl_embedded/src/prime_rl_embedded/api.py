@@ -95,6 +95,8 @@ def make_app(engine: EngineLoop, limits: Limits, chat: Chat, keys: Keys) -> Star
         ("POST", "/pause", admin.pause),
         ("POST", "/update_weights", admin.update_weights),
         ("POST", "/resume", admin.resume),
+        ("POST", "/sleep", admin.sleep),
+        ("POST", "/wake_up", admin.wake_up),
     ]
     return Starlette(
         routes=[Route(path, guarded(run), methods=[method]) for method, path, run in routes],

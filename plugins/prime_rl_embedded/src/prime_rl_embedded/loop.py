@@ -62,6 +62,19 @@ class EngineLoop:
         """Go on stepping."""
         return self.call(lambda: setattr(self, "paused", False))
 
+    def sleep(self) -> Future[None]:
+        """Pause, and give the accelerator's memory away."""
+
+        def fall_asleep() -> None:
+            self.paused = True
+            self.scheduler.sleep()
+
+        return self.call(fall_asleep)
+
+    def wake(self) -> Future[None]:
+        """Take the memory back. Still paused."""
+        return self.call(self.scheduler.wake)
+
     def close(self, reason: str) -> None:
         """Fail what is running and refuse what comes."""
         self.closed = reason

@@ -55,6 +55,7 @@ def collect(engine: EngineLoop) -> list[Sample]:
         Sample("prime_rl:weight_updates_total", "counter", stats.weight_updates),
         Sample("prime_rl:policy_version", "gauge", scheduler.version),
         Sample("prime_rl:paused", "gauge", int(engine.paused)),
+        Sample("prime_rl:asleep", "gauge", int(scheduler.asleep)),
         Sample("prime_rl:kv_cache_allocated_tokens", "gauge", cache.slots * cache.capacity),
         Sample("process_cpu_seconds_total", "counter", time.process_time()),
     ]

@@ -30,6 +30,7 @@ from prime_rl_embedded.model import ServedModel
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.sampling import sample
 from prime_rl_embedded.scoring import is_scored, score_prompts
+from prime_rl_embedded.sleep import Offloaded, release_cached
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class Scheduler:
         self.stats = Stats()
         self.arrivals = 0
         self._prefixes: dict[object, Request] = {}
+        self._offloaded: Offloaded | None = None
+        self._on_waking: list[Callable[[], None]] = []
 
     # -- what arrives ---------------------------------------------------------------
 
@@ -93,7 +96,8 @@ class Scheduler:
             return
         request.finish_reason = "abort"
         if request in self.active:
-            self._reap()
+            if not self.asleep:
+                self._reap()
         else:
             for queue in (self.waiting, self.unscored):
                 queue[:] = [entry for entry in queue if entry[2] is not request]
@@ -107,11 +111,44 @@ class Scheduler:
         self._fail(requests, reason)
 
     def swap_weights(self, apply: Callable[[], None], version: int) -> None:
-        """Run ``apply`` between two steps. Active rows keep their KV, which nobody may share."""
-        apply()
+        """Run ``apply`` between two steps, or on waking. Active rows keep their KV, which nobody
+        may share."""
+        if self.asleep:
+            self._on_waking.append(apply)
+        else:
+            apply()
         self.version = version
         self._prefixes.clear()
         self.stats.weight_updates += 1
+
+    # -- sleep ----------------------------------------------------------------------
+
+    @property
+    def asleep(self) -> bool:
+        """Neither weights nor KV may be touched."""
+        return self._offloaded is not None
+
+    def sleep(self) -> None:
+        """Move weights and KV to the host; of an idle engine, forget the KV. On a CPU nothing
+        moves."""
+        if self.asleep:
+            return
+        self._offloaded, device = Offloaded(), self.model.device
+        if device.type != "cpu":
+            self._offloaded.take(self.model.module.state_dict().values())
+            self._offloaded.take(self.cache.layers, keep=bool(self.active))
+            release_cached(device)
+
+    def wake(self) -> None:
+        """Weights and KV are back, updates that came meanwhile are in place, and requests whose
+        clients have left are gone."""
+        if self._offloaded is None:
+            return
+        self._offloaded.give_back()
+        self._offloaded = None
+        while self._on_waking:
+            self._on_waking.pop(0)()
+        self._reap()
 
     @property
     def has_work(self) -> bool:

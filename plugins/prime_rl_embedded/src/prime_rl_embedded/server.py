@@ -210,7 +210,9 @@ def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float
         "tokens/s": round(tokens_per_second, 1),
         "policy_version": float(scheduler.version),
     }
-    if engine.paused:
+    if scheduler.asleep:
+        status.report("asleep", waiting_for="the trainer to give the device back", **numbers)
+    elif engine.paused:
         status.report("paused", waiting_for="a weight update to end", **numbers)
     elif running or waiting:
         status.report("generating", **numbers)

@@ -165,7 +165,7 @@ def start(
     return subprocess.Popen(command.argv, env=os.environ | dict(command.env) | (env or {}))
 
 
-def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 60) -> None:
+def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 180) -> None:
     """Until ``/health`` answers 200."""
     deadline = time.monotonic() + seconds
     while True:

@@ -12,10 +12,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from prime_rl import WeightsError
+from prime_rl.adapter import is_adapter, merged_tensors
 
 
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
-    """All tensors of ``module``, from safetensors, checked. Raises ``WeightsError``."""
+    """All tensors of ``module``, from safetensors, checked. Raises ``WeightsError``.
+
+    Of a folder with a LoRA adapter: those of the model that ``module`` was loaded from, read anew,
+    with the adapter added. What serves now does not matter, so nothing is ever added twice.
+    """
+    if is_adapter(directory):
+        merged = merged_tensors(_base(directory, module), directory)
+        return _fitted(directory, dict(merged), module)
     tensors: dict[str, Tensor] = {}
     for path in _shards(directory):
         for name, tensor in _read_shard(path).items():
@@ -30,6 +38,17 @@ def apply_weights(weights: Mapping[str, Tensor], module: Any) -> None:
     state = module.state_dict()
     for name, tensor in weights.items():
         state[name].copy_(tensor)
+
+
+def _base(directory: Path, module: Any) -> Path:
+    """The folder ``module`` was loaded from."""
+    base = Path(module.name_or_path)
+    if not base.is_dir():
+        raise WeightsError(
+            f"{directory}: holds an adapter, and its base {str(base)!r} is no folder here; start "
+            "the engine from the folder of the model"
+        )
+    return base
 
 
 def _shards(directory: Path) -> list[Path]:
