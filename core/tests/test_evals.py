@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from prime_rl.orchestrator.engines import OneEndpoint
 from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult, SamplingSettings
 from prime_rl.orchestrator.episode import BranchTokens
 from prime_rl.orchestrator.evals import (
@@ -13,9 +14,10 @@ from prime_rl.orchestrator.evals import (
     EvalResult,
     Finished,
     measures,
-    num_sampled,
+    num_tokens,
     of_the_policy,
     pass_rates,
+    standard_error,
 )
 from prime_rl.orchestrator.evaluator import Evaluator, free_slots, jobs_of
 
@@ -60,9 +62,9 @@ def env_of(environment, num_examples=100, group_size=1, interval=None, name="hel
 
 def evaluator(*envs, slots=lambda: 100, version=0, last_version=100, **more):
     results = []
-    model = ModelEndpoint("m", "http://127.0.0.1:1/v1")
+    place = OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
     made = Evaluator(
-        envs, model, version=version, last_version=last_version, seed=1000, slots=slots,
+        envs, place, version=version, last_version=last_version, seed=1000, slots=slots,
         on_result=results.append, **more,
     )  # fmt: skip
     return made, results
@@ -165,9 +167,11 @@ def test_tokens_of_shared_nodes_count_once():
     first = branch([False, True, True], [0, 1, 1], [-1, 3, 3])
     second = branch([False, True, True, False, True], [0, 1, 1, 2, 3], [-1, 3, 3, -1, 4])
     result = RolloutResult(ok=True, branches=[first, second])
-    assert num_sampled(result) == 3
+    assert num_tokens(result) == (2, 3)
     found = measures("eval/a", [Finished(0, result)])
     assert found["eval/a/all/num_output_tokens/mean"] == 3.0
+    assert found["eval/a/all/num_input_tokens/mean"] == 2.0
+    assert found["eval/a/all/num_total_tokens/mean"] == 5.0
     assert found["eval/a/num_policy_versions"] == 2.0  # 3 and 4: a swap went through it
 
 
@@ -180,6 +184,38 @@ def test_failed_rollouts_are_in_all_and_not_in_effective():
     assert found["eval/a/all/num_turns/mean"] == 3.0
     assert found["eval/a/all/is_truncated/mean"] == 1.0
     assert found["eval/a/pass@1"] == 0.5
+    assert found["eval/a/all/is_completed/mean"] == 0.5
+
+
+def test_the_standard_error_counts_examples_not_rollouts():
+    # means 1, 0, 0.5, 0.5: their sample variance is (0.25 + 0.25) / 3, over 4 examples
+    groups = [[1, 1], [0, 0], [1, 0], [0, 1]]
+    assert standard_error(groups) == pytest.approx((0.5 / 3 / 4) ** 0.5)
+    finished = [
+        Finished(number, RolloutResult(ok=True, reward=reward))
+        for number, rewards in enumerate(groups)
+        for reward in rewards
+    ]
+    assert measures("x", finished)["x/all/reward/stderr"] == pytest.approx((0.5 / 12) ** 0.5)
+    assert "x/all/reward/stderr" not in measures("x", finished[:2])  # one example tells nothing
+
+
+def test_endings_terms_and_stages_of_an_evaluation():
+    done = RolloutResult(
+        ok=True,
+        stop_condition="done",
+        rewards={"lcs": 0.5},
+        timing={"agent": 2.0, "agent/model": 1},
+    )
+    cut = RolloutResult(ok=True, stop_condition="max_turns", rewards={"lcs": 1.0})
+    broken = RolloutResult(ok=False, error_type="TaskError", stop_condition="error")
+    found = measures("x", [Finished(0, each) for each in (done, cut, broken, broken)])
+    assert found["x/all/is_completed/mean"] == 0.5
+    assert found["x/all/stop_condition/done"] == found["x/all/stop_condition/max_turns"] == 0.5
+    assert "x/all/stop_condition/error" not in found
+    assert found["x/all/error/TaskError"] == 2.0
+    assert (found["x/all/rewards/lcs/mean"], found["x/all/rewards/lcs/max"]) == (0.75, 1.0)
+    assert found["x/all/timing/agent/mean"] == 2.0 and found["x/all/timing/agent/model/max"] == 1.0
 
 
 def test_eval_metrics_by_name():

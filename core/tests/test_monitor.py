@@ -70,6 +70,7 @@ def test_rollouts_over_all_envs_and_by_env():
     assert metrics["train/agg/all/is_truncated/mean"] == 0.5
     assert metrics["train/agg/all/rewards/lcs/mean"] == 0.5  # over those that have the term
     assert metrics["train/agg/all/metrics/len/mean"] == 3.0
+    assert metrics["train/agg/all/metrics/len/p90"] == pytest.approx(3.8)
     assert metrics["train/b/all/metrics/len/mean"] == 2.0
     assert "train/b/all/rewards/lcs/mean" not in metrics
 
@@ -404,6 +405,8 @@ def test_a_step_of_two_envs_as_it_is_reported(tmp_path):
     assert last["off_policy/in_flight/mean"] == pytest.approx(2 / 3)
     assert last["off_policy/in_queue/mean"] == 1.0
     assert last["off_policy/behind/2"] == pytest.approx(2 / 3)
+    assert last["train/a/effective/solved_some"] == last["train/b/effective/solved_all"] == 1.0
+    assert last["train/agg/effective/solved_all"] == 0.5
     assert last["train/a/all/solved_some"] == 1.0 and last["train/b/all/solved_all"] == 1.0
     assert last["train/b/all/reward/mean"] == 1.0 and last["batch/b"] == pytest.approx(1 / 3)
     assert (last["batch/b/seen"], last["batch/b/trainable"]) == (2.0, 1.0)

@@ -1,25 +1,30 @@
 """What the engines say of themselves: their Prometheus pages, looked at every few seconds.
 
-    gauge      inference/<name>/{mean,max,sum}      over the engines, at the last look
-    counter    inference/<name>:rate                per second over all engines, since the last step
+    gauge      inference/<name>/{mean,median,min,max,sum}   over the engines, at the last look
+    counter    inference/<name>:rate     per second over all engines, since the last step
+    histogram  inference/<name>:mean     of what was observed on all engines since the last step
 
-Names are vLLM's, without their ``vllm:`` and ``_total``. Histograms and labels that split a metric
-are left out: their parts are summed.
+Names are vLLM's, without their ``vllm:`` and ``_total``. A metric that labels split is summed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from prime_rl.monitor.metrics import Reduced
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+
+ENDINGS = re.compile("_(total|sum|count|bucket)$")
+"""What a sample's name has beyond its metric's."""
 
 Scrape = Callable[[], Awaitable[Sequence[str]]]
 """The pages of the engines that answered."""
@@ -31,6 +36,8 @@ class Page:
 
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
+    histograms: dict[str, float] = field(default_factory=dict)
+    """Sum and count of each, as ``NAME_sum`` and ``NAME_count``."""
 
 
 class EngineWatch:
@@ -62,7 +69,7 @@ class EngineWatch:
         self._pages = [parse(text) for text in texts]
         totals: dict[str, float] = {}
         for page in self._pages:
-            for name, value in page.counters.items():
+            for name, value in (*page.counters.items(), *page.histograms.items()):
                 totals[name] = totals.get(name, 0.0) + value
         self._now = (seconds, totals)
         self._before = self._before or self._now
@@ -73,20 +80,34 @@ class EngineWatch:
         for name in sorted({name for page in self._pages for name in page.gauges}):
             values = [page.gauges[name] for page in self._pages if name in page.gauges]
             metrics[f"inference/{name}/mean"] = sum(values) / len(values)
+            metrics[f"inference/{name}/median"] = median(values)
+            metrics[f"inference/{name}/min"] = min(values)
             metrics[f"inference/{name}/max"] = max(values)
             metrics[f"inference/{name}/sum"] = sum(values)
         if self._before and self._now and self._now[0] > self._before[0]:
-            elapsed = self._now[0] - self._before[0]
-            for name, value in self._now[1].items():
-                # A counter that has fallen: an engine was started anew, or did not answer.
-                grown = max(0.0, value - self._before[1].get(name, value))
-                metrics[f"inference/{name}:rate"] = grown / elapsed
+            metrics |= self._grown(self._now[0] - self._before[0])
             self._before = self._now
+        return metrics
+
+    def _grown(self, elapsed: float) -> Reduced:
+        """Rates of counters and means of histograms since the step before."""
+        assert self._before and self._now
+        # A counter that has fallen: an engine was started anew, or did not answer.
+        grown = {
+            name: max(0.0, value - self._before[1].get(name, value))
+            for name, value in self._now[1].items()
+        }
+        histograms = {name for page in self._pages for name in page.histograms}
+        metrics = {f"inference/{n}:rate": v / elapsed for n, v in grown.items()
+                   if n not in histograms}  # fmt: skip
+        for name in sorted(n.removesuffix("_sum") for n in histograms if n.endswith("_sum")):
+            if number := grown.get(f"{name}_count"):
+                metrics[f"inference/{name}:mean"] = grown[f"{name}_sum"] / number
         return metrics
 
 
 def parse(text: str) -> Page:
-    """The gauges and counters of a page in Prometheus' text format. Raises ``ValueError`` on a
+    """What a page holds, in Prometheus' text format. Raises ``ValueError`` on a
     line that is none."""
     kinds: dict[str, str] = {}
     page = Page()
@@ -97,9 +118,13 @@ def parse(text: str) -> Page:
         elif line and not line.startswith("#"):
             head, _, value = line.rpartition(" ")
             full = head.partition("{")[0]
-            kind = kinds.get(full, kinds.get(full.removesuffix("_total"), ""))
-            table = {"gauge": page.gauges, "counter": page.counters}.get(kind)
-            if table is not None and not full.endswith("_info"):
+            kind = kinds.get(full) or kinds.get(ENDINGS.sub("", full), "")
+            table = {
+                "gauge": page.gauges,
+                "counter": page.counters,
+                "histogram": page.histograms,
+            }.get(kind)
+            if table is not None and not full.endswith(("_info", "_created", "_bucket")):
                 name = full.rpartition(":")[2].removesuffix("_total")
                 table[name] = table.get(name, 0.0) + float(value)
     return page

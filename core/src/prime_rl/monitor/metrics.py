@@ -87,12 +87,16 @@ def _rewarded(rollouts: Sequence[Rollout]) -> list[Rollout]:
 
 
 def _named(rollouts: Sequence[Rollout], kind: str, name: str) -> Reduced:
-    """The env's own terms: ``rewards/<term>/mean`` and ``metrics/<term>/mean``."""
+    """The env's own terms: ``rewards/<term>/...`` and ``metrics/<term>/...``, each over those that
+    have it."""
     terms: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for term, value in getattr(rollout, kind).items():
             terms[term].append(value)
-    return {f"{name}/{kind}/{term}/mean": _mean(values) for term, values in sorted(terms.items())}
+    metrics: Reduced = {}
+    for term, values in sorted(terms.items()):
+        metrics |= describe(values, f"{name}/{kind}/{term}")
+    return metrics
 
 
 def outcome_metrics(counts: Mapping[str, Mapping[str, int]], cancelled: int = 0) -> Reduced:
@@ -126,14 +130,14 @@ def _outcomes(ended: Mapping[str, int], name: str) -> Reduced:
     return metrics | {f"{name}/{kind}": float(n) for kind, n in sorted(errors.items())}
 
 
-def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]]) -> Reduced:
+def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = "all") -> Reduced:
     """``group_metrics`` of ``(env, rewards)`` over all envs, and of each env by itself."""
     by_env: dict[str, list[Sequence[float]]] = defaultdict(list)
     for env, rewards in groups:
         by_env[env].append(rewards)
-    metrics = group_metrics((rewards for _, rewards in groups), "train/agg/all")
+    metrics = group_metrics((rewards for _, rewards in groups), f"train/agg/{subset}")
     for env, members in sorted(by_env.items()):
-        metrics |= group_metrics(members, f"train/{env}/all")
+        metrics |= group_metrics(members, f"train/{env}/{subset}")
     return metrics
 
 
@@ -162,11 +166,11 @@ def off_policy_metrics(staleness: Sequence[int], in_flight: Sequence[int | None]
     """
     if not staleness:
         return {}
-    metrics = _mean_and_max(staleness, "off_policy")
+    metrics = mean_and_max(staleness, "off_policy")
     known = [(age, own) for age, own in zip(staleness, in_flight, strict=False) if own is not None]
     if known:
-        metrics |= _mean_and_max([own for _, own in known], "off_policy/in_flight")
-        metrics |= _mean_and_max([age - own for age, own in known], "off_policy/in_queue")
+        metrics |= mean_and_max([own for _, own in known], "off_policy/in_flight")
+        metrics |= mean_and_max([age - own for age, own in known], "off_policy/in_queue")
     for age, count in sorted(Counter(staleness).items()):
         metrics[f"off_policy/behind/{age}"] = count / len(staleness)
     return metrics
@@ -186,7 +190,7 @@ def batch_metrics(seen: Sequence[Rollout], kept: Sequence[Rollout]) -> Reduced:
 
 def timing_metrics(timings: Sequence[tuple[str, Mapping[str, float]]]) -> Reduced:
     """Seconds a rollout spent by stage, of ``(env, seconds by stage)``: ``.../timing/<stage>/...``,
-    over all envs and by env; ``total`` is their sum, ``agent/model`` is part of ``agent``."""
+    over all envs and by env; ``total`` is their sum, ``agent/...`` are parts of ``agent``."""
     columns: dict[str, list[float]] = defaultdict(list)
     for env, stages in timings:
         whole = {stage: seconds for stage, seconds in stages.items() if "/" not in stage}
@@ -227,8 +231,9 @@ class Progress:
         return metrics
 
 
-def _mean_and_max(values: Sequence[float], name: str) -> Reduced:
-    return {f"{name}/mean": _mean(values), f"{name}/max": float(max(values))}
+def mean_and_max(values: Sequence[float], name: str) -> Reduced:
+    """``name/{mean,max}`` of some values; nothing of none."""
+    return {f"{name}/mean": _mean(values), f"{name}/max": float(max(values))} if values else {}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -134,7 +134,11 @@ class RolloutResult:
     group_id: int = 0
     """The group it was sampled for."""
     timing: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage: setup, agent, model (part of agent), scoring."""
+    """Seconds by stage: ``setup``, ``agent`` (``agent/model`` and ``agent/harness`` are parts of
+    it), ``finalize``, ``scoring``."""
+    usage: tuple[int, int] = (0, 0)
+    """Tokens that went in and came out, each once, as the server counted them: where only messages
+    went to and fro, and it tells."""
 
     @property
     def messages(self) -> list[tuple[str, str]]:
@@ -150,6 +154,14 @@ class RolloutResult:
             return {}
         fields: dict[str, Any] = self.trace.task.data.model_dump(exclude_none=True)
         return fields
+
+    @property
+    def trace_record(self) -> dict[str, Any]:
+        """The whole trace as JSON, as verifiers writes it."""
+        record: dict[str, Any] = {}
+        if self.trace is not None:
+            record = self.trace.model_dump(mode="json", exclude_none=True)
+        return record
 
     @property
     def had_tools(self) -> bool:

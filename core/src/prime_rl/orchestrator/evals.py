@@ -6,8 +6,8 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import comb
-from statistics import fmean
+from math import comb, sqrt
+from statistics import fmean, stdev
 from typing import Any
 
 from prime_rl.monitor.metrics import Reduced, describe
@@ -130,26 +130,62 @@ def measures(name: str, finished: Sequence[Finished]) -> Reduced:
     """``name/all/...`` over every rollout (a failed one counts as reward 0), ``name/effective/...``
     over those that did not fail, and pass@k over examples."""
     done = [each for each in finished if each.result.ok]
-    columns: dict[str, Sequence[float]] = {
-        "all/reward": [each.reward for each in finished],
-        "effective/reward": [each.reward for each in done],
-        "all/num_turns": [each.result.num_turns for each in done],
-        "all/num_branches": [len(each.result.branches) for each in done],
-        "all/num_output_tokens": [num_sampled(each.result) for each in done],
-        "all/timing/agent": [t["agent"] for each in done if "agent" in (t := each.result.timing)],
-    }
     found: Reduced = {}
-    for key, values in columns.items():
+    for key, values in _columns(finished, done).items():
         found |= describe(values, f"{name}/{key}")
-    if done:
-        found[f"{name}/all/is_truncated/mean"] = fmean(each.result.is_truncated for each in done)
+    found |= {f"{name}/all/{key}": share for key, share in _endings(finished, done).items()}
     versions = {version for each in done for version in versions_of(each.result)}
     if versions:
         found[f"{name}/num_policy_versions"] = float(len(versions))
     rewards: dict[int, list[float]] = {}
     for each in finished:
         rewards.setdefault(each.example, []).append(each.reward)
+    if len(rewards) > 1:
+        found[f"{name}/all/reward/stderr"] = standard_error(list(rewards.values()))
     return found | {f"{name}/{key}": v for key, v in pass_rates(list(rewards.values())).items()}
+
+
+def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str, Sequence[float]]:
+    """What is described by mean, extremes and percentiles: lengths and times of what did not
+    fail."""
+    tokens = [num_tokens(each.result) for each in done]
+    columns: dict[str, Sequence[float]] = {
+        "all/reward": [each.reward for each in finished],
+        "effective/reward": [each.reward for each in done],
+        "all/num_turns": [each.result.num_turns for each in done],
+        "all/num_branches": [len(each.result.branches) for each in done],
+        "all/num_input_tokens": [given for given, _ in tokens],
+        "all/num_output_tokens": [own for _, own in tokens],
+        "all/num_total_tokens": [given + own for given, own in tokens],
+    }
+    named: dict[str, list[float]] = defaultdict(list)
+    for each in done:
+        for term, value in each.result.rewards.items():
+            named[f"all/rewards/{term}"].append(value)
+        for stage, seconds in each.result.timing.items():
+            named[f"all/timing/{stage}"].append(seconds)
+    return columns | dict(sorted(named.items()))
+
+
+def _endings(finished: Sequence[Finished], done: Sequence[Finished]) -> Reduced:
+    """Shares of rollouts that finished or were cut off, and of what stopped them; failures by
+    class, as numbers."""
+    if not finished:
+        return {}
+    found = {"is_completed/mean": len(done) / len(finished)}
+    if done:
+        found["is_truncated/mean"] = fmean(each.result.is_truncated for each in done)
+    stops = Counter(each.result.stop_condition for each in done)
+    found |= {f"stop_condition/{s}": n / len(done) for s, n in sorted(stops.items(), key=str) if s}
+    failures = Counter(each.result.error_type for each in finished if not each.result.ok)
+    return found | {f"error/{kind}": float(n) for kind, n in sorted(failures.items(), key=str)}
+
+
+def standard_error(groups: Sequence[Sequence[float]]) -> float:
+    """Of the mean reward, over at least two examples: rollouts of one example are alike, so each
+    example's mean counts as one observation (Miller 2024, arXiv 2411.00640, section 2.2, for groups
+    of one size)."""
+    return stdev(fmean(rewards) for rewards in groups) / sqrt(len(groups))
 
 
 def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
@@ -173,15 +209,19 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
     return rates
 
 
-def num_sampled(result: RolloutResult) -> int:
-    """Tokens the policy sampled; those of nodes that branches share count once."""
+def num_tokens(result: RolloutResult) -> tuple[int, int]:
+    """Tokens given to the policy, and sampled by it; those of nodes that branches share count once.
+    Where only messages went to and fro: as the server counted them."""
+    if not any(branch.token_ids for branch in result.branches):
+        return result.usage
     seen: set[int] = set()
-    count = 0
+    given = own = 0
     for branch in result.branches:
         pairs = zip(branch.node_ids, branch.sampled_mask, strict=True)
-        count += sum(sampled and node not in seen for node, sampled in pairs)
+        fresh = [sampled for node, sampled in pairs if node not in seen]
+        own, given = own + sum(fresh), given + len(fresh) - sum(fresh)
         seen.update(branch.node_ids)
-    return count
+    return given, own
 
 
 def versions_of(result: RolloutResult) -> set[int]:

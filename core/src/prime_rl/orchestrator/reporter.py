@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from prime_rl.monitor.background import Failures
 from prime_rl.monitor.console import Console
@@ -84,7 +83,7 @@ class Reporter:
             if version is not None:
                 self._arrived[id(rollout)] = version
             if rollout.trace is not None and rollout.source in SAMPLED:
-                self.recent.timings.append((env, _stages(rollout.trace)))
+                self.recent.timings.append((env, timing_of(rollout.trace)))
 
     def note_place(self, group: Group) -> None:
         """A group has just been scored: its rollouts are saved with when that was."""
@@ -114,6 +113,7 @@ class Reporter:
             **rollout_metrics(batch.seen, "all"),
             **rollout_metrics(batch.kept, "effective"),
             **solved_metrics(recent.rewards),
+            **solved_metrics(_groups(live), "effective"),
             **outcome_metrics(recent.ended, recent.cancelled),
             **timing_metrics(recent.timings),
             **off_policy_metrics(staleness, in_flight),
@@ -155,15 +155,16 @@ class Reporter:
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
 
 
+def _groups(rollouts: Sequence[Rollout]) -> list[tuple[str, list[float]]]:
+    """Env and rewards of each group, as far as it is here."""
+    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.env, rollout.group_id].append(rollout.reward)
+    return [(env, rewards) for (env, _), rewards in groups.items()]
+
+
 def _log_rollouts(
     monitor: Monitor, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
 ) -> None:
     if monitor.wants_rollouts(step):
         monitor.log_rollouts(step, rollouts, dropped)
-
-
-def _stages(trace: Any) -> dict[str, float]:
-    """Seconds by stage; the model's are part of the agent's."""
-    stages = timing_of(trace)
-    stages["agent/model"] = stages.pop("model")
-    return stages

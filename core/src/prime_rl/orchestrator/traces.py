@@ -84,6 +84,7 @@ def result_of(
         branches=[] if failure else branches_of(trace, versions),
         trace=trace,
         timing=timing_of(trace),
+        usage=usage_of(trace),
     )
 
 
@@ -134,12 +135,21 @@ def node_versions(mask: list[bool], spans: Any) -> list[int]:
     return column
 
 
+def usage_of(trace: Trace) -> tuple[int, int]:
+    """Tokens in and out as the server counted them, where the trace itself holds none."""
+    if any(node.token_ids for node in trace.nodes) or trace.usage is None:
+        return 0, 0
+    return trace.num_input_tokens, trace.usage.completion_tokens
+
+
 def timing_of(trace: Trace) -> dict[str, float]:
-    """Seconds by stage."""
+    """Seconds by stage; the model's and the harness's are parts of the agent's."""
     timing = trace.timing
     return {
         "setup": timing.boot.duration + timing.setup.duration,
         "agent": timing.agent.duration,
-        "model": timing.agent.model.duration,
-        "scoring": timing.finalize.duration + timing.scoring.duration,
+        "agent/model": timing.agent.model.duration,
+        "agent/harness": timing.agent.harness.duration,
+        "finalize": timing.finalize.duration,
+        "scoring": timing.scoring.duration,
     }

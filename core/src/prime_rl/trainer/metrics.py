@@ -1,4 +1,8 @@
-"""One step's numbers, summed on the device and fetched once.
+"""One step's numbers: kept on the device, fetched once, the same on every rank.
+
+``loss/mean`` is the step's loss. ``loss/{median,std,min,max}`` are over its micro batches, of each
+one's share times their number: their mean is the step's loss, too. ``entropy`` and ``mismatch_kl``
+are over tokens. What losses report is a mean over sequences.
 
 Shapes: M = metrics of a block, E = envs of a row.
 """
@@ -8,9 +12,11 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,20 +28,58 @@ from prime_rl.plugins.errors import RunError
 from prime_rl.trainer.counts import Counts, Ints
 from prime_rl.trainer.loss import RowLoss
 from prime_rl.trainer.loss_metrics import MetricSums
+from prime_rl.trainer.reduction import (
+    Columns,
+    Description,
+    Merged,
+    gather,
+    merge,
+    on_device,
+    statistics,
+)
 from prime_rl.trainer.row import Row
 
 Key: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], str]
 """Names, envs and ``over_all`` of a block: blocks that agree on all three add up."""
 
+SHARES = "loss"
+"""The column with each micro batch's share of the loss."""
+
+
+@dataclass(frozen=True, eq=False)
+class ByEnv:
+    """Tokens of a row, those of one env side by side."""
+
+    tokens: Ints
+    """[N] on the host: indices into the row."""
+    counts: tuple[tuple[str, int], ...]
+    """Env and number of its tokens, in their order."""
+
+    def columns(self, name: str) -> Columns:
+        """The labels of one value a token."""
+        return tuple((f"{name}/{env}", number) for env, number in self.counts)
+
+
+def by_env(row: Row, tokens: Ints) -> ByEnv:
+    """Sort some of a row's tokens by their env."""
+    env_ids = row.env_ids[tokens]
+    numbers = np.bincount(env_ids, minlength=len(row.envs)).tolist()
+    counts = tuple(pair for pair in zip(row.envs, numbers, strict=True) if pair[1])
+    return ByEnv(tokens[np.argsort(env_ids, kind="stable")], counts)
+
 
 class StepMetrics:
-    """Sums, counts and maxima of one optimizer step; only ``result`` waits for the device."""
+    """Sums, maxima and values of one optimizer step; only ``result`` waits for the device."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
+        self._device = torch.device("cpu")
         self._blocks: dict[Key, tuple[Tensor, Ints]] = {}
-        self._plain: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._values: list[tuple[Tensor, Columns]] = []
+        self._host_sums: dict[str, float] = {}
+        self._host_maxima: dict[str, float] = {}
 
     def add(self, block: MetricSums) -> None:
         """Parts of means: sums, and over how many."""
@@ -46,63 +90,98 @@ class StepMetrics:
         else:
             self._blocks[key] = (block.sums, block.numbers)
 
-    def add_max(self, name: str, value: Tensor) -> None:
-        """A candidate for a maximum."""
+    def add_max(self, name: str, value: Tensor | float) -> None:
+        """A candidate for a maximum, over ranks too."""
+        if not isinstance(value, Tensor):
+            self._host_maxima[name] = max(value, self._host_maxima.get(name, value))
+            return
         known = self._maxima.get(name)
         self._maxima[name] = value if known is None else torch.maximum(known, value)
+
+    def add_sum(self, name: str, value: Tensor | float) -> None:
+        """A part of a sum, over ranks too."""
+        if not isinstance(value, Tensor):
+            self._host_sums[name] = self._host_sums.get(name, 0.0) + value
+        else:
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     @torch.no_grad()
     def observe(self, row: Row, logprobs: Tensor, entropies: Tensor, loss: RowLoss) -> None:
         """Take in one micro batch: its losses, its entropy, and the gap between π and μ."""
+        self._device = logprobs.device
         for name, part in loss.parts.items():
-            self._add_plain(f"loss/{name}", part)
-            self._add_plain("loss/mean", part)
+            self.add_sum(f"loss/{name}", part)
+        if loss.parts:
+            share = torch.stack(list(loss.parts.values())).sum()
+            self._values.append((share[None], ((SHARES, 1),)))
         for block in loss.metrics:
             self.add(block)
         if len(row.ratio_tokens):
-            tokens = torch.from_numpy(row.ratio_tokens).to(logprobs.device)
+            sorted_tokens = by_env(row, row.ratio_tokens)
+            tokens = on_device(sorted_tokens.tokens, self._device)
             log_ratio = logprobs[tokens] - row.inference_logprobs[tokens]
             mismatch_kl = log_ratio.expm1() - log_ratio  # k3 estimator of KL(μ || π)
-            self._by_env("mismatch_kl", row, mismatch_kl, row.ratio_tokens)
-            self.add_max("mismatch_kl/all/max", mismatch_kl.max())
+            self._values.append((mismatch_kl, sorted_tokens.columns("mismatch_kl")))
             self.add_max("logprob_gap/max", log_ratio.abs().max())
         if len(row.sampled_tokens):
-            tokens = torch.from_numpy(row.sampled_tokens).to(logprobs.device)
-            self._by_env("entropy", row, entropies[tokens], row.sampled_tokens)
+            sorted_tokens = by_env(row, row.sampled_tokens)
+            chosen = entropies[on_device(sorted_tokens.tokens, self._device)]
+            self._values.append((chosen, sorted_tokens.columns("entropy")))
 
     def result(self) -> dict[str, float]:
-        """Every metric by name. Means over nothing are left out."""
-        sums = [block for block, _ in self._blocks.values()]
-        singles = {**self._plain, **self._maxima}
-        tensors = [tensor.float().flatten() for tensor in (*sums, *singles.values())]
-        values = torch.cat(tensors).tolist() if tensors else []
-        metrics = {"loss/mean": 0.0} | self._means(values)
-        metrics |= dict(zip(singles, values[len(values) - len(singles) :], strict=True))
-        return metrics | self._counts.metrics()
+        """Every metric by name, over all ranks, each of which calls this once. Means over nothing
+        are left out."""
+        merged = merge(gather(self._description(), self._flat()))
+        shares = merged.columns.pop(SHARES, np.zeros(0))
+        means = {label: total / n for label, (total, n) in merged.means.items() if n}
+        return (
+            statistics(shares * len(shares), SHARES)
+            | {"loss/mean": float(shares.sum())}
+            | _distributions(merged)
+            | means
+            | merged.sums
+            | merged.maxima
+            | self._counts.metrics()
+        )
 
-    def _means(self, values: Sequence[float]) -> dict[str, float]:
-        """Of the blocks, whose sums ``values`` begins with: over all envs, and each by itself."""
-        means: dict[str, list[float]] = {}
-        start = 0
+    def _description(self) -> Description:
+        means = []
         for (names, envs, over_all), (_, numbers) in self._blocks.items():
             for name, counts in zip(names, numbers.tolist(), strict=True):
                 for env, number in zip(envs, counts, strict=True):
-                    for label in (over_all.format(name), f"{name}/{env}/mean"):
-                        mean = means.setdefault(label, [0.0, 0.0])
-                        mean[0], mean[1] = mean[0] + values[start], mean[1] + number
-                    start += 1
-        return {label: total / number for label, (total, number) in means.items() if number}
+                    means.append(((over_all.format(name), f"{name}/{env}/mean"), number))
+        return Description(
+            means=tuple(means),
+            sums=tuple(self._sums),
+            maxima=tuple(self._maxima),
+            columns=tuple(column for _, columns in self._values for column in columns),
+            on_host=tuple(self._host_sums.items()),
+            on_host_maxima=tuple(self._host_maxima.items()),
+        )
 
-    def _add_plain(self, name: str, part: Tensor) -> None:
-        self._plain[name] = self._plain[name] + part if name in self._plain else part
+    def _flat(self) -> Tensor:
+        """Everything on the device, in the order of the description."""
+        sums = [block for block, _ in self._blocks.values()]
+        values = [tensor for tensor, _ in self._values]
+        tensors = [*sums, *self._sums.values(), *self._maxima.values(), *values]
+        flat = [tensor.detach().float().flatten() for tensor in tensors]
+        return torch.cat([torch.zeros(0, device=self._device), *flat])
 
-    def _by_env(self, name: str, row: Row, values: Tensor, tokens: Ints) -> None:
-        """Mean of ``values``, which belong to ``tokens``, over every env and over all together."""
-        env_ids = row.env_ids[tokens]
-        sums = values.new_zeros(len(row.envs))
-        sums.index_add_(0, torch.from_numpy(env_ids).to(values.device), values)
-        numbers = np.bincount(env_ids, minlength=len(row.envs))
-        self.add(MetricSums((name,), row.envs, sums[None], numbers[None], "{}/all/mean"))
+
+def _distributions(merged: Merged) -> dict[str, float]:
+    """``entropy/{all|ENV}/...`` and ``mismatch_kl/{all|ENV}/...`` over tokens, and the ratio of
+    their means."""
+    metrics: dict[str, float] = {}
+    for name in ("entropy", "mismatch_kl"):
+        own = {key: column for key, column in merged.columns.items() if key.startswith(f"{name}/")}
+        if own:
+            metrics |= statistics(np.concatenate(list(own.values())), f"{name}/all")
+        for label, column in own.items():
+            metrics |= statistics(column, label)
+    entropy, kl = metrics.get("entropy/all/mean"), metrics.get("mismatch_kl/all/mean")
+    if entropy and kl is not None:
+        metrics["kl_ent_ratio/mean"] = kl / entropy
+    return metrics
 
 
 def peak_memory(device: torch.device) -> float:
@@ -111,6 +190,38 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+def disk_metrics(folder: Path) -> dict[str, float]:
+    """``system/ckpt_disk_...`` of the disk that weights and checkpoints go to, in GiB; nothing if
+    it does not tell."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return {}
+    name = "system/ckpt_disk"
+    sizes = {"free": usage.free, "used": usage.used, "total": usage.total}
+    found = {f"{name}_{key}_gib": size / 2**30 for key, size in sizes.items()}
+    return found | {f"{name}_free_ratio": usage.free / usage.total if usage.total else 0.0}
+
+
+def console_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
+    """``Step 3/180 | 0.71s | Loss ...``: one step for the trainer's log."""
+    mfu = metrics.get("perf/mfu")
+    return " | ".join(
+        [
+            f"Step {step}/{max_steps}",
+            f"{metrics['time/step']:.2f}s",
+            f"Loss {metrics['loss/mean']:.4f}",
+            f"Entropy {metrics.get('entropy/all/mean', math.nan):.4f}",
+            f"Mismatch KL {metrics.get('mismatch_kl/all/mean', math.nan):.2e}",
+            f"Grad. Norm {metrics['optim/grad_norm']:.4f}",
+            f"LR {metrics['optim/lr']:.2e}",
+            f"Throughput {metrics['perf/throughput']:.0f} tokens/s",
+            *([] if mfu is None else [f"MFU {mfu:.1f}%"]),
+            f"Peak Mem. {metrics['perf/peak_memory']:.1f} GiB",
+        ]
+    )
 
 
 class MetricsFile:

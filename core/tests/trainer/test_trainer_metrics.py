@@ -1,0 +1,198 @@
+"""A step's metrics by hand, and over two real ranks the same as over one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
+from prime_rl.trainer.counts import Counts, count_members
+from prime_rl.trainer.loss import row_loss
+from prime_rl.trainer.metrics import StepMetrics, console_line, disk_metrics
+from prime_rl.trainer.reduction import statistics
+from prime_rl.trainer.row import make_row
+from prime_rl.wire import MicroBatch
+
+CPU = torch.device("cpu")
+
+
+class Gradient(Loss):
+    """-A * t over the member tokens; says how large the credit was."""
+
+    name = "gradient"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        loss = (-inputs.advantages * inputs.trainer_logprobs)[inputs.loss_mask].sum()
+        return LossOutputs(loss, {"credit": TokenMetric(inputs.advantages, inputs.loss_mask)})
+
+
+def micro_batch(lengths: list[int], envs: tuple[str, ...], ids: list[int], **streams: Any) -> Any:
+    """Documents whose first token is the prompt; log μ is -1 wherever the policy sampled."""
+    mask = np.concatenate([np.arange(length) > 0 for length in lengths])
+    columns = {name: np.asarray(column, np.float32) for name, column in streams.items()}
+    return MicroBatch(
+        token_ids=np.arange(len(mask), dtype=np.int32) + 1,
+        loss_mask=mask,
+        inference_logprobs=np.where(mask, -1, 0).astype("f4"),
+        sequence_lengths=np.array(lengths, np.int32),
+        temperatures=np.ones(len(lengths), np.float32),
+        env_ids=np.array(ids, np.uint16),
+        envs=envs,
+        **({"advantages": mask.astype(np.float32)} | columns),
+    )
+
+
+def rows_of_the_step() -> list[MicroBatch]:
+    """Two algorithms in two envs, of unequal lengths, in rows that hold different envs; the last
+    row trains nothing."""
+    return [
+        micro_batch([4, 3], ("a", "b"), [0, 1]),
+        micro_batch([6], ("b",), [0], advantages=[0, 2, 2, 2, 2, 2]),
+        micro_batch(
+            [3, 2], ("a", "c"), [0, 1], rl_weights=[0, 1, 1, 0, 0], ce_weights=[0, 0, 0, 0, 1]
+        ),
+        micro_batch([2], ("a",), [0], rl_weights=[0, 0]),
+    ]
+
+
+def observe(numbers: list[int], counts: Counts) -> StepMetrics:
+    """What a rank with some of the rows sees. log π of the token at place p of row r is
+    -1 + 0.1 (r + 1) p, its entropy r + p / 10."""
+    metrics = StepMetrics(counts)
+    for number in numbers:
+        batch = rows_of_the_step()[number]
+        row = make_row(batch, CPU)
+        places = torch.from_numpy(row.origins).float()
+        logprobs = -1 + 0.1 * (number + 1) * places
+        loss = row_loss(row, logprobs, Gradient(PluginConfig()), counts)
+        metrics.observe(row, logprobs, number + places / 10, loss)
+        metrics.add_max("peak", float(number))
+        metrics.add_sum("rows", 1.0)
+    return metrics
+
+
+def k3(gap: float) -> float:
+    return math.exp(gap) - gap - 1
+
+
+def flat(by_env: dict[str, list[float]]) -> list[float]:
+    return [value for values in by_env.values() for value in values]
+
+
+def test_two_envs_two_algorithms_and_unequal_lengths_by_hand() -> None:
+    found = observe([0, 1, 2, 3], count_members(rows_of_the_step())).result()
+    # Sampled tokens that train, as (row, place): row 0 has a at 1-3 and b at 5-6, row 1 has b at
+    # 1-5, row 2 has a at 1-2 (rl) and c at 4 (ce), row 3 none.
+    a = [(0, 1), (0, 2), (0, 3), (2, 1), (2, 2)]
+    b = [(0, 5), (0, 6), *((1, place) for place in range(1, 6))]
+    entropy = {"a": [r + p / 10 for r, p in a], "b": [r + p / 10 for r, p in b], "c": [2.4]}
+    gaps = {"a": [k3(0.1 * (r + 1) * p) for r, p in a], "b": [k3(0.1 * (r + 1) * p) for r, p in b]}
+    for name, by_env in (("entropy", entropy), ("mismatch_kl", gaps)):
+        for env, values in {**by_env, "all": flat(by_env)}.items():
+            told = {key: found.pop(f"{name}/{env}/{key}") for key in ("mean", "median", "std")}
+            told |= {key: found.pop(f"{name}/{env}/{key}") for key in ("min", "max")}
+            assert told == pytest.approx({
+                "mean": np.mean(values), "median": np.median(values), "std": np.std(values),
+                "min": min(values), "max": max(values),
+            }, abs=1e-5)  # fmt: skip
+    # rl: N = 5 + 7 = 12, every log π is negative: -A t; ce: N = 1, -t = -(-1 + 0.3 * 4) = -0.2
+    rl = [
+        sum(1 - 0.1 * p for p in (1, 2, 3, 5, 6)) / 12,  # 3.3 / 12
+        sum(2 * (1 - 0.2 * p) for p in range(1, 6)) / 12,  # 4 / 12
+        sum(1 - 0.3 * p for p in (1, 2)) / 12,  # 1.1 / 12
+    ]
+    shares = np.array([rl[0], rl[1], rl[2] - 0.2])  # the row that trains nothing has none
+    assert found.pop("kl_ent_ratio/mean") == pytest.approx(
+        np.mean(flat(gaps)) / np.mean(flat(entropy))
+    )
+    assert found == pytest.approx({
+        "loss/rl": sum(rl), "loss/ce": -0.2, "loss/mean": sum(rl) - 0.2,
+        "loss/median": np.median(3 * shares), "loss/std": np.std(3 * shares),
+        "loss/min": 3 * min(shares), "loss/max": 3 * max(shares),
+        # over sequences with members: a has two, of credit 1; b one of 1 and one of 2
+        "credit": 1.25, "credit/a/mean": 1.0, "credit/b/mean": 1.5,
+        "nll": -0.2, "nll/c/mean": -0.2, "logprob_gap/max": 1.0, "peak": 3.0, "rows": 4.0,
+        "tokens/rl": 12.0, "tokens/rl/a": 5.0, "tokens/rl/b": 7.0,
+        "tokens/ce": 1.0, "tokens/ce/c": 1.0, "tokens/ref_kl": 0.0,
+    }, abs=1e-5)  # fmt: skip
+
+
+SPLITS = [[[0, 1], [2, 3]], [[3], [2, 0, 1]]]
+"""Rows by rank: other envs and components on each; one rank with nothing that trains."""
+
+
+def test_two_ranks_tell_what_one_tells(tmp_path: Path) -> None:
+    """Real processes over gloo."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(tmp_path)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors.decode()
+    one = observe([0, 1, 2, 3], count_members(rows_of_the_step())).result()
+    for number in range(2):
+        for found in json.loads((tmp_path / f"{number}.json").read_text()):
+            assert found == pytest.approx(one, abs=1e-5)
+
+
+def a_rank(rank: int, folder: Path) -> None:
+    """One of two processes: its rows' part of the step, and what it then knows of the whole."""
+    store = f"file://{folder / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
+    found = []
+    for split in SPLITS:
+        counts = count_members([rows_of_the_step()[number] for number in split[rank]])
+        found.append(observe(split[rank], counts).result())
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def test_statistics_of_what_is_not_finite_are_not_finite_and_of_nothing_are_none() -> None:
+    assert statistics(np.zeros(0), "x") == {}
+    found = statistics(np.array([1.0, math.inf, 2.0]), "x")
+    assert found["x/max"] == found["x/mean"] == math.inf
+    assert (found["x/min"], found["x/median"]) == (1.0, 2.0)
+    assert math.isnan(statistics(np.array([1.0, math.nan]), "x")["x/median"])
+
+
+def test_the_disk_under_a_folder(tmp_path: Path) -> None:
+    found = disk_metrics(tmp_path)
+    free, used, total = (found[f"system/ckpt_disk_{k}_gib"] for k in ("free", "used", "total"))
+    assert 0 < free < total and used <= total
+    assert found["system/ckpt_disk_free_ratio"] == pytest.approx(free / total)
+    assert disk_metrics(tmp_path / "nowhere") == {}
+
+
+def test_the_console_line() -> None:
+    metrics = {
+        "time/step": 9.512, "loss/mean": -0.0123, "entropy/all/mean": 0.5,
+        "mismatch_kl/all/mean": 1.2e-4, "optim/grad_norm": 0.25, "optim/lr": 1e-6,
+        "perf/throughput": 1234.4, "perf/peak_memory": 3.21,
+    }  # fmt: skip
+    line = (
+        "Step 3/20 | 9.51s | Loss -0.0123 | Entropy 0.5000 | Mismatch KL 1.20e-04 | Grad. Norm "
+        "0.2500 | LR 1.00e-06 | Throughput 1234 tokens/s | "
+    )
+    assert console_line(3, 20, metrics) == line + "Peak Mem. 3.2 GiB"
+    assert console_line(3, 20, metrics | {"perf/mfu": 41.5}) == (
+        line + "MFU 41.5% | Peak Mem. 3.2 GiB"
+    )
+
+
+if __name__ == "__main__":
+    a_rank(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,14 @@
+"""Prometheus: ``[monitors.prometheus]`` serves the run's metrics on a page to scrape."""
+
+from __future__ import annotations
+
+from prime_rl import Monitor, hookimpl
+from prime_rl_prometheus.monitor import PrometheusConfig, PrometheusMonitor
+
+__all__ = ["PrometheusConfig", "PrometheusMonitor", "register_monitors"]
+
+
+@hookimpl
+def register_monitors() -> list[type[Monitor]]:
+    """Offer ``prometheus``."""
+    return [PrometheusMonitor]
