@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from prime_rl.cli import inspect, plugins, replay, report, run, runs, serve
+from prime_rl.cli import eval as evals
+from prime_rl.cli import inspect, join, plugins, replay, report, run, runs, serve
 
 app = typer.Typer(
     name="prime-rl",
@@ -36,7 +37,9 @@ def root(
 
 
 app.command("run", context_settings=run.CONTEXT)(run.run)
+app.command("join")(join.join)
 app.command("serve", context_settings=serve.CONTEXT)(serve.serve)
+app.command("eval", context_settings=evals.CONTEXT)(evals.evaluate)
 app.command("report")(report.report)
 app.command("replay")(replay.replay)
 app.command("inspect")(inspect.inspect)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from math import ceil
 
-from prime_rl.orchestrator.env import ModelEndpoint
+from prime_rl.orchestrator.engines import Place
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult, Finished, of_the_policy, summarise
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Evaluator:
     def __init__(
         self,
         envs: Sequence[EvalEnv],
-        model: ModelEndpoint,
+        place: Place,
         *,
         version: int,
         last_version: int,
@@ -79,7 +79,7 @@ class Evaluator:
         """``version`` is the policy's now; ``last_version``, the run's last, is not evaluated in
         passing. ``slots()``: rollouts that may be in flight now."""
         self.envs = envs
-        self._model, self._seed, self._slots = model, seed, slots
+        self._place, self._seed, self._slots = place, seed, slots
         self._last_seen, self._last_version = version, last_version
         self._on_result, self._on_progress = on_result, on_progress
         self._max_hold = max_hold_seconds
@@ -188,13 +188,16 @@ class Evaluator:
         environment = job.env.environment
         self.inflight += 1
         try:
-            results = await environment.run(
-                environment.examples[job.example],
-                model=self._model,
-                sampling=job.env.sampling,
-                group_id=job.example,
-                cache_salt=str(version),
-                seed=self._seed + job.example * job.env.group_size + job.member,
+            results = await self._place.run(
+                ("eval", job.env.name, job.example),
+                lambda endpoint: environment.run(
+                    environment.examples[job.example],
+                    model=endpoint,
+                    sampling=job.env.sampling,
+                    group_id=job.example,
+                    cache_salt=str(version),
+                    seed=self._seed + job.example * job.env.group_size + job.member,
+                ),
             )
         finally:
             self.inflight -= 1
