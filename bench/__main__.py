@@ -1,9 +1,10 @@
 """``make bench``: every bench, one after the other, each in a process of its own.
 
-    python -m bench [engine] [wire] [packer] [rollout] [train_step] [step]
+    python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [step]
 
 Figures are CPU seconds or ratios, as medians of several runs: wall-clock on a shared machine says
-little. ``step`` needs the peer (``pip install -r requirements-bench.txt``).
+little. ``memory`` and ``step`` measure the peer where it is installed (``pip install
+-r requirements-bench.txt``).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("engine", "wire", "packer", "rollout", "train_step", "step")
+BENCHES = ("engine", "wire", "packer", "rollout", "train_step", "memory", "step")
 ROOT = Path(__file__).resolve().parents[1]
 
 

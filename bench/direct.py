@@ -103,10 +103,10 @@ def main() -> None:
     if len(sys.argv) == 2:
         orchestrate()
     from prime_rl.cli import main as prime_rl
-    from prime_rl.run import supervisor
+    from prime_rl.run import commands
 
     if os.environ.get("PRIME_RL_BENCH_DIRECT"):
-        supervisor.ORCHESTRATOR = "bench.direct"
+        commands.ORCHESTRATOR = "bench.direct"
     prime_rl()
 
 

@@ -107,7 +107,7 @@ def padded_step(documents: Documents) -> Callable[[], object]:
     """The plain step, in batches of at most ``ROW`` tokens, padding included."""
     model = make_model("sdpa")
     optim = TrainerConfig().optim
-    optimizer = make_optimizer(model.parameters(), optim)
+    optimizer = make_optimizer(model, optim)
     longest = max(map(len, documents))
     size = max(1, ROW // longest)
     total = sum(len(document) - len(document) // 2 for document in documents)

@@ -126,35 +126,101 @@ def test_temperature_scales_the_gradient_too(
 
 
 @pytest.mark.parametrize("temperatures", [None, [0.5, 1.0, 2.0]])
-def test_chunks_change_neither_values_nor_gradients(
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_fused_head_changes_neither_values_nor_gradients(
     make_model: MakeModel,
     pack: Any,
     random_documents: Any,
-    monkeypatch: pytest.MonkeyPatch,
     temperatures: list[float] | None,
+    tied: bool,
 ) -> None:
     row = make_row(pack(random_documents([6, 9, 4]), temperatures=temperatures), CPU)
-    whole, chunked = make_model(), make_model()
-    expected = token_logprobs(whole, row)
-    monkeypatch.setattr(logprobs_module, "MAX_LOGITS", 5 * VOCAB)  # 16 targets: 4 chunks
-    found = token_logprobs(chunked, row)
+    plain, fused = (make_model(tie_word_embeddings=tied) for _ in range(2))
+    expected = token_logprobs(plain, row, fused=False)
+    found = token_logprobs(fused, row, fused=True, block_logits=5 * 16)  # 16 targets, 5 words
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
     torch.autograd.backward(found[0].square().sum())
     torch.autograd.backward(expected[0].square().sum())
-    for got, want in zip(chunked.parameters(), whole.parameters(), strict=True):
+    for got, want in zip(fused.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(got.grad, want.grad)
+
+
+def called(head: torch.nn.Module) -> list[tuple[int, ...]]:
+    """Grows by the shape of what goes through the head, each time it is called."""
+    shapes: list[tuple[int, ...]] = []
+    head.register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    return shapes
+
+
+def test_a_row_of_many_logits_is_fused(
+    make_model: MakeModel, pack: Any, random_documents: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    shapes = called(model.get_output_embeddings())
+    row = make_row(pack(random_documents([6])), CPU)  # 5 targets
+    monkeypatch.setitem(logprobs_module.FEW_LOGITS, "cpu", 5 * VOCAB)
+    token_logprobs(model, row)
+    assert shapes == [(5, 32)]
+    monkeypatch.setitem(logprobs_module.FEW_LOGITS, "cpu", 5 * VOCAB - 1)
+    token_logprobs(model, row)
+    token_logprobs(model, row, fused=True)
+    assert shapes == [(5, 32)]
+
+
+def test_a_head_that_is_more_than_linear_is_called(
+    make_model: MakeModel, pack: Any, random_documents: Any
+) -> None:
+    class Doubled(torch.nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    model = make_model(tie_word_embeddings=False)
+    row = make_row(pack(random_documents([6])), CPU)
+    doubled = Doubled(32, VOCAB, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        doubled.weight.copy_(model.get_output_embeddings().weight / 2)
+        expected, _ = token_logprobs(model, row)
+        model.set_output_embeddings(doubled)
+        found, _ = token_logprobs(model, row, fused=True)
+        torch.testing.assert_close(found, expected)
+        model.float()
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = [token_logprobs(model, row)[0]]
+        model.base_model.register_forward_hook(lambda *a: rounded.append(a[2].last_hidden_state))
+        with torch.autocast("cpu", torch.bfloat16):
+            token_logprobs(model, row)
+        logits = 2 * rounded[1][0].double() @ doubled.weight.double().T  # of float32, not rounded
+        exact = logits.log_softmax(-1)[row.layout.sources, row.token_ids[row.targets]]
+    torch.testing.assert_close(rounded[0][row.targets].double(), exact, atol=1e-5, rtol=0)
+
+
+def test_under_autocast_logits_are_not_rounded(
+    make_model: MakeModel, pack: Any, random_documents: Any
+) -> None:
+    """The hidden state and the weight are rounded to bfloat16, their products summed exactly."""
+    model = make_model().float()
+    row = make_row(pack(random_documents([6])), CPU)
+    hidden: list[Tensor] = []
+    model.base_model.register_forward_hook(lambda *a: hidden.append(a[2].last_hidden_state[0]))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found, entropies = token_logprobs(model, row)
+    weight = model.get_output_embeddings().weight.bfloat16().double()
+    log_softmax = (hidden[0].bfloat16().double() @ weight.T).log_softmax(-1)
+    sources, targets = row.layout.sources, row.targets
+    expected = log_softmax[sources, row.token_ids[targets]].float()
+    torch.testing.assert_close(found[targets], expected, atol=1e-5, rtol=0)
+    entropy = -(log_softmax.exp() * log_softmax).sum(-1)[sources].float()
+    torch.testing.assert_close(entropies[targets], entropy, atol=1e-5, rtol=0)
 
 
 def test_only_targets_go_through_the_head(
     make_model: MakeModel, pack: Any, random_documents: Any
 ) -> None:
-    model, sizes = make_model(), []
-    model.get_output_embeddings().register_forward_pre_hook(
-        lambda _, inputs: sizes.append(inputs[0].shape)
-    )
-    token_logprobs(model, make_row(pack(random_documents([10, 7]), prompt=4), CPU))
-    assert sizes == [(6 + 3, 32)]
+    model = make_model()
+    shapes = called(model.get_output_embeddings())
+    token_logprobs(model, make_row(pack(random_documents([10, 7]), prompt=4), CPU), fused=False)
+    assert shapes == [(6 + 3, 32)]
 
 
 def test_a_row_without_targets_still_has_a_graph(

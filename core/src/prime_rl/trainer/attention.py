@@ -16,17 +16,20 @@ C = tokens of a continuation, K = the tokens it attends to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from inspect import signature
 from itertools import groupby
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prime_rl.plugins.errors import ConfigError
+from prime_rl.trainer.transfer import to_device
 
 Attention = Literal["varlen", "mask"]
 NAMES: dict[Attention, str] = {"varlen": "prime_rl_varlen", "mask": "prime_rl_mask"}
@@ -77,8 +80,7 @@ class Documents:
     @cached_property
     def offsets(self) -> Tensor:
         """[documents + 1] int32: where each begins, and where the last one ends."""
-        lengths = torch.tensor((0, *self.lengths), dtype=torch.int32)
-        return lengths.cumsum(0, dtype=torch.int32).to(self.device)
+        return to_device(np.cumsum((0, *self.lengths)), np.int32, self.device)
 
     def block_mask(self, window: int | None = None) -> Tensor:
         """[T, T] bool: query sees key: same document, not later, less than ``window`` back."""
@@ -91,12 +93,12 @@ class Documents:
         return allowed if window is None else allowed & (distance < window)
 
 
-def register() -> None:
-    """Make both known to transformers."""
+def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
+    """Make both known to transformers; ``wrapper`` goes around them."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAMES["varlen"], _varlen)
-    AttentionInterface.register(NAMES["mask"], _mask)
+    AttentionInterface.register(NAMES["varlen"], wrapper(_varlen))
+    AttentionInterface.register(NAMES["mask"], wrapper(_mask))
 
 
 def _varlen(
@@ -113,6 +115,7 @@ def _varlen(
 ) -> tuple[Tensor, None]:
     """Queries [1, H, T, D], keys and values with as many or fewer heads -> ([1, T, H, D], None)."""
     _refuse_what_kernels_lack(module, others)
+    query, key, value = _of_one_dtype(query, key, value)
     window = sliding_window
     if window is not None and window >= documents.longest:
         window = None
@@ -178,6 +181,7 @@ def _mask(
 ) -> tuple[Tensor, None]:
     """As ``_varlen``, by a dense mask."""
     _refuse_what_kernels_lack(module, others)
+    query, key, value = _of_one_dtype(query, key, value)
     output = _attend(query, key, value, documents.block_mask(sliding_window), scaling)
     return output.transpose(1, 2), None
 
@@ -203,9 +207,27 @@ def _band(num_queries: int, num_keys: int, window: int, device: torch.device) ->
     return ones.tril(before) & ~ones.tril(before - window)
 
 
+def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast all in its dtype: norms of queries and keys (Qwen3's) leave them in float32,
+    and kernels outside of autocast's lists would get them so."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+
+
 def _has_varlen_kernel(query: Tensor) -> bool:
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and half and _torch_has_grouped_varlen()
+    """Whether the flash kernel takes these heads: half precision, sizes of 8 to 256 in steps of 8,
+    Ampere or later."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return fits and _is_ampere(query.device) and _torch_has_grouped_varlen()
+
+
+@cache
+def _is_ampere(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @cache

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.trainer.attention import Continuation, Documents
+from prime_rl.trainer.transfer import to_device
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Block: TypeAlias = tuple[int, list[int]]
@@ -49,10 +50,10 @@ def plain_layout(
 ) -> Layout:
     """Every token, as it lies in the row."""
     return Layout(
-        token_ids=_tensor(token_ids, device),
-        position_ids=_tensor(positions, device),
+        token_ids=to_device(token_ids, np.int64, device),
+        position_ids=to_device(positions, np.int64, device),
         documents=Documents(tuple(lengths.tolist()), device),
-        sources=_tensor(targets - 1, device),
+        sources=to_device(targets - 1, np.int64, device),
     )
 
 
@@ -83,16 +84,19 @@ def shared_layout(
             offset += length
         continuations.append(
             Continuation(
-                len(keys) // 2, length, prefix + length, _tensor(np.concatenate(keys), device)
+                len(keys) // 2,
+                length,
+                prefix + length,
+                to_device(np.concatenate(keys), np.int64, device),
             )
         )
     chosen = np.concatenate(rows)
     sources = before + np.where(before < split[owners], head[owners], tail[owners])
     return Layout(
-        token_ids=_tensor(token_ids[chosen], device),
-        position_ids=_tensor(chosen - starts[sequence_ids[chosen]], device),
+        token_ids=to_device(token_ids[chosen], np.int64, device),
+        position_ids=to_device(chosen - starts[sequence_ids[chosen]], np.int64, device),
         documents=Documents(tuple(length for length, _ in blocks), device, tuple(continuations)),
-        sources=_tensor(sources, device),
+        sources=to_device(sources, np.int64, device),
     )
 
 
@@ -129,7 +133,3 @@ def _plan(
         blocks.append((end, sharing))
         tails += [(int(last[s]) + 1 - end, end, s) for s in sharing if last[s] >= end]
     return sorted(blocks, reverse=True), sorted(tails, reverse=True)
-
-
-def _tensor(column: Ints, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(column, np.int64)).to(device)

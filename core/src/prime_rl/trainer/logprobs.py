@@ -1,7 +1,9 @@
 """log π of the tokens that train, and the entropy of the distributions they were drawn from.
 
 Only positions that are targets of some component go through the LM head. Logits are divided by the
-temperature each token was sampled at, so that π and μ are probabilities of one distribution.
+temperature each token was sampled at, so that π and μ are probabilities of one distribution. Where
+they are many they are never all there (``fused_head.py``); where they are few, keeping their
+softmax for the backward pass is faster.
 
 Shapes: T = tokens of the row, N = its targets, D = hidden size, V = vocabulary.
 """
@@ -9,24 +11,36 @@ Shapes: T = tokens of the row, N = its targets, D = hidden size, V = vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prime_rl.trainer.fused_head import fused_logprobs
 from prime_rl.trainer.row import Row
 
-MAX_LOGITS = 2**26
-"""More logits than this (256 MiB in float32) are computed in chunks, and again going backward."""
+FusedHead: TypeAlias = Literal["auto"] | bool
+
+FEW_LOGITS = {"cpu": 2**22, "cuda": 2**26}
+"""By device: up to so many logits of a row, keeping them is faster than computing them again. On
+CPU the crossover was measured between 2M and 8M; on a GPU it is a bound on memory, 256 MiB."""
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
+"""By device: how many the fused head computes at a time. 4 MiB in float32 stay near a CPU's cache.
+"""
 
 
-def token_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    model: PreTrainedModel,
+    row: Row,
+    fused: FusedHead = "auto",
+    block_logits: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """([T], [T]): log-probabilities given one's own document so far, and entropies (no gradient).
 
     A token that is no target, a document's first token among them, gets log(1/V) and log V, as if
-    drawn uniformly.
+    drawn uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
+    ``trainer.lm_head_block``.
     """
     hidden = model.base_model(
         input_ids=row.layout.token_ids[None],
@@ -40,36 +54,43 @@ def token_logprobs(model: PreTrainedModel, row: Row) -> tuple[Tensor, Tensor]:
     head = model.get_output_embeddings()
     if not len(row.targets):  # keeps the graph, so that the backward pass runs here as anywhere
         return logprobs + 0.0 * head(hidden[:1]).sum(), entropies
-    chosen, entropy = _target_logprobs(
-        head, hidden[row.layout.sources], row.temperatures, row.token_ids[row.targets]
-    )
+    hidden, labels = hidden[row.layout.sources], row.token_ids[row.targets]
+    if _is_fused(fused, head, len(labels)):
+        block = block_logits or BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cpu"])
+        chosen, entropy = fused_logprobs(
+            hidden, head.weight, head.bias, row.temperatures, labels, block
+        )
+    else:
+        apply: Any = _LogprobAndEntropy.apply
+        chosen, entropy = apply(_call(head, hidden), row.temperatures, labels)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
 
 
-def _target_logprobs(
-    head: Any, hidden: Tensor, temperatures: Tensor | None, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Hidden states [N, D] -> log-probabilities of the labels [N] and entropies [N]."""
-    size = max(1, MAX_LOGITS // head.weight.shape[0])
-    if len(labels) <= size:
-        return _chunk(head, hidden, temperatures, labels)
-    chunks = []
-    for start in range(0, len(labels), size):
-        part = slice(start, start + size)
-        scales = None if temperatures is None else temperatures[part]
-        arguments = (head, hidden[part], scales, labels[part])
-        chunks.append(checkpoint(_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+def _is_fused(fused: FusedHead, head: Any, num_targets: int) -> bool:
+    """Whether this row's logits are computed block by block.
+
+    A head that is more than a linear layer (one that peft trains whole, say) has to be called.
+    Under autocast the fused head is the faster one that is exact: logits rounded to bfloat16 would
+    at 20 be steps of 0.125.
+    """
+    if type(head) is not nn.Linear:
+        return False
+    if torch.is_autocast_enabled(head.weight.device.type):
+        return True
+    few = FEW_LOGITS.get(head.weight.device.type, FEW_LOGITS["cpu"])
+    return num_targets * head.out_features > few if fused == "auto" else fused
 
 
-def _chunk(
-    head: Any, hidden: Tensor, temperatures: Tensor | None, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    apply: Any = _LogprobAndEntropy.apply
-    result: tuple[Tensor, Tensor] = apply(head(hidden), temperatures, labels)
-    return result
+def _call(head: Any, hidden: Tensor) -> Tensor:
+    """[N, V] by the head itself, not rounded under autocast: in float32 throughout."""
+    kind = hidden.device.type
+    if not torch.is_autocast_enabled(kind):
+        logits: Tensor = head(hidden)
+        return logits
+    with torch.autocast(kind, enabled=False):
+        logits = head(hidden.to(_at_least_float32(hidden)))
+    return logits
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

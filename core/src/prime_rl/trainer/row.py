@@ -20,6 +20,7 @@ from prime_rl.plugins.base import LossComponent
 from prime_rl.plugins.errors import StreamError
 from prime_rl.trainer.counts import COMPONENTS, members
 from prime_rl.trainer.layout import Layout, plain_layout, shared_layout
+from prime_rl.trainer.transfer import to_device
 from prime_rl.wire.micro_batch import MicroBatch
 
 NEEDS: dict[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
@@ -91,7 +92,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
     targets = np.flatnonzero(np.logical_or.reduce(list(masks.values())) & (positions > 0))
 
     def tensor(column: npt.NDArray[Any] | None, dtype: type = np.float32) -> Tensor | None:
-        return None if column is None else _tensor(column[tokens], dtype, device)
+        return None if column is None else to_device(column[tokens], dtype, device)
 
     components = {}
     for name, mask in masks.items():
@@ -99,7 +100,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
             _check_stream(micro_batch, name)
             weights = tensor(getattr(micro_batch, f"{name}_weights"))
             owners = np.unique(sequence_ids[mask]).tolist()
-            components[name] = Component(_tensor(mask, np.bool_, device), weights, owners)
+            components[name] = Component(to_device(mask, np.bool_, device), weights, owners)
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
     if share and len(targets):
@@ -109,11 +110,11 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
     return Row(
         layout=layout,
         lengths=tuple(lengths.tolist()),
-        token_ids=_tensor(token_ids, np.int64, device),
-        sequence_ids=_tensor(sequence_ids, np.int64, device),
-        targets=_tensor(targets, np.int64, device),
-        temperatures=None if (chosen == 1).all() else _tensor(chosen, np.float32, device),
-        inference_logprobs=_tensor(micro_batch.inference_logprobs[tokens], np.float32, device),
+        token_ids=to_device(token_ids, np.int64, device),
+        sequence_ids=to_device(sequence_ids, np.int64, device),
+        targets=to_device(targets, np.int64, device),
+        temperatures=None if (chosen == 1).all() else to_device(chosen, np.float32, device),
+        inference_logprobs=to_device(micro_batch.inference_logprobs[tokens], np.float32, device),
         advantages=tensor(micro_batch.advantages),
         ref_logprobs=tensor(micro_batch.ref_logprobs),
         components=components,
@@ -132,10 +133,6 @@ def _by_length(micro_batch: MicroBatch) -> tuple[npt.NDArray[np.int64], npt.NDAr
     order = np.argsort(-lengths, kind="stable")
     shift = (np.cumsum(lengths) - lengths)[order] - (np.cumsum(lengths[order]) - lengths[order])
     return np.arange(len(micro_batch)) + np.repeat(shift, lengths[order]), order
-
-
-def _tensor(column: npt.NDArray[Any], dtype: type, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(column, dtype)).to(device)
 
 
 def _check_stream(micro_batch: MicroBatch, component: LossComponent) -> None:

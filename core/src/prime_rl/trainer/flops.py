@@ -1,0 +1,158 @@
+"""How much arithmetic a row takes, and what share of the device's peak the trainer reaches.
+
+Counted is what the gradient of the row needs: what the layout computes (a shared prompt once),
+backward twice the forward, half of that for a frozen matrix, which needs no gradient of its own;
+never what is computed twice to save memory. With P = weights of the blocks' matrices, U = tokens
+computed, N = targets, and pairs = queries times the keys each one sees (causal, within its own
+document and its sliding window)::
+
+    matrices    6 P U          (4 P U frozen)
+    LM head     6 D V N        (4 D V N frozen)
+    attention   12 * heads * head size * pairs, each layer
+
+so that packed short documents do not count as one long one. Upstream counts 12 * layers * hidden *
+T * T instead, without the causal half; for Qwen3-0.6B, whose heads together are twice the hidden
+size, both come to the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from prime_rl.trainer.attention import Documents
+from prime_rl.trainer.row import Row
+
+PEAK_FLOPS: dict[str, float] = {
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "RTX A6000": 154.8e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 5090": 209.5e12,
+    "RTX 4090": 165.2e12,
+    "RTX 3090": 71e12,
+}
+"""Dense bfloat16 operations a second, sums in float32, by words of the device's name; the first
+that fits counts. From the makers' data sheets."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a model's row costs."""
+
+    per_token: float
+    """6 P, or less where matrices are frozen."""
+    per_target: float
+    """6 D V, or 4 D V."""
+    per_pair: float
+    """12 * heads * head size, of one layer."""
+    windows: tuple[tuple[int | None, int], ...]
+    """Sliding window (None: all before) and how many layers have it."""
+
+    def of(self, row: Row) -> float:
+        """Operations of the row's forward and backward pass."""
+        documents = row.layout.documents
+        attention = sum(layers * num_pairs(documents, window) for window, layers in self.windows)
+        return (
+            self.per_token * len(row.layout.token_ids)
+            + self.per_target * len(row.targets)
+            + self.per_pair * attention
+        )
+
+
+def model_cost(model: PreTrainedModel) -> Cost | None:
+    """None for a mixture of experts, where a token meets but some of the weights, and for a model
+    whose config does not tell its heads: no figure is better than a wrong one."""
+    config: Any = model.config
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(config, name, None) for name in experts):
+        return None
+    layers, heads = (
+        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")
+    )
+    if not layers or not heads:
+        return None
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = {id(each) for module in (embedding, head) for each in module.parameters()}
+    matrices = [each for each in model.parameters() if each.dim() == 2 and id(each) not in ends]
+    return Cost(
+        per_token=float(sum(_share(each) * each.numel() for each in matrices)),
+        per_target=float(_share(head.weight) * head.weight.numel()),
+        per_pair=12.0 * heads * head_size,
+        windows=tuple(Counter(_windows(config, layers)).items()),
+    )
+
+
+def _share(weight: torch.Tensor) -> int:
+    """Operations a weight and token."""
+    return 6 if weight.requires_grad else 4
+
+
+def _windows(config: Any, layers: int) -> list[int | None]:
+    """The sliding window of every layer."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return [window] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def num_pairs(documents: Documents, window: int | None) -> int:
+    """Query-key pairs of all documents and what continues them."""
+    whole = sum(num * _pairs(length, length, window) for num, length in documents.runs)
+    return whole + sum(
+        run.num * _pairs(run.num_queries, run.num_keys, window) for run in documents.continuations
+    )
+
+
+def _pairs(queries: int, keys: int, window: int | None) -> int:
+    """The queries are the last of the keys; each sees those up to its own, at most ``window``."""
+    first = keys - queries + 1  # keys that the first query sees
+    if window is None or window >= keys:
+        return queries * (first + keys) // 2
+    growing = max(0, window - first)  # queries that see less than the window
+    return growing * (first + window - 1) // 2 + (queries - growing) * window
+
+
+def peak_flops(device: torch.device, dtype: Literal["float32", "bfloat16"]) -> float | None:
+    """Operations a second the device could do; None where nobody has said."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """By the name of the device. Laptops' chips share names with others."""
+    if "Laptop" in name:
+        return None
+    found = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
+    return next(found, None)
+
+
+def perf_metrics(
+    num_tokens: int, flops: float, seconds: float, num_ranks: int, peak: float | None
+) -> dict[str, float]:
+    """``perf/throughput`` (tokens a second of forward, backward and clipping, over all ranks),
+    the same a rank, and ``perf/mfu`` in percent of the peak, where both are known."""
+    metrics = {
+        "perf/throughput": num_tokens / seconds,
+        "perf/throughput_per_gpu": num_tokens / seconds / num_ranks,
+    }
+    if peak and flops:
+        metrics["perf/mfu"] = 100 * flops / (seconds * num_ranks * peak)
+    return metrics

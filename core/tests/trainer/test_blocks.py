@@ -1,0 +1,145 @@
+"""Recomputing and compiling blocks changes memory and speed, and no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import PreTrainedModel
+
+from prime_rl import ConfigError
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.trainer import attention, blocks
+from prime_rl.trainer.blocks import check_compiler, prepare_blocks
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.row import Row, make_row
+
+CPU = torch.device("cpu")
+MakeModel = Callable[..., PreTrainedModel]
+
+
+@pytest.fixture
+def rows(pack: Any, random_documents: Any) -> list[Row]:
+    """Of unlike documents, and one with a shared prompt."""
+    first, second = random_documents([9, 9, 5]), random_documents([12, 7, 3, 3])
+    shared = [[1, 2, 3, 4], [1, 2, 3, 5, 6]]
+    batches = [pack(first), pack(second), pack(shared, prompt=3)]
+    return [make_row(batch, CPU) for batch in batches]
+
+
+@pytest.fixture
+def restore_attention() -> Any:
+    yield
+    attention.register()
+
+
+def gradients(model: PreTrainedModel, rows: list[Row], **settings: Any) -> list[Tensor]:
+    """Summed over the rows."""
+    config = TrainerConfig(device="cpu", **settings)
+    policy = Policy(model, config)
+    prepare_blocks(model, config)
+    for row in rows:
+        torch.autograd.backward(policy(row)[0].square().sum())
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_recomputed_gradients_are_the_same_bit_for_bit(
+    make_model: MakeModel, rows: list[Row], every: int
+) -> None:
+    expected = gradients(make_model(num_hidden_layers=3), rows)
+    found = gradients(make_model(num_hidden_layers=3), rows, activation_checkpointing=every)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_under_autocast_too(make_model: MakeModel, rows: list[Row]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = gradients(make_model().float(), rows)
+        found = gradients(make_model().float(), rows, activation_checkpointing=1)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_recomputed_blocks_keep_their_input_alone(make_model: MakeModel, rows: list[Row]) -> None:
+    def saved(every: int) -> int:
+        """Bytes that a forward pass keeps, weights included."""
+        sizes: list[int] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            sizes.append(tensor.nbytes)
+            return tensor
+
+        model = make_model(num_hidden_layers=4)
+        config = TrainerConfig(device="cpu", activation_checkpointing=every)
+        prepare_blocks(model, config)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            Policy(model, config)(rows[0])
+        return sum(sizes)
+
+    kept, half, none = saved(0), saved(2), saved(1)
+    assert none < 0.4 * kept
+    assert half == pytest.approx((kept + none) / 2, rel=0.01)
+
+
+def test_names_of_weights_stay(make_model: MakeModel) -> None:
+    model = make_model()
+    names = list(model.state_dict())
+    prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+    assert list(model.state_dict()) == names
+
+
+def test_preparing_twice_does_it_once(make_model: MakeModel, rows: list[Row]) -> None:
+    model, calls = make_model(num_hidden_layers=1), []
+    block = blocks.decoder_blocks(model)[0]
+    block.register_forward_pre_hook(lambda *_: calls.append("outer"))
+    block.get_submodule("mlp").register_forward_pre_hook(lambda *_: calls.append("inner"))
+    for _ in range(2):
+        prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+    gradients(model, rows[:1], activation_checkpointing=1)
+    assert calls == ["outer", "inner", "inner"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # the compiler's own
+@pytest.mark.usefixtures("restore_attention")
+def test_compiled_blocks_give_the_same_gradients(
+    make_model: MakeModel, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputed, too. For rows of other documents nothing is compiled again."""
+    expected = gradients(make_model(num_hidden_layers=1).float(), rows)
+    counting = CompileCounterWithBackend("inductor")
+    monkeypatch.setattr(blocks.torch, "compile", partial(torch.compile, backend=counting))
+    torch._dynamo.reset()
+    model = make_model(num_hidden_layers=1).float()
+    settings = {"compile": True, "activation_checkpointing": 1}
+    gradients(model, rows[:1], **settings)
+    num_graphs = counting.frame_count
+    found = gradients(model, rows[1:], **settings)
+    assert counting.frame_count == num_graphs > 0
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_no_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"trainer\.compile needs a C\+\+ compiler on the path"):
+        check_compiler(CPU)
+
+
+def test_no_triton_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "find_spec", lambda name: None)
+    monkeypatch.setattr(blocks.shutil, "which", lambda name: "/usr/bin/c++")
+    with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):
+        check_compiler(torch.device("cuda"))
+    check_compiler(CPU)
+
+
+def test_a_model_without_blocks_is_refused(make_model: MakeModel) -> None:
+    model = make_model()
+    model._no_split_modules = None
+    with pytest.raises(ConfigError, match="Qwen3ForCausalLM does not say which modules"):
+        prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))

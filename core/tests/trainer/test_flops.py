@@ -1,0 +1,142 @@
+"""Operations by hand, against torch's own counter, and shares of known peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from prime_rl.trainer.attention import Continuation, Documents
+from prime_rl.trainer.flops import model_cost, num_pairs, peak_flops, peak_of, perf_metrics
+from prime_rl.trainer.row import make_row
+
+CPU = torch.device("cpu")
+BLOCK = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8 + 3 * 32 * 64
+"""Weights of the tiny model's block: q and o, k and v, the MLP."""
+HEAD = 32 * 61
+
+
+@pytest.fixture
+def model(make_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+    return make_model()
+
+
+def test_a_packed_row_by_hand(model: PreTrainedModel, pack: Any, random_documents: Any) -> None:
+    """9 + 5 tokens, of which 8 + 4 are targets; each sequence's last one is not computed."""
+    cost = model_cost(model)
+    assert cost is not None
+    shared = make_row(pack(random_documents([9, 5])), CPU)
+    plain = make_row(pack(random_documents([9, 5])), CPU, share=False)
+    head, pair = 6 * HEAD * 12, 12 * 4 * 8 * 2  # two layers
+    assert cost.of(plain) == 6 * 2 * BLOCK * 14 + head + pair * (9 * 10 / 2 + 5 * 6 / 2)
+    assert cost.of(shared) == 6 * 2 * BLOCK * 12 + head + pair * (8 * 9 / 2 + 4 * 5 / 2)
+
+
+def test_it_counts_what_torch_counts(
+    model: PreTrainedModel, pack: Any, random_documents: Any
+) -> None:
+    """Whose attention is the whole square here, without the causal half."""
+    cost = model_cost(model)
+    assert cost is not None
+    row = make_row(pack(random_documents([9])), CPU, share=False)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        out = model(input_ids=row.token_ids[None], use_cache=False).logits
+        torch.autograd.backward(out.sum())
+    counted = cost.of(row) + cost.per_target  # here the last token goes through the head, too
+    causal_half = cost.per_pair * 2 * (9 * 9 - 9 * 10 / 2)
+    rotary = counter.get_total_flops() - counted - causal_half
+    assert 0 <= rotary < 0.01 * counted
+
+
+def test_frozen_matrices_need_no_gradient_of_their_own(model: PreTrainedModel, pack: Any) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    cost = model_cost(model)
+    assert cost is not None
+    assert (cost.per_token, cost.per_target) == (4 * 2 * BLOCK, 4 * HEAD)
+
+
+def test_pairs_by_hand() -> None:
+    documents = Documents((4, 4, 2), CPU)
+    assert num_pairs(documents, None) == 10 + 10 + 3
+    assert num_pairs(documents, 2) == 7 + 7 + 3  # 1 + 2 + 2 + 2
+    assert num_pairs(documents, 1) == 4 + 4 + 2
+    assert num_pairs(documents, 9) == 10 + 10 + 3
+
+
+def test_pairs_of_continuations_by_hand() -> None:
+    """Two of 2 tokens after a prompt of 3: 4 + 5 keys each, beside the prompt's own 6 pairs."""
+    empty = torch.empty(0, dtype=torch.int64)
+    documents = Documents((3,), CPU, (Continuation(2, 2, 5, empty),))
+    assert num_pairs(documents, None) == 6 + 2 * 9
+    assert num_pairs(documents, 3) == 6 + 2 * 6
+    assert num_pairs(documents, 5) == 6 + 2 * 9
+    assert num_pairs(documents, 4) == 6 + 2 * 8
+
+
+def test_every_mask_has_as_many_pairs_as_are_counted() -> None:
+    documents = Documents((7, 3, 1), CPU)
+    for window in (None, 1, 2, 5, 7, 20):
+        assert num_pairs(documents, window) == int(documents.block_mask(window).sum())
+
+
+def test_a_layer_with_a_window_costs_less(make_model: Callable[..., PreTrainedModel]) -> None:
+    model = make_model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
+    cost = model_cost(model)
+    assert cost is not None
+    assert sorted(cost.windows, key=str) == [(4, 1), (None, 1)]
+
+
+def test_a_mixture_of_experts_gets_no_figure(model: PreTrainedModel) -> None:
+    model.config.num_experts = 8
+    assert model_cost(model) is None
+
+
+def test_peaks_by_name() -> None:
+    assert peak_of("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_of("NVIDIA H100 PCIe") == 756e12
+    assert peak_of("NVIDIA H200") == 989e12
+    assert peak_of("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_of("NVIDIA L4") == 121e12
+    assert peak_of("NVIDIA GeForce RTX 4090") == 165.2e12
+    assert peak_of("NVIDIA L40") is None
+    assert peak_of("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert peak_flops(CPU, "bfloat16") is None
+
+
+def test_upstreams_published_mfu_comes_out() -> None:
+    """Qwen3-0.6B, one sequence of 16,384 tokens: 9.21 GFLOP a token, 11.1 % at 11,896 tokens/s."""
+    config = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        cost = model_cost(Qwen3ForCausalLM(config))
+    assert cost is not None
+    pairs = num_pairs(Documents((16_384,), CPU), None) * 28
+    per_token = cost.per_token + cost.per_target + cost.per_pair * pairs / 16_384
+    assert per_token == pytest.approx(9.21e9, rel=1e-3)
+    found = perf_metrics(11_896, 11_896 * per_token, 1.0, 1, 989e12)
+    assert found["perf/mfu"] == pytest.approx(11.1, abs=0.05)
+
+
+def test_throughput_counts_all_ranks_and_one() -> None:
+    found = perf_metrics(6000, 8e12, 2.0, 4, 10e12)
+    assert found == {
+        "perf/throughput": 3000,
+        "perf/throughput_per_gpu": 750,
+        "perf/mfu": pytest.approx(10),
+    }
+    assert "perf/mfu" not in perf_metrics(6000, 8e12, 2.0, 4, None)
+    assert "perf/mfu" not in perf_metrics(6000, 0.0, 2.0, 4, 10e12)

@@ -1,0 +1,90 @@
+"""Each optimizer goes on from a checkpoint as if nothing had happened."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, save
+
+from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.run.checkpoints import Checkpoint
+from prime_rl.trainer.checkpoint import restore, snapshot
+from prime_rl.trainer.loop import Trainer
+from prime_rl.trainer.model import load_model
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"type": "adamw"},
+    {"type": "sgd"},
+    {"type": "sgd", "momentum": 0.9, "nesterov": True},
+    {"type": "muon"},
+    {"type": "sign_sgd"},
+]
+
+
+class PolicyGradient(Loss):
+    """-A t"""
+
+    name = "pg"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        terms = -inputs.advantages * inputs.trainer_logprobs
+        return LossOutputs(terms[inputs.loss_mask].sum(), {})
+
+
+def make_trainer(folder: Path, optim: dict[str, Any]) -> Trainer:
+    table = {"optim": {"lr": 1e-2, **optim}, "device": "cpu"}
+    config = TrainerConfig.model_validate(table)
+    return Trainer(load_model(folder, config), PolicyGradient(PluginConfig()), config, 10)
+
+
+def write(trainer: Trainer, step: int, folder: Path) -> Checkpoint:
+    """What the trainer's part of a checkpoint holds."""
+    checkpoint = Checkpoint(folder / f"step_{step}")
+    checkpoint.weights.mkdir(parents=True)
+    trainer.model.save_pretrained(checkpoint.weights)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        writer = FileSystemWriter(checkpoint.trainer)
+        save(snapshot(trainer, step), storage_writer=writer, no_dist=True)
+    return checkpoint
+
+
+def same(a: Trainer, b: Trainer) -> bool:
+    pairs = zip(a.model.parameters(), b.model.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=lambda optim: "_".join(map(str, optim.values())))
+def test_two_steps_and_two_after_a_resume_are_four(
+    tmp_path: Path, model_dir: Path, pack: Any, random_documents: Any, optim: dict[str, Any]
+) -> None:
+    batches = [pack(random_documents([9, 5], seed=seed)) for seed in range(4)]
+    straight, first = make_trainer(model_dir, optim), make_trainer(model_dir, optim)
+    for step, batch in enumerate(batches, 1):
+        straight.train_step(step, [batch])
+    for step, batch in enumerate(batches[:2], 1):
+        first.train_step(step, [batch])
+    assert not same(first, straight)
+    checkpoint = write(first, 2, tmp_path / "checkpoint")
+    resumed = make_trainer(checkpoint.weights, optim)
+    restore(resumed, checkpoint)
+    assert same(resumed, first)
+    for step, batch in enumerate(batches[2:], 3):
+        resumed.train_step(step, [batch])
+    assert same(resumed, straight)
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused(
+    tmp_path: Path, model_dir: Path, pack: Any, random_documents: Any
+) -> None:
+    first = make_trainer(model_dir, {"type": "sgd", "momentum": 0.9})
+    first.train_step(1, [pack(random_documents([9]))])
+    checkpoint = write(first, 1, tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="does not hold the state of this model and optimizer"):
+        restore(make_trainer(checkpoint.weights, {"type": "muon"}), checkpoint)
