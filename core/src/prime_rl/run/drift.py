@@ -86,6 +86,25 @@ def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path
         )
 
 
+def check_lora(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse another adapter than the checkpoint's: its matrices mean nothing elsewhere.
+
+    ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if ``[trainer.lora]`` has
+    changed.
+    """
+    theirs, ours = (config.get("trainer", {}).get("lora") for config in (before, now))
+    if (theirs is None) != (ours is None):
+        kinds = ["all weights" if table is None else "an adapter" for table in (theirs, ours)]
+        changed = [f"{kinds[0]} then, {kinds[1]} now: [trainer.lora]"]
+    else:
+        changed = config_drift({"trainer.lora": theirs}, {"trainer.lora": ours})
+    if changed:
+        raise ConfigError(
+            f"--resume: what trains has changed ({'; '.join(changed)}). Set it back, or start a "
+            "new run from the model that this one exported."
+        )
+
+
 def _model_config(folder: Path) -> dict[str, Any] | None:
     try:
         config = json.loads((folder / "config.json").read_text())

@@ -27,7 +27,13 @@ from prime_rl.run.checkpoints import (
     whole_steps,
 )
 from prime_rl.run.directory import make_run_dir, new_attempt, runs_of, write_config
-from prime_rl.run.drift import check_model, config_drift, installed_versions, version_drift
+from prime_rl.run.drift import (
+    check_lora,
+    check_model,
+    config_drift,
+    installed_versions,
+    version_drift,
+)
 
 LATEST = "latest"
 
@@ -55,6 +61,7 @@ def plan(config: RunConfig, what: str) -> Plan:
     progress = _read_progress(checkpoint)
     now = config.model_dump(mode="json")
     check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
+    check_lora(progress["config"], now)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
     drift = config_drift(progress["config"], now)
     drift += version_drift(progress["plugins"], installed_versions())

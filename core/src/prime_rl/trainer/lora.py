@@ -1,0 +1,170 @@
+"""LoRA: the base stays as it is, and small matrices beside its linear modules train.
+
+PEFT puts them into the transformers model in place, so that the model keeps its class, its
+``base_model`` and its head. What is published, and what a checkpoint keeps, is the adapter in
+PEFT's format (``prime_rl.adapter``) with the fingerprint of its base. Source: arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from prime_rl.adapter import (
+    ADAPTER_CONFIG,
+    BASE,
+    PREFIX,
+    check_base,
+    read_adapter,
+)
+from prime_rl.config.trainer import LoraConfig
+from prime_rl.model_files import ModelFiles
+from prime_rl.plugins.errors import ConfigError, WeightsError
+
+NAME = "default"
+"""PEFT's name of the only adapter, which is part of its parameters' names."""
+_MARK = "prime_rl_lora"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """What a model with an adapter in it has to say about that."""
+
+    peft_config: Any
+    """The ``peft.LoraConfig``."""
+    base: str
+    """``ModelFiles.fingerprint`` of the folder that the frozen weights are from."""
+
+    def write_config(self, directory: Path) -> None:
+        """``adapter_config.json``, from which PEFT, and our engines, know what the tensors mean."""
+        config = {
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in self.peft_config.to_dict().items()
+        }
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """Goes into ``adapter_model.safetensors``."""
+        return {"format": "pt", BASE: self.base}
+
+
+def lora_of(model: nn.Module) -> Lora | None:
+    """What ``add_lora`` left; None if the whole model trains."""
+    return getattr(model, _MARK, None)
+
+
+def add_lora(
+    model: PreTrainedModel, config: LoraConfig, base_dir: Path, adapter_dir: Path | None = None
+) -> None:
+    """Freeze the model and put an adapter into it: one that changes nothing yet, or that of
+    ``adapter_dir``, bit for bit.
+
+    ``base_dir`` is the folder the model was loaded from. Raises ``ConfigError`` if a module is not
+    there or cannot have an adapter, or if the adapter is of another base, rank or set of modules.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    saved = config.modules_to_save
+    targets = config.target_modules or block_linears(model, saved)
+    _check_targets(model, targets, saved)
+    _check_saved(model, saved)
+    peft_config = PeftConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        use_rslora=config.use_rslora,
+        target_modules=list(targets),
+        modules_to_save=list(saved) or None,
+    )
+    inject_adapter_in_model(peft_config, model, NAME)
+    model.eval()
+    setattr(model, _MARK, Lora(peft_config, ModelFiles(base_dir).fingerprint()))
+    if adapter_dir is not None:
+        _load(model, config, base_dir, adapter_dir)
+
+
+def block_linears(model: PreTrainedModel, without: Sequence[str] = ()) -> tuple[str, ...]:
+    """The last names of all linear modules but the head: ``q_proj``, ``down_proj`` ..."""
+    head = model.get_output_embeddings()
+    found = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not _matches(name, without)
+    }
+    return tuple(sorted(found))
+
+
+def _check_targets(model: PreTrainedModel, targets: Sequence[str], saved: Sequence[str]) -> None:
+    head = model.get_output_embeddings()
+    for target in targets:
+        modules = {n: m for n, m in model.named_modules() if f".{n}".endswith(f".{target}")}
+        if not modules:
+            raise ConfigError(
+                f"trainer.lora.target_modules: no module is called {target!r}; linear ones are "
+                f"called {', '.join(block_linears(model))}"
+            )
+        for name, module in modules.items():
+            if module is head or not isinstance(module, nn.Linear) or _matches(name, saved):
+                raise ConfigError(
+                    f"trainer.lora.target_modules: {name!r} is a {type(module).__name__} that "
+                    "cannot have an adapter: expected linear modules below the head that are not "
+                    "in modules_to_save"
+                )
+
+
+def _check_saved(model: PreTrainedModel, saved: Sequence[str]) -> None:
+    tied = (model.get_input_embeddings(), model.get_output_embeddings())
+    for end in saved:
+        modules = [m for n, m in model.named_modules() if _matches(n, [end])]
+        if not modules:
+            raise ConfigError(f"trainer.lora.modules_to_save: no module's name ends with {end!r}")
+        if model.config.tie_word_embeddings and any(m in tied for m in modules):
+            raise ConfigError(
+                f"trainer.lora.modules_to_save: {end!r} is tied to another matrix of this model "
+                "(tie_word_embeddings), which would not follow. Leave it out."
+            )
+
+
+def _matches(name: str, ends: Sequence[str]) -> bool:
+    """As PEFT compares ``modules_to_save``."""
+    return any(name.endswith(end) for end in ends)
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """What trains, by the names that PEFT publishes it under; sharded if the model is."""
+    return {
+        PREFIX + name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _load(model: PreTrainedModel, config: LoraConfig, base_dir: Path, adapter_dir: Path) -> None:
+    try:
+        saved = read_adapter(adapter_dir)
+        check_base(ModelFiles(base_dir), saved)
+    except WeightsError as error:
+        raise ConfigError(f"--resume: {error}") from error
+    mine = adapter_tensors(model)
+    shapes = [{n: list(t.shape) for n, t in each.items()} for each in (saved.tensors, mine)]
+    scaling = config.alpha / (math.sqrt(config.rank) if config.use_rslora else config.rank)
+    if shapes[0] != shapes[1] or saved.scaling != scaling:
+        strange = [n for n in sorted(shapes[0] | shapes[1]) if shapes[0].get(n) != shapes[1].get(n)]
+        raise ConfigError(
+            f"--resume: the adapter in {adapter_dir} is not the one that [trainer.lora] describes: "
+            f"scaling {saved.scaling:g}, expected {scaling:g}; {len(strange)} tensors of another "
+            f"shape or missing{f', first {strange[0]!r}' if strange else ''}. Set the table back."
+        )
+    with torch.no_grad():
+        for name, tensor in mine.items():
+            tensor.copy_(saved.tensors[name])
