@@ -13,6 +13,7 @@ import pytest
 
 from prime_rl import RunError
 from prime_rl.run import supervisor
+from prime_rl.run.checkpoints import STABLE, finished
 from prime_rl.run.children import end, free_ports, sigterm_is_ctrl_c, start, uninterrupted
 from prime_rl.run.status import DONE, Status
 from prime_rl.run.supervisor import _watch
@@ -215,6 +216,18 @@ def test_a_child_that_is_killed_is_said_to_be(spawn, view):
         _watch(children, view)
 
 
+def test_the_end_of_a_run_says_from_where_it_can_go_on(spawn, view):
+    for step, whole in ((2, True), (10, True), (12, False)):
+        folder = finished(view.run_dir, step).directory
+        folder.mkdir(parents=True)
+        if whole:
+            (folder / STABLE).touch()
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
+    with pytest.raises(RunError, match=r"\n--resume goes on from the checkpoint of step 10\.$"):
+        _watch(children, view)
+
+
 def test_an_engine_that_just_stops_has_died_too(spawn, view):
     children = [
         spawn("pass", "inference"),
@@ -283,12 +296,16 @@ def test_what_was_started_before_a_failing_start_is_known(monkeypatch, tmp_path,
         raise RuntimeError("the engine plugin failed")
 
     ended = []
-    monkeypatch.setattr(supervisor, "_plan", lambda *_: SimpleNamespace(write=lambda _: None))
+    launcher = SimpleNamespace(end=ended.extend, close=lambda: ended.append("closed"))
+    monkeypatch.setattr(supervisor, "build_launcher", lambda *_: launcher)
     monkeypatch.setattr(supervisor, "_start", starting)
-    monkeypatch.setattr(supervisor, "end", lambda children: ended.extend(children))
+    config = SimpleNamespace(
+        plugins=SimpleNamespace(disabled=()), inference=SimpleNamespace(max_restarts=0)
+    )
+    view = SimpleNamespace(console=SimpleNamespace(print=print))
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
-        supervisor.run(None, tmp_path, None)
-    assert [child.name for child in ended] == ["model"]
+        supervisor.run(config, tmp_path, view)
+    assert [getattr(each, "name", each) for each in ended] == ["model", "closed"]
 
 
 # -- ports ----------------------------------------------------------------------------------

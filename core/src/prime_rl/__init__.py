@@ -33,6 +33,12 @@ from prime_rl.plugins.errors import WeightsError as WeightsError
 from prime_rl.plugins.errors import WireError as WireError
 from prime_rl.plugins.hookspecs import hookimpl as hookimpl
 from prime_rl.plugins.import_path import import_function as import_function
+from prime_rl.plugins.launchers import Launcher as Launcher
+from prime_rl.plugins.launchers import Part as Part
+from prime_rl.plugins.launchers import Place as Place
+from prime_rl.plugins.launchers import Process as Process
+from prime_rl.plugins.launchers import ProcessCommand as ProcessCommand
+from prime_rl.plugins.launchers import Task as Task
 from prime_rl.rollout import ROLES as ROLES
 from prime_rl.rollout import Group as Group
 from prime_rl.rollout import Rollout as Rollout

@@ -25,6 +25,10 @@ def run(
         bool,
         typer.Option("--dry-run", help="Validate, write the resolved config, and exit."),
     ] = False,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="Who starts the processes, and where; short for --launcher.type."),
+    ] = None,
 ) -> None:
     """Train: start every process of a run, show what they do, and say what came of it."""
     from prime_rl.config.load import load_config
@@ -33,6 +37,7 @@ def run(
 
     arguments, resume = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
+    overrides += [] if launcher is None else ["--launcher.type", launcher]
     config = load_config([Path(path) for path in paths], overrides)
     check(config)
     if resume is not None:

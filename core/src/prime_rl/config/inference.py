@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from prime_rl.config.base import Settings
+
+STARTS_ENGINES = ("engine", "host", "port", "python", "replicas", "max_restarts")
+"""Keys that say how the run starts engines: nothing reads them where it starts none."""
+
+
+def _as_urls(value: Any) -> Any:
+    """One URL or several, with or without ``/v1``."""
+    urls = [value] if isinstance(value, str) else value
+    if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
+        return value
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+
+Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 
 
 class InferenceConfig(Settings):
@@ -20,11 +42,56 @@ class InferenceConfig(Settings):
     host: str = "127.0.0.1"
     """Address the server binds. Nothing listens beyond loopback unless told."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """None: a free port is chosen."""
+    """Of the first replica; the others get those that follow. None: free ports are chosen."""
+    replicas: PositiveInt = 1
+    """Engines to start, each with the whole model. Groups are spread over them."""
+    max_restarts: NonNegativeInt = 3
+    """How often an engine that has served and then dies is started again, each by itself. Beyond
+    that the run goes on with the others, or ends if there are none."""
+    base_url: Annotated[tuple[Url, ...] | None, Field(min_length=1), BeforeValidator(_as_urls)] = (
+        None
+    )
+    """Engines that are running already, one URL or several: the run starts none. They must serve
+    the model under ``model.name``, and see the run directory and the model's folder."""
+    admin_key_var: str = "PRIME_RL_ADMIN_KEY"
+    """Environment variable with the key of the admin routes of ``base_url``."""
+    python: str | None = None
+    """Interpreter the engine runs under, if it is installed in an environment of its own, relative
+    to the working directory: ``.venv-vllm/bin/python``. None: the run's own."""
     max_model_len: PositiveInt | None = None
     """Prompt and completion together, in tokens. None: ``seq_len``."""
     ready_timeout: PositiveFloat = 600.0
-    """Seconds to wait for the server to become healthy."""
+    """Seconds to wait until an engine serves: at the start, and whenever none is left."""
+
+    @model_validator(mode="after")
+    def _starts_them_or_not(self) -> InferenceConfig:
+        if self.base_url is None:
+            if self._sets("admin_key_var"):
+                raise ValueError(
+                    "admin_key_var is the key of engines that are running already, and base_url "
+                    "names none; engines of the run get a key of their own. Leave it out."
+                )
+            return self
+        if len(set(self.base_url)) < len(self.base_url):
+            raise ValueError("base_url names an engine twice")
+        given = [key for key in STARTS_ENGINES if self._sets(key)]
+        if unread := [*given, *(self.model_extra or {})]:
+            raise ValueError(
+                f"{unread[0]} says how to start an engine, and base_url names engines that are "
+                "running already: nothing would read it. Leave one of them out."
+            )
+        return self
+
+    def _sets(self, key: str) -> bool:
+        """Whether a key says something else than by default; a key we don't have says nothing.
+        (Not ``model_fields_set``: in the config that a run writes down every key is set.)"""
+        field = type(self).model_fields.get(key)
+        return field is not None and getattr(self, key) != field.default
+
+    @property
+    def interpreter(self) -> Path | None:
+        """``python`` as an absolute path. Links stay: they are what makes it an environment's."""
+        return None if self.python is None else Path(self.python).expanduser().absolute()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -8,7 +8,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from prime_rl.config.base import Settings
 from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.deployment import DeploymentConfig
 from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.launcher import LauncherConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
 
@@ -68,6 +70,8 @@ class RunConfig(Settings):
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
+    deployment: DeploymentConfig = DeploymentConfig()
+    launcher: LauncherConfig = LauncherConfig()
     rollout_transport: TransportConfig = TransportConfig()
     plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}

@@ -32,6 +32,7 @@ TABLES = {
     "engine": "[inference.{}]",
     "monitor": "[monitors.{}]",
     "model": '[model] name = "{}"',
+    "launcher": '[launcher] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
 }
 """The table that holds an offer's settings, by kind."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from prime_rl.plugins.errors import ConfigError
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -332,6 +334,10 @@ class EngineLaunch:
     policy_version: int = 0
     wait_for_model: bool = False
     """The folder is still being made: wait for the file ``.ready`` in it."""
+    python: Path | None = None
+    """Interpreter to run the server under, if ``Engine.check`` has taken one. None: ours."""
+    can_sleep: bool = False
+    """Engine and trainer share GPUs: ``/sleep`` has to give the memory away."""
 
 
 @dataclass(frozen=True)
@@ -345,10 +351,25 @@ class EngineCommand:
 class Engine(Offer):
     """An inference server behind the HTTP contract of ``docs/engines.md``."""
 
+    def check(self, python: Path | None) -> None:
+        """Refuse what the server would fail on, before any process is started. ``python`` is
+        ``inference.python``: an engine that cannot run under it says so, as this one does. Raises
+        ``ConfigError``."""
+        if python is not None:
+            raise ConfigError(
+                f"inference.python: the engine {self.name!r} runs under the run's own interpreter; "
+                "leave it out"
+            )
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """The process that serves ``launch.model_path`` on ``launch.port``; it must stay in the
         foreground."""
         raise NotImplementedError
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one server uses where there are any: the size of its tensor parallelism."""
+        return 1
 
 
 class RendererOffer(Offer):

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Sampler,
         Source,
     )
+    from prime_rl.plugins.launchers import Launcher
     from prime_rl.rollout import Group, Rollout, Sample
 
 PROJECT = "prime_rl"
@@ -91,6 +92,11 @@ def register_monitors() -> Iterable[type[Monitor]]:
 @hookspec
 def register_models() -> Iterable[type[ModelMaker]]:
     """Offer models that are made on this machine, selected by ``model.name``."""
+
+
+@hookspec
+def register_launchers() -> Iterable[type[Launcher]]:
+    """Offer launchers, selected by ``launcher.type``: who starts the processes of a run."""
 
 
 @hookspec

@@ -28,6 +28,7 @@ from prime_rl.plugins.base import (
 )
 from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.errors import ConfigError, PluginError
+from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import Hooks, Source
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
@@ -65,6 +66,7 @@ SOURCE = Kind("source", "register_sources", RolloutSource, "algo.sampling.source
 ENGINE = Kind("engine", "register_engines", Engine, "inference.engine")
 MONITOR = Kind("monitor", "register_monitors", Monitor, "monitors.<name>")
 MODEL = Kind("model", "register_models", ModelMaker, "model.name")
+LAUNCHER = Kind("launcher", "register_launchers", Launcher, "launcher.type")
 LOSS = Kind("loss", "register_losses", Loss, "trainer.loss.type")
 
 KINDS: tuple[Kind[Any], ...] = (
@@ -76,6 +78,7 @@ KINDS: tuple[Kind[Any], ...] = (
     ENGINE,
     MONITOR,
     MODEL,
+    LAUNCHER,
     LOSS,
 )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from prime_rl.plugins.launchers import Process
 from prime_rl.run.launch import PARENT_PID
 
 QUIET_CPU = {
@@ -33,8 +34,8 @@ GRACE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, eq=False)
-class Child:
-    """One running process."""
+class Child(Process):
+    """One running process of this machine."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -46,19 +47,17 @@ class Child:
         """None while it runs; -N if signal N ended it."""
         return self.process.poll()
 
-    def last_lines(self, count: int = 15) -> list[str]:
-        """The end of its log."""
-        with suppress(FileNotFoundError):
-            if self.log is None:
-                return []
-            return self.log.read_text(errors="replace").splitlines()[-count:]
-        return []
 
-
-def start(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | None = None) -> Child:
+def start(
+    name: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log: Path | None = None,
+    cwd: Path | None = None,
+) -> Child:
     """Start a child in its own session, so that Ctrl-C reaches it through us only, in order.
 
-    ``log`` takes what it writes; None: our stderr does.
+    ``log`` takes what it writes; None: our stderr does. ``cwd``: None: our own.
     """
     with nullcontext(STDERR) if log is None else log.open("ab") as file:
         process = subprocess.Popen(
@@ -67,6 +66,7 @@ def start(name: str, argv: Sequence[str], env: Mapping[str, str], log: Path | No
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            cwd=cwd,
             env={**QUIET_CPU, **os.environ, **env, PARENT_PID: str(os.getpid())},
         )
     return Child(name, process, log)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.adapter import is_adapter
 from prime_rl.run.checkpoints import Checkpoint
 
 
@@ -27,6 +28,12 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     transport_hwm: int = 4
     first_step: int = 1
     num_ranks: int = 1
+    """Of the trainer, over all its nodes."""
+    trainer_nodes: int = 1
+    rendezvous: str = ""
+    """``HOST:PORT`` on the trainer's first node, where ranks of several nodes meet."""
+    trainer_addresses: list[str] = []
+    """Of the trainer's nodes: where the ranks of one are reached by those of the others."""
     resume_from: str | None = None
     """The checkpoint of step ``first_step - 1``; None: from the beginning."""
 
@@ -34,6 +41,26 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     def checkpoint(self) -> Checkpoint | None:
         """What this launch goes on from."""
         return None if self.resume_from is None else Checkpoint(Path(self.resume_from))
+
+    @property
+    def adapter(self) -> Path | None:
+        """The adapter that this launch goes on with, on the base ``model_path``; None if
+        ``model_path`` is the whole policy."""
+        checkpoint = self.checkpoint
+        found = checkpoint is not None and is_adapter(checkpoint.weights)
+        return checkpoint.weights if checkpoint is not None and found else None
+
+    @property
+    def first_weights(self) -> Path:
+        """The policy that the launch starts from, as an engine loads it: a model's or an adapter's
+        folder. Its version is ``first_step - 1``."""
+        return self.adapter or Path(self.model_path)
+
+    @property
+    def engine_version(self) -> int:
+        """The policy version that engines have when they have loaded ``model_path``. A base without
+        its adapter is the policy that the run began with."""
+        return 0 if self.adapter else self.first_step - 1
 
     def write(self, run_dir: Path) -> None:
         """Save it in the run directory."""
@@ -55,6 +82,9 @@ ADMIN_KEY = "PRIME_RL_ADMIN_KEY"
 
 ENGINE_KEY = "PRIME_RL_ENGINE_API_KEY"
 """Environment variable with the bearer key of the engines' sampling routes; unset means none."""
+
+NODE_ADDRESS = "PRIME_RL_NODE_ADDRESS"
+"""Environment variable by which a trainer node learns its own address."""
 
 PARENT_PID = "PRIME_RL_PARENT_PID"
 """Environment variable by which a child learns whose death is its own."""

@@ -29,33 +29,38 @@ from prime_rl.run.status import DONE, Status
 
 log = logging.getLogger("prime_rl.models")
 
+CACHE = "PRIME_RL_CACHE"
+"""Environment variable that names the folder of models."""
 
-def cached_path(maker: ModelMaker, version: str, seed: int) -> Path:
+
+def cached_path(maker: ModelMaker, version: str, seed: int, cache: Path | None = None) -> Path:
     """Where a maker's model lives: the same settings, seed and plugin version share one folder."""
     key = json.dumps([maker.name, version, maker.config.model_dump(mode="json"), seed])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return cache_dir() / f"{maker.name}-{digest}"
+    return (cache or cache_dir()) / f"{maker.name}-{digest}"
 
 
 def cache_dir() -> Path:
     """``$PRIME_RL_CACHE``, else ``prime-rl/models`` in the user's cache folder."""
-    if explicit := os.environ.get("PRIME_RL_CACHE"):
+    if explicit := os.environ.get(CACHE):
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "prime-rl" / "models"
 
 
-def model_path(config: RunConfig) -> tuple[str, bool]:
-    """Where the run's model is, and whether the model process must still put it there."""
+def model_path(config: RunConfig, cache: Path | None = None) -> tuple[str, bool]:
+    """Where the run's model is, and whether the model process must still put it there. ``cache``:
+    instead of the user's, unless ``$PRIME_RL_CACHE`` says where."""
+    cache = cache if cache and CACHE not in os.environ else cache_dir()
     hooks = load_plugins(disabled=config.plugins.disabled)
     maker = build_model_maker(config, hooks)
     if maker is not None:
         version = collect(hooks, MODEL)[maker.name].source.version
-        path = cached_path(maker, version, config.seed)
+        path = cached_path(maker, version, config.seed, cache)
     elif Path(config.model.name).is_dir():
         return str(Path(config.model.name).resolve()), False
     else:
-        path = cache_dir() / f"hub--{config.model.name.replace('/', '--')}"
+        path = cache / f"hub--{config.model.name.replace('/', '--')}"
     return str(path), not (path / READY).exists()
 
 

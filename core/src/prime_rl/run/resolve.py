@@ -3,11 +3,13 @@ that don't divide."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_rl.adapter import is_adapter
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
     AlgoConfig,
@@ -22,11 +24,13 @@ from prime_rl.orchestrator.env import check_taskset
 from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker, RendererOffer
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
 from prime_rl.plugins.offers import (
     ALGORITHM,
     ENGINE,
     FILTER,
+    LAUNCHER,
     LOSS,
     MODEL,
     MONITOR,
@@ -39,6 +43,7 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
+from prime_rl.run.gpus import check_shares, gpus_of, num_ranks
 
 RESERVED_LABELS = ("agg", "all", "effective")
 """Names that metrics use for what is over all envs."""
@@ -63,7 +68,8 @@ def check(config: RunConfig) -> Hooks:
     _check_renderer(config, hooks)
     for name, table in config.monitors.items():
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
-    build_engine(config, hooks)
+    check_engine(config, hooks)
+    _check_deployment(config, hooks)
     _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
     for label in ("train", "eval"):
         for number, env in enumerate(getattr(orchestrator, label).env):
@@ -82,6 +88,46 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
         )
     where = f"inference.{inference.engine}"
     return cls(settings_of(cls, ENGINE, inference.settings, where))
+
+
+def check_engine(config: RunConfig, hooks: Hooks) -> None:
+    """Whether the engine can be started here, or be steered elsewhere. Raises ``ConfigError``."""
+    engine = build_engine(config, hooks)
+    if config.inference.base_url is None:
+        engine.check(config.inference.interpreter)
+    else:
+        _check_elsewhere(config)
+
+
+def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
+    """Launcher, GPUs and ranks fit one another."""
+    gpus = gpus_of(config, build_launcher(config, hooks))
+    num_ranks(config, gpus)
+    if config.inference.base_url is None:
+        check_shares(gpus, build_engine(config, hooks).num_gpus)
+
+
+def _check_elsewhere(config: RunConfig) -> None:
+    """Engines that are running already."""
+    variable = config.inference.admin_key_var
+    if not os.environ.get(variable):
+        raise ConfigError(
+            "inference.base_url: new weights need the key of the engines' admin routes, and the "
+            f"environment variable {variable} (inference.admin_key_var) is not set, or empty. "
+            "Export the key they were started with; prime-rl serve --show-admin-key prints it."
+        )
+    if config.deployment.colocated:
+        raise ConfigError(
+            "deployment.colocated has engines and trainer take turns on one GPU, and "
+            "inference.base_url names engines that this run does not start. Leave one of them out."
+        )
+
+
+def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
+    """The launcher plugin with its settings. Raises ``ConfigError``."""
+    table = config.launcher
+    cls = select(LAUNCHER, table.type, collect(hooks, LAUNCHER), "launcher.type")
+    return cls(settings_of(cls, LAUNCHER, table.settings, "launcher"))
 
 
 def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
@@ -112,6 +158,11 @@ def _check_folder(folder: Path) -> None:
     if not (folder / "config.json").exists():
         raise ConfigError(
             f"model.name: {folder} has no config.json; expected a Hugging Face folder"
+        )
+    if is_adapter(folder) and not any(folder.glob("model*.safetensors")):
+        raise ConfigError(
+            f"model.name: {folder} holds a LoRA adapter without its base. The model that its run "
+            "exported, RUN/weights, has the adapter merged in."
         )
 
 

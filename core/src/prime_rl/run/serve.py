@@ -135,6 +135,7 @@ def _start_engine(server: Server, path: Path, context: int) -> Child:
         max_model_len=context,
         seed=config.seed,
         admin_key=server.admin_key,
+        python=config.inference.interpreter,
     )
     command = build_engine(config, load_plugins()).command(launch)
     env = {ADMIN_KEY: server.admin_key, ENGINE_KEY: server.api_key, "HF_HUB_OFFLINE": "1"}

@@ -20,7 +20,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.run.children import free_ports
-from prime_rl.run.resolve import build_engine, build_model_maker
+from prime_rl.run.resolve import build_model_maker, check_engine
 
 PORT = 8000
 """Tried first where none is asked for."""
@@ -66,7 +66,7 @@ def read_request(
         raise ConfigError(explain(error, RunConfig)) from error
     hooks = load_plugins()
     build_model_maker(config, hooks)
-    build_engine(config, hooks)
+    check_engine(config, hooks)
     return Request(config, served_model_name or model.rstrip("/"), **options)
 
 
@@ -74,11 +74,12 @@ def _check_override(path: Sequence[str], inference: Mapping[str, Any]) -> None:
     engine = inference.get("engine", InferenceConfig().engine)
     is_model = path[0] == "model" and len(path) > 1 and path[1] != "name"
     is_engine = list(path[:2]) == ["inference", engine] and len(path) > 2
-    if not (is_model or is_engine or list(path) == ["inference", "ready_timeout"]):
+    is_launch = list(path) in (["inference", "ready_timeout"], ["inference", "python"])
+    if not (is_model or is_engine or is_launch):
         raise ConfigError(
             f"--{'.'.join(path)}: unknown option. prime-rl serve takes --model.KEY (of a model "
-            f"that is made here), --inference.{engine}.KEY, --inference.ready_timeout, and what "
-            "--help lists"
+            f"that is made here), --inference.{engine}.KEY, --inference.ready_timeout, "
+            "--inference.python, and what --help lists"
         )
 
 

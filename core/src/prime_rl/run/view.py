@@ -102,15 +102,24 @@ class View:
         table = Table(box=None, header_style="dim", padding=(0, 2))
         for title in ("process", "does", "waits for", ""):
             table.add_column(title)
-        for name in PROCESSES:
+        for name in self._names():
             report = read_status(self.run_dir / "status" / f"{name}.json")
             if report is not None:
                 table.add_row(Text(name, "bold"), *_status_cells(report))
         return table
 
+    def _names(self) -> list[str]:
+        """Processes to show; what is said of the engines as a whole, where it is not one alone."""
+        statuses = self.run_dir / "status"
+        more = sorted(path.stem for path in statuses.glob("inference_*.json"))
+        if more or not (statuses / "inference.json").exists():
+            more = ["engines", *more]
+        place = PROCESSES.index("trainer")
+        return [*PROCESSES[:place], *more, *PROCESSES[place:]]
+
     def _print_news(self) -> None:
         """One line for each process that does something new, and one for every few steps."""
-        for name in PROCESSES:
+        for name in self._names():
             report = read_status(self.run_dir / "status" / f"{name}.json")
             news = _news(report) if report else None
             if news and self._printed.get(name) != news and not self.metrics.step:

@@ -1,0 +1,140 @@
+"""What a run consists of, and what each process must know once everyone has a place.
+
+config -> tasks -> (a launcher places them) -> Launch, which every process reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl.adapter import is_adapter
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.base import Engine
+from prime_rl.plugins.launchers import Launcher, Part, Place, Task
+from prime_rl.run.checkpoints import Checkpoint
+from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
+from prime_rl.run.launch import Launch
+from prime_rl.run.models import model_path
+
+LOOPBACK = "127.0.0.1"
+MODELS = ".models"
+"""Folder of models that are made or fetched, in ``output_dir``: other machines must see it too."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Who is there, before anybody knows where."""
+
+    tasks: tuple[Task, ...]
+    num_ranks: int
+    model_path: str
+    wait_for_model: bool
+
+    def of(self, part: Part) -> list[Task]:
+        """The tasks of one part, in order."""
+        return [task for task in self.tasks if task.part == part]
+
+
+def lay_out(
+    config: RunConfig, launcher: Launcher, engine: Engine, checkpoint: Checkpoint | None = None
+) -> Layout:
+    """The processes of a run and what each needs. Raises ``ConfigError``.
+
+    A run that goes on takes its model from the checkpoint, with the tokenizer that came along; if
+    that is an adapter, the base is where the run had it from.
+    """
+    whole = checkpoint is not None and not is_adapter(checkpoint.weights)
+    cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
+    path, to_make = str(checkpoint and checkpoint.weights), False
+    if not whole:
+        path, to_make = model_path(config, cache)
+    gpus = gpus_of(config, launcher)
+    ranks = num_ranks(config, gpus)
+    on_gpu = launcher.is_remote and launcher.num_gpus() > 0
+    tasks = [
+        *([Task("model", "model")] if to_make else []),
+        *_engine_tasks(config, gpus, engine.num_gpus if on_gpu else 0),
+        *_trainer_tasks(config, gpus, ranks, on_gpu and config.trainer.device != "cpu"),
+        Task("orchestrator", "orchestrator", num_ports=_wire_ports(config, ranks)),
+    ]
+    return Layout(tuple(tasks), ranks, path, to_make)
+
+
+def _engine_tasks(config: RunConfig, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
+    for number in range(num_engines(config)):
+        yield Task(
+            "inference" if number == 0 else f"inference_{number}",
+            "inference",
+            number,
+            num_gpus=num_gpus,
+            gpus=gpus.of_engine(number),
+            num_ports=1,
+        )
+
+
+def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -> Iterator[Task]:
+    """One a node, each with its share. They listen on one port: that of the first is where ranks
+    meet."""
+    nodes = config.deployment.trainer_nodes
+    share = ranks // nodes
+    for number in range(nodes):
+        mine = slice(number * share, (number + 1) * share)
+        yield Task(
+            "trainer" if number == 0 else f"trainer_{number}",
+            "trainer",
+            number,
+            num_cpus=share,
+            num_gpus=share if on_gpu else 0,
+            gpus=None if gpus.trainer is None else gpus.trainer[mine],
+            num_ports=1,
+            apart=nodes > 1,
+        )
+
+
+def _wire_ports(config: RunConfig, ranks: int) -> int:
+    return ranks if config.rollout_transport.type == "zmq" else 0
+
+
+def plan(
+    config: RunConfig,
+    layout: Layout,
+    places: Mapping[str, Place],
+    checkpoint: Checkpoint | None = None,
+) -> Launch:
+    """Addresses, paths and names of this launch."""
+    inference, transport = config.inference, config.rollout_transport
+    engines = [places[task.name] for task in layout.of("inference")]
+    engine_ports = _ports(inference.port, [each.ports[0] for each in engines])
+    trainers = [places[task.name] for task in layout.of("trainer")]
+    wire = places["orchestrator"]
+    return Launch(
+        model_path=layout.model_path,
+        wait_for_model=layout.wait_for_model,
+        served_model_name=config.model.name,
+        engine_urls=list(inference.base_url or ())
+        or [
+            f"http://{_host(place.address or inference.host)}:{port}"
+            for place, port in zip(engines, engine_ports, strict=True)
+        ],
+        transport_type=transport.type,
+        transport_host=wire.address or transport.host,
+        transport_ports=_ports(transport.port, wire.ports),
+        transport_hwm=transport.hwm,
+        first_step=checkpoint.step + 1 if checkpoint else 1,
+        num_ranks=layout.num_ranks,
+        trainer_nodes=config.deployment.trainer_nodes,
+        rendezvous=f"{_host(trainers[0].address or LOOPBACK)}:{trainers[0].ports[0]}",
+        trainer_addresses=[each.address or LOOPBACK for each in trainers],
+        resume_from=str(checkpoint.directory) if checkpoint else None,
+    )
+
+
+def _host(address: str) -> str:
+    return f"[{address}]" if ":" in address else address
+
+
+def _ports(first: int | None, free: Sequence[int]) -> list[int]:
+    """As many as are free: those from the configured one on, else the free ones."""
+    return list(free) if first is None else [first + number for number in range(len(free))]

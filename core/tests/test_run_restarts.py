@@ -1,0 +1,102 @@
+"""Which engines are started again, how often, and what comes after that."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl.run.restarts import Restarts, engine_names
+from prime_rl.run.status import Status
+
+
+class Fake(Process):
+    def __init__(self, name):
+        self.name, self.log, self.code = name, None, None
+
+    @property
+    def exit_code(self):
+        return self.code
+
+
+class Starts(Launcher):
+    """Starts nothing, and remembers what it was asked for."""
+
+    name = "starts"
+
+    def __init__(self):
+        self.started = []
+
+    def start(self, task, command):
+        self.started.append((task.name, command.argv))
+        return Fake(task.name)
+
+
+def command(*argv):
+    return ProcessCommand(argv, Path("log"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two engines that serve, and a trainer."""
+    (tmp_path / "status").mkdir()
+    told = []
+    restarts = Restarts(Starts(), tmp_path, 2, told.append)
+    processes = [
+        restarts.start(Task("inference", "inference"), command("a")),
+        restarts.start(Task("inference_1", "inference", 1), command("b")),
+        restarts.start(Task("trainer", "trainer"), command("t")),
+    ]
+    status = Status(tmp_path / "status" / "engines.json")
+    status.report("2 of 2 serve", inference="version 3", inference_1="version 3")
+    restarts._launcher.started.clear()
+    return restarts, processes, told, status
+
+
+def test_an_engine_that_dies_is_started_again_with_its_own_command(run):
+    restarts, processes, told, _ = run
+    processes[1].code = -signal.SIGKILL
+    restarts.mend(processes)
+    assert restarts._launcher.started == [("inference_1", ("b",))]
+    assert [process.name for process in processes] == ["inference", "inference_1", "trainer"]
+    assert processes[1].exit_code is None
+    assert told == ["inference_1 was ended by SIGKILL: starting it again (1 of 2 times)"]
+
+
+def test_one_that_has_died_too_often_is_left_out_while_another_is_alive(run):
+    restarts, processes, told, _ = run
+    for _ in range(3):
+        next(p for p in processes if p.name == "inference").code = 1
+        restarts.mend(processes)
+    assert [process.name for process in processes] == ["inference_1", "trainer"]
+    assert told[-1] == "inference exited with code 1: going on without it"
+    assert len(restarts._launcher.started) == 2
+
+
+def test_the_last_one_stays_for_the_caller_to_see_that_it_has_died(run):
+    restarts, processes, _, _ = run
+    for _ in range(3):
+        for process in [p for p in processes if p.name != "trainer"]:
+            process.code = 1
+        restarts.mend(processes)
+    dead = [process for process in processes if process.exit_code is not None]
+    assert len(dead) >= 1 and all(process.name.startswith("inference") for process in dead)
+
+
+def test_one_that_has_never_served_is_not_started_again(run):
+    restarts, processes, told, status = run
+    status.report("1 of 2 serve", inference="version 0", inference_1="starting")
+    processes[0].code = processes[1].code = 1
+    restarts.mend(processes)
+    assert [process.exit_code for process in processes] == [None, 1, None] and len(told) == 1
+
+
+def test_nobody_else_is_started_again(run):
+    restarts, processes, told, _ = run
+    processes[2].code = 1
+    restarts.mend(processes)
+    assert processes[2].exit_code == 1 and told == [] and restarts._launcher.started == []
+
+
+def test_engines_are_numbered_from_the_second_on():
+    assert engine_names(3) == ["inference", "inference_1", "inference_2"]

@@ -1,0 +1,70 @@
+"""What runs on a node of the cluster: it starts one process at a time, as its child.
+
+Should Ray end this actor, or the driver go, the kernel ends the child (``exit_with_parent``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import ray
+
+from prime_rl.run.children import Child, end, free_ports, start
+
+POLL_SECONDS = 0.1
+
+
+class Agent:
+    """An actor. Its methods are coroutines: all run on one thread, which lives as long as the
+    actor. The kernel would end a child with the thread that started it."""
+
+    def __init__(self) -> None:
+        self._child: Child | None = None
+
+    async def place(self, num_ports: int) -> tuple[str, list[int]]:
+        """This node's address, and free ports of it."""
+        address = str(ray.util.get_node_ip_address())
+        return address, free_ports(num_ports, address)
+
+    async def run(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: str,
+        cwd: str,
+        needs: Sequence[str],
+        patience: float,
+    ) -> int | str:
+        """Start the process and wait for its end: its exit code, or why it was not started, if what
+        it needs has not come into sight within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        for needed in (argv[0], *needs):
+            if not await _seen(Path(needed), deadline):
+                return (
+                    f"{needed} is not to be seen on node {socket.gethostname()}. The environment, "
+                    "the run directory and the model must be on every node under the same path."
+                )
+        there = Path(cwd) if os.path.isdir(cwd) else None
+        self._child = start(name, argv, env, Path(log), there)
+        while (code := self._child.exit_code) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        return code
+
+    async def end(self) -> None:
+        """End the process, with whatever it started."""
+        if self._child is not None:
+            await asyncio.to_thread(end, [self._child])
+
+
+async def _seen(path: Path, deadline: float) -> bool:
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(POLL_SECONDS)
+    return True

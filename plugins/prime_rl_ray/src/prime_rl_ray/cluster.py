@@ -1,0 +1,225 @@
+"""The driver's side: placement groups, agents, and the processes that they run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from prime_rl import Place, Process, ProcessCommand, RunError, Task
+from prime_rl_ray.agent import Agent
+
+if TYPE_CHECKING:
+    from prime_rl_ray import RayConfig
+
+FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_")
+POLL_SECONDS = 0.25
+KNOCK_SECONDS = 10.0
+END_SECONDS = 20.0
+"""Within which a node ends its process when told to."""
+SEE_SECONDS = 60.0
+"""How long a file may take to reach a node through a shared disk's cache."""
+START_SECONDS = 120.0
+"""Within which an agent starts once it has its place."""
+
+
+class RayProcess(Process):
+    """A process on some node of the cluster."""
+
+    def __init__(self, name: str, log: Path, agent: Any, running: ray.ObjectRef[Any]) -> None:
+        self.name = name
+        self.log = log
+        self.agent = agent
+        self._running = running
+        self._code: int | None = None
+        self._why = ""
+        self.is_lost = False
+        """Its actor is gone: nothing can be started there any more."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """See ``Process.exit_code``; 1 too if its node refused it, -9 if its actor died."""
+        if self._code is None and ray.wait([self._running], timeout=0)[0]:
+            self._code = self._result()
+        return self._code
+
+    def _result(self) -> int:
+        try:
+            result = ray.get(self._running)
+        except RayActorError as error:
+            self.is_lost = True
+            self._why = f"its Ray actor is gone: {_first_line(error)}"
+            return -signal.SIGKILL
+        except RayError as error:
+            self._why = f"its Ray actor failed: {_first_line(error)}"
+            return 1
+        if isinstance(result, str):
+            self._why = result
+            return 1
+        return int(result)
+
+    def last_lines(self, count: int = 15) -> list[str]:
+        """The end of its log, and what Ray says."""
+        return super().last_lines(count) + ([self._why] if self._why else [])
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for a minute. Raises ``OSError`` if nobody listens."""
+    host, colon, port = address.rpartition(":")
+    if colon and host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+
+
+class Cluster:
+    """A connection to a Ray cluster, for one run. Raises ``RunError`` if there is none."""
+
+    def __init__(self, config: RayConfig) -> None:
+        self._config = config
+        self._groups: list[PlacementGroup] = []
+        self._agents: dict[str, Any] = {}
+        self._rooms: dict[str, tuple[PlacementGroup, int]] = {}
+        self._started: dict[str, RayProcess] = {}
+        where = config.address or os.environ.get("RAY_ADDRESS") or "auto"
+        handler = signal.getsignal(signal.SIGTERM)
+        try:
+            _knock(where)
+            ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError, RayError, RuntimeError) as error:
+            raise RunError(
+                f"no Ray cluster at {where}: {_first_line(error)}. Start one (ray start --head), "
+                "or set launcher.address."
+            ) from error
+        finally:
+            signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own
+
+    def num_gpus(self) -> int:
+        """Of the whole cluster."""
+        return int(ray.cluster_resources().get("GPU", 0))
+
+    def place(self, tasks: Sequence[Task], tell: Callable[[str], None]) -> dict[str, Place]:
+        """Room for every task, and an agent there."""
+        apart = [task for task in tasks if task.apart]
+        others = [task for task in tasks if not task.apart]
+        rooms: list[tuple[PlacementGroup, list[Task]]] = []
+        for group, strategy in ((apart, "STRICT_SPREAD"), (others, self._config.strategy)):
+            if group:
+                room = placement_group([_bundle(task) for task in group], strategy=strategy)
+                self._groups.append(room)
+                rooms.append((room, group))
+        for room, group in rooms:
+            self._await_room(room, group, tell)
+        for room, group in rooms:
+            for index, task in enumerate(group):
+                self._rooms[task.name] = (room, index)
+                self._agents[task.name] = _agent(room, index, task)
+        return self._places(tasks)
+
+    def _await_room(
+        self, room: PlacementGroup, tasks: Sequence[Task], tell: Callable[[str], None]
+    ) -> None:
+        ready = room.ready()
+        names = ", ".join(task.name for task in tasks)
+        tell(f"Ray cluster (room for {names})")
+        deadline = time.monotonic() + self._config.timeout
+        while not ray.wait([ready], timeout=POLL_SECONDS)[0]:
+            if time.monotonic() > deadline:
+                raise RunError(_no_room(tasks, self._config.timeout))
+
+    def _places(self, tasks: Sequence[Task]) -> dict[str, Place]:
+        asked = {task.name: self._agents[task.name].place.remote(task.num_ports) for task in tasks}
+        try:
+            found = ray.get(list(asked.values()), timeout=START_SECONDS)
+        except RayError as error:
+            raise RunError(
+                f"an agent could not be started on the Ray cluster: {_first_line(error)}. Every "
+                "node needs this Python environment: prime-rl-ray and prime-rl-core."
+            ) from error
+        return {
+            name: Place(address, tuple(ports))
+            for name, (address, ports) in zip(asked, found, strict=True)
+        }
+
+    def start(self, task: Task, command: ProcessCommand) -> Process:
+        """Have a task's agent start it; a new one, if the agent was lost with what ran before."""
+        before = self._started.get(task.name)
+        if before is not None and before.is_lost:
+            self._agents[task.name] = _agent(*self._rooms[task.name], task)
+        agent = self._agents[task.name]
+        needs = [str(path) for path in command.needs]
+        env = self._forwarded() | dict(command.env)
+        running = agent.run.remote(
+            *(task.name, list(command.argv), env, str(command.log)),
+            *(os.getcwd(), needs, SEE_SECONDS),
+        )
+        self._started[task.name] = RayProcess(task.name, command.log, agent, running)
+        return self._started[task.name]
+
+    def _forwarded(self) -> dict[str, str]:
+        wanted = self._config.forward_env
+        return {
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(FORWARDED) or name in wanted
+        }
+
+    def end(self, processes: Sequence[Process]) -> None:
+        """See ``Launcher.end``."""
+        alive = [each for each in processes if isinstance(each, RayProcess)]
+        asked = [each.agent.end.remote() for each in alive]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=END_SECONDS)
+
+    def close(self) -> None:
+        """Give all room back and leave."""
+        with suppress(RayError, ConnectionError):
+            for agent in self._agents.values():
+                ray.kill(agent)
+            for room in self._groups:
+                remove_placement_group(room)
+        ray.shutdown()
+
+
+def _bundle(task: Task) -> dict[str, float]:
+    gpus = {"GPU": float(task.num_gpus)} if task.num_gpus else {}
+    return {"CPU": float(task.num_cpus), **gpus}
+
+
+def _agent(room: PlacementGroup, index: int, task: Task) -> Any:
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=room, placement_group_bundle_index=index
+    )
+    actor = ray.remote(Agent).options(
+        num_cpus=task.num_cpus,
+        num_gpus=task.num_gpus,
+        scheduling_strategy=strategy,
+        max_restarts=0,
+        max_task_retries=0,
+    )
+    return actor.remote()
+
+
+def _no_room(tasks: Sequence[Task], seconds: float) -> str:
+    wanted = {task.name: _bundle(task) for task in tasks}
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    has = [{name: each.get(name, 0.0) for name in ("CPU", "GPU")} for each in nodes]
+    free = {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU")}
+    apart = ", each on a node of its own" if any(task.apart for task in tasks) else ""
+    return (
+        f"the Ray cluster had no room for {wanted}{apart} within {seconds:.0f} s "
+        f"(launcher.timeout). Its nodes have {has}, of which {free} are free."
+    )

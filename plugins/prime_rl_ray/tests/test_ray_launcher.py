@@ -1,0 +1,259 @@
+"""The launcher on a real Ray cluster: two nodes that are processes here, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from prime_rl import RunError, Task
+from prime_rl_ray import RayConfig, RayLauncher, register_launchers
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+cluster.add_node(**node)
+print("address", cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+SMALL = [
+    *("--model.warmup_exact", "0.0"),  # an untrained policy is made in a second
+    *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4"),
+    *("--orchestrator.eval.env.0.num_examples", "8"),
+    *("--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0"),
+]
+
+
+def with_default_signals() -> None:
+    """A shell that starts the tests in the background has them ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="module")
+def address():
+    """Of a cluster with two nodes of two cores, for the tests of this file."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", CLUSTER],
+        env=os.environ | quiet,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stdout:
+        if line.startswith("address "):
+            break
+    yield line.split()[1]
+    process.communicate(timeout=30)
+
+
+def processes_with(text: str) -> list[int]:
+    """Processes whose command line holds ``text``."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if text in (entry / "cmdline").read_text() and entry.name != str(os.getpid()):
+                found.append(int(entry.name))
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def eventually(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.05)
+
+
+# -- without a cluster ----------------------------------------------------------------------
+
+
+def test_offering_it_imports_no_ray():
+    code = (
+        "import sys, prime_rl_ray; prime_rl_ray.register_launchers(); print('ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    assert [cls.name for cls in register_launchers()] == ["ray"]
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValidationError, match="strategy"):
+        RayConfig(strategy="STRICT_PACK")
+
+
+def test_no_cluster_is_said_at_once():
+    pytest.importorskip("ray", reason="ray is not installed")
+    launcher = RayLauncher(RayConfig(address="127.0.0.1:1"))
+    with pytest.raises(RunError, match=r"no Ray cluster at 127\.0\.0\.1:1: .*refused"):
+        launcher.place([Task("trainer", "trainer")], Path(), print)
+    launcher.close()
+
+
+# -- places and processes -------------------------------------------------------------------
+
+DRIVER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from prime_rl import ProcessCommand, RunError, Task
+from prime_rl_ray import RayConfig, RayLauncher
+
+folder = Path(sys.argv[2])
+launcher = RayLauncher(RayConfig(address=sys.argv[1], timeout=3, forward_env=("MINE",)))
+env = {"GIVEN": "given"}
+
+def start(task, code, needs=()):
+    argv = [sys.executable, "-c", code]
+    return launcher.start(task, ProcessCommand(argv, folder / f"{task.name}.log", env, needs))
+
+def wait(process):
+    while process.exit_code is None:
+        time.sleep(0.02)
+    return process.exit_code, process.last_lines()
+"""
+
+
+def drive(script: str, address: str, folder: Path) -> dict:
+    """Run a script as a driver of its own; what it put into ``found``."""
+    code = f"{DRIVER}\nfound = {{}}\ntry:\n"
+    code += "".join(f"    {line}\n" for line in script.strip().splitlines())
+    code += "finally:\n    launcher.close()\nprint('FOUND', json.dumps(found))"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-W", "ignore::ResourceWarning", "-c", code,
+         address, str(folder)],
+        env=os.environ | {"MINE": "mine"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+PROCESSES = """
+FOREVER = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)"
+tasks = [Task("inference", "inference", num_ports=1), Task("trainer", "trainer", apart=True),
+         Task("trainer_1", "trainer", apart=True, num_ports=2)]
+told = []
+found["gpus"] = launcher.num_gpus()
+places = launcher.place(tasks, folder, told.append)
+found["told"] = told
+found["addresses"] = [place.address for place in places.values()]
+found["ports"] = [len(set(place.ports)) for place in places.values()]
+
+import ray
+found["nodes"] = ray.get([
+    launcher._connected._agents[name].__ray_call__.remote(
+        lambda self: ray.get_runtime_context().get_node_id())
+    for name in ("trainer", "trainer_1")])
+
+code = "import os; print(os.environ['MINE'], os.environ['GIVEN'], os.getcwd()); raise SystemExit(3)"
+found["ended"] = wait(start(tasks[0], code))
+found["again"] = wait(start(tasks[0], "print('again')"))
+import prime_rl_ray.cluster
+prime_rl_ray.cluster.SEE_SECONDS = 0.2
+found["unseen"] = wait(start(tasks[0], "pass", [folder / "not" / "there"]))
+
+def pid_of(task):
+    log = folder / f"{task.name}.log"
+    while not (log.exists() and log.read_text().endswith("\\n")):
+        time.sleep(0.02)
+    return int(log.read_text().split()[1])
+
+ended, dying = start(tasks[1], FOREVER), start(tasks[2], FOREVER)
+found["pids"] = [pid_of(tasks[1]), pid_of(tasks[2])]
+launcher.end([ended])
+found["told_to_end"] = wait(ended)[0]
+actor = int(Path(f"/proc/{found['pids'][1]}/stat").read_text().rpartition(")")[2].split()[1])
+os.kill(actor, signal.SIGKILL)
+found["died"] = wait(dying)
+found["replaced"] = wait(start(tasks[2], "raise SystemExit(5)"))[0]
+"""
+
+
+@pytest.mark.slow
+def test_tasks_get_places_and_processes_and_a_dead_actor_is_a_dead_process(address, tmp_path):
+    found = drive(PROCESSES, address, tmp_path)
+    assert found["gpus"] == 0
+    assert found["told"] == [
+        "Ray cluster (room for trainer, trainer_1)",
+        "Ray cluster (room for inference)",
+    ]
+    assert found["addresses"] == ["127.0.0.1"] * 3 and found["ports"] == [1, 0, 2]
+    assert len(set(found["nodes"])) == 2  # apart
+    assert found["ended"] == [3, [f"mine given {os.getcwd()}"]]
+    assert found["again"][0] == 0 and found["again"][1][-1] == "again"
+    assert found["unseen"][0] == 1
+    assert "not/there is not to be seen on node" in found["unseen"][1][-1]
+    assert found["told_to_end"] == -signal.SIGTERM
+    code, lines = found["died"]
+    assert code == -signal.SIGKILL
+    assert found["replaced"] == 5  # by a new actor at the same place
+    assert lines[0].startswith("pid ") and lines[-1].startswith("its Ray actor is gone: ")
+    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in found["pids"][:1]))
+
+
+NO_ROOM = """
+try:
+    launcher.place([Task("trainer", "trainer", num_cpus=3)], folder, lambda what: None)
+except RunError as error:
+    found["error"] = str(error)
+"""
+
+
+@pytest.mark.slow
+def test_no_room_is_said_with_what_there_is(address, tmp_path):
+    error = drive(NO_ROOM, address, tmp_path)["error"]
+    assert error.startswith("the Ray cluster had no room for {'trainer': {'CPU': 3.0}} within 3 s")
+    assert "Its nodes have [{'CPU': 2.0, 'GPU': 0.0}, {'CPU': 2.0, 'GPU': 0.0}]" in error
+
+
+# -- a whole run ----------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_the_cluster_and_ctrl_c_leaves_nothing_behind(address, tmp_path):
+    command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run", str(CONFIG)]
+    command += [*SMALL, "--max_steps", "1000", "--output_dir", str(tmp_path), "--run.name", "ray"]
+    process = subprocess.Popen(
+        [*command, "--launcher", "ray", "--launcher.address", address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=with_default_signals,
+    )
+    run_dir = tmp_path / "ray"
+    try:
+        steps = run_dir / "trainer.jsonl"
+        eventually(
+            lambda: (
+                process.poll() is not None
+                or (steps.exists() and steps.read_bytes().count(b"\n") >= 1)
+            ),
+            seconds=300,
+        )
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, output
+    assert "stopped; what was done so far is in" in output
+    assert {path.name for path in (run_dir / "logs" / "latest").iterdir()} == {
+        *("model.log", "inference.log", "trainer.log", "orchestrator.log")
+    }
+    eventually(lambda: not processes_with(str(run_dir)))
