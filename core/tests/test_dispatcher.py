@@ -99,6 +99,15 @@ async def test_a_group_is_handed_on_when_all_its_members_are_there():
         assert [rollout.reward for rollout in group.survivors] == [2.0, 1.0]  # members' order
 
 
+async def test_how_far_behind_those_in_flight_are():
+    async with World(size=2, batch=2, over=2.0) as world:
+        await world.end(0, 1.0)  # one of the first group's two
+        world.version = 2
+        assert world.dispatcher.versions_behind[0] == 2
+        behind = world.dispatcher.versions_behind
+        assert len(behind) == world.dispatcher.num_inflight and set(behind) == {2}
+
+
 async def test_an_episode_that_brings_several_rollouts_counts_as_several():
     async with World(size=2, batch=12, lag=0) as world:
         assert world.groups == [0, 1, 2, 3, 4, 5]  # one rollout a member, as far as it knows

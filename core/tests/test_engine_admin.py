@@ -1,4 +1,4 @@
-"""Retries of the admin client, against real servers on loopback."""
+"""Retries of one engine's admin client, against real servers on loopback."""
 
 import asyncio
 import logging
@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from prime_rl import EngineError
-from prime_rl.inference.client import EngineAdmin, RetryPolicy
+from prime_rl.inference.client import EngineAdmin, EngineGone, NotReady, RetryPolicy, Weights
 from prime_rl.run.children import free_ports
 
 QUICK = RetryPolicy(first_wait=0.01, longest_wait=0.02)
@@ -53,7 +53,7 @@ async def serving(engine, port=0):
 @asynccontextmanager
 async def admin_of(engine, retry=QUICK, **options):
     async with serving(engine) as url:
-        admin = EngineAdmin([url], "k", retry=retry, **options)
+        admin = EngineAdmin(url, "k", retry=retry, **options)
         yield admin
         await admin.close()
 
@@ -67,19 +67,19 @@ def test_waits_double_from_one_second_to_ten_and_end_after_ten_attempts():
 async def test_an_engine_that_fails_twice_and_then_answers_is_updated(tmp_path, trouble):
     engine = Engine(pause=[trouble] * 2, update_weights=[trouble] * 2, resume=[trouble] * 2)
     async with admin_of(engine) as admin:
-        assert await admin.update_weights(tmp_path, 1) > 0
+        await admin.update(Weights(tmp_path, 1))
     assert engine.paths == ["/pause"] * 3 + ["/update_weights"] * 3 + ["/resume"] * 3
 
 
 async def test_every_retry_is_logged_with_the_engine_and_the_reason(tmp_path, caplog):
     async with admin_of(Engine(update_weights=[503, DROP])) as admin:
         with caplog.at_level(logging.WARNING, logger="prime_rl.inference.client"):
-            await admin.update_weights(tmp_path, 1)
+            await admin.update(Weights(tmp_path, 1))
     first, second = caplog.messages
     assert first == (
-        f"engine {admin.urls[0]} refused /update_weights: 503 the reason; attempt 2 of 10 in 0.0 s"
+        f"engine {admin.url} refused /update_weights: 503 the reason; attempt 2 of 10 in 0.0 s"
     )
-    assert second.startswith(f"engine {admin.urls[0]} did not answer /update_weights: ")
+    assert second.startswith(f"engine {admin.url} did not answer /update_weights: ")
     assert second.endswith("; attempt 3 of 10 in 0.0 s")
 
 
@@ -87,10 +87,8 @@ async def test_attempts_end_and_the_error_counts_them(tmp_path):
     engine = Engine(pause=[500] * 99)
     async with admin_of(engine, RetryPolicy(attempts=3, first_wait=0.0)) as admin:
         with pytest.raises(EngineError) as caught:
-            await admin.update_weights(tmp_path, 1)
-    assert str(caught.value) == (
-        f"engine {admin.urls[0]} refused /pause: 500 the reason (3 attempts)"
-    )
+            await admin.update(Weights(tmp_path, 1))
+    assert str(caught.value) == (f"engine {admin.url} refused /pause: 500 the reason (3 attempts)")
     assert engine.paths == ["/pause"] * 3 + ["/resume"]
 
 
@@ -99,7 +97,7 @@ async def test_what_is_the_clients_fault_is_not_tried_again(tmp_path, status):
     engine = Engine(update_weights=[status])
     async with admin_of(engine) as admin:
         with pytest.raises(EngineError, match=rf"refused /update_weights: {status} the reason$"):
-            await admin.update_weights(tmp_path, 1)
+            await admin.update(Weights(tmp_path, 1))
     assert engine.paths == ["/pause", "/update_weights", "/resume"]
 
 
@@ -109,21 +107,21 @@ async def test_all_attempts_together_take_at_most_twice_the_timeout(tmp_path):
     retry = RetryPolicy(attempts=100, first_wait=0.05, longest_wait=0.05)
     async with admin_of(engine, retry, update_timeout=0.1) as admin:
         with pytest.raises(EngineError, match=r"500 the reason \([2-5] attempts\)"):
-            await admin.update_weights(tmp_path, 1)
+            await admin.update(Weights(tmp_path, 1))
     assert 1 < engine.paths.count("/update_weights") <= 5
 
 
 async def test_an_answer_that_does_not_come_is_asked_for_again(tmp_path):
     engine = Engine(update_weights=["slow"])
     async with admin_of(engine, update_timeout=0.2) as admin:
-        await admin.update_weights(tmp_path, 1)
+        await admin.update(Weights(tmp_path, 1))
     assert engine.paths == ["/pause", "/update_weights", "/update_weights", "/resume"]
 
 
 async def test_an_engine_that_is_being_restarted_is_waited_for(tmp_path, caplog):
     (port,) = free_ports(1)
-    admin = EngineAdmin([f"http://127.0.0.1:{port}"], "k", retry=QUICK)
-    updating = asyncio.create_task(admin.update_weights(tmp_path, 1))
+    admin = EngineAdmin(f"http://127.0.0.1:{port}", "k", retry=QUICK)
+    updating = asyncio.create_task(admin.update(Weights(tmp_path, 1)))
     while not caplog.messages:
         await asyncio.sleep(0.005)
     assert "did not answer /pause: ConnectError" in caplog.messages[0]
@@ -138,14 +136,14 @@ async def test_the_resume_after_a_refused_update_is_retried_and_the_refusal_repo
     engine = Engine(update_weights=[400], resume=[503, DROP])
     async with admin_of(engine) as admin:
         with pytest.raises(EngineError, match="refused /update_weights: 400"):
-            await admin.update_weights(tmp_path, 1)
+            await admin.update(Weights(tmp_path, 1))
     assert engine.paths[-3:] == ["/resume"] * 3
 
 
 async def test_a_cancelled_update_leaves_the_engine_resumed(tmp_path):
     engine = Engine(update_weights=["slow"])
     async with admin_of(engine) as admin:
-        updating = asyncio.create_task(admin.update_weights(tmp_path, 1))
+        updating = asyncio.create_task(admin.update(Weights(tmp_path, 1)))
         while "/update_weights" not in engine.paths:
             await asyncio.sleep(0.005)
         updating.cancel()
@@ -154,12 +152,70 @@ async def test_a_cancelled_update_leaves_the_engine_resumed(tmp_path):
     assert engine.paths == ["/pause", "/update_weights", "/resume"]
 
 
-async def test_one_engine_that_needs_retries_does_not_let_the_others_run_ahead(tmp_path):
-    """Both are paused before either loads: 4 pauses of the one, 1 of the other."""
-    flaky, steady = Engine(pause=[500] * 3), Engine()
-    flaky.paths = steady.paths = together = []
-    async with serving(flaky) as one, serving(steady) as two:
-        admin = EngineAdmin([one, two], "k", retry=QUICK)
-        await admin.update_weights(tmp_path, 1)
-        await admin.close()
-    assert together == ["/pause"] * 5 + ["/update_weights"] * 2 + ["/resume"] * 2
+async def test_an_engine_that_sleeps_is_woken_instead_of_paused(tmp_path):
+    engine = Engine()
+    async with admin_of(engine) as admin:
+        await admin.sleep()
+        await admin.update(Weights(tmp_path, 1), asleep=True)
+    assert engine.paths == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
+
+
+async def test_no_answer_is_told_from_a_refusal(tmp_path):
+    (port,) = free_ports(1)
+    once = RetryPolicy(attempts=1)
+    admin = EngineAdmin(f"http://127.0.0.1:{port}", "k", retry=once)
+    with pytest.raises(EngineGone, match="did not answer /pause: ConnectError"):
+        await admin.update(Weights(tmp_path, 1))
+    await admin.close()
+    async with admin_of(Engine(pause=[500]), once) as admin:
+        with pytest.raises(EngineError, match="refused /pause: 500") as caught:
+            await admin.update(Weights(tmp_path, 1))
+    assert not isinstance(caught.value, EngineGone)
+
+
+class Looked(Engine):
+    """Answers /health and /v1/models with what it is given."""
+
+    def __init__(self, health, models, status=200):
+        super().__init__()
+        self.answers = {"/health": health, "/v1/models": models}
+        self.status = status
+
+    async def handle(self, request):
+        text = self.answers[request.path]
+        return web.Response(status=self.status if request.path == "/health" else 200, text=text)
+
+
+MODELS = '{"data": [{"id": "m"}]}'
+
+
+@pytest.mark.parametrize(("health", "version"), [('{"version": 12}', 12), ("{}", None), ("", None)])
+async def test_a_look_tells_the_version_if_the_engine_does(health, version):
+    async with admin_of(Looked(health, MODELS)) as admin:
+        assert await admin.look("m") == version
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (Looked("loading", MODELS, 503), "/health answers 503 loading"),
+        (Looked("", '{"data": []}'), "it lists no model"),
+        (Looked("", '{"data": [{"id": "x"}]}'), "it serves 'x', expected 'm'"),
+        (Looked("", "<html>"), "Is it an engine?"),
+    ],
+    ids=["unhealthy", "no model", "another model", "no engine"],
+)
+async def test_what_is_not_ready_says_why(engine, reason):
+    async with admin_of(engine) as admin:
+        with pytest.raises(NotReady) as caught:
+            await admin.look("m")
+    assert reason in str(caught.value) and caught.value.listening
+
+
+async def test_who_takes_no_connection_does_not_listen():
+    (port,) = free_ports(1)
+    admin = EngineAdmin(f"http://127.0.0.1:{port}", "k")
+    with pytest.raises(NotReady) as caught:
+        await admin.look()
+    assert not caught.value.listening
+    await admin.close()

@@ -18,11 +18,15 @@ vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}
 vllm:generation_tokens_total{{model_name="m",engine="1"}} 1
 # TYPE vllm:time_to_first_token_seconds histogram
 vllm:time_to_first_token_seconds_bucket{{le="1"}} 3
+vllm:time_to_first_token_seconds_sum{{engine="0"}} {seconds}
+vllm:time_to_first_token_seconds_count{{engine="0"}} {number}
+# TYPE vllm:time_to_first_token_seconds_created gauge
+vllm:time_to_first_token_seconds_created{{engine="0"}} 1.7e9
 """
 
 
-def page(running, tokens):
-    return PAGE.format(running=running, tokens=tokens)
+def page(running, tokens, seconds=0, number=0):
+    return PAGE.format(running=running, tokens=tokens, seconds=seconds, number=number)
 
 
 async def nothing():
@@ -46,12 +50,25 @@ def test_gauges_over_engines_and_rates_between_steps():
     first = watch.take()
     assert first == {
         "inference/num_requests_running/mean": 3.0,
+        "inference/num_requests_running/median": 3.0,
+        "inference/num_requests_running/min": 2.0,
         "inference/num_requests_running/max": 4.0,
         "inference/num_requests_running/sum": 6.0,
     }
     watch.note(15.0, [page(0, 120), page(0, 90)])
     assert watch.take()["inference/generation_tokens:rate"] == pytest.approx(60 / 5)
     assert "inference/generation_tokens:rate" not in watch.take()  # no look since
+
+
+def test_a_histogram_is_the_mean_of_what_was_observed_since_the_step_before():
+    watch = EngineWatch(nothing)
+    watch.note(10.0, [page(0, 0, seconds=7, number=5), page(0, 0, seconds=1, number=1)])
+    assert not [name for name in watch.take() if "time_to_first_token" in name]
+    watch.note(15.0, [page(0, 0, seconds=9, number=6), page(0, 0, seconds=2, number=3)])
+    found = {name: v for name, v in watch.take().items() if "time_to_first_token" in name}
+    assert found == {"inference/time_to_first_token_seconds:mean": 1.0}  # 3 seconds in 3
+    watch.note(20.0, [page(0, 0, seconds=9, number=6), page(0, 0, seconds=2, number=3)])
+    assert not [name for name in watch.take() if "time_to_first_token" in name]  # nobody asked
 
 
 def test_an_engine_that_started_anew_has_no_negative_rate():

@@ -251,8 +251,9 @@ async def test_rewards_metrics_and_the_rest_of_the_record(
     assert (result.num_turns, result.is_truncated) == (1, False)
     assert result.stop_condition == "agent_completed"
     assert (result.agent, result.trainable, result.info) == ("agent", True, {})
-    assert set(result.timing) == {"setup", "agent", "model", "scoring"}
-    assert 0 < result.timing["model"] <= result.timing["agent"]
+    stages = {"setup", "agent", "agent/model", "agent/harness", "finalize", "scoring"}
+    assert set(result.timing) == stages
+    assert 0 < result.timing["agent/model"] <= result.timing["agent"]
     assert result.trace.nodes[1].message.content == "ok"
 
 

@@ -18,6 +18,7 @@ def loop():
     orchestrator.config = SimpleNamespace(orchestrator=settings)
     orchestrator.dispatcher = SimpleNamespace(num_inflight=0)
     orchestrator.evals = SimpleNamespace(inflight=0)
+    orchestrator.fleet = SimpleNamespace(asleep=False)
     orchestrator.policy = SimpleNamespace(version=3)
     orchestrator.status = Status(None)
     return orchestrator

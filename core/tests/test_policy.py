@@ -3,12 +3,14 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from prime_rl import EngineError
-from prime_rl.inference.client import EngineAdmin, RetryPolicy
+from prime_rl.inference.client import RetryPolicy, Weights
+from prime_rl.inference.fleet import Fleet
 from prime_rl.orchestrator.policy import Policy, TrainerLog, WeightWatcher, newest_version
 
 ONCE = RetryPolicy(attempts=1)
@@ -27,10 +29,12 @@ class Engine:
 
     def __init__(self):
         self.calls, self.done, self.refuse, self.models = [], [], {}, [{"id": "m"}]
-        self.slow = set()
+        self.slow, self.away, self.version = set(), False, 0
         self.on_update = lambda: None
 
     async def handle(self, request):
+        if self.away:
+            request.transport.abort()
         body = await request.json() if request.can_read_body else None
         self.calls.append((request.path, dict(request.query), body))
         self.key = request.headers.get("Authorization")
@@ -41,6 +45,10 @@ class Engine:
         self.done.append(request.path)
         if request.path in self.refuse:
             return web.Response(status=self.refuse[request.path], text="the reason")
+        if request.path == "/update_weights":
+            self.version = body["version"]
+        if request.path == "/health":
+            return web.json_response({"version": self.version})
         if request.path == "/v1/models":
             return web.json_response({"data": self.models})
         return web.json_response({"status": "ok"})
@@ -65,16 +73,13 @@ async def serving(engine):
 
 
 @asynccontextmanager
-async def connected(*engines, key="k"):
-    async with serving(engines[0]) as first:
-        if len(engines) == 1:
-            admin = EngineAdmin([first], key, retry=ONCE)
-            yield admin
-        else:
-            async with serving(engines[1]) as second:
-                admin = EngineAdmin([first, second], key, retry=ONCE)
-                yield admin
-        await admin.close()
+async def connected(engine, key="k", version=0):
+    async with serving(engine) as url:
+        fleet = Fleet([url], key, Weights(Path("first"), version), retry=ONCE, poll=0.02)
+        await fleet.wait_ready(10)
+        engine.calls.clear()
+        yield fleet
+        await fleet.close()
 
 
 # -- which version --------------------------------------------------------------------------
@@ -110,14 +115,14 @@ async def test_waiting_for_a_version_ends_when_it_or_a_later_one_is_there():
 class Watch:
     """A watcher over a real engine that notes in which order things happen."""
 
-    def __init__(self, run_dir, admin, engine, version=0):
+    def __init__(self, run_dir, fleet, engine, version=0):
         self.events = []
         engine.on_update = lambda: self.events.append("update")
         self.policy = Policy(version)
         self.watcher = WeightWatcher(
             run_dir,
             self.policy,
-            admin,
+            fleet,
             on_pending=self.pending,
             on_version=lambda v: self.events.append(f"version {v} ({self.policy.version})"),
             on_step=lambda step: self.events.append(f"step {step.step}"),
@@ -151,8 +156,8 @@ def log_steps(run_dir, *steps, tail=""):
 
 async def test_each_step_of_an_update_in_its_order(tmp_path):
     engine = Engine()
-    async with connected(engine) as admin:
-        watch = Watch(tmp_path, admin, engine)
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine)
         log_steps(tmp_path, 1)
         folder = publish(tmp_path, 1)
         await watch.until(1)
@@ -169,8 +174,8 @@ async def test_each_step_of_an_update_in_its_order(tmp_path):
 
 async def test_versions_are_skipped_and_steps_are_not(tmp_path):
     engine = Engine()
-    async with connected(engine) as admin:
-        watch = Watch(tmp_path, admin, engine)
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine)
         log_steps(tmp_path, 1, 2, 3)
         for version in (1, 2, 3):
             publish(tmp_path, version)
@@ -180,8 +185,8 @@ async def test_versions_are_skipped_and_steps_are_not(tmp_path):
 
 async def test_an_old_or_half_written_version_is_left_alone(tmp_path):
     engine = Engine()
-    async with connected(engine) as admin:
-        watch = Watch(tmp_path, admin, engine, version=2)
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine, version=2)
         publish(tmp_path, 2)
         publish(tmp_path, 3, stable=False)
         task = asyncio.create_task(watch.watcher.run())
@@ -193,8 +198,8 @@ async def test_an_old_or_half_written_version_is_left_alone(tmp_path):
 async def test_an_update_that_is_refused_ends_the_watcher(tmp_path):
     engine = Engine()
     engine.refuse["/update_weights"] = 500
-    async with connected(engine) as admin:
-        watch = Watch(tmp_path, admin, engine)
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine)
         publish(tmp_path, 1)
         with pytest.raises(EngineError, match=r"refused /update_weights: 500 the reason"):
             await watch.until(1)
@@ -212,85 +217,21 @@ def test_the_trainers_log_is_read_by_whole_lines(tmp_path):
     assert (second.step, second.time, second.metrics) == (2, 2.0, {"a": 0.5})
 
 
-# -- the engines' admin routes ----------------------------------------------------------------
-
-
-async def test_engines_resume_even_when_the_update_fails(tmp_path):
+async def test_with_no_engine_there_the_watcher_tries_on_until_one_is_back(tmp_path, monkeypatch):
+    """The engine comes back with its first weights, and nobody serves before version 1 is in."""
+    monkeypatch.setattr("prime_rl.orchestrator.policy.GONE_SECONDS", 0.02)
     engine = Engine()
-    engine.refuse["/update_weights"] = 422
-    async with connected(engine) as admin:
-        with pytest.raises(EngineError) as caught:
-            await admin.update_weights(tmp_path, 1)
-        assert (
-            str(caught.value) == f"engine {admin.urls[0]} refused /update_weights: 422 the reason"
-        )
-    assert engine.paths == ["/pause", "/update_weights", "/resume"]
-
-
-async def test_the_first_failure_is_the_one_reported(tmp_path):
-    engine = Engine()
-    engine.refuse = {"/update_weights": 500, "/resume": 503}
-    async with connected(engine) as admin:
-        with pytest.raises(EngineError, match="refused /update_weights: 500"):
-            await admin.update_weights(tmp_path, 1)
-
-
-async def test_a_resume_that_fails_is_an_error():
-    engine = Engine()
-    engine.refuse = {"/resume": 503}
-    async with connected(engine) as admin:
-        with pytest.raises(EngineError, match="refused /resume: 503 the reason"):
-            await admin.update_weights("somewhere", 1)
-
-
-async def test_one_engine_that_cannot_pause_leaves_no_other_one_paused(tmp_path):
-    good, bad = Engine(), Engine()
-    bad.refuse = {"/pause": 500}
-    async with connected(good, bad) as admin:
-        with pytest.raises(EngineError, match="refused /pause: 500"):
-            await admin.update_weights(tmp_path, 1)
-    assert good.paths == ["/pause", "/resume"]
-
-
-async def test_no_resume_overtakes_a_slow_pause(tmp_path):
-    slow, bad = Engine(), Engine()
-    slow.slow, bad.refuse = {"/pause"}, {"/pause": 500}
-    async with connected(slow, bad) as admin:
-        with pytest.raises(EngineError, match="refused /pause: 500"):
-            await admin.update_weights(tmp_path, 1)
-    assert slow.done == ["/pause", "/resume"]
-
-
-async def test_an_engine_that_is_gone_is_named():
-    async with serving(Engine()) as url:
-        pass
-    admin = EngineAdmin([url], "k", retry=ONCE)
-    with pytest.raises(EngineError, match=rf"engine {url} did not answer /pause: ConnectError"):
-        await admin.update_weights("somewhere", 1)
-    await admin.close()
-
-
-async def test_ready_means_healthy_and_a_model_listed():
-    engine = Engine()
-    engine.models = []
-    engine.refuse = {"/health": 503}
-    async with connected(engine) as admin:
-        waiting = asyncio.create_task(admin.wait_ready(30))
-        await asyncio.sleep(0.15)
-        engine.refuse = {}
-        await asyncio.sleep(0.15)
-        assert not waiting.done()
-        engine.models = [{"id": "m"}]
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine)
+        keeping = asyncio.create_task(fleet.run())
+        engine.away = True
+        while fleet.serving:
+            await asyncio.sleep(0.01)
+        publish(tmp_path, 1)
+        waiting = asyncio.create_task(watch.until(1))
+        await asyncio.sleep(0.1)
+        assert not waiting.done() and "/update_weights" not in engine.done
+        engine.away = False
         await waiting
-
-
-async def test_an_engine_that_never_gets_ready_is_named_with_its_log():
-    engine = Engine()
-    engine.refuse = {"/health": 503}
-    async with connected(engine) as admin:
-        with pytest.raises(EngineError) as caught:
-            await admin.wait_ready(0)
-        assert str(caught.value) == (
-            f"engine {admin.urls[0]} is not healthy after 0 s (inference.ready_timeout). Its log "
-            "is logs/latest/inference.log of the run directory."
-        )
+        keeping.cancel()
+    assert watch.events.count("update") == 1 and watch.events[-1] == "version 1 (1)"

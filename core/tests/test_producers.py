@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl import ConfigError, FrozenModel, PluginConfig, Source
+from prime_rl.orchestrator.engines import OneEndpoint
 from prime_rl.orchestrator.env import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.producers import Ask, Sampled, SampledFrozen, Supplied, Unusable
@@ -57,9 +58,9 @@ class Env:
 
 
 def live(*answers):
-    endpoint = ModelEndpoint("m", "http://127.0.0.1:1/v1")
+    place = OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
     env = Env(list(answers))
-    return Sampled("a", env, endpoint, SamplingSettings(temperature=0.7)), env
+    return Sampled("a", env, place, SamplingSettings(temperature=0.7)), env
 
 
 def frozen(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):

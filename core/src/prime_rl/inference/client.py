@@ -1,17 +1,20 @@
-"""The orchestrator's side of the engines' admin routes: health, pause, new weights, resume."""
+"""The orchestrator's side of one engine's admin routes: health, pause, new weights, resume, sleep.
+
+Who is asked when, over several engines, is decided in ``fleet.py``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
 from prime_rl.plugins.errors import EngineError
 
@@ -21,8 +24,11 @@ CONNECT_SECONDS = 10.0
 READ_SECONDS = 300.0
 """For an engine to answer ``/pause`` and ``/resume``: it may finish a long step first."""
 CLEAN_UP_SECONDS = 30.0
-"""How long a failed update goes on trying to resume the engines before its failure is reported."""
-
+"""How long a failed update goes on trying to resume the engine before its failure is reported."""
+ONCE_SECONDS = 1.0
+"""The same where the engine does not answer: one attempt, in case it has been paused."""
+HEALTH_SECONDS = 10.0
+"""How long an engine may take to say that it is there."""
 METRICS_SECONDS = 2.0
 """How long an engine may take to tell of itself."""
 
@@ -43,131 +49,180 @@ class RetryPolicy:
         return min(self.first_wait * 2.0 ** (attempt - 1), self.longest_wait)
 
 
+@dataclass(frozen=True)
+class Weights:
+    """A published version: what an engine loads."""
+
+    directory: Path
+    version: int
+
+
+class EngineGone(EngineError):
+    """No answer came: the engine is dead, cut off, or not there yet."""
+
+
+class NotReady(Exception):
+    """The engine does not serve; the text says why. ``listening``: something answered, or took
+    the connection and says nothing."""
+
+    def __init__(self, reason: str, listening: bool) -> None:
+        super().__init__(reason)
+        self.listening = listening
+
+
 class _Failed(Exception):
     """One attempt came to nothing; ``passing``: the next one may fare better."""
 
-    def __init__(self, reason: str, passing: bool) -> None:
+    def __init__(self, reason: str, passing: bool, kind: type[EngineError] = EngineError) -> None:
         super().__init__(reason)
-        self.passing = passing
+        self.passing, self.kind = passing, kind
+
+
+class _Health(msgspec.Struct):
+    version: int | None = None
+
+
+class _Card(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Card]
 
 
 class EngineAdmin:
-    """Steers every engine that serves the live policy.
+    """Steers one engine.
 
     Raises ``EngineError`` naming the engine and what it answered, once retries are used up: at most
-    ``retry.attempts`` of them, within twice the time that one answer may take.
+    ``retry.attempts`` of them, within twice the time that one answer may take. ``EngineGone`` if it
+    did not answer at all.
     """
 
     def __init__(
         self,
-        urls: Sequence[str],
+        url: str,
         admin_key: str,
         update_timeout: float = 720.0,
         retry: RetryPolicy | None = None,
     ) -> None:
-        self.urls = list(urls)
+        self.url = url
         self._timeout = update_timeout
         self._retry = retry or RetryPolicy()
         self._http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {admin_key}"},
             timeout=httpx.Timeout(30.0, connect=CONNECT_SECONDS),
-            verify=False,  # plain HTTP; building an SSL context costs 70 ms
+            # An SSL context costs 70 ms, and plain HTTP needs none.
+            verify=url.startswith("https://"),
         )
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Until every engine is healthy and lists its model."""
-        deadline = time.monotonic() + timeout
-        for url in self.urls:
-            while not await self._healthy(url):
-                if time.monotonic() > deadline:
-                    raise EngineError(
-                        f"engine {url} is not healthy after {timeout:.0f} s "
-                        "(inference.ready_timeout). "
-                        "Its log is logs/latest/inference.log of the run directory."
-                    )
-                await asyncio.sleep(0.1)
-
-    async def update_weights(self, weight_dir: Path, version: int) -> float:
-        """Load published weights into every engine while their requests wait. Returns the seconds
-        it took. However it ends, every engine that can be reached is resumed."""
-        start = time.perf_counter()
+    async def look(self, model: str | None = None) -> int | None:
+        """The version it samples from; None if it does not tell. Raises ``NotReady`` if it is not
+        healthy, lists no model, or lists others than ``model``."""
         try:
-            await self._everywhere("/pause", params={"mode": "keep", "clear_cache": "false"})
-            await self._everywhere(
-                "/update_weights",
-                timeout=self._timeout,
-                json={"weight_dir": str(weight_dir), "version": version},
-            )
-        except BaseException:
-            with suppress(EngineError):  # the first failure is the one to report
-                await self._everywhere("/resume", within=CLEAN_UP_SECONDS)
-            raise
-        await self._everywhere("/resume")
-        return time.perf_counter() - start
+            health = await self._http.get(f"{self.url}/health", timeout=HEALTH_SECONDS)
+            models = await self._http.get(f"{self.url}/v1/models", timeout=HEALTH_SECONDS)
+        except httpx.TransportError as error:
+            refused = isinstance(error, httpx.ConnectError | httpx.RemoteProtocolError)
+            raise NotReady(f"{type(error).__name__} {error}".strip(), not refused) from error
+        for route, answer in (("/health", health), ("/v1/models", models)):
+            if not answer.is_success:
+                text = f"{route} answers {answer.status_code} {_text(answer)}".rstrip()
+                raise NotReady(text, listening=True)
+        return _version(health, models, model)
 
-    async def metrics(self) -> list[str]:
-        """The Prometheus page of every engine that answers at once."""
-        looks = (self._http.get(f"{url}/metrics", timeout=METRICS_SECONDS) for url in self.urls)
-        answers = await asyncio.gather(*looks, return_exceptions=True)
-        return [
-            each.text for each in answers if isinstance(each, httpx.Response) and each.is_success
-        ]
+    async def update(self, weights: Weights, *, asleep: bool = False) -> None:
+        """Load published weights while requests wait; from sleep, it is woken instead of paused.
+        However it ends, the engine is resumed if it can be reached."""
+        try:
+            await (self.wake() if asleep else self.pause())
+            body = {"weight_dir": str(weights.directory), "version": weights.version}
+            await self._persist("/update_weights", timeout=self._timeout, json=body)
+        except BaseException as error:
+            within = ONCE_SECONDS if isinstance(error, EngineGone) else CLEAN_UP_SECONDS
+            with suppress(EngineError):  # the first failure is the one to report
+                await self._persist("/resume", within=within)
+            raise
+        await self._persist("/resume")
+
+    async def pause(self) -> None:
+        """No token is sampled after this; requests in flight keep their place."""
+        await self._persist("/pause", params={"mode": "keep", "clear_cache": "false"})
+
+    async def sleep(self) -> None:
+        """Pause, and give the accelerator's memory back. Requests in flight survive."""
+        await self.pause()
+        await self._persist("/sleep", params={"level": "1"})
+
+    async def wake(self) -> None:
+        """Take the memory again. Nothing is sampled before the engine is resumed."""
+        await self._persist("/wake_up")
+
+    async def metrics(self) -> str | None:
+        """Its Prometheus page; None if it does not answer at once."""
+        try:
+            answer = await self._http.get(f"{self.url}/metrics", timeout=METRICS_SECONDS)
+        except httpx.TransportError:
+            return None
+        return answer.text if answer.is_success else None
 
     async def close(self) -> None:
         """Drop the connections."""
         await self._http.aclose()
 
-    async def _healthy(self, url: str) -> bool:
-        try:
-            health = await self._http.get(f"{url}/health")
-            models = await self._http.get(f"{url}/v1/models")
-        except httpx.TransportError:
-            return False
-        return health.is_success and models.is_success and bool(models.json()["data"])
-
-    async def _everywhere(
+    async def _persist(
         self, route: str, *, timeout: float = READ_SECONDS, within: float | None = None, **body: Any
     ) -> None:
-        """Every engine has answered when this returns or raises: nothing overtakes a late pause.
+        """Post until it is answered, refused for good, or there is no time left.
 
         Timeout: seconds for one answer. Within: seconds for all attempts, twice that by default.
         """
-        total = 2 * timeout if within is None else within
-        posts = (self._persist(url, route, timeout, total, body) for url in self.urls)
-        for outcome in await asyncio.gather(*posts, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-
-    async def _persist(
-        self, url: str, route: str, timeout: float, total: float, body: dict[str, Any]
-    ) -> None:
-        """Post until it is answered, refused for good, or there is no time left."""
-        deadline = time.monotonic() + total
+        deadline = time.monotonic() + (2 * timeout if within is None else within)
         attempt = 1
         while True:
             left = deadline - time.monotonic()
             try:
-                return await self._post(url, route, min(timeout, left), body)
+                return await self._post(route, min(timeout, left), body)
             except _Failed as failure:
                 wait = self._retry.wait_after(attempt) if failure.passing else None
                 if wait is None or time.monotonic() + wait >= deadline:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
-                    raise EngineError(f"engine {url} {failure}{tries}") from failure.__cause__
+                    text = f"engine {self.url} {failure}{tries}"
+                    raise failure.kind(text) from failure.__cause__
                 log.warning(
                     "engine %s %s; attempt %d of %d in %.1f s",
-                    *(url, failure, attempt + 1, self._retry.attempts, wait),
+                    *(self.url, failure, attempt + 1, self._retry.attempts, wait),
                 )
             await asyncio.sleep(wait)
             attempt += 1
 
-    async def _post(self, url: str, route: str, timeout: float, body: dict[str, Any]) -> None:
+    async def _post(self, route: str, timeout: float, body: dict[str, Any]) -> None:
         """Once. Raises ``_Failed``."""
         limits = httpx.Timeout(timeout, connect=min(CONNECT_SECONDS, timeout))
         try:
-            answer = await self._http.post(f"{url}{route}", timeout=limits, **body)
+            answer = await self._http.post(f"{self.url}{route}", timeout=limits, **body)
         except httpx.TransportError as error:
             reason = f"did not answer {route}: {type(error).__name__} {error}".rstrip()
-            raise _Failed(reason, passing=True) from error
+            raise _Failed(reason, passing=True, kind=EngineGone) from error
         if not answer.is_success:
             reason = f"refused {route}: {answer.status_code} {answer.text[:500]}"
             raise _Failed(reason, passing=answer.is_server_error)
+
+
+def _version(health: httpx.Response, models: httpx.Response, model: str | None) -> int | None:
+    try:
+        names = [card.id for card in msgspec.json.decode(models.content, type=_Models).data]
+    except msgspec.DecodeError as error:
+        raise NotReady(f"/v1/models: {error}. Is it an engine?", listening=True) from error
+    if not names:
+        raise NotReady("it lists no model", listening=True)
+    if model is not None and model not in names:
+        found = ", ".join(map(repr, names))
+        raise NotReady(f"it serves {found}, expected {model!r}", listening=True)
+    with suppress(msgspec.DecodeError):  # vLLM's own answer is empty
+        return msgspec.json.decode(health.content, type=_Health).version
+    return None
+
+
+def _text(answer: httpx.Response) -> str:
+    """What the answer says, on one line."""
+    return " ".join(answer.text.split())[:200]

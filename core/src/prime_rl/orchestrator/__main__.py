@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.config.run import RunConfig
-from prime_rl.inference.client import EngineAdmin
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
@@ -23,7 +22,7 @@ from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.summary import write_summary
 from prime_rl.plugins.errors import PrimeRLError
 from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.run.launch import ADMIN_KEY, Launch, wait_for_model
+from prime_rl.run.launch import Launch, wait_for_model
 from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.status import DONE, Status
 from prime_rl.wire.transport import make_sender
@@ -124,7 +123,10 @@ async def _build(
     status: Status,
 ) -> Orchestrator:
     policy, outages = Policy(launch.first_step - 1), Outages()
-    shared = build.build_shared(config, hooks, launch, lambda: policy.version, outages)
+    fleet = build.build_fleet(config, launch, outages)
+    stack.push_async_callback(fleet.close)
+    build.report_engines(config, launch, fleet, run_dir)
+    shared = build.build_shared(config, hooks, launch, fleet, lambda: policy.version, outages)
     stack.push_async_callback(shared.policy.close)
     envs = build.build_train_envs(shared)
     eval_envs = build.build_eval_envs(shared)
@@ -141,10 +143,8 @@ async def _build(
         stack.callback(monitor.close)
     sender = make_sender(launch, run_dir)
     stack.callback(sender.close)
-    admin = EngineAdmin(launch.engine_urls, os.environ.get(ADMIN_KEY, ""))
-    stack.push_async_callback(admin.close)
     status.report("waiting", waiting_for="inference (engine start)")
-    await admin.wait_ready(config.inference.ready_timeout)
+    await fleet.wait_ready(config.inference.ready_timeout)
     outages.changed = lambda: status.report("waiting", waiting_for=outages.waiting_for or "models")
     for env in envs:
         await env.host.wait_ready(config.inference.ready_timeout)
@@ -162,8 +162,8 @@ async def _build(
         assembler=build.build_assembler(config, hooks, launch),
         reporter=Reporter(run_dir, monitors, config.max_steps, config.orchestrator.save_rollouts),
         sender=sender,
-        admin=admin,
-        endpoint=build.build_endpoint(launch),
+        fleet=fleet,
+        place=shared.place,
         status=status,
         policy=policy,
         outages=outages,

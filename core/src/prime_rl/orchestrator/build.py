@@ -20,10 +20,13 @@ from prime_rl.config.orchestrator import (
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.inference.reference import ScoringPool
+from prime_rl.inference.client import Weights
+from prime_rl.inference.fleet import Fleet
+from prime_rl.inference.policy_scores import PolicyScores
 from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.batch import BatchAssembler
-from prime_rl.orchestrator.env import Environment, EnvSettings, ModelEndpoint, SamplingSettings
+from prime_rl.orchestrator.engines import EnginesStatus, PolicyEngines
+from prime_rl.orchestrator.env import Environment, EnvSettings, SamplingSettings
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.filters import FilterSlot, build_filters
 from prime_rl.orchestrator.host import EnvHost, Outages
@@ -42,7 +45,9 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
-from prime_rl.run.launch import ENGINE_KEY, Launch
+from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, Launch
+from prime_rl.run.restarts import ENGINES, engine_names
+from prime_rl.run.status import Status
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
 
@@ -71,26 +76,53 @@ class Shared:
     launch: Launch
     renderer: Any
     rendering: Rendering
-    policy: ScoringPool
+    policy: PolicyScores
+    place: PolicyEngines
+    """Where the policy samples."""
     outages: Outages
 
 
+def build_fleet(config: RunConfig, launch: Launch, outages: Outages) -> Fleet:
+    """The engines of the live policy: those of this run, or ``inference.base_url``."""
+    inference = config.inference
+    fleet = Fleet(
+        launch.engine_urls,
+        os.environ.get(ADMIN_KEY, ""),
+        Weights(launch.first_weights, launch.first_step - 1),
+        model=launch.served_model_name,
+        own=inference.base_url is None,
+        have_first=launch.engine_version == launch.first_step - 1,
+        timeout=inference.ready_timeout,
+    )
+    fleet.on_waiting = outages.reporter()
+    return fleet
+
+
+def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
+    """Have the fleet tell of its engines in ``status/engines.json``."""
+    names = list(config.inference.base_url or engine_names(len(launch.engine_urls)))
+    told = EnginesStatus(fleet, Status(run_dir / "status" / f"{ENGINES}.json"), names)
+    fleet.on_change = told.report
+    told.report()
+
+
 def build_shared(
-    config: RunConfig, hooks: Hooks, launch: Launch, version: Callable[[], int], outages: Outages
+    config: RunConfig,
+    hooks: Hooks,
+    launch: Launch,
+    fleet: Fleet,
+    version: Callable[[], int],
+    outages: Outages,
 ) -> Shared:
-    """The renderer, and the live policy as a reference; ``version`` tells which one samples now."""
+    """The renderer, and the live policy to sample from and to score with; ``version`` tells which
+    one samples now."""
     renderer = build_renderer(config, hooks)
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
-    policy = ScoringPool(
-        launch.engine_urls,
-        launch.served_model_name,
-        where="the policy",
-        api_key=os.environ[ENGINE_KEY],
-        cache_salt=lambda: str(version()),
-        on_waiting=outages.reporter(),
-    )
+    name, key = launch.served_model_name, os.environ[ENGINE_KEY]
+    policy = PolicyScores(fleet, name, api_key=key, version=version)
+    place = PolicyEngines(fleet, name, ENGINE_KEY)
     rendering = Rendering(Path(launch.model_path), renderer)
-    return Shared(config, hooks, launch, renderer, rendering, policy, outages)
+    return Shared(config, hooks, launch, renderer, rendering, policy, place, outages)
 
 
 def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
@@ -165,7 +197,7 @@ def build_producer(shared: Shared, env: EnvConfig, environment: Environment) -> 
             shared.rendering,
             shared.outages.reporter(),
         )
-    return Sampled(env.label, environment, build_endpoint(shared.launch), sampling)
+    return Sampled(env.label, environment, shared.place, sampling)
 
 
 def build_eval_envs(shared: Shared) -> list[EvalEnv]:
@@ -271,9 +303,3 @@ def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monit
         cls = select(MONITOR, name, offers, where)
         monitors.append(in_background(cls(settings_of(cls, MONITOR, table, where), run_dir)))
     return monitors
-
-
-def build_endpoint(launch: Launch) -> ModelEndpoint:
-    """Where rollouts are sampled."""
-    os.environ.setdefault(ENGINE_KEY, "EMPTY")
-    return ModelEndpoint(launch.served_model_name, f"{launch.engine_urls[0]}/v1", ENGINE_KEY)

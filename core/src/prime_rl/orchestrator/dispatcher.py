@@ -125,10 +125,12 @@ class Dispatcher:
         max_inflight: int,
         ages: Callable[[int], bool] = lambda env_index: True,
         yields: Callable[[int], float] = lambda env_index: 1.0,
+        is_closed: Callable[[], bool] = lambda: False,
     ) -> None:
         """``ages(env index)``: whether the env's rollouts grow stale: a frozen model's never do.
         ``yields(env index)``: rollouts one member is expected to bring, until one has come back: an
-        episode of several agents brings several."""
+        episode of several agents brings several. ``is_closed()``: no group is opened now, since
+        nobody could sample it; who opens again, wakes us."""
         self._next_group = next_group
         self._run_rollout = run_rollout
         self._pace = pace
@@ -140,6 +142,7 @@ class Dispatcher:
         self._max_inflight = max_inflight
         self._ages = ages
         self._expected_yield = yields
+        self._is_closed = is_closed
         self._yields: dict[int, float] = {}
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
@@ -157,6 +160,13 @@ class Dispatcher:
     def num_inflight(self) -> int:
         """Rollouts being sampled now."""
         return sum(len(group.tasks) for group in self._open.values())
+
+    @property
+    def versions_behind(self) -> list[int]:
+        """Of each rollout being sampled now that grows stale: versions since its group was
+        opened."""
+        aging = [group for group in self._open.values() if self._ages(group.env_index)]
+        return [self._version() - g.policy_version for g in aging for _ in g.tasks]
 
     def wake(self) -> None:
         """Something changed that may let more groups open: a version, a batch shipped, a rollout
@@ -204,7 +214,7 @@ class Dispatcher:
         pace = self._pace()
         last_batch = min(self._version() + 1 + self._lag, pace.max_steps)
         batches = last_batch - pace.step + 1
-        if batches <= 0:
+        if batches <= 0 or self._is_closed():
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
         # its batch.

@@ -27,12 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.config.run import RunConfig
-from prime_rl.inference.client import EngineAdmin
+from prime_rl.inference.fleet import Fleet
 from prime_rl.monitor.engines import EngineWatch
+from prime_rl.monitor.metrics import mean_and_max
 from prime_rl.orchestrator.batch import Batch, BatchAssembler
 from prime_rl.orchestrator.build import TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
-from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult
+from prime_rl.orchestrator.engines import Place
+from prime_rl.orchestrator.env import RolloutResult
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult
 from prime_rl.orchestrator.evaluator import Evaluator, free_slots
 from prime_rl.orchestrator.host import Outages
@@ -74,8 +76,8 @@ class Orchestrator:
         assembler: BatchAssembler,
         reporter: Reporter,
         sender: Sender,
-        admin: EngineAdmin,
-        endpoint: ModelEndpoint,
+        fleet: Fleet,
+        place: Place,
         status: Status,
         policy: Policy,
         outages: Outages,
@@ -83,17 +85,17 @@ class Orchestrator:
         self.config, self.launch, self.run_dir = config, launch, run_dir
         self.hooks, self.envs = hooks, envs
         self.sampler, self.assembler = sampler, assembler
-        self.sender, self.admin, self.endpoint, self.status = sender, admin, endpoint, status
+        self.sender, self.fleet, self.status = sender, fleet, status
         self.policy, self.outages = policy, outages
         self.outages.changed = self._report_sampling
         self.reporter = reporter
-        self.engine_watch = EngineWatch(admin.metrics)
+        self.engine_watch = EngineWatch(fleet.pages)
         self.evaluated: list[EvalResult] = []
         """While training went on."""
         self._phase = ""
         self.evals = Evaluator(
             eval_envs,
-            endpoint,
+            place,
             version=policy.version,
             last_version=config.max_steps,
             seed=config.seed,
@@ -105,7 +107,7 @@ class Orchestrator:
         self.watcher = WeightWatcher(
             run_dir,
             self.policy,
-            admin,
+            fleet,
             on_pending=self._on_version_pending,
             on_version=self._on_version,
             on_step=self._on_trainer_step,
@@ -120,6 +122,7 @@ class Orchestrator:
             max_inflight=self._max_inflight(),
             ages=lambda env_index: self.envs[env_index].producer.is_live,
             yields=lambda env_index: len(self.envs[env_index].host.agents),
+            is_closed=lambda: self.fleet.asleep,
         )
 
         self.state = State(sampler, envs, self.dispatcher, assembler)
@@ -134,7 +137,7 @@ class Orchestrator:
     async def run(self) -> dict[str, list[EvalResult]]:
         """Every step of the run, between an evaluation before and one after."""
         write_versions(self.run_dir, self.hooks, self.config.plugins.disabled)
-        watches = (self.reporter.lag.run(), self.engine_watch.run())
+        watches = (self.reporter.lag.run(), self.engine_watch.run(), self.fleet.run())
         running = (self.watcher.run(), self.evals.run(), *watches)
         background = [asyncio.create_task(each) for each in running]
         try:
@@ -160,15 +163,31 @@ class Orchestrator:
             self.reporter.waited.add(f"wait/orchestrator/{whom}", started)
             await self._take_in(group)
         batch = self.assembler.take()
+        started = time.perf_counter()
         await self._checkpoint(batch.step)
+        self.reporter.waited.add("time/save_ckpt", started)
         self.dispatcher.wake()
+        started = time.perf_counter()
         frames = self._pack(batch)
+        self.reporter.waited.add("time/pack", started)
+        if self.config.deployment.colocated:
+            await self._leave_the_gpu(batch.step, background)
         shipping = asyncio.create_task(self.sender.send(batch.step, frames))
         self.status.report("shipping", waiting_for=f"trainer (room for batch {batch.step})")
         started = time.perf_counter()
         await self._or_crash(shipping, background)
         self.reporter.waited.add("wait/orchestrator/trainer_room", started)
         self.reporter.step(batch, self._metrics(frames), frames)
+
+    async def _leave_the_gpu(self, step: int, background: Sequence[asyncio.Task[None]]) -> None:
+        """Colocated, before batch ``step`` goes out: the engines sleep until version ``step`` wakes
+        them. What they have in flight stays there; an evaluation is let finish."""
+        started, awaited = time.perf_counter(), f"trainer (weights of step {step - 1})"
+        self.status.report(f"batch {step} is ready", waiting_for=awaited)
+        await self._or_crash(asyncio.create_task(self.policy.wait_for(step - 1)), background)
+        await self._or_crash(asyncio.create_task(self.evals.hold()), background)
+        await self.fleet.sleep()
+        self.reporter.waited.add("time/sleep_engines", started)
 
     async def _take_in(self, group: OpenGroup) -> None:
         """A complete group: its survivors are credited, stamped and compete for a place in the
@@ -200,7 +219,14 @@ class Orchestrator:
         self.reporter.recent.truncated += sum(length > limit for length in lengths)
         samples, envs = cut_samples(batch.kept, limit)
         self.hooks.batch_packed(batch.step, samples)
-        return batch_frames(batch.step, samples, envs, self.config.row_tokens)
+        return batch_frames(
+            batch.step,
+            samples,
+            envs,
+            self.config.row_tokens,
+            self.launch.num_ranks,
+            self.config.trainer.attention_flops,
+        )
 
     async def _finish(self, background: Sequence[asyncio.Task[None]]) -> None:
         """Wait until the engines have the last weights."""
@@ -322,7 +348,8 @@ class Orchestrator:
                 for other in background:
                     if other.done():
                         other.result()
-                if self.dispatcher.num_inflight or self.evals.inflight:
+                inflight = self.dispatcher.num_inflight or self.evals.inflight
+                if inflight and not self.fleet.asleep:
                     idle_since = time.monotonic()
                 elif time.monotonic() - idle_since > self.config.orchestrator.weights_timeout:
                     raise self._stuck()
@@ -345,6 +372,8 @@ class Orchestrator:
         """Whom batch assembly waits for: ``inference``, ``trainer``, ``models``, ``eval``."""
         if self.outages.waiting_for:
             return "models"
+        if self.fleet.asleep:
+            return "trainer"
         if self.dispatcher.num_inflight or self.dispatcher.room() > 0:
             return "inference"
         return "eval" if self.evals.is_running else "trainer"
@@ -372,10 +401,12 @@ class Orchestrator:
         return {
             **self.assembler.take_metrics(),
             **counts,
+            **mean_and_max(self.dispatcher.versions_behind, "dispatcher/off_policy"),
             **self.sampler.metrics(),
             **self._source_metrics(),
             **self.evals.take_metrics(),
             **self.engine_watch.take(),
+            **self.fleet.take_metrics(),
             "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
             "watcher/policy_version": float(self.policy.version),
             "watcher/update_count": float(self.watcher.update_count),

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.inference.client import EngineAdmin
+from prime_rl.inference.client import EngineGone
+from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.errors import EngineError
 from prime_rl.run.tail import Tail
 
@@ -20,6 +21,9 @@ STABLE = "STABLE"
 """Marker file in a broadcast folder whose weights are whole."""
 
 POLL_SECONDS = 0.02
+
+GONE_SECONDS = 0.5
+"""Between two attempts to update engines of which none is there."""
 
 
 class TrainerStep(msgspec.Struct):
@@ -56,7 +60,7 @@ class WeightWatcher:
         self,
         run_dir: Path,
         policy: Policy,
-        admin: EngineAdmin,
+        fleet: Fleet,
         *,
         on_pending: Callable[[int], Awaitable[None]],
         on_version: Callable[[int], None],
@@ -65,7 +69,7 @@ class WeightWatcher:
         self._broadcasts = run_dir / "broadcasts"
         self._steps = TrainerLog(run_dir / "trainer.jsonl")
         self._policy = policy
-        self._admin = admin
+        self._fleet = fleet
         self._on_pending = on_pending
         self._on_version = on_version
         self._on_step = on_step
@@ -82,9 +86,12 @@ class WeightWatcher:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _update_or_skip(self, version: int) -> None:
-        """A version that a newer one has replaced while it was being loaded is skipped."""
+        """A version that a newer one has replaced while it was being loaded is skipped. While no
+        engine is there it is tried on: the first to come back brings it along."""
         try:
             await self._update(version)
+        except EngineGone:
+            await asyncio.sleep(GONE_SECONDS)  # how often: ``Fleet.run`` ends it
         except EngineError:
             newest = newest_version(self._broadcasts)
             if newest is None or newest <= version:
@@ -95,7 +102,7 @@ class WeightWatcher:
         for step in self._steps.read_new():
             self._on_step(step)
         await self._on_pending(version)
-        self.update_seconds = await self._admin.update_weights(
+        self.update_seconds = await self._fleet.update_weights(
             self._broadcasts / f"step_{version}", version
         )
         self.update_count += 1

@@ -19,6 +19,7 @@ import numpy as np
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.inference.reference import ScoringPool
+from prime_rl.orchestrator.engines import OneEndpoint, Place, is_outage
 from prime_rl.orchestrator.env import (
     Environment,
     ModelEndpoint,
@@ -35,9 +36,6 @@ log = logging.getLogger(__name__)
 
 PROBE_SECONDS = 5.0
 """How long an endpoint may take to say that it is there."""
-
-PROVIDER_ERROR = "ProviderError"
-"""verifiers' class for a model call that failed."""
 
 FAILED_TRIES = 4
 """Times an episode is tried again at an endpoint that is there and fails: over some 15 seconds."""
@@ -101,12 +99,12 @@ class Sampled:
         self,
         env: str,
         environment: Environment,
-        endpoint: ModelEndpoint,
+        place: Place,
         sampling: SamplingSettings,
     ) -> None:
         self._env = env
         self._environment = environment
-        self._endpoint = endpoint
+        self._place = place
         self._sampling = sampling
         self._temperature = 1.0 if sampling.temperature is None else sampling.temperature
 
@@ -136,7 +134,10 @@ class Sampled:
         return rollouts
 
     async def _episode(self, ask: Ask) -> list[RolloutResult]:
-        return await self._run(ask, self._endpoint, cache_salt=str(ask.policy_version))
+        salt = str(ask.policy_version)
+        return await self._place.run(
+            ask.group_id, lambda endpoint: self._run(ask, endpoint, cache_salt=salt)
+        )
 
     async def _run(
         self, ask: Ask, endpoint: ModelEndpoint, cache_salt: str | None
@@ -192,7 +193,7 @@ class SampledFrozen(Sampled):
         where = f"env {env!r}: algo.sampling.source"
         self._pool = ScoringPool.frozen(model, where=where, on_waiting=on_waiting)
         self._slots = asyncio.Semaphore(model.max_concurrency)
-        super().__init__(env, environment, endpoints[0], sampling)
+        super().__init__(env, environment, OneEndpoint(endpoints[0]), sampling)
         self._endpoints = endpoints
         self._rendering = rendering
         self._on_waiting = on_waiting
@@ -288,14 +289,6 @@ class Supplied:
     async def produce(self, ask: Ask) -> Sequence[Rollout]:
         request = SourceRequest(ask.group_id, ask.example_id, ask.policy_version)
         return await self.source.group(request)
-
-
-def is_outage(result: RolloutResult) -> bool:
-    """Whether a model call failed in a way that may pass: no answer, too many requests, 5xx."""
-    status = result.status_code
-    return result.error_type == PROVIDER_ERROR and (
-        status is None or status in (408, 429) or status >= 500
-    )
 
 
 async def answers(endpoint: ModelEndpoint) -> bool:

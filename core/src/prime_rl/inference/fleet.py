@@ -1,0 +1,402 @@
+"""The engines that serve the live policy: who is there, and who gets which group and which weights.
+
+    away --answers--> behind --current weights loaded--> serving --no answer, other weights--> away
+
+A replica serves only with the current version. A group stays at one replica, for its prefix cache;
+a new group goes to the one with the least in flight. What a replica that goes away had in flight is
+asked again elsewhere. While nobody serves, who asks waits, and after ``timeout`` seconds the run
+ends, naming every replica and its reason.
+
+Colocated, all of them sleep while the trainer has the GPU (``sleep``); new weights wake them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prime_rl.inference.client import EngineAdmin, EngineGone, NotReady, RetryPolicy, Weights
+from prime_rl.inference.replica import Replica
+from prime_rl.plugins.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""Between two looks at a replica."""
+
+PATIENCE_SECONDS = 30.0
+"""How long a replica that takes connections may say nothing before it counts as away. One that
+takes none is away at once."""
+
+REJOIN_SECONDS = 5.0
+"""Between two attempts to bring a replica up to date."""
+
+START_GRACE = 30.0
+"""At the start, seconds that the first replica to serve waits for the others."""
+
+FAILED_TRIES = 4
+"""Times a request is tried again at replicas that are there and fail it: over some 15 seconds."""
+
+LOST_TRIES = 4
+"""Times a request is begun at replicas that then go away."""
+
+KEPT_HOMES = 16384
+"""Groups whose replica is remembered."""
+
+CANCEL_SECONDS = 5.0
+"""How long what a lost replica had in flight may take to end."""
+
+T = TypeVar("T")
+
+
+class Unanswered(Exception):
+    """A request failed in a way that may pass: no answer, too many requests, 5xx."""
+
+
+class _Lost(Exception):
+    """The replica went away under a request."""
+
+
+class Fleet:
+    """Replicas of one engine, each at the live policy's current version while it serves."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        admin_key: str,
+        first: Weights,
+        *,
+        model: str | None = None,
+        own: bool = True,
+        have_first: bool = True,
+        timeout: float = 600.0,
+        update_timeout: float = 720.0,
+        retry: RetryPolicy | None = None,
+        poll: float = POLL_SECONDS,
+    ) -> None:
+        """``first``: what they sample from at the start. ``own``: we have started them; others get
+        it pushed, whatever they say they have. ``have_first``: our own were started with it, and
+        not with what came before. ``timeout``: how long the run goes on with nobody serving."""
+        one_of_many = RetryPolicy(attempts=3, first_wait=0.5)  # the others wait for it meanwhile
+        policy = retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
+        admins = [EngineAdmin(url, admin_key, update_timeout, policy) for url in urls]
+        self.replicas = [Replica(number, admin) for number, admin in enumerate(admins)]
+        self.on_waiting: Callable[[str | None], None] = lambda text: None
+        """Told whom requests wait for when nobody serves, and None when that is over."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a replica comes or goes."""
+        self.asleep = False
+        self._first = self._target = first
+        self._model, self._own, self._have_first = model, own, own and have_first
+        self._timeout, self._poll = timeout, poll
+        self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._serves = asyncio.Event()
+        self._since = time.monotonic()
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs, without ``/v1``."""
+        return [replica.url for replica in self.replicas]
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Those that have the current weights and answer."""
+        return [replica for replica in self.replicas if replica.serving]
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        await asyncio.gather(*(replica.admin.close() for replica in self.replicas))
+
+    # -- who is there -----------------------------------------------------------------------------
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Until all serve; or one does, and the others have had ``START_GRACE`` seconds to come.
+
+        Raises ``EngineError`` if nobody serves after ``timeout`` seconds.
+        """
+        keeping = asyncio.ensure_future(self._keep_all())
+        try:
+            async with asyncio.timeout(timeout):
+                await self._serves.wait()
+                grace = time.monotonic() + START_GRACE
+                while len(self.serving) < len(self.replicas) and time.monotonic() < grace:
+                    await asyncio.sleep(min(0.05, self._poll))
+        except TimeoutError:
+            if not self.serving:
+                raise EngineError(self._nobody(timeout)) from None
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        for replica in self.replicas:
+            if not replica.serving:
+                replica.down_since = time.monotonic()
+                log.warning("going on without engine %s: %s", replica.url, replica.reason)
+
+    async def run(self) -> None:
+        """Look after the replicas until cancelled. Raises ``EngineError`` when nobody has served
+        for too long."""
+        keeping = asyncio.ensure_future(self._keep_all())
+        try:
+            while True:
+                await asyncio.wait([keeping], timeout=self._poll)
+                if keeping.done():
+                    keeping.result()
+                if self.serving:
+                    self._since = time.monotonic()
+                elif time.monotonic() - self._since > self._timeout:
+                    raise EngineError(self._nobody(self._timeout))
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _keep_all(self) -> None:
+        await asyncio.gather(*(self._keep(replica) for replica in self.replicas))
+
+    async def _keep(self, replica: Replica) -> None:
+        while True:
+            version = await self._look(replica)
+            if replica.answers and not replica.serving and not self.asleep:
+                await self._join(replica, version)
+            # What starts is looked at more often than what has been away for long.
+            await asyncio.sleep(self._poll if replica.known else min(0.1, self._poll))
+
+    async def _look(self, replica: Replica) -> int | None:
+        """The version a replica says it has; notes whether it is there at all."""
+        asked = time.monotonic()
+        async with replica.looking:
+            if replica.looked_at > asked or replica.busy:  # somebody else has just looked
+                return replica.version
+            expected = replica.version
+            try:
+                version = await replica.admin.look(self._model)
+            except NotReady as error:
+                replica.looked_at, replica.answers = time.monotonic(), False
+                quiet = time.monotonic() - replica.heard_at
+                if not error.listening or quiet > PATIENCE_SECONDS or not replica.serving:
+                    self._lose(replica, str(error))
+                return None
+            replica.looked_at = replica.heard_at = time.monotonic()
+            replica.answers = True
+            moved = replica.busy or replica.version != expected
+            if replica.serving and not moved and version not in (None, expected):
+                self._lose(replica, f"it has version {version}, expected {expected}: started anew")
+            return version
+
+    async def _join(self, replica: Replica, version: int | None) -> None:
+        """Bring a replica up to date, and let it serve."""
+        if time.monotonic() < replica.join_at:
+            return
+        target = self._target
+        try:
+            if not self._is_current(replica, version):
+                log.info("bringing engine %s to version %d", replica.url, target.version)
+                await self._update(replica, target)
+        except EngineError as error:
+            replica.join_at = time.monotonic() + min(REJOIN_SECONDS, 5 * self._poll)
+            if replica.reason != str(error):
+                log.warning("engine %s stays out: %s", replica.url, error)
+            replica.reason = str(error)
+            return
+        if target is not self._target or self.asleep:
+            return  # a newer version came meanwhile: at the next look
+        away = replica.rejoin(target.version)
+        if away is not None:
+            log.warning("engine %s serves again after %.1f s", replica.url, away)
+        self._serves.set()
+        self.on_waiting(None)
+        self.on_change()
+
+    def _is_current(self, replica: Replica, version: int | None) -> bool:
+        """Whether it has the current weights, by what it says; one that we have not started and
+        never talked to may have any weights under that number."""
+        if replica.in_doubt:
+            return False
+        if version is None:  # it does not tell: of its own it has what it was started with
+            return self._have_first and not replica.known and self._target is self._first
+        return version == self._target.version and (self._own or replica.known)
+
+    def _lose(self, replica: Replica, reason: str) -> None:
+        replica.reason = reason
+        if replica.serving:
+            log.warning(
+                "engine %s is away: %s; %d in flight there",
+                *(replica.url, reason, replica.running),
+            )
+            replica.leave()
+            self.on_change()
+        if not self.serving:
+            self._serves.clear()
+            self.on_waiting(self._outage())
+
+    def _outage(self) -> str:
+        """Whom requests wait for, and why."""
+        away = ", ".join(f"{r.url} ({r.reason or 'starting'})" for r in self.replicas)
+        return f"inference: {away}"
+
+    def _nobody(self, seconds: float) -> str:
+        whose = "Its log is" if len(self.replicas) == 1 else "Their logs are"
+        hint = (
+            f"{whose} logs/latest/inference*.log of the run directory."
+            if self._own
+            else "Start them, or mend inference.base_url."
+        )
+        away = "; ".join(f"engine {r.url}: {r.reason or 'no answer'}" for r in self.replicas)
+        return f"no engine serves after {seconds:.0f} s (inference.ready_timeout): {away}. {hint}"
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def ask(self, key: Hashable, work: Callable[[Replica], Awaitable[T]]) -> T:
+        """Have ``work`` done at a replica, the key's own if that serves; waits while nobody does.
+
+        Where the replica goes away meanwhile, it is done anew elsewhere. Raises ``Unanswered`` when
+        that has happened ``LOST_TRIES`` times, or when ``work`` has raised it ``FAILED_TRIES``
+        times more at replicas that are there.
+        """
+        failures = losses = 0
+        while True:
+            replica = await self._choose(key)
+            try:
+                return await self._at(replica, work)
+            except (_Lost, Unanswered) as error:
+                await self._look(replica)
+                if not replica.serving or isinstance(error, _Lost):
+                    replica.retried += 1
+                    losses += 1
+                    if losses >= LOST_TRIES:  # it may be what kills them
+                        raise Unanswered(f"{losses} engines have gone away under it") from error
+                elif failures < FAILED_TRIES:
+                    await asyncio.sleep(min(10.0, self._poll * 2.0**failures))
+                    failures += 1
+                else:
+                    raise
+
+    async def _choose(self, key: Hashable) -> Replica:
+        while (replica := self._pick(key)) is None:
+            await self._serves.wait()
+        return replica
+
+    def _pick(self, key: Hashable) -> Replica | None:
+        """The key's replica, or the one with the least in flight; None while nobody serves."""
+        if self.asleep or not self.serving:
+            return None
+        home = self._homes.get(key)
+        if home is None or not home.serving:
+            home = min(self.serving, key=lambda r: (r.running, r.asked, r.number))
+            self._homes[key] = home
+            if len(self._homes) > KEPT_HOMES:
+                self._homes.popitem(last=False)
+        return home
+
+    async def _at(self, replica: Replica, work: Callable[[Replica], Awaitable[T]]) -> T:
+        replica.running += 1
+        replica.asked += 1
+        task, lost = asyncio.ensure_future(work(replica)), replica.lost
+        assert lost is not None  # it serves
+        either: list[asyncio.Future[Any]] = [task, lost]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _Lost
+            return task.result()
+        finally:
+            replica.running -= 1
+            if not task.done():
+                await _end(task)
+
+    # -- weights, and sleep -----------------------------------------------------------------------
+
+    async def update_weights(self, weight_dir: Path, version: int) -> float:
+        """Have every replica that serves load published weights; the seconds it took.
+
+        One that fails is taken out, and the others go on. If all refuse, raises ``EngineError``
+        with the reason of the first, and they serve on as they were; if none answers,
+        ``EngineGone``.
+        """
+        start, weights, before = time.perf_counter(), Weights(weight_dir, version), self._target
+        self._target = weights
+        asked = [r for r in self.serving if r.version != version or r.asleep]
+        try:
+            outcomes = await asyncio.gather(
+                *(self._update(replica, weights) for replica in asked), return_exceptions=True
+            )
+        finally:
+            self._wake()
+        failed = [(r, e) for r, e in zip(asked, outcomes, strict=True) if e is not None]
+        refusals = [e for _, e in failed if not isinstance(e, EngineGone)]
+        if stranger := next((e for e in refusals if not isinstance(e, EngineError)), None):
+            raise stranger
+        if asked and len(refusals) == len(asked):
+            self._target = before
+            raise refusals[0]
+        for replica, error in failed:
+            self._lose(replica, str(error))
+        if not self.serving:
+            raise EngineGone(self._outage())
+        self.on_change()
+        return time.perf_counter() - start
+
+    async def _update(self, replica: Replica, weights: Weights) -> None:
+        replica.busy, replica.in_doubt = True, True
+        try:
+            await replica.admin.update(weights, asleep=replica.asleep)
+            replica.version = weights.version
+            replica.asleep = replica.in_doubt = False
+        finally:
+            replica.busy = False
+
+    async def sleep(self) -> None:
+        """Have every replica give its memory back; requests in flight are kept, new ones wait.
+        ``update_weights`` wakes them. Raises ``EngineError`` if one cannot."""
+        self.asleep = True
+        self._serves.clear()
+        asked = self.serving
+        outcomes = await asyncio.gather(
+            *(replica.admin.sleep() for replica in asked), return_exceptions=True
+        )
+        self.on_change()
+        for replica, error in zip(asked, outcomes, strict=True):
+            replica.asleep = error is None
+            if isinstance(error, EngineGone):
+                self._lose(replica, str(error))
+            elif isinstance(error, EngineError):
+                raise EngineError(
+                    f"{error}. deployment.colocated needs an engine that gives its memory back "
+                    "(POST /sleep and /wake_up, docs/engines.md)."
+                ) from error
+            elif error is not None:
+                raise error
+
+    def _wake(self) -> None:
+        self.asleep = False
+        if self.serving:
+            self._serves.set()
+
+    # -- metrics ----------------------------------------------------------------------------------
+
+    async def pages(self) -> list[str]:
+        """The Prometheus page of every replica that answers at once."""
+        found = await asyncio.gather(*(r.admin.metrics() for r in self.replicas if r.answers))
+        return [page for page in found if page is not None]
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of each replica, under its number; what is counted is counted since the last call."""
+        metrics = {"inference/replicas_serving": float(len(self.serving))}
+        for replica in self.replicas:
+            for name, value in replica.take_metrics().items():
+                metrics[f"inference/{replica.number}/{name}"] = value
+        return metrics
+
+
+async def _end(task: asyncio.Future[T]) -> None:
+    """Cancel what nobody waits for any more."""
+    task.cancel()
+    await asyncio.wait([task], timeout=CANCEL_SECONDS)
+    if task.done():
+        with suppress(asyncio.CancelledError):
+            task.exception()  # whatever it is, nobody asks

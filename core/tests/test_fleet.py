@@ -1,0 +1,480 @@
+"""Replicas come and go: groups stay together, nothing is lost, and nobody serves old weights."""
+
+import asyncio
+import logging
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from prime_rl import EngineError
+from prime_rl.inference import fleet as fleet_module
+from prime_rl.inference.client import EngineGone, RetryPolicy, Weights
+from prime_rl.inference.fleet import Fleet, Unanswered
+
+FIRST = Weights(Path("first"), 0)
+ONCE = RetryPolicy(attempts=1)
+
+
+class Engine:
+    """Answers the admin routes; does as it is told."""
+
+    def __init__(self, version=0):
+        self.version, self.calls, self.refuse = version, [], {}
+        self.away = self.mute = False
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def handle(self, request):
+        if self.away:
+            request.transport.abort()
+        if self.mute:
+            await asyncio.sleep(60)
+        path = request.path
+        if path == "/v1/models":
+            return web.json_response({"data": [{"id": "m"}]})
+        if path == "/health":
+            return web.json_response({"version": self.version})
+        self.calls.append(path)
+        if path in self.refuse:
+            return web.Response(status=self.refuse[path], text="the reason")
+        if path == "/update_weights":
+            await self.hold.wait()
+            body = await request.json()
+            self.version, self.loaded = body["version"], body["weight_dir"]
+        return web.json_response({"status": "ok"})
+
+    def restart(self, version=0):
+        self.version, self.away = version, False
+
+
+@asynccontextmanager
+async def serving(engine):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def fleet_of(*engines, ready=True, first=FIRST, **options):
+    """A fleet that is looked after."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
+        settings = {"model": "m", "retry": ONCE, "poll": 0.02} | options
+        fleet = Fleet(urls, "k", first, **settings)
+        stack.push_async_callback(fleet.close)
+        if ready:
+            await fleet.wait_ready(10)
+        keeping = asyncio.create_task(fleet.run())
+        fleet.keeping = keeping
+        try:
+            yield fleet
+        finally:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError, EngineError):
+                await keeping
+
+
+async def until(condition, seconds=5.0):
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(fleet_module, "START_GRACE", 0.1)
+
+
+# -- who gets what ----------------------------------------------------------------------------
+
+
+async def test_groups_stay_together_and_are_spread_over_the_replicas():
+    seen, release = [], asyncio.Event()
+
+    async def work(replica, group):
+        seen.append((group, replica.number))
+        await release.wait()
+
+    async with fleet_of(Engine(), Engine()) as fleet:
+        asks = [fleet.ask(g, lambda r, g=g: work(r, g)) for g in range(6) for _ in range(4)]
+        tasks = [asyncio.create_task(each) for each in asks]
+        await until(lambda: len(seen) == 24)
+        assert [replica.running for replica in fleet.replicas] == [12, 12]
+        release.set()
+        await asyncio.gather(*tasks)
+        homes = {group: {number for g, number in seen if g == group} for group in range(6)}
+        assert all(len(numbers) == 1 for numbers in homes.values())
+        # A turn later the group is still at home.
+        assert await fleet.ask(3, lambda r: asyncio.sleep(0, r.number)) in homes[3]
+        assert [replica.running for replica in fleet.replicas] == [0, 0]
+
+
+async def test_a_new_group_goes_where_the_least_is_in_flight():
+    async with fleet_of(Engine(), Engine(), Engine()) as fleet:
+        for replica, running in zip(fleet.replicas, (5, 2, 3), strict=True):
+            replica.running = running
+        assert await fleet.ask("new", lambda r: asyncio.sleep(0, r.number)) == 1
+
+
+async def test_what_a_dead_replica_had_in_flight_is_done_anew_elsewhere(caplog):
+    engines = Engine(), Engine()
+    attempts, cancelled = Counter(), []
+
+    async def work(replica, number):
+        attempts[number] += 1
+        try:
+            await asyncio.sleep(60 if replica.number == 0 else 0)
+        except asyncio.CancelledError:
+            cancelled.append(number)
+            raise
+        return number
+
+    async with fleet_of(*engines) as fleet:
+        asks = [fleet.ask(n, lambda r, n=n: work(r, n)) for n in range(8)]
+        tasks = [asyncio.create_task(each) for each in asks]
+        await until(lambda: fleet.replicas[0].running > 0)
+        held = fleet.replicas[0].running
+        with caplog.at_level(logging.WARNING):
+            engines[0].away = True
+            assert sorted(await asyncio.gather(*tasks)) == list(range(8))
+        assert len(cancelled) == fleet.replicas[0].retried == held > 0
+        assert sum(attempts.values()) == 8 + held
+        assert f"engine {fleet.urls[0]} is away: " in caplog.text
+        assert f"{held} in flight there" in caplog.text
+
+
+async def test_a_request_that_fails_where_the_replica_is_there_is_tried_four_times_more():
+    calls = []
+
+    async def work(replica):
+        calls.append(replica.number)
+        raise Unanswered
+
+    async with fleet_of(Engine(), poll=0.001) as fleet:
+        with pytest.raises(Unanswered):
+            await fleet.ask(0, work)
+        assert len(calls) == 5 and fleet.replicas[0].retried == 0
+
+
+async def test_what_work_raises_is_raised_and_who_stops_asking_ends_the_work():
+    ended = []
+
+    async def broken(replica):
+        raise ValueError("a bug")
+
+    async def long(replica):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    async with fleet_of(Engine()) as fleet:
+        with pytest.raises(ValueError, match="a bug"):
+            await fleet.ask(0, broken)
+        asking = asyncio.create_task(fleet.ask(0, long))
+        await until(lambda: fleet.replicas[0].running == 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert ended == [True] and fleet.replicas[0].running == 0
+
+
+# -- coming and going -------------------------------------------------------------------------
+
+
+async def test_one_that_is_late_does_not_hold_up_the_start_and_joins_with_the_current_weights():
+    late = Engine()
+    late.away = True
+    async with fleet_of(Engine(), late) as fleet:
+        assert [replica.serving for replica in fleet.replicas] == [True, False]
+        await fleet.update_weights(Path("v1"), 1)
+        assert late.calls == []
+        late.away = False
+        await until(lambda: fleet.replicas[1].serving)
+        assert late.calls == ["/pause", "/update_weights", "/resume"]
+        assert (late.version, late.loaded) == (1, "v1")
+
+
+async def test_one_that_comes_back_serves_nobody_before_it_has_the_current_weights():
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        engines[0].away = True
+        await until(lambda: not fleet.replicas[0].serving)
+        await fleet.update_weights(Path("v3"), 3)
+        engines[0].hold.clear()
+        engines[0].restart(version=0)
+        await until(lambda: "/update_weights" in engines[0].calls)
+        asked = [await fleet.ask(n, lambda r: asyncio.sleep(0, r.number)) for n in range(4)]
+        assert asked == [1, 1, 1, 1]
+        engines[0].hold.set()
+        await until(lambda: fleet.replicas[0].serving)
+        assert (engines[0].version, fleet.replicas[0].version) == (3, 3)
+
+
+async def test_a_version_that_comes_out_while_one_joins_is_loaded_too_before_it_serves():
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        engines[0].away = True
+        await until(lambda: not fleet.replicas[0].serving)
+        await fleet.update_weights(Path("v1"), 1)
+        engines[0].hold.clear()
+        engines[0].away = False
+        await until(lambda: "/update_weights" in engines[0].calls)
+        await fleet.update_weights(Path("v2"), 2)
+        engines[0].hold.set()
+        await until(lambda: fleet.replicas[0].serving)
+        assert engines[0].version == 2 and engines[0].calls.count("/update_weights") == 2
+
+
+async def test_one_that_was_started_anew_between_two_looks_is_found_out():
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        await fleet.update_weights(Path("v1"), 1)
+        engine.calls.clear()
+        engine.restart(version=0)
+        await until(lambda: engine.version == 1)
+        assert engine.calls[:2] == ["/pause", "/update_weights"]
+
+
+async def test_our_own_engines_have_their_first_weights_and_others_get_them_pushed():
+    for own, calls in ((True, []), (False, ["/pause", "/update_weights", "/resume"])):
+        engine = Engine(version=7)
+        async with fleet_of(engine, own=own, first=Weights(Path("model"), 7)):
+            assert engine.calls == calls
+    assert engine.loaded == "model"
+
+
+async def test_our_own_that_were_started_with_a_base_get_the_adapter_they_lack():
+    """Of step 4; without it they have version 0. One that does not tell its version gets it too."""
+    for version in (0, None):
+        engine = Engine(version=version)
+        first = Weights(Path("adapter"), 4)
+        async with fleet_of(engine, first=first, have_first=False):
+            assert (engine.version, engine.loaded) == (4, "adapter")
+            assert engine.calls == ["/pause", "/update_weights", "/resume"]
+
+
+async def test_our_own_that_do_not_tell_their_version_have_what_they_were_started_with():
+    engine = Engine(version=None)
+    async with fleet_of(engine):
+        assert engine.calls == []
+
+
+async def test_one_that_takes_connections_and_says_nothing_is_away_after_a_while(monkeypatch):
+    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.05)
+    monkeypatch.setattr(fleet_module, "PATIENCE_SECONDS", 0.3)
+    mute = Engine()
+    async with fleet_of(mute, Engine()) as fleet:
+        mute.mute = True
+        await asyncio.sleep(0.15)
+        assert fleet.replicas[0].serving  # busy, perhaps
+        await until(lambda: not fleet.replicas[0].serving)
+        assert "ReadTimeout" in fleet.replicas[0].reason
+
+
+async def test_while_nobody_serves_who_asks_waits_and_the_run_says_for_whom():
+    engine, told = Engine(), []
+    async with fleet_of(engine) as fleet:
+        fleet.on_waiting = told.append
+        engine.away = True
+        await until(lambda: not fleet.serving)
+        asking = asyncio.create_task(fleet.ask(0, lambda r: asyncio.sleep(0, "answer")))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        assert told[-1].startswith(f"inference: {fleet.urls[0]} (")
+        engine.away = False
+        assert await asking == "answer"
+        assert told[-1] is None
+
+
+async def test_when_nobody_has_served_for_too_long_the_run_ends_and_names_them_all():
+    engines = Engine(), Engine()
+    async with fleet_of(*engines, timeout=0.1) as fleet:
+        for engine in engines:
+            engine.away = True
+        with pytest.raises(EngineError) as caught:
+            await fleet.keeping
+    message = str(caught.value)
+    assert message.startswith("no engine serves after 0 s (inference.ready_timeout): ")
+    assert all(url in message for url in fleet.urls) and "inference*.log" in message
+
+
+async def test_a_start_with_nobody_there_ends_with_who_was_asked_and_what_to_do():
+    engine = Engine()
+    engine.away = True
+    async with fleet_of(engine, ready=False, own=False) as fleet:
+        with pytest.raises(EngineError, match=r"no engine serves .* mend inference\.base_url"):
+            await fleet.wait_ready(0.3)
+
+
+# -- weights ----------------------------------------------------------------------------------
+
+
+async def test_an_update_reaches_every_replica():
+    engines = Engine(), Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        assert await fleet.update_weights(Path("v1"), 1) > 0
+        assert [engine.version for engine in engines] == [1, 1, 1]
+        assert engines[2].calls == ["/pause", "/update_weights", "/resume"]
+
+
+async def test_an_update_goes_on_without_a_replica_that_dies_in_it_and_says_so(caplog):
+    engines = Engine(), Engine()
+    async with fleet_of(*engines, poll=5.0) as fleet:  # nobody looks meanwhile
+        engines[0].away = True
+        with caplog.at_level(logging.WARNING):
+            await fleet.update_weights(Path("v1"), 1)
+        assert [replica.serving for replica in fleet.replicas] == [False, True]
+        assert f"engine {fleet.urls[0]} is away: " in caplog.text
+        assert "did not answer /pause" in caplog.text
+
+
+async def test_one_that_refuses_what_the_others_load_is_out_until_it_takes_it(monkeypatch):
+    monkeypatch.setattr(fleet_module, "REJOIN_SECONDS", 0.05)
+    engines = Engine(), Engine()
+    engines[0].refuse = {"/update_weights": 400}
+    async with fleet_of(*engines) as fleet:
+        await fleet.update_weights(Path("v1"), 1)
+        assert [replica.serving for replica in fleet.replicas] == [False, True]
+        assert "refused /update_weights: 400 the reason" in fleet.replicas[0].reason
+        assert engines[0].calls[:3] == ["/pause", "/update_weights", "/resume"]
+        engines[0].refuse = {}
+        await until(lambda: fleet.replicas[0].serving)
+        assert engines[0].version == 1
+
+
+async def test_what_all_refuse_is_an_error_and_they_serve_on_as_they_were():
+    engines = Engine(), Engine()
+    for engine in engines:
+        engine.refuse = {"/update_weights": 422}
+    async with fleet_of(*engines) as fleet:
+        with pytest.raises(EngineError, match="refused /update_weights: 422 the reason"):
+            await fleet.update_weights(Path("bad"), 1)
+        assert [replica.version for replica in fleet.serving] == [0, 0]
+        assert all(engine.calls[-1] == "/resume" for engine in engines)
+        # Nor does one that comes back get what the others have refused.
+        engines[0].refuse, engines[0].loaded = {}, None
+        engines[0].restart(version=9)
+        await until(lambda: engines[0].version == 0)
+        assert engines[0].loaded == "first"
+
+
+async def test_with_all_of_them_gone_an_update_says_so_and_the_first_back_brings_it_along():
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        engine.away = True
+        with pytest.raises(EngineGone):
+            await fleet.update_weights(Path("v1"), 1)
+        engine.restart()
+        await until(lambda: fleet.serving)
+        assert (engine.version, engine.loaded) == (1, "v1")
+        engine.calls.clear()
+        await fleet.update_weights(Path("v1"), 1)  # the watcher, trying on
+        assert engine.calls == []
+
+
+# -- sleep ------------------------------------------------------------------------------------
+
+
+async def test_asleep_nobody_is_asked_and_new_weights_wake_everyone():
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        await fleet.sleep()
+        asking = asyncio.create_task(fleet.ask(0, lambda r: asyncio.sleep(0, r.version)))
+        await asyncio.sleep(0.05)
+        assert not asking.done()
+        await fleet.update_weights(Path("v1"), 1)
+        assert await asking == 1
+    for engine in engines:
+        assert engine.calls == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
+
+
+async def test_one_that_comes_back_while_the_others_sleep_waits_for_the_weights():
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        engines[0].away = True
+        await until(lambda: not fleet.replicas[0].serving)
+        await fleet.sleep()
+        engines[0].restart(version=9)
+        await asyncio.sleep(0.1)
+        assert engines[0].calls == [] and not fleet.replicas[0].serving
+        await fleet.update_weights(Path("v1"), 1)
+        await until(lambda: fleet.replicas[0].serving)
+        assert engines[0].calls == ["/pause", "/update_weights", "/resume"]
+
+
+async def test_one_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        await fleet.sleep()
+        engines[0].away = True
+        await fleet.update_weights(Path("v1"), 1)
+        assert [replica.serving for replica in fleet.replicas] == [False, True]
+
+
+async def test_an_engine_that_cannot_sleep_ends_the_run_with_the_reason():
+    engine = Engine()
+    engine.refuse = {"/sleep": 404}
+    async with fleet_of(engine) as fleet:
+        with pytest.raises(EngineError, match=r"refused /sleep: 404 .*deployment\.colocated needs"):
+            await fleet.sleep()
+
+
+# -- numbers ----------------------------------------------------------------------------------
+
+
+async def test_each_replica_is_measured_by_itself_since_the_last_time():
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        for key in ("a", "a", "b"):
+            await fleet.ask(key, lambda r: asyncio.sleep(0))
+        await fleet.update_weights(Path("v4"), 4)
+        engines[1].away = True
+        await until(lambda: not fleet.replicas[1].serving)
+        await asyncio.sleep(0.05)
+        found = fleet.take_metrics()
+        down = found.pop("inference/1/down_seconds")
+        assert found == {
+            "inference/replicas_serving": 1.0,
+            "inference/0/requests": 2.0,
+            "inference/0/retried": 0.0,
+            "inference/0/running": 0.0,
+            "inference/0/serving": 1.0,
+            "inference/0/version": 4.0,
+            "inference/0/down_seconds": 0.0,
+            "inference/1/requests": 1.0,
+            "inference/1/retried": 0.0,
+            "inference/1/running": 0.0,
+            "inference/1/serving": 0.0,
+            "inference/1/version": 4.0,
+        }
+        assert down >= 0.05
+        assert fleet.take_metrics()["inference/0/requests"] == 0.0
+
+
+async def test_a_request_under_which_four_replicas_went_away_is_given_up():
+    """It may be what kills them."""
+    begun = []
+
+    async with fleet_of(Engine()) as fleet:
+
+        async def deadly(replica):
+            begun.append(replica.number)
+            engine.away = True
+            await asyncio.sleep(60)
+
+        engine = Engine()
+        async with fleet_of(engine) as own:
+            own.on_change = lambda: setattr(engine, "away", False)
+            with pytest.raises(Unanswered, match="4 engines have gone away under it"):
+                await own.ask(0, deadly)
+        assert begun == [0, 0, 0, 0] and fleet.serving

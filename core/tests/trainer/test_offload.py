@@ -1,0 +1,62 @@
+"""What moves to the host and back. The host stands in for both: there is no GPU in these tests."""
+
+import pytest
+import torch
+from torch import nn
+
+from prime_rl.trainer.offload import HOST, Offload, moving_state
+
+
+def trained(**options):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("fused", "names"), [(True, {"step"}), (False, set())])
+def test_the_count_of_steps_moves_only_where_the_optimizer_is_fused(fused, names):
+    _, optimizer = trained(fused=fused)
+    moved = [name for _, name in moving_state(optimizer)]
+    assert set(moved) == {"exp_avg", "exp_avg_sq"} | names
+    assert len(moved) == 2 * len(set(moved))  # of the weight, of the bias
+
+
+def test_everything_leaves_the_device_and_comes_back_as_the_same_parameters():
+    """``meta`` stands in for the GPU: a tensor on it is where it was sent."""
+    model, optimizer = trained(fused=True)
+    before = list(model.parameters())
+    memory = Offload(model, optimizer, torch.device("meta"), enabled=True)
+    memory.load()
+    tensors = [*model.parameters(), *(state[name] for state, name in moving_state(optimizer))]
+    assert len(tensors) == 8 and {tensor.device.type for tensor in tensors} == {"meta"}
+    assert all(a is b for a, b in zip(before, optimizer.param_groups[0]["params"], strict=True))
+
+
+def test_on_the_host_steps_with_and_without_it_are_bit_equal():
+    torch.manual_seed(0)
+    plain, steps = trained(fused=True)
+    torch.manual_seed(0)
+    moved, others = trained(fused=True)
+    memory = Offload(moved, others, HOST, enabled=True)
+    for model, optimizer in ((plain, steps), (moved, others)):
+        for _ in range(3):
+            if model is moved:
+                memory.load()
+            model(torch.arange(3.0)[None]).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if model is moved:
+                assert memory.unload() >= 0
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), moved.parameters(), strict=True)
+    )
+
+
+def test_switched_off_nothing_moves():
+    model, optimizer = trained()
+    memory = Offload(model, optimizer, torch.device("meta"), enabled=False)
+    assert memory.load() == memory.unload() == 0.0
+    assert model.weight.device.type == "cpu"

@@ -1,0 +1,164 @@
+"""Whole runs over several engines, over engines that run elsewhere, and with one GPU for two."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.orchestrator.store import read_rollouts
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
+KEY = "the key of these tests"
+SECONDS = 240
+
+pytestmark = pytest.mark.slow
+
+UNTRAINED = ("--model.warmup_exact", "0.0")  # made in a second
+SMALL = [
+    *("--orchestrator.batch_size", "16"),
+    *("--orchestrator.group_size", "4"),
+    *("--orchestrator.eval.env.0.num_examples", "8"),
+    *("--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0"),
+]
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One model cache for all runs of this file."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture
+def start(cache: Path) -> Iterator[Start]:
+    """Starts a ``prime-rl`` command; whatever is left is ended."""
+    started: list[subprocess.Popen[str]] = []
+
+    def command(*words: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", "from prime_rl.cli import main; main()", *words],
+            env=os.environ | {"PRIME_RL_CACHE": str(cache), "PRIME_RL_ADMIN_KEY": KEY},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            # A shell that starts the tests in the background has them ignore Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        started.append(process)
+        return process
+
+    yield command
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def run_of(tmp_path: Path, *overrides: str) -> list[str]:
+    place = ("--output_dir", str(tmp_path), "--run.name", "run")
+    return ["run", str(CONFIG), *UNTRAINED, *SMALL, *place, *overrides]
+
+
+def rows(run_dir: Path, key: str) -> dict[int, float]:
+    """One metric by step."""
+    file = run_dir / "metrics.jsonl"
+    lines = map(json.loads, file.read_text().splitlines() if file.exists() else [])
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def status_of(run_dir: Path, name: str) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((run_dir / "status" / f"{name}.json").read_text())
+    return report
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 0, output
+    return output
+
+
+def check_tokens(run_dir: Path, max_steps: int) -> None:
+    """16 rollouts a step, each token sampled from a version that was there by then."""
+    for step in range(1, max_steps + 1):
+        _, rollouts, dropped = read_rollouts(run_dir / "rollouts" / f"step_{step}.msgpack")
+        kept = [r for r, why in zip(rollouts, dropped, strict=True) if why is None]
+        assert len(kept) >= 16
+        for rollout in kept:
+            (sample,) = rollout.samples
+            versions = sample.policy_versions[sample.loss_mask]
+            assert (versions >= rollout.policy_version).all() and (versions < step).all()
+
+
+def test_of_two_engines_one_is_killed_and_started_again_and_nothing_is_lost(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start(*run_of(tmp_path, "--max_steps", "8", "--inference.replicas", "2"))
+    run_dir = tmp_path / "run"
+    until(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
+    os.kill(status_of(run_dir, "inference")["pid"], signal.SIGKILL)
+    until(lambda: status_of(run_dir, "engines")["state"] == "1 of 2 serve", process)
+    until(lambda: any(v == 0 for v in rows(run_dir, "inference/0/serving").values()), process)
+    trainer = status_of(run_dir, "trainer")["pid"]
+    os.kill(trainer, signal.SIGSTOP)  # or the run is over before the engine is back
+    until(lambda: status_of(run_dir, "engines")["state"] == "2 of 2 serve", process)
+    os.kill(trainer, signal.SIGCONT)
+    output = finish(process)
+    assert "inference was ended by SIGKILL: starting it again (1 of 3 times)" in output
+    serving = rows(run_dir, "inference/0/serving")
+    assert set(serving) == set(range(1, 9)) and 0.0 in serving.values() and serving[8] == 1.0
+    assert set(rows(run_dir, "inference/1/serving").values()) == {1.0}
+    assert rows(run_dir, "inference/0/version")[8] >= 6
+    assert status_of(run_dir, "engines")["detail"] == dict.fromkeys(
+        ("inference", "inference_1"), "version 8"
+    )
+    check_tokens(run_dir, 8)
+
+
+def test_a_run_over_an_engine_that_runs_elsewhere(start: Start, tmp_path: Path) -> None:
+    """It serves other weights under the same name and number; the run's own are loaded first."""
+    server = start("serve", "tiny-reverse", *UNTRAINED, "--seed", "1", "--max-model-len", "128")
+    assert server.stdout is not None
+    url = ""
+    while not url:
+        line = server.stdout.readline()
+        assert line or server.poll() is None
+        url = (re.findall(r"^url +(\S+)", line) or [""])[0]
+    words = run_of(tmp_path, "--max_steps", "2", "--inference.base_url", f'["{url}"]')
+    finish(start(*words, "--orchestrator.eval.skip_first_step", "true"))
+    run_dir = tmp_path / "run"
+    assert not (run_dir / "status" / "inference.json").exists()
+    assert status_of(run_dir, "engines")["detail"] == {url.removesuffix("/v1"): "version 2"}
+    assert rows(run_dir, "mismatch_kl/all/mean")[1] < 1e-5  # with other weights, about 0.1
+    check_tokens(run_dir, 2)
+
+
+def test_with_one_gpu_for_two_engine_and_trainer_take_turns(start: Start, tmp_path: Path) -> None:
+    words = run_of(tmp_path, "--max_steps", "3", "--deployment.colocated", "true")
+    finish(start(*words, "--orchestrator.eval.env.0.interval", "2"))
+    run_dir = tmp_path / "run"
+    check_tokens(run_dir, 3)
+    asleep = rows(run_dir, "time/sleep_engines")
+    assert set(asleep) == {1, 2, 3} and all(seconds > 0 for seconds in asleep.values())
+    # Batch n goes out when version n - 1 is there.
+    assert rows(run_dir, "watcher/policy_version") == {1: 0, 2: 1, 3: 2}
+    assert set(rows(run_dir, "time/trainer/offload")) == {1, 2, 3}
+    evaluated = rows(run_dir, "eval/reverse-text/all/reward/mean")
+    assert set(evaluated) == {0, 2, 3}
