@@ -1,0 +1,99 @@
+"""vLLM's own server as an engine of prime-rl.
+
+This module only says how to start the server (``prime_rl_vllm.server``), which may run under
+another interpreter than ours; it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ConfigDict, model_validator
+
+from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
+from prime_rl_vllm.arguments import check_keys
+from prime_rl_vllm.interpreter import check_interpreter
+
+PARALLEL = ("tensor", "pipeline", "data")
+"""The ways in which one server spreads over GPUs."""
+
+
+class VllmConfig(PluginConfig):
+    """``[inference.vllm]``: any argument of vLLM's server, with underscores.
+
+    ``gpu_memory_utilization = 0.8``, ``enforce_eager = true``, ``compilation_config = { level = 0
+    }``. Their names and values are vLLM's to check, which it does when the server starts; keys that
+    prime-rl sets itself are refused here.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
+
+    dtype: str = "auto"
+    """Of weights and computation. ``auto`` is vLLM's choice; ``float32`` leaves the smallest
+    mismatch between engine and trainer, and is the quick one on CPUs without native bfloat16."""
+
+    @model_validator(mode="after")
+    def _keys_are_the_users(self) -> VllmConfig:
+        check_keys(self.model_extra or {})
+        return self
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """vLLM's arguments by name."""
+        return self.model_dump(mode="json")
+
+
+class Vllm(Engine):
+    """Offers the server as an engine of prime-rl."""
+
+    name = "vllm"
+    config_class = VllmConfig
+
+    def check(self, python: Path | None) -> None:
+        """vLLM and this package are installed where the server will run. Raises ``ConfigError``."""
+        check_interpreter(python)
+
+    @property
+    def num_gpus(self) -> int:
+        """Tensor, pipeline and data parallelism multiply."""
+        arguments = cast(VllmConfig, self.config).arguments
+        return math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in PARALLEL)
+
+    def command(self, launch: EngineLaunch) -> EngineCommand:
+        """``python -m prime_rl_vllm.server ...``; the admin key goes by the environment."""
+        options = {
+            "model": launch.model_path,
+            "served-model-name": launch.served_model_name,
+            "host": launch.host,
+            "port": launch.port,
+            "max-model-len": launch.max_model_len,
+            "seed": launch.seed,
+            "policy-version": launch.policy_version,
+            "status-path": launch.status_path,
+            "settings": json.dumps(cast(VllmConfig, self.config).arguments),
+        }
+        argv = [str(launch.python or sys.executable), "-m", "prime_rl_vllm.server"]
+        argv += ["--wait-for-model"] * launch.wait_for_model + ["--can-sleep"] * launch.can_sleep
+        for option, value in options.items():
+            if value is not None:
+                argv += [f"--{option}", str(value)]
+        return EngineCommand(argv=argv, env=_environment(launch))
+
+
+def _environment(launch: EngineLaunch) -> dict[str, str]:
+    return {
+        "PRIME_RL_ADMIN_KEY": launch.admin_key,
+        # Without byte code each of vLLM's processes compiles it anew: a minute of start-up.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+@hookimpl
+def register_engines() -> list[type[Engine]]:
+    return [Vllm]

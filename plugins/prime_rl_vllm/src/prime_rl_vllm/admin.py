@@ -1,0 +1,140 @@
+"""The routes that need the run's key: pause, new weights, resume; sleep and wake up.
+
+    /pause -> /update_weights -> /resume      requests keep their place and their KV
+    /pause -> /sleep ... /wake_up -> (/update_weights) -> /resume       one GPU for two
+
+On a GPU, sleeping gives the memory of weights and KV away, and requests are computed anew when
+they go on. On a CPU, or without ``enable_sleep_mode``, there is nothing to give: requests wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse
+
+from prime_rl_vllm.body import decode, read_body
+from prime_rl_vllm.errors import RequestError
+from prime_rl_vllm.state import State
+
+log = logging.getLogger(__name__)
+
+
+class UpdateBody(msgspec.Struct, kw_only=True):
+    """``POST /update_weights``."""
+
+    weight_dir: str
+    version: int | None = None
+    """None: one more than the current version."""
+
+
+class Admin:
+    """One request at a time. The keys have been checked."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    async def pause(self, http: HTTPRequest) -> JSONResponse:
+        """Returns when no step is running."""
+        if http.query_params.get("mode", "keep") != "keep":
+            raise RequestError(
+                "mode: this engine keeps requests in flight; only mode=keep is offered"
+            )
+        if http.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
+            raise RequestError("clear_cache: running requests keep their KV; only false is offered")
+        async with self._state.admin:
+            await self._hold()
+            self._state.paused = True
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, _: HTTPRequest) -> JSONResponse:
+        """Go on where ``pause`` stopped; if the engine sleeps, once it wakes."""
+        async with self._state.admin:
+            self._state.paused = False
+            await self._let_go()
+        return JSONResponse({"status": "resumed"})
+
+    async def sleep(self, _: HTTPRequest) -> JSONResponse:
+        """Hold requests, and give the accelerator's memory away if that was set up."""
+        state = self._state
+        async with state.admin:
+            if not state.asleep and self._can_sleep():
+                await state.engine.sleep(level=1, mode="keep")
+            else:
+                await self._hold()
+            state.asleep = True
+        return JSONResponse({"status": "asleep"})
+
+    async def wake_up(self, _: HTTPRequest) -> JSONResponse:
+        """Take the memory back. Requests go on, unless the engine is paused too."""
+        state = self._state
+        async with state.admin:
+            if state.asleep and self._can_sleep():
+                await state.engine.wake_up()
+                await self._hold()  # waking up resumes
+            state.asleep = False
+            await self._let_go()
+        return JSONResponse({"status": "awake"})
+
+    async def update_weights(self, http: HTTPRequest) -> JSONResponse:
+        """All or nothing: from a folder that is broken or does not fit, no tensor is taken."""
+        body = decode(await read_body(http), UpdateBody)
+        state, start = self._state, time.perf_counter()
+        async with state.admin:
+            if state.asleep and self._can_sleep():
+                raise RequestError("the engine sleeps and has no weights: POST /wake_up first", 409)
+            await self._stage(body.weight_dir)
+            new = state.version + 1 if body.version is None else body.version
+            await self._hold()
+            await self._load(new)
+            await self._let_go()
+        state.weight_update_seconds = time.perf_counter() - start
+        log.info("weights version %d loaded in %.3f s", new, state.weight_update_seconds)
+        return JSONResponse({"status": "ok", "version": new})
+
+    # -- the engine ---------------------------------------------------------------------------
+
+    def _can_sleep(self) -> bool:
+        return bool(self._state.engine.model_config.enable_sleep_mode)
+
+    async def _hold(self) -> None:
+        await self._state.engine.pause_generation(mode="keep", clear_cache=False)
+
+    async def _let_go(self) -> None:
+        if not (self._state.paused or self._state.asleep):
+            await self._state.engine.resume_generation()
+
+    async def _stage(self, weight_dir: str) -> None:
+        """Every worker has read and checked the folder. Raises ``RequestError``."""
+        problems = await self._rpc("prime_rl_stage", weight_dir)
+        refused = [problem for problem in problems if problem is not None]
+        if refused:
+            await self._rpc("prime_rl_drop")
+            raise RequestError(
+                f"weights refused, version {self._state.version} serves on: {refused[0]}"
+            )
+
+    async def _load(self, version: int) -> None:
+        """Requests wait meanwhile. A failure here leaves no model to go on with: it ends us."""
+        state = self._state
+        try:
+            await self._rpc("prime_rl_load")
+            await state.engine.update_weight_version(str(version))
+        except Exception as error:
+            log.exception("loading version %d failed half-way; the server ends", version)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise RequestError(
+                f"loading version {version} failed half-way, so the server ends: {error}", 500
+            ) from error
+        state.version = version
+        state.weight_updates += 1
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        answers: list[Any] = await self._state.engine.collective_rpc(method, args=args)
+        return answers

@@ -1,0 +1,113 @@
+"""``[inference.vllm]`` and vLLM's command line: which keys are whose, and how one becomes the
+other."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prime_rl import ConfigError
+
+OWNED = {
+    "model": "it is the run's model.name",
+    "model_tag": "it is the run's model.name",
+    "served_model_name": "it is the run's model.name",
+    "host": "set inference.host",
+    "port": "set inference.port",
+    "max_model_len": "set inference.max_model_len",
+    "seed": "set the run's seed",
+    "api_key": "the key comes by the environment variable PRIME_RL_ENGINE_API_KEY",
+    "logprobs_mode": "training needs processed_logprobs, those of the distribution sampled from",
+    "worker_extension_cls": "prime-rl's own loads new weights",
+    "middleware": "prime-rl's own answers its routes and checks its keys",
+    "enable_lora": "adapters are merged into the weights as they are published",
+    "lora_modules": "adapters are merged into the weights as they are published",
+    "runner": "the engine samples tokens",
+    "convert": "the engine samples tokens",
+    "config": "write its keys into this table",
+    "headless": "the process has to serve HTTP",
+    "uds": "the orchestrator speaks TCP",
+    "ssl_keyfile": "the orchestrator speaks plain HTTP",
+    "ssl_certfile": "the orchestrator speaks plain HTTP",
+    "root_path": "the orchestrator asks at the root",
+    "api_server_count": "weight updates need the one process that all requests pass",
+    "tokens_only": "chat needs text",
+}
+"""Arguments of vLLM that prime-rl sets, or that would break its contract, and why."""
+
+DEFAULTS: dict[str, Any] = {
+    # Of OpenAI's routes: else the model folder's own temperature and top_p slip in.
+    "generation_config": "vllm",
+    "enable_prompt_tokens_details": True,
+    "disable_uvicorn_access_log": True,
+    "disable_fastapi_docs": True,
+}
+"""What we set unless the table says otherwise."""
+
+
+def check_keys(arguments: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` for a key that isn't the user's to set."""
+    for key in arguments:
+        name = key.replace("-", "_")
+        if name != key:
+            raise ConfigError(f"inference.vllm.{key}: write it with underscores: {name}")
+        if name in OWNED:
+            raise ConfigError(f"inference.vllm.{key}: not to be set here: {OWNED[name]}")
+        if name.startswith("no_"):
+            raise ConfigError(f"inference.vllm.{key}: write {name[3:]} = false")
+
+
+def to_flags(arguments: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
+    """The command line of a table, as vLLM's own parser wants each argument.
+
+    Raises ``ConfigError`` for an argument that this vLLM does not have.
+    """
+    flags = _flags(parser)
+    return [
+        word for key, value in arguments.items() for word in _words(key, value, _flag(key, flags))
+    ]
+
+
+def _flags(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    return {
+        option[2:].replace("-", "_"): action
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+
+
+def _flag(key: str, flags: Mapping[str, argparse.Action]) -> argparse.Action:
+    if key in flags:
+        return flags[key]
+    near = difflib.get_close_matches(key, flags, n=1)
+    hint = f"Did you mean {near[0]}?" if near else "See `vllm serve --help=all`."
+    raise ConfigError(f"inference.vllm.{key}: this vLLM has no such argument. {hint}")
+
+
+def _words(key: str, value: Any, action: argparse.Action) -> Iterator[str]:
+    """``--key value``; switches take no value, lists become words where the parser takes many."""
+    option = f"--{key.replace('_', '-')}"
+    if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
+        yield from _switch(key, option, value, action)
+    elif isinstance(value, list) and action.nargs in ("+", "*"):
+        yield option
+        yield from (_text(each) for each in value)
+    else:
+        yield f"{option}={_text(value)}"
+
+
+def _switch(key: str, option: str, value: Any, action: argparse.Action) -> Iterator[str]:
+    if not isinstance(value, bool):
+        raise ConfigError(f"inference.vllm.{key}: is {value!r}, expected true or false")
+    if value:
+        yield option
+    elif isinstance(action, argparse.BooleanOptionalAction):
+        yield f"--no-{option[2:]}"
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

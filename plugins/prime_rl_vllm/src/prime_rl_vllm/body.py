@@ -1,0 +1,59 @@
+"""Reading a request: its body up to a limit, as JSON of a shape; and its client's patience."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+
+from prime_rl_vllm.errors import RequestError
+
+MAX_BODY_BYTES = 64 * 2**20
+
+Body = TypeVar("Body")
+Result = TypeVar("Result")
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def read_body(http: HTTPRequest) -> bytes:
+    """Raises ``RequestError`` (413) beyond 64 MiB."""
+    data = bytearray()
+    async for chunk in http.stream():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise RequestError(f"the body has more than {MAX_BODY_BYTES // 2**20} MiB", 413)
+    return bytes(data)
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """JSON into a body. Raises ``RequestError`` that says where and what."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"bad request body: {error}") from error
+
+
+async def while_wanted(http: HTTPRequest, work: Coroutine[Any, Any, Result]) -> Result:
+    """Do it unless the client goes away first, which cancels it. Raises ``ClientGone`` then."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
+
+
+async def _disconnected(http: HTTPRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

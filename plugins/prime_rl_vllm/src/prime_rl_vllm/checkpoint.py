@@ -1,0 +1,114 @@
+"""New weights: read and checked as a whole before any of them is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from prime_rl import WeightsError
+from prime_rl.adapter import is_adapter, merged_tensors
+from prime_rl.model_files import ModelFiles, opened
+
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+"""Ends of the two names that a tied model has for one matrix."""
+
+
+class Staged:
+    """Weights that fit the model, ready to be loaded once. The files stay open until ``close``, so
+    that a folder which is deleted meanwhile does no harm."""
+
+    def __init__(self, directory: Path, base: ModelFiles, *, look_inside: bool = True) -> None:
+        """Raises ``WeightsError`` if the folder is damaged or does not fit ``base``.
+
+        ``look_inside``: read every value and refuse those that aren't finite.
+        """
+        self._stack = ExitStack()
+        self._merged: Iterator[tuple[str, Tensor]] | None = None
+        self._files: dict[str, Any] = {}
+        if is_adapter(directory):
+            self._merged = merged_tensors(base.directory, directory)
+            return
+        files = ModelFiles(directory)
+        check_layout(files, base)
+        with ExitStack() as stack:
+            paths = {entry.path for entry in files.tensors.values()}
+            handles = {path: stack.enter_context(opened(path)) for path in paths}
+            self._files = {name: handles[entry.path] for name, entry in files.tensors.items()}
+            self._untie(files, base)
+            if look_inside:
+                self._check_values(directory)
+            self._stack = stack.pop_all()
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By their Hugging Face names, one at a time."""
+        if self._merged is not None:
+            yield from self._merged
+        for name, file in self._files.items():
+            yield name, file.get_tensor(name)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._stack.close()
+        self._files = {}
+
+    def _untie(self, files: ModelFiles, base: ModelFiles) -> None:
+        """Drop the second copy of a tied matrix. Other values would mean another model."""
+        if not base.ties_embeddings():
+            return
+        heads = [name for name in self._files if name.endswith(HEAD)]
+        embeddings = [name for name in self._files if name.endswith(EMBEDDING)]
+        for head in heads:
+            file = self._files.pop(head)
+            for name in embeddings[:1]:
+                if not torch.equal(file.get_tensor(head), self._files[name].get_tensor(name)):
+                    raise WeightsError(
+                        f"{files.directory}: {head!r} and {name!r} are one tied parameter, but "
+                        "differ"
+                    )
+
+    def _check_values(self, directory: Path) -> None:
+        for name, file in self._files.items():
+            values = file.get_tensor(name)
+            if values.is_floating_point() and not torch.isfinite(values.float().sum()):
+                raise WeightsError(f"{directory}: {name!r} holds values that aren't finite")
+
+
+def check_layout(files: ModelFiles, base: ModelFiles) -> None:
+    """The same tensors, of the same shapes and kinds. Raises ``WeightsError``.
+
+    A tied model's head may be there or not, in either.
+    """
+    free = {n for n in files.tensors.keys() | base.tensors.keys() if n.endswith(HEAD)}
+    free = free if base.ties_embeddings() else set()
+    if missing := sorted(base.tensors.keys() - files.tensors.keys() - free):
+        raise WeightsError(
+            f"{files.directory}: {_listed(missing)} missing; the model has {len(base.tensors)} "
+            "tensors"
+        )
+    if unknown := sorted(files.tensors.keys() - base.tensors.keys() - free):
+        raise WeightsError(f"{files.directory}: {_listed(unknown)} not in {base.directory}")
+    for name in files.tensors.keys() & base.tensors.keys():
+        found, wanted = files.tensors[name], base.tensors[name]
+        if found.shape != wanted.shape:
+            raise WeightsError(
+                f"{files.directory}: {name!r} has shape {found.shape}, the model's has "
+                f"{wanted.shape}"
+            )
+        if _is_float(found.dtype) != _is_float(wanted.dtype):
+            raise WeightsError(
+                f"{files.directory}: {name!r} is {found.dtype}, the model's is {wanted.dtype}"
+            )
+
+
+def _is_float(dtype: str) -> bool:
+    return dtype.startswith(("F", "BF"))
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

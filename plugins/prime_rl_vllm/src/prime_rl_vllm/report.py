@@ -1,0 +1,68 @@
+"""What the server says of itself: its status file, and lines of our own on vLLM's metrics page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prime_rl_vllm.state import State
+
+log = logging.getLogger(__name__)
+STATUS_SECONDS = 1.0
+
+
+async def report_forever(state: State) -> None:
+    """Once a second, until cancelled. A report that fails is told, and the next one tried."""
+    before, then = 0, time.monotonic()
+    while True:
+        now = time.monotonic()
+        rate = (state.generated_tokens - before) / max(now - then, 1e-9)
+        before, then = state.generated_tokens, now
+        try:
+            report_activity(state, rate)
+        except Exception:  # a full disk, say: no reason to stop serving
+            log.exception("the server's state could not be reported")
+        await asyncio.sleep(STATUS_SECONDS)
+
+
+def report_activity(state: State, tokens_per_second: float) -> None:
+    """One line of the live view."""
+    numbers: dict[str, Any] = {
+        "running": float(state.running),
+        "tokens/s": round(tokens_per_second, 1),
+        "policy_version": float(state.version),
+    }
+    if state.asleep:
+        state.status.report("asleep", waiting_for="the trainer to be done", **numbers)
+    elif state.paused:
+        state.status.report("paused", waiting_for="a weight update to end", **numbers)
+    elif state.running:
+        state.status.report("generating", **numbers)
+    else:
+        state.status.report("idle", waiting_for="requests", **numbers)
+
+
+class Metrics:
+    """Lines beside vLLM's own: a collector, so that a page says what holds when it is asked for."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Any]:
+        """Called by prometheus_client for each page."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        state = self._state
+        gauges = {
+            "policy_version": (state.version, "Version of the weights that sample now"),
+            "paused": (state.paused, "Whether requests wait for a weight update"),
+            "asleep": (state.asleep, "Whether the engine has given its memory away"),
+            "weight_update_seconds": (state.weight_update_seconds, "Of the last weight update"),
+        }
+        for name, (value, text) in gauges.items():
+            yield GaugeMetricFamily(f"prime_rl:{name}", text, float(value))
+        text = "Weight updates since the start"
+        yield CounterMetricFamily("prime_rl:weight_updates", text, state.weight_updates)

