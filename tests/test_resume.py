@@ -22,9 +22,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from prime_rl.config.run import RunConfig
-from prime_rl.inference.client import EngineAdmin
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.packer import pack, truncate
@@ -35,9 +35,9 @@ from prime_rl.plugins.manager import load_plugins
 from prime_rl.rollout import Rollout
 from prime_rl.run.checkpoints import finished, whole_steps
 from prime_rl.run.children import Child, end, free_ports, start
-from prime_rl.run.launch import Launch
+from prime_rl.run.commands import engine_launch
+from prime_rl.run.launch import ADMIN_KEY, Launch
 from prime_rl.run.resolve import build_engine
-from prime_rl.run.supervisor import _engine_launch
 from prime_rl.trainer.__main__ import make_loss
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
@@ -145,6 +145,31 @@ def test_ten_steps_are_five_and_a_resume_and_five_bit_for_bit(
         assert [line["step"] for line in lines if key in line] == list(range(1, 11))
 
 
+def test_an_adapter_is_published_alone_and_a_resume_goes_on_from_it_bit_for_bit(
+    start_run: Run, cache: Path, tmp_path: Path
+) -> None:
+    lora = ["--run.name", "lora", *EXACT, "--max_steps", "4", "--ckpt.interval", "2"]
+    lora += ["--trainer.lora.rank", "8"]
+    finish(start_run(*lora))
+    folder = tmp_path / "lora"
+    lines = [json.loads(line) for line in (folder / "trainer.jsonl").read_text().splitlines()]
+    # What the engine makes of base and adapter is the policy that trains.
+    assert [line["metrics"]["mismatch_kl/all/mean"] < 1e-9 for line in lines] == [True] * 4
+    for place in ("broadcasts/step_4", "checkpoints/step_4/weights", "weights/adapter"):
+        assert not (folder / place / "model.safetensors").exists()
+    adapter = load_file(folder / "weights/adapter/adapter_model.safetensors")
+    assert all(t.any() for name, t in adapter.items() if name.endswith("lora_B.weight"))
+    (base,) = cache.glob("tiny-reverse-*")
+    exported = AutoModelForCausalLM.from_pretrained(folder / "weights").state_dict()
+    begun = load_file(base / "model.safetensors")
+    moved = {name.split(".")[-2] for name in begun if not begun[name].equal(exported[name])}
+    assert moved == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert "resuming from step 2" in finish(start_run(*lora, "--resume", "2"))
+    assert "to version 2" in (folder / "logs/latest/orchestrator.log").read_text()
+    again = load_file(folder / "weights/adapter/adapter_model.safetensors")
+    assert all(again[name].equal(tensor) for name, tensor in adapter.items())
+
+
 def check_the_books(run_dir: Path, last: int) -> None:
     """Every group that was opened is decided on, buffered or on its way, and no rollout twice; and
     examples are those that the standard sampler asks for: one after the other."""
@@ -193,7 +218,7 @@ def test_killed_amid_asynchronous_training_none_is_skipped_and_none_comes_twice(
 def serve(config: RunConfig, launch: Launch, run_dir: Path) -> Child:
     (run_dir / "status").mkdir(parents=True, exist_ok=True)
     engine = build_engine(config, load_plugins())
-    command = engine.command(_engine_launch(config, launch, run_dir, "key"))
+    command = engine.command(engine_launch(config, launch, run_dir, "key"))
     return start("inference", command.argv, dict(command.env), run_dir / "engine.log")
 
 
@@ -221,7 +246,7 @@ def train_on(trainer: Trainer, step: int, batch: Sequence[Rollout], config: RunC
 
 async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> None:
     """Sample a batch, score it, train on it, load the weights; again."""
-    hooks, admin = load_plugins(), EngineAdmin(launch.engine_urls, "key")
+    hooks = load_plugins()
     trainer = Trainer(
         load_model(Path(launch.model_path), config.trainer),
         make_loss(config),
@@ -230,13 +255,14 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
     )
     publisher = Publisher(run_dir / "broadcasts", keep=config.max_steps + 1)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(admin.close)
-        shared = build.build_shared(config, hooks, launch, lambda: 0, Outages())
+        fleet = build.build_fleet(config, launch, Outages())
+        stack.push_async_callback(fleet.close)
+        shared = build.build_shared(config, hooks, launch, fleet, lambda: 0, Outages())
         stack.push_async_callback(shared.policy.close)
         (env,) = build.build_train_envs(shared)
         await stack.enter_async_context(env.environment)
         sampler = build.build_sampler(config, hooks, [env])
-        await admin.wait_ready(120)
+        await fleet.wait_ready(120)
         num_groups = 0
         for step in range(1, config.max_steps + 1):
             batch: list[Rollout] = []
@@ -248,13 +274,14 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
                     batch += group
             train_on(trainer, step, batch, config)
             publisher.write(trainer.model, step)
-            await admin.update_weights(publisher.path(step), step)
+            await fleet.update_weights(publisher.path(step), step)
 
 
 async def test_with_staleness_0_a_run_is_the_synchronous_loop_bit_for_bit(
     start_run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish(start_run("--run.name", "async", *EXACT, "--max_steps", "4"))
+    monkeypatch.setenv(ADMIN_KEY, "key")
     run_dir, own = tmp_path / "async", tmp_path / "sync"
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     assert config.seed == 0

@@ -80,7 +80,11 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
     done = prime_rl("plugins", "list", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {row["plugin"]: row for row in json.loads(done.stdout)}
-    assert rows["core"]["offers"] == {"samplers": ["standard"], "monitors": ["file"]}
+    assert rows["core"]["offers"] == {
+        "samplers": ["standard"],
+        "monitors": ["file"],
+        "launchers": ["join", "local"],
+    }
     assert rows["grpo"]["distribution"] == "prime-rl-grpo"
     assert rows["grpo"]["offers"] == {"algorithms": ["grpo", "hierarchical_grpo", "max_rl", "rae"]}
     assert rows["filters"]["offers"] == {"filters": ["gibberish", "repetition", "zero_advantage"]}

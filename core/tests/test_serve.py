@@ -137,6 +137,37 @@ def test_it_says_how_a_run_uses_it_and_tells_no_key(served):
 
 
 @pytest.mark.slow
+def test_an_evaluation_of_it_gives_the_number_counted_from_the_traces(served, tmp_path):
+    """The real ``prime-rl eval``, by the key."""
+    told = evaluated(served, tmp_path)
+    lines = (tmp_path / "reverse-text/rollouts.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert told["num_rollouts"] == len(rows) == 16
+    rewards = []
+    for row in rows:
+        question, *answer = (message.get("content") or "" for message in row["messages"])
+        expected, answer = question[::-1], answer[0]
+        places = zip(expected, answer, strict=False)
+        rewards.append(sum(a == b for a, b in places) / max(len(expected), len(answer)))
+    assert told["avg@2"] == pytest.approx(sum(rewards) / 16)
+    assert told["num_failed"] == 0 and all(row["usage"][1] <= 8 for row in rows)
+
+
+def evaluated(served, folder):
+    options = ["--base-url", served.url, "--api-key-var", "KEY", "--output", folder, "--json"]
+    options += ["--num-examples", 8, "--group-size", 2, "--max-tokens", 8]
+    done = subprocess.run(
+        [BIN, "eval", "reverse-text", *map(str, options)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "KEY": "sesame"},
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["envs"]["reverse-text"]
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_it_and_its_engine_and_frees_the_port(tmp_path, served):
     """From the folder that the other server's model is in."""
     (folder,) = (served.output.parent / "cache").glob("tiny-reverse-*")
