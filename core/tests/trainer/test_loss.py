@@ -24,6 +24,7 @@ from prime_rl import (
     StreamError,
     TokenMetric,
 )
+from prime_rl.trainer import parallel
 from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import ce_loss, ref_kl_loss, row_loss
@@ -129,33 +130,29 @@ def test_members_follow_the_streams(pack: Any) -> None:
     assert count_members([pack([[1, 2, 3, 4]], prompt=2)]).totals == {"rl": 2, "ce": 0, "ref_kl": 0}
 
 
-def test_ranks_agree_on_their_envs_and_add_up_the_table_in_one_collective(
+def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    told = []
 
-    def gather(envs: list[set[str]], own: set[str]) -> None:
-        envs[:] = [own, {"a", "m"}]  # the other rank's
+    def gather(own: Any) -> list[Any]:
+        told.append(own)
+        return [own, (("a", "m"), [[5, 1], [0, 2], [0, 0]], 10)]  # the other rank's
 
-    def as_if_two_ranks_were_alike(table: Tensor) -> None:
-        calls.append((table.dtype, table.tolist()))
-        table.mul_(2)
-
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    monkeypatch.setattr(torch.distributed, "all_reduce", as_if_two_ranks_were_alike)
+    monkeypatch.setattr(parallel, "several_ranks", lambda: True)
+    monkeypatch.setattr(parallel, "gather", gather)
     row = pack(
         [[1, 2, 3, 4], [5, 6]], envs=("z", "m"), env_ids=[0, 1], ce_weights=[0, 0, 0, 1, 0, 1]
     )
     counts = count_members([row])
     assert counts.envs == ("a", "m", "z")
-    assert calls == [(torch.int64, [[0, 1, 3], [0, 1, 1], [0, 0, 0]])]  # rl, ce, ref_kl
-    assert counts.totals == {"rl": 8, "ce": 4, "ref_kl": 0}
-    assert counts.of_env("rl", "z") == 6
+    assert told == [(("m", "z"), [[1, 3], [1, 1], [0, 0]], 6)]  # rl, ce, ref_kl
+    assert counts.totals == {"rl": 10, "ce": 4, "ref_kl": 0}
+    assert counts.of_env("rl", "z") == 3
+    assert counts.num_tokens == 16
     assert counts.metrics() == {
-        "tokens/rl": 8.0, "tokens/rl/m": 2.0, "tokens/rl/z": 6.0,
-        "tokens/ce": 4.0, "tokens/ce/m": 2.0, "tokens/ce/z": 2.0,
+        "tokens/rl": 10.0, "tokens/rl/a": 5.0, "tokens/rl/m": 2.0, "tokens/rl/z": 3.0,
+        "tokens/ce": 4.0, "tokens/ce/m": 3.0, "tokens/ce/z": 1.0,
         "tokens/ref_kl": 0.0,
     }  # fmt: skip
 

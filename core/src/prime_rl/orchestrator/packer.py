@@ -5,6 +5,9 @@ one is found by bisection over the distinct amounts. Samples of any mix of algor
 stream that some member carries is filled for the others with what its absence means (rl 1.0,
 everything else 0.0).
 
+For several ranks, samples are spread over as many rows for each, so that all take about as long:
+``balance.py``.
+
 Shapes: T = tokens of a row, S = its sequences.
 """
 
@@ -17,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prime_rl.orchestrator.balance import plan_ranks
 from prime_rl.plugins.errors import StreamError
 from prime_rl.rollout import COLUMNS, STREAMS, Rollout, Sample
 from prime_rl.wire import MicroBatch, encode_batch
@@ -64,10 +68,35 @@ def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[
     """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Columns stay aligned
     (asserted). Raises ``StreamError`` for rl tokens without advantages and ref_kl tokens without
     reference."""
+    (rows,) = pack_ranks(samples, envs, capacity)
+    return rows
+
+
+def pack_ranks(
+    samples: Sequence[Sample],
+    envs: Sequence[str],
+    capacity: int,
+    num_ranks: int = 1,
+    attention_flops: float = 0.0,
+) -> list[list[MicroBatch]]:
+    """The rows of each rank, as many for one as for another. Raises as ``pack``."""
     for sample, env in zip(samples, envs, strict=True):
         _check_complete(sample, env)
-    rows = plan_rows([len(sample) for sample in samples], capacity)
-    return [_row([samples[i] for i in row], [envs[i] for i in row]) for row in rows]
+    lengths = [len(sample) for sample in samples]
+    rows = plan_rows(lengths, capacity)
+    if num_ranks == 1:
+        ranks = [rows]
+    else:
+        ranks = plan_ranks(rows, lengths, capacity, num_ranks, attention_flops)
+    return [
+        [
+            _row([samples[i] for i in row], [envs[i] for i in row])
+            if row
+            else _idle_row(samples[0], envs[0])
+            for row in own
+        ]
+        for own in ranks
+    ]
 
 
 def _check_complete(sample: Sample, env: str) -> None:
@@ -105,6 +134,16 @@ def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:
     return micro_batch
 
 
+def _idle_row(sample: Sample, env: str) -> MicroBatch:
+    """A row for a rank that has nothing to do while the others train: one token of no component."""
+    idle = Sample(
+        token_ids=sample.token_ids[:1],
+        loss_mask=np.zeros(1, np.bool_),
+        inference_logprobs=np.zeros(1, np.float32),
+    )
+    return _row([idle], [env])
+
+
 def _stream(samples: Sequence[Sample], name: str) -> npt.NDArray[Any] | None:
     columns = [getattr(sample, name) for sample in samples]
     if all(column is None for column in columns):
@@ -125,10 +164,16 @@ def cut_samples(rollouts: Sequence[Rollout], limit: int) -> tuple[list[Sample], 
 
 
 def batch_frames(
-    step: int, samples: Sequence[Sample], envs: Sequence[str], capacity: int
+    step: int,
+    samples: Sequence[Sample],
+    envs: Sequence[str],
+    capacity: int,
+    num_ranks: int = 1,
+    attention_flops: float = 0.0,
 ) -> list[bytes]:
     """A batch as it goes on the wire: one frame a trainer rank."""
-    return [encode_batch(step, pack(samples, envs, capacity))]
+    ranks = pack_ranks(samples, envs, capacity, num_ranks, attention_flops)
+    return [encode_batch(step, rows) for rows in ranks]
 
 
 def truncate(sample: Sample, limit: int) -> Sample:

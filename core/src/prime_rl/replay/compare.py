@@ -14,9 +14,13 @@ from prime_rl.replay.score import Replayed, Scored
 from prime_rl.rollout import STREAMS, FloatColumn, Rollout, Sample
 
 
-def frames_of(config: RunConfig, step: int, kept: Sequence[Rollout]) -> list[bytes]:
+def frames_of(
+    config: RunConfig, step: int, kept: Sequence[Rollout], num_ranks: int = 1
+) -> list[bytes]:
     """A batch as the loop packs it: one frame a trainer rank."""
-    return batch_frames(step, *cut_samples(kept, config.seq_len), config.row_tokens)
+    samples, envs = cut_samples(kept, config.seq_len)
+    flops = config.trainer.attention_flops
+    return batch_frames(step, samples, envs, config.row_tokens, num_ranks, flops)
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def change_of(config: RunConfig, replayed: Replayed, step: StoredStep) -> StepCh
 def _frames_equal(config: RunConfig, replayed: Replayed, step: StoredStep) -> bool | None:
     if not step.frames:
         return None
-    made = frames_of(config, step.step, replayed.kept_again(step))
+    made = frames_of(config, step.step, replayed.kept_again(step), len(step.frames))
     return [FrameDigest.of(frame) for frame in made] == step.frames
 
 

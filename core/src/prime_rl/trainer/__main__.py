@@ -3,6 +3,9 @@
 Reads ``<run>/configs/run.json`` and ``<run>/configs/launch.json``; logs to stderr; says what it
 does in ``<run>/status/trainer.json``. Ends with code 0 within a second of SIGTERM, whatever it is
 doing.
+
+One of several ranks is told so in its environment (``agent.py``). Rank 0 speaks for all; the others
+say, after their number, what is theirs alone, and why they fail.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from typing import NoReturn
 
 from prime_rl.config import RunConfig
 from prime_rl.plugins.base import Loss
-from prime_rl.plugins.errors import ConfigError, PrimeRLError
+from prime_rl.plugins.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import LOSS, collect, select, settings_of
-from prime_rl.run.launch import Launch
+from prime_rl.run.launch import PARENT_PID, Launch
 from prime_rl.run.processes import exit_with_parent
-from prime_rl.run.status import Status
+from prime_rl.run.status import DONE, Status
+from prime_rl.trainer.place import Place
 
 logger = logging.getLogger("prime_rl.trainer")
 
@@ -37,53 +41,67 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m prime_rl.trainer RUN_DIR", file=sys.stderr)
         return 2
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent, not who started it
+        os.environ.pop(PARENT_PID, None)
     exit_with_parent()
     exit_on_signal()
     run_dir = Path(arguments[0])
-    status = Status(run_dir / "status" / "trainer.json")
+    place = Place.of_process()
+    told = Status(run_dir / "status" / "trainer.json")
     try:
-        run(run_dir, status)
+        run(run_dir, told if place.rank == 0 else Status(None), place)
     except PrimeRLError as error:
         logger.error("%s", error)
-        status.report("failed", error=str(error))
+        told.report("failed", error=str(error))
         return 1
     except Exception as error:  # ours to mend: with its traceback
         logger.exception("the trainer failed")
-        status.report("failed", error=f"{type(error).__name__}: {error}")
+        told.report("failed", error=f"{type(error).__name__}: {error}")
         return 1
     return 0
 
 
-def run(run_dir: Path, status: Status) -> None:
+def run(run_dir: Path, status: Status, place: Place) -> None:
     """Everything between reading the config and the exported model."""
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     launch = Launch.read(run_dir)
-    logging.basicConfig(
-        level=config.log.level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    set_up_logging(config.log.level, place)
     loss = make_loss(config)  # before the slow import: a wrong table is known at once
-    if launch.num_ranks != 1:
-        raise ConfigError(
-            f"the trainer runs on one rank so far, got num_ranks = {launch.num_ranks}"
-        )
+    place.check(launch.num_ranks)
+    config.trainer.check_ranks(place.size)
     status.report("importing torch")
     import torch
 
-    from prime_rl.trainer.checkpoint import Checkpointer, restore
-    from prime_rl.trainer.loop import Trainer, finish, train
-    from prime_rl.trainer.model import load_model, model_folder
-    from prime_rl.trainer.token_export import make_token_export
-    from prime_rl.wire.transport import make_receiver
+    from prime_rl.trainer import parallel
+    from prime_rl.trainer.model import choose_device, model_folder
 
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")
+    with parallel.joined(place, choose_device(config.trainer.device, place)):
+        train_here(config, launch, loss, model_path, run_dir, status)
+    status.report(DONE)
+
+
+def train_here(
+    config: RunConfig, launch: Launch, loss: Loss, model_path: Path, run_dir: Path, status: Status
+) -> None:
+    """From the loaded model to the exported one."""
+    from prime_rl.trainer import parallel
+    from prime_rl.trainer.checkpoint import Checkpointer, restore
+    from prime_rl.trainer.loop import Trainer, finish, train
+    from prime_rl.trainer.model import load_model
+    from prime_rl.trainer.token_export import make_token_export
+    from prime_rl.wire.transport import make_receiver
+
+    colocated = config.deployment.colocated
     trainer = Trainer(
-        load_model(model_path, config.trainer),
+        load_model(model_path, config.trainer, launch.adapter, colocated),
         loss,
         config.trainer,
         config.max_steps,
         make_token_export(config.trainer.token_export, run_dir),
+        colocated,
     )
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
     if launch.checkpoint is not None:
@@ -92,12 +110,23 @@ def run(run_dir: Path, status: Status) -> None:
         logger.info("resumed from %s", launch.checkpoint.directory)
     resumed = None if launch.checkpoint is None else launch.checkpoint.step
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
-    receiver = make_receiver(launch, run_dir)
+    receiver = make_receiver(launch, run_dir, parallel.rank())
     try:
         train(trainer, receiver, run_dir, launch.first_step, status, checkpointer)
     finally:
         receiver.close()
     finish(trainer, model_path, run_dir, status)
+
+
+def set_up_logging(level: str, place: Place) -> None:
+    """Rank 0 logs as one rank does. The others leave to it what all do alike."""
+    name = "" if place.rank == 0 else f"[rank {place.rank}] "
+    logging.basicConfig(
+        level=level.upper(), format=f"{name}%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    if place.rank:
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(lambda record: not record.name.startswith(f"{logger.name}."))
 
 
 def make_loss(config: RunConfig) -> Loss:

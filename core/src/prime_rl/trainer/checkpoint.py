@@ -1,8 +1,12 @@
 """The trainer's part of a checkpoint: written in the background while the next step trains.
 
 The optimizer's state is copied at once, which takes as long as copying twice the weights; writing
-it is left to a thread. The weights themselves have just been published: the checkpoint links that
-file. The learning rate is a function of the step and needs no state.
+it is left to a thread. The weights themselves have just been published: the checkpoint links those
+files, which are an adapter's where LoRA trains one. The learning rate is a function of the step and
+needs no state.
+
+Several ranks each write their shards, and read theirs from a checkpoint of any number of ranks.
+What is one for all (folders, the weights, the mark that all is there) is rank 0's.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import logging
 import shutil
 import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +28,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from prime_rl.config.ckpt import CkptConfig
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.plugins.errors import ConfigError, WeightsError
 from prime_rl.run.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
 from prime_rl.run.status import Status
+from prime_rl.trainer import parallel
 from prime_rl.trainer.disk import CHECKPOINT_WAITS, persist
-from prime_rl.trainer.weights import WEIGHTS, copy_model_files
+from prime_rl.trainer.weights import STABLE, copy_model_files
 
 if TYPE_CHECKING:
     from prime_rl.trainer.loop import Trainer
@@ -49,6 +55,7 @@ class Checkpointer:
         self._config = config
         self._model_path = model_path
         self._in_use = () if resumed is None else (resumed,)
+        self._group = parallel.host_group()  # the thread's own: the main one talks meanwhile
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -60,23 +67,28 @@ class Checkpointer:
         if self._config is None or not self._config.is_due(step, trainer.max_steps):
             return
         self.wait(status)
-        target = unfinished(self._run_dir, step)
-        if not target.progress.exists():
-            logger.error(
-                "step %d: no checkpoint: the orchestrator's part is not in %s (its log says why)",
-                *(step, target.orchestrator),
-            )
-            return
-        weights = target.directory / ".published"
         try:
-            weights.unlink(missing_ok=True)
-            link_or_copy(published / WEIGHTS, weights)  # before the broadcast is deleted
-        except OSError as error:
+            parallel.on_main(partial(self._keep_weights, step, published))
+        except (OSError, WeightsError) as error:
             logger.error("step %d: no checkpoint: %s", step, error)
             return
         state = snapshot(trainer, step)
         config = trainer.model.config
         self._pending = self._thread.submit(self._write, step, state, config, self._config)
+
+    def _keep_weights(self, step: int, published: Path) -> None:
+        """Before the broadcast is deleted. Raises ``OSError``."""
+        target = unfinished(self._run_dir, step)
+        if not target.progress.exists():
+            raise FileNotFoundError(
+                f"the orchestrator's part is not in {target.orchestrator} (its log says why)"
+            )
+        kept = target.directory / ".published"
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
+        for file in published.iterdir():
+            if file.name != STABLE:
+                link_or_copy(file, kept / file.name)
 
     def wait(self, status: Status) -> None:
         """Until what is being written is complete, or given up."""
@@ -92,30 +104,45 @@ class Checkpointer:
             persist(lambda: self._attempt(step, state, config), doing, CHECKPOINT_WAITS)
         except Exception:  # the run goes on; the checkpoint before is as it was
             logger.exception("step %d: no checkpoint", step)
-            shutil.rmtree(unfinished(self._run_dir, step).directory, ignore_errors=True)
+            if parallel.rank() == 0:
+                shutil.rmtree(unfinished(self._run_dir, step).directory, ignore_errors=True)
             return
         try:
-            retain(self._run_dir, ckpt, self._in_use)
+            if parallel.rank() == 0:
+                retain(self._run_dir, ckpt, self._in_use)
         except OSError as error:
             logger.error("cannot delete old checkpoints: %s", error)
 
     def _attempt(self, step: int, state: dict[str, Any], config: Any) -> None:
+        """Every rank at the same time; all raise if one fails."""
+        parallel.on_main(partial(self._lay_out, step, config), self._group)
+        target = unfinished(self._run_dir, step)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            try:
+                state_dict_saver.save(
+                    state,
+                    storage_writer=filesystem.FileSystemWriter(target.trainer),
+                    process_group=self._group,
+                    no_dist=not parallel.several_ranks(),
+                )
+            except FAILED as error:
+                raise OSError(f"{target.trainer}: {_reason(error)}") from error
+        parallel.on_main(partial(self._complete, step), self._group)
+
+    def _lay_out(self, step: int, config: Any) -> None:
+        """Folders, and all but the ranks' shards."""
         target = unfinished(self._run_dir, step)
         for folder in (target.trainer, target.weights):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         copy_model_files(config, self._model_path, target.weights)
-        link_or_copy(target.directory / ".published", target.weights / WEIGHTS)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            try:
-                writer = filesystem.FileSystemWriter(target.trainer)
-                state_dict_saver.save(state, storage_writer=writer, no_dist=True)
-            except FAILED as error:
-                raise OSError(f"{target.trainer}: {_reason(error)}") from error
-        (target.directory / ".published").unlink()
-        done = complete(self._run_dir, step)
-        logger.info("step %d: checkpoint %s", step, done.directory)
+        for file in (target.directory / ".published").iterdir():
+            link_or_copy(file, target.weights / file.name)
+
+    def _complete(self, step: int) -> None:
+        shutil.rmtree(unfinished(self._run_dir, step).directory / ".published")
+        logger.info("step %d: checkpoint %s", step, complete(self._run_dir, step).directory)
 
 
 def snapshot(trainer: Trainer, step: int) -> dict[str, Any]:
@@ -134,7 +161,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
             state_dict_loader.load(
-                state, storage_reader=filesystem.FileSystemReader(checkpoint.trainer), no_dist=True
+                state,
+                storage_reader=filesystem.FileSystemReader(checkpoint.trainer),
+                no_dist=not parallel.several_ranks(),
             )
         except FAILED as error:  # a file is gone, a key, a shape
             raise ConfigError(

@@ -11,10 +11,10 @@ from typing import TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from prime_rl.plugins.base import LossComponent
 from prime_rl.rollout import BoolColumn
+from prime_rl.trainer import parallel
 from prime_rl.wire.micro_batch import MicroBatch
 
 COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
@@ -30,6 +30,8 @@ class Counts:
     """Of all ranks, sorted."""
     table: Ints
     """[C, E]"""
+    num_tokens: int = 0
+    """All tokens of all ranks' rows, members or not."""
 
     @property
     def totals(self) -> Mapping[LossComponent, int]:
@@ -61,12 +63,17 @@ def members(micro_batch: MicroBatch, component: LossComponent) -> BoolColumn:
 
 
 def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
-    """The counts of a step, over all its micro batches and all ranks.
+    """The counts of a step, over all its micro batches and all ranks: one exchange a step."""
+    own = _count(micro_batches)
+    if not parallel.several_ranks():
+        return own
+    told = parallel.gather((own.envs, own.table.tolist(), own.num_tokens))
+    return _add([Counts(tuple(envs), np.array(table), number) for envs, table, number in told])
 
-    Ranks may hold different envs: they agree on the columns first, then add up the whole table in
-    one collective.
-    """
-    envs = _agree({env for micro_batch in micro_batches for env in micro_batch.envs})
+
+def _count(micro_batches: Sequence[MicroBatch]) -> Counts:
+    """Of this rank."""
+    envs = tuple(sorted({env for micro_batch in micro_batches for env in micro_batch.envs}))
     table = np.zeros((len(COMPONENTS), len(envs)), np.int64)
     for micro_batch in micro_batches:
         columns = np.array([envs.index(env) for env in micro_batch.envs])[micro_batch.env_ids]
@@ -74,19 +81,13 @@ def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
         for number, name in enumerate(COMPONENTS):
             mask = members(micro_batch, name).astype(np.int64)
             np.add.at(table[number], columns, np.add.reduceat(mask, starts))
-    if _several_ranks():
-        torch.distributed.all_reduce(torch.from_numpy(table))  # in place
-    return Counts(envs, table)
+    return Counts(envs, table, sum(map(len, micro_batches)))
 
 
-def _agree(envs: set[str]) -> tuple[str, ...]:
-    """Every rank's envs, in one order for all."""
-    if _several_ranks():
-        gathered: list[set[str]] = [set()] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(gathered, envs)
-        envs = set().union(*gathered)
-    return tuple(sorted(envs))
-
-
-def _several_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _add(parts: Sequence[Counts]) -> Counts:
+    """Ranks may hold different envs: the sum has the columns of all."""
+    envs = tuple(sorted({env for part in parts for env in part.envs}))
+    table = np.zeros((len(COMPONENTS), len(envs)), np.int64)
+    for part in parts:
+        table[:, [envs.index(env) for env in part.envs]] += part.table
+    return Counts(envs, table, sum(part.num_tokens for part in parts))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer import parallel
 from prime_rl.trainer.row import Row, make_row
 from prime_rl.wire.micro_batch import MicroBatch
 
@@ -61,6 +61,7 @@ class Offender:
     """A sample that may be why a step's loss or gradient is not finite."""
 
     env: str
+    rank: int
     micro_batch: int
     sequence: int
     num_tokens: int
@@ -76,22 +77,33 @@ class Offender:
         return self.num_nonfinite, max(self.gap, self.advantage)
 
     def __str__(self) -> str:
+        where = f"micro batch {self.micro_batch}"
+        if parallel.several_ranks():
+            where = f"rank {self.rank}, {where}"
         return (
-            f"env {self.env!r}, micro batch {self.micro_batch}, sequence {self.sequence} "
+            f"env {self.env!r}, {where}, sequence {self.sequence} "
             f"({self.num_tokens} tokens): {self.num_nonfinite} values not finite, largest "
             f"logprob gap {self.gap:.3g}, largest advantage {self.advantage:.3g}"
         )
 
 
 def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list[Offender]:
-    """The samples of a bad step that stand out most. Runs their forward once more."""
+    """The samples of a bad step that stand out most, over all ranks. Runs their forward once
+    more."""
     found: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
         row = make_row(micro_batch, trainer.device, share=trainer.share_prompts)
         half = torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.half)
         with torch.no_grad(), half:
-            logprobs, _ = token_logprobs(trainer.model, row)
+            logprobs, _ = trainer.policy(row)
         found += _offenders(number, row, logprobs, micro_batch)
+    parallel.reshard(trainer.policy)
+    # Ranked here: each rank tells of no more than can be named.
+    told = parallel.gather([asdict(offender) for offender in _worst(found)])
+    return _worst([Offender(**fields) for part in told for fields in part])
+
+
+def _worst(found: Sequence[Offender]) -> list[Offender]:
     return sorted(found, key=lambda each: each.severity, reverse=True)[:NUM_NAMED]
 
 
@@ -122,6 +134,7 @@ def _offenders(
         found.append(
             Offender(
                 env=row.envs[row.sequence_envs[sequence]],
+                rank=parallel.rank(),
                 micro_batch=number,
                 sequence=int(np.searchsorted(ends, row.origins[own][0], side="right")),
                 num_tokens=row.lengths[sequence],

@@ -6,6 +6,9 @@
 
 Weights that make version n are written, then step n's metrics, then the version is announced:
 whoever sees a version can read its metrics.
+
+Several ranks do the same at the same time, each with rows of its own and as many as the others
+(``parallel.py``). Every number that decides anything is the same on all of them; rank 0 tells it.
 """
 
 from __future__ import annotations
@@ -24,15 +27,25 @@ from transformers import PreTrainedModel
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.base import Loss
 from prime_rl.plugins.errors import RunError, WireError
-from prime_rl.run.status import DONE, Status
+from prime_rl.run.status import Status
+from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.counts import Counts, count_members
 from prime_rl.trainer.disk import PUBLISH_WAITS, persist
+from prime_rl.trainer.flops import model_cost, peak_flops, perf_metrics
 from prime_rl.trainer.guards import SlowSteps, worst_samples
-from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.metrics import MetricsFile, StepMetrics, peak_memory
+from prime_rl.trainer.metrics import (
+    MetricsFile,
+    StepMetrics,
+    console_line,
+    disk_metrics,
+    peak_memory,
+)
+from prime_rl.trainer.model import choose_device, make_policy
+from prime_rl.trainer.offload import Offload
 from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
+from prime_rl.trainer.place import Place
 from prime_rl.trainer.row import make_row
 from prime_rl.trainer.token_export import TokenExport
 from prime_rl.trainer.weights import Publisher, export
@@ -53,19 +66,28 @@ class Trainer:
     config: TrainerConfig
     max_steps: int
     token_export: TokenExport | None = None
+    colocated: bool = False
+    """It has the device only while it takes a step (``offload.py``)."""
 
     def __post_init__(self) -> None:
         self.device = self.model.device
+        if parallel.several_ranks() or self.colocated:
+            self.device = choose_device(self.config.device, Place.of_process())
+        on_host = self.colocated and not parallel.several_ranks()
+        home = self.model.device if on_host else self.device
+        self.policy = make_policy(self.model, home, self.config)
         # The dense mask and the GPU's kernel know documents only.
         by_document = self.config.attention == "mask" or self.device.type != "cpu"
         self.share_prompts = self.config.share_prompts and not by_document
         self.half = self.config.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
-        self.optimizer = make_optimizer(self.model.parameters(), self.config.optim)
+        self.optimizer = make_optimizer(self.model, self.config.optim)
+        self.cost, self.peak = model_cost(self.model), peak_flops(self.device, self.config.dtype)
         self.learning_rate = make_schedule(
             self.config.scheduler, self.config.optim.lr, self.max_steps
         )
+        self.memory = Offload(self.policy, self.optimizer, self.device, self.colocated)
 
     def train_step(
         self,
@@ -82,23 +104,26 @@ class Trainer:
         started = time.perf_counter()
         counts = count_members(micro_batches)
         sums = self.forward_backward(step, micro_batches, counts, progress)
-        norm = float(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
+        norm = float(
+            parallel.full(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
+        )
         seconds = time.perf_counter() - started  # the norm has waited for the device
         metrics = sums.result()
+        flops = metrics.pop("perf/flops", 0.0)
         bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
         nothing = not counts.table.any()
         if bad:
             self.skip_bad_step(step, micro_batches, metrics["loss/mean"], norm)
         elif nothing:
-            self.skip_step(step, sum(map(len, micro_batches)))
+            self.skip_step(step, counts.num_tokens)
         self.num_bad_steps = self.num_bad_steps + 1 if bad else 0
         rate = 0.0 if bad or nothing else self.optimizer_step(step)
         return metrics | {
             "optim/lr": rate,
             "optim/grad_norm": norm,
             "optim/skipped": float(bad or nothing),
-            "perf/throughput": sum(map(len, micro_batches)) / seconds,
-            "perf/peak_memory": peak_memory(self.device),
+            **perf_metrics(counts.num_tokens, flops, seconds, parallel.num_ranks(), self.peak),
+            "perf/peak_memory": max(parallel.gather(peak_memory(self.device))),
             "time/forward_backward": seconds,
         }
 
@@ -116,10 +141,13 @@ class Trainer:
             progress(number / len(micro_batches))
             row = make_row(micro_batch, self.device, share=self.share_prompts)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-                logprobs, entropies = token_logprobs(self.model, row)
+                logprobs, entropies = self.policy(row)
             loss = row_loss(row, logprobs, self.loss, counts, self.config.loss.normalize_by)
+            parallel.begin_backward(self.policy, last=number == len(micro_batches) - 1)
             torch.autograd.backward(loss.loss)
             metrics.observe(row, logprobs.detach(), entropies, loss)
+            if self.cost is not None:
+                metrics.add_sum("perf/flops", self.cost.of(row))
             if export:
                 export.add(micro_batch, row, logprobs.detach(), entropies, loss.calls)
         if export:
@@ -184,26 +212,37 @@ def train(
     publisher = Publisher(run_dir / "broadcasts", trainer.config.keep_broadcasts)
     metrics_file = MetricsFile(run_dir / "trainer.jsonl")
     slow = SlowSteps()
+    saving = 0.0
+    trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
         micro_batches = wait_for_batch(receiver, step, status)
         received = time.perf_counter()
+        moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, partial(_report_training, status, step))
         trained = time.perf_counter()
         status.report("publishing weights", step=step)
         write = partial(publisher.write, trainer.model, step)
         persist(write, f"publish weights version {step}", PUBLISH_WAITS, status)
         written = time.perf_counter()
+        moving += trainer.memory.unload()  # before engines that share the device wake
         metrics |= {
             "time/wait_for_batch": received - started,
             "time/broadcast_weights": written - trained,
             "time/step": written - started,
+            "time/save_ckpt": saving,
+            "time/offload": moving,
+            "perf/broadcast_mib": publisher.size(step),
+            **disk_metrics(run_dir),
         }
-        metrics_file.append(step, metrics)
-        publisher.announce(step)
-        log_step(step, metrics)
+        if parallel.rank() == 0:
+            metrics_file.append(step, metrics)
+            publisher.announce(step)
+        logger.info("%s", console_line(step, trainer.max_steps, metrics))
+        announced = time.perf_counter()
         if checkpointer is not None:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)
+        saving = time.perf_counter() - announced  # told with the next step
         if warning := slow.observe(step, metrics):
             logger.warning("%s", warning)
     if checkpointer is not None:
@@ -228,26 +267,9 @@ def wait_for_batch(receiver: Receiver, step: int, status: Status) -> list[MicroB
     return micro_batches
 
 
-def log_step(step: int, metrics: dict[str, float]) -> None:
-    """One line for the process's log."""
-    logger.info(
-        "step %d | %.2f s | loss %.4f | entropy %.4f | mismatch KL %.2e | grad norm %.4f | "
-        "lr %.2e | %.0f tokens/s",
-        step,
-        metrics["time/step"],
-        metrics["loss/mean"],
-        metrics.get("entropy/all/mean", math.nan),
-        metrics.get("mismatch_kl/all/mean", math.nan),
-        metrics["optim/grad_norm"],
-        metrics["optim/lr"],
-        metrics["perf/throughput"],
-    )
-
-
 def finish(trainer: Trainer, model_path: Path, run_dir: Path, status: Status) -> None:
     """Leave the trained policy as a folder anybody can load."""
     status.report("exporting the trained model")
     with torch.no_grad():
         write = partial(export, trainer.model, model_path, run_dir / "weights")
         persist(write, "export the trained model", PUBLISH_WAITS, status)
-    status.report(DONE)

@@ -35,13 +35,14 @@ from prime_rl.plugins.errors import PluginError
 from prime_rl.trainer.counts import Counts
 from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
 from prime_rl.trainer.row import Component, Row
+from prime_rl.trainer.transfer import to_device
 
 REF_KL_MASK_LOW = 0.2
 REF_KL_TAU = 1e-3
 
 TAKEN = frozenset(
-    {"entropy", "logprob_gap", "loss", "mismatch_kl", "nll", "optim", "perf", "ref_kl"}
-    | {"time", "tokens"}
+    {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "nll", "optim", "perf"}
+    | {"ref_kl", "system", "time", "tokens"}
 )
 """First parts of the trainer's own metrics' names, which an rl loss must not use."""
 
@@ -88,7 +89,7 @@ def _shares(
         return
     owners = row.sequence_envs[component.sequences]
     for env in np.unique(owners).tolist():
-        ours = torch.from_numpy(row.env_ids == env).to(component.mask.device)
+        ours = to_device(row.env_ids == env, np.bool_, component.mask.device)
         sequences = [
             s for s, owner in zip(component.sequences, owners, strict=True) if owner == env
         ]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -14,7 +15,13 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.errors import ConfigError, WeightsError
 from prime_rl.run.launch import READY, Launch
 from prime_rl.run.status import Status
+from prime_rl.trainer import parallel
 from prime_rl.trainer.attention import NAMES, Attention, register
+from prime_rl.trainer.blocks import prepare_blocks
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.lora import add_lora
+from prime_rl.trainer.place import Place
+from prime_rl.trainer.row import Row
 
 POLL_SECONDS = 0.02
 
@@ -22,14 +29,51 @@ _HEADS_WITH_MORE = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 """Config keys of models whose logits are more than a linear map of the hidden state."""
 
 
-def choose_device(name: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """Raises ``ConfigError`` for a GPU that is not there."""
+class Policy(nn.Module):
+    """The model as the trainer asks it: a row in, logprobs and entropies out.
+
+    One forward for all of it, LM head included, because gathering sharded weights hangs on a
+    module's forward (``parallel.py``).
+    """
+
+    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.head = (config.fused_lm_head, config.lm_head_block)
+
+    def forward(self, row: Row) -> tuple[Tensor, Tensor]:
+        """See ``token_logprobs``."""
+        return token_logprobs(self.model, row, *self.head)
+
+
+def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerConfig) -> Policy:
+    """The policy on its device; with several ranks, this rank's part of it."""
+    policy = Policy(model, config)
+    prepare_blocks(model, config)
+    if parallel.several_ranks():
+        blocks = set(model._no_split_modules or ())
+        parallel.shard(policy, blocks, device, config.dp_replicate)
+    return policy.to(device)
+
+
+def choose_device(name: Literal["auto", "cpu", "cuda"], place: Place | None = None) -> torch.device:
+    """Raises ``ConfigError`` for a GPU that is not there. ``place``: of several ranks, each has its
+    own."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "trainer.device is 'cuda', but torch sees no GPU. Set it to 'auto' or 'cpu'."
         )
-    chosen = "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
-    return torch.device(chosen)
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if place is None or place.size == 1:
+        return torch.device("cuda")
+    if place.local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {place.rank} of {place.size} is number {place.local_rank} on its machine, where "
+            f"torch sees {torch.cuda.device_count()} GPUs: ranks cannot share one. Lower "
+            "trainer.num_ranks, give deployment.trainer_gpus more, or set trainer.device = 'cpu'."
+        )
+    return torch.device("cuda", place.local_rank)
 
 
 def choose_attention(name: Literal["auto", "varlen", "mask"]) -> Attention:
@@ -52,15 +96,19 @@ def model_folder(launch: Launch, status: Status) -> Path:
     return path
 
 
-def load_model(model_path: Path, config: TrainerConfig) -> PreTrainedModel:
-    """The policy on its device, without dropout: π has to be what the engines sample from.
+def load_model(
+    model_path: Path, config: TrainerConfig, adapter: Path | None = None, on_host: bool = False
+) -> PreTrainedModel:
+    """The policy without dropout: π has to be what the engines sample from. On its device; with
+    several ranks, or ``on_host``, on the host, where each takes its part (``make_policy``). With
+    ``[trainer.lora]`` it is frozen, with an adapter in it that goes on from the folder ``adapter``.
 
     Raises ``WeightsError`` if the folder lacks weights, ``ConfigError`` if the trainer cannot train
     its kind.
     """
     register()
     transformers_logging.disable_progress_bar()
-    device = choose_device(config.device)
+    device = choose_device("cpu" if on_host or parallel.several_ranks() else config.device)
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path,
@@ -72,6 +120,8 @@ def load_model(model_path: Path, config: TrainerConfig) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         raise WeightsError(f"cannot load the policy from {model_path}: {error}") from error
     _check(model, report, model_path)
+    if config.lora is not None:
+        add_lora(model, config.lora, model_path, adapter)
     return model.eval().to(device)
 
 

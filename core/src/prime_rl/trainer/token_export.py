@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import TokenExportConfig
 from prime_rl.plugins.errors import RunError
+from prime_rl.trainer import parallel
 from prime_rl.trainer.counts import COMPONENTS, members
 from prime_rl.trainer.loss_metrics import Call
 from prime_rl.trainer.row import Row
@@ -50,13 +50,13 @@ class TokenExport:
         disk refuses."""
         if step % self.config.interval:
             return None
-        rank = torch.distributed.get_rank() if _several_ranks() else 0
+        rank = parallel.rank()
         directory = self.directory / f"step_{step}"
         path = directory / f"rank_{rank}.{self.config.format}"
         try:
             if rank == 0:  # what an earlier attempt may have left
                 shutil.rmtree(directory, ignore_errors=True)
-            _barrier()
+            parallel.barrier()
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _refused(step, path, error) from error
@@ -95,7 +95,7 @@ class StepExport:
         """Close the file, and mark the step as whole once every rank has."""
         try:
             self._writer.close()
-            _barrier()
+            parallel.barrier()
             if self.rank == 0:
                 (self.path.parent / STABLE).touch()
         except OSError as error:
@@ -124,15 +124,6 @@ class StepExport:
             {name: None if c is None else c[tokens] for name, c in columns.items()},
             [0, *np.cumsum(lengths[chosen]).tolist()],
         )
-
-
-def _several_ranks() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _barrier() -> None:
-    if _several_ranks():
-        torch.distributed.barrier()
 
 
 def _refused(step: int, path: Path, error: OSError) -> RunError:

@@ -1,0 +1,206 @@
+"""Many trainer ranks: who a process is, what ranks tell one another, and the policy in shards.
+
+    mesh [replicas, shards]    rank = replica * shards + shard
+
+A rank holds one shard of every weight, gradient and optimizer moment. Before a block runs, forward
+or backward, the ranks of a replica gather its weights; after its backward each keeps its shard of
+the gradient's sum over all ranks (FSDP2; Zhao et al. 2023, arXiv:2304.11277; replicas: their
+hybrid sharding). Deviations:
+
+1. Gradients are summed, not averaged: our loss is a sum over global counts already.
+2. Weights are gathered in float32: ``trainer.dtype`` rounds where one rank would, so that the
+   curve does not depend on the number of ranks.
+
+One rank has no process group, no mesh and no wrapper. Everything here then does nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from prime_rl.plugins.errors import ConfigError, WeightsError
+from prime_rl.trainer.place import STORE, Place
+
+TIMEOUT = timedelta(hours=2)
+"""How long ranks wait for one that writes to a disk that is full. A rank that dies does not need
+it: whoever started the ranks ends the others."""
+
+
+@contextmanager
+def joined(place: Place, device: torch.device) -> Iterator[None]:
+    """Together with the other ranks: tensors of a GPU go by NCCL, those of the host by gloo."""
+    if place.size == 1:
+        yield
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = _local_store(place) if STORE in os.environ else None
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=place.rank if store else -1,
+        world_size=place.size if store else -1,
+        timeout=TIMEOUT,
+    )
+    yield
+    dist.destroy_process_group()  # not after an error: the others may wait for us for ever
+
+
+def _local_store(place: Place) -> Any:
+    """A file, and loopback for what follows: ranks of one machine listen on nothing else."""
+    if sys.platform == "linux":
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+    return dist.FileStore(os.environ[STORE], place.size)  # type: ignore[attr-defined]
+
+
+def several_ranks() -> bool:
+    """Whether anybody else trains this model."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """0 is the one that speaks for all: it publishes, measures and logs."""
+    return dist.get_rank() if several_ranks() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if several_ranks() else 1
+
+
+Group = dist.ProcessGroup | None
+"""Who talks. None: all ranks, from the main thread; a thread needs a group of its own."""
+
+
+def host_group() -> Group:
+    """A group for another thread; every rank calls this at the same point."""
+    return cast(Group, dist.new_group(backend="gloo", timeout=TIMEOUT)) if several_ranks() else None
+
+
+def gather(value: Any, group: Group = None) -> list[Any]:
+    """What every rank has, on all of them, in order of rank. Travels as JSON."""
+    if not several_ranks():
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    lengths = [int(size) for size in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = data
+    columns = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(columns, padded, group=group)
+    pairs = zip(columns, lengths, strict=True)
+    return [json.loads(column[:length].numpy().tobytes()) for column, length in pairs]
+
+
+def barrier(group: Group = None) -> None:
+    """Until every rank is here. Over the host: no GPU waits."""
+    if several_ranks():
+        dist.all_reduce(torch.zeros(1), group=group)
+
+
+def on_main(action: Callable[[], object], group: Group = None) -> None:
+    """Rank 0 acts and the others wait; all raise if it fails. For disks: ``OSError`` and
+    ``WeightsError`` are shared, anything else ends the rank."""
+    error = None
+    if rank() == 0:
+        try:
+            action()
+        except (OSError, WeightsError) as raised:
+            error = raised
+    _agree(error, group)
+
+
+def stream_to_main(
+    tensors: Mapping[str, Tensor], use: Callable[[Iterator[Tensor]], object]
+) -> None:
+    """Rank 0 uses the whole tensors, one at a time, on the host; all raise if that fails.
+
+    Gathering one takes every rank. So when ``use`` fails the rest is gathered for nothing.
+    """
+    stream = (_whole(tensor) for tensor in tensors.values())
+    error = None
+    if rank() == 0:
+        try:
+            use(stream)
+        except (OSError, WeightsError) as raised:
+            error = raised
+    if several_ranks():
+        for _ in stream:
+            pass
+    _agree(error)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().contiguous() if rank() == 0 else tensor
+
+
+def _agree(error: OSError | WeightsError | None, group: Group = None) -> None:
+    """Raise rank 0's error on every rank."""
+    said = gather(None if error is None else str(error), group)[0]
+    if error is not None:
+        raise error
+    if said is not None:
+        raise WeightsError(said)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A sharded number as a number; every rank calls this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(root: nn.Module, blocks: set[str], device: torch.device, replicas: int) -> None:
+    """Leave each rank its part of ``root``: one unit each module of a class named in ``blocks``,
+    one for the rest.
+
+    Raises ``ConfigError`` if the ranks do not divide into ``replicas``, or nothing is a block.
+    """
+    if num_ranks() % replicas:
+        raise ConfigError(f"trainer.dp_replicate is {replicas}, the ranks are {num_ranks()}")
+    units = [module for module in root.modules() if type(module).__name__ in blocks]
+    if not units:
+        raise ConfigError(
+            f"model: no module is one of its blocks ({', '.join(sorted(blocks)) or 'none named'}), "
+            "so there is nothing to shard by. Train it with trainer.num_ranks = 1."
+        )
+    shape, names = (num_ranks() // replicas,), ("shard",)
+    if replicas > 1:
+        mesh = init_device_mesh(
+            device.type, (replicas, *shape), mesh_dim_names=("replicate", *names)
+        )
+    else:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for module in (*units, root):
+        sharded = fully_shard(
+            module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        )
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+
+
+def begin_backward(root: nn.Module, last: bool) -> None:
+    """Before a micro batch's backward pass: replicas add up their gradients after the ``last``."""
+    if isinstance(root, FSDPModule):
+        root.set_requires_all_reduce(last)
+        root.set_is_last_backward(last)
+
+
+def reshard(root: nn.Module) -> None:
+    """After a forward pass that no backward pass follows: drop what it has gathered."""
+    if isinstance(root, FSDPModule):
+        root.reshard()

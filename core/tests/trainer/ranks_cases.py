@@ -1,0 +1,192 @@
+"""What one rank and many train alike: batches of mixed samples, and jobs over them.
+
+``python ranks_cases.py JOBS.json`` does them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
+from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.orchestrator.packer import pack_ranks
+from prime_rl.run.checkpoints import Checkpoint, unfinished
+from prime_rl.run.status import Status
+from prime_rl.trainer.place import STORE, Place
+from prime_rl.wire import encode_batch
+
+VOCAB, CAPACITY, LAST = 61, 48, 5
+
+
+class Ratio(Loss):
+    """-A * exp(t - i)"""
+
+    name = "ratio"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
+        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
+
+
+def sample(rng: np.random.Generator, prompt: list[int], length: int, **streams: Any) -> Sample:
+    """A prompt and a random reply."""
+    tokens = [*prompt, *rng.integers(1, VOCAB, length).tolist()]
+    mask = np.arange(len(tokens)) >= len(prompt)
+    return Sample(
+        token_ids=tokens,
+        loss_mask=mask,
+        inference_logprobs=np.where(mask, rng.normal(-4, 0.3, len(tokens)), 0),
+        temperature=0.8,
+        **{name: np.where(mask, value, 0) for name, value in streams.items()},
+    )
+
+
+def mixed_batch(step: int) -> tuple[list[Sample], list[str]]:
+    """Three envs, one component each; the rl ones share their prompts, two by two."""
+    rng = np.random.default_rng(step)
+    samples, envs = [], []
+    for group in range(4):
+        prompt = rng.integers(1, VOCAB, 3 + group).tolist()
+        for _ in range(2):
+            samples.append(sample(rng, prompt, int(rng.integers(4, 16)), advantages=rng.normal()))
+            envs.append("rl")
+    for length in (5, 20):
+        samples.append(sample(rng, [1, 2], length, ce_weights=0.5, rl_weights=0.0))
+        envs.append("ce")
+    weights = {"ref_kl_weights": 1.0, "ref_logprobs": -3.0, "rl_weights": 0.0}
+    for length in (9, 11, 13):
+        samples.append(sample(rng, [3], length, **weights))
+        envs.append("ref_kl")
+    return samples, envs
+
+
+def batch(step: int) -> tuple[list[Sample], list[str]]:
+    """Of step 3 one sample only: all ranks but one have nothing. Step 4 trains nothing at all."""
+    samples, envs = mixed_batch(step)
+    if step == 3:
+        return samples[:1], envs[:1]
+    if step == 4:
+        rng = np.random.default_rng(4)
+        nothing = [sample(rng, [5], 4 + n, rl_weights=0.0) for n in range(3)]
+        return nothing, ["rl"] * 3
+    return samples, envs
+
+
+def bad_batch(step: int) -> tuple[list[Sample], list[str]]:
+    """One sample's ratio overflows: that of the only code rollout."""
+    samples, envs = mixed_batch(step)
+    rng = np.random.default_rng(0)
+    bad = sample(rng, [7], 30, advantages=1.0)
+    bad.inference_logprobs[:] = np.where(bad.loss_mask, -2000, 0)
+    return [*samples[:2], bad], [*envs[:2], "code"]
+
+
+class Frames:
+    """A receiver that packs one rank's frame of each step."""
+
+    def __init__(self, first: int, place: Place, make: Any) -> None:
+        self.step, self.place, self.make = first, place, make
+
+    def receive(self, timeout: float) -> memoryview:
+        ranks = pack_ranks(*self.make(self.step), CAPACITY, self.place.size, 1e-2)
+        self.step += 1
+        return memoryview(encode_batch(self.step - 1, ranks[self.place.rank]))
+
+    def close(self) -> None: ...
+
+
+def do(job: dict[str, Any]) -> None:
+    """Train, publish, measure and checkpoint as the process does it; from a checkpoint if told."""
+    from prime_rl.trainer import parallel
+    from prime_rl.trainer.checkpoint import Checkpointer, restore
+    from prime_rl.trainer.loop import Trainer, finish, train
+    from prime_rl.trainer.model import load_model
+    from prime_rl.trainer.token_export import make_token_export
+
+    run_dir, place = Path(job["run_dir"]), Place(parallel.rank(), parallel.num_ranks())
+    config = TrainerConfig.model_validate(
+        {"device": "cpu", "keep_broadcasts": 9, "optim": {"lr": 1e-3, "max_norm": 0.5}}
+        | job.get("trainer", {})
+    )
+    parallel.on_main(lambda: _lay_out(run_dir))
+    resume = Checkpoint(Path(job["resume"])) if "resume" in job else None
+    model_dir = resume.weights if resume else Path(job["model"])
+    model = load_model(model_dir, config)
+    export = make_token_export(config.token_export, run_dir)
+    trainer = Trainer(model, Ratio(PluginConfig()), config, LAST, export)
+    if resume:
+        restore(trainer, resume)
+    first = resume.step + 1 if resume else 1
+    interval = 2 if job.get("checkpoints", True) else None
+    checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
+    frames = Frames(first, place, bad_batch if job.get("bad") else batch)
+    status = Status(None)
+    try:
+        train(trainer, frames, run_dir, first, status, checkpointer)
+        finish(trainer, model_dir, run_dir, status)
+    except RunError as error:
+        (run_dir / f"error_{place.rank}").write_text(str(error))
+
+
+def _lay_out(run_dir: Path) -> None:
+    """The orchestrator's part of every checkpoint is there."""
+    for step in range(1, LAST + 1):
+        part = unfinished(run_dir, step)
+        part.orchestrator.mkdir(parents=True)
+        part.progress.write_text("{}")
+
+
+def main(path: Path) -> int:
+    """Sets of jobs, each on as many ranks as it says. Ranks are forks: one import for all."""
+    import_all()
+    for number, (num_ranks, jobs) in enumerate(json.loads(path.read_text())):
+        store = str(path.with_name(f"store_{number}"))
+        pids = [start_rank(rank, num_ranks, store, jobs) for rank in range(num_ranks)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        if any(codes):
+            print(f"ranks of set {number} exited with {codes}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def import_all() -> None:
+    """What the jobs need, and no thread is started by."""
+    import_module("transformers.models.qwen3.modeling_qwen3")
+    import_module("prime_rl.trainer.loop")
+
+
+def start_rank(rank: int, num_ranks: int, store: str, jobs: list[dict[str, Any]]) -> int:
+    """The process id of a rank that does all jobs."""
+    if (pid := os.fork()) > 0:
+        return pid
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, STORE: store}
+    os.environ |= {name: str(value) for name, value in names.items()}
+    code = 1
+    try:
+        import torch
+
+        from prime_rl.trainer import parallel
+
+        with parallel.joined(Place.of_process(), torch.device("cpu")):
+            for job in jobs:
+                do(job)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

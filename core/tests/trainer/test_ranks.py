@@ -1,0 +1,187 @@
+"""Any number of ranks trains what one trains: the same curve, the same weights, from any
+checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_cases
+import torch
+from conftest import tiny_qwen3
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+TIED, UNTIED = "tied", "untied"
+EXPORT = {"token_export": {"enabled": True}}
+LORA = {"lora": {"rank": 4}, "optim": {"lr": 1e-2, "max_norm": 0.5}}
+MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs: on one rank, two and four, and on as many from the others' checkpoints."""
+    folder = tmp_path_factory.mktemp("ranks")
+    for name, tied in ((TIED, True), (UNTIED, False)):
+        model = tiny_qwen3(num_hidden_layers=3, tie_word_embeddings=tied)
+        model.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text("{}")
+
+    def job(name: str, model: str = TIED, **more: Any) -> dict[str, Any]:
+        trainer = more.pop("trainer", {})
+        return {
+            "run_dir": str(folder / name), "model": str(folder / model), "trainer": trainer, **more
+        }  # fmt: skip
+
+    def checkpoint(name: str) -> str:
+        return str(folder / name / "checkpoints/step_2")
+
+    sets = [
+        (
+            1,
+            [
+                job("one", trainer=EXPORT),
+                job("one_untied", UNTIED),
+                job("one_lora", trainer=LORA),
+                job("one_muon", trainer=MUON),
+            ],
+        ),
+        (4, [job("four", trainer=EXPORT), job("two_by_two", trainer={"dp_replicate": 2})]),
+        (
+            2,
+            [
+                job("two"),
+                job("two_replicas", trainer={"dp_replicate": 2}),
+                job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
+                job("two_lora", trainer=LORA),
+                job("two_muon", trainer=MUON),
+                job("two_from_one", resume=checkpoint("one")),
+                job("two_from_four", resume=checkpoint("four")),
+                job("two_bad", bad=True, checkpoints=False),
+            ],
+        ),
+        (
+            1,
+            [
+                job("one_from_two", resume=checkpoint("two")),
+                job("one_from_replicas", resume=checkpoint("two_by_two")),
+            ],
+        ),
+    ]
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(sets))
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    subprocess.run([sys.executable, ranks_cases.__file__, str(path)], env=env, check=True)
+    return folder
+
+
+def curve(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "trainer.jsonl").read_text().splitlines()]
+    return {line["step"]: line["metrics"] for line in lines}
+
+
+def reference_of(runs: Path, name: str) -> Path:
+    """The run of one rank that it has to equal."""
+    special = name.removeprefix("two")
+    return runs / (f"one{special}" if (runs / f"one{special}").exists() else "one")
+
+
+def tolerance(name: str) -> float:
+    """Muon multiplies in bfloat16, where the last bit of a gradient may become one of 2^-8."""
+    return 1e-4 if "muon" in name else 1e-5
+
+
+COMPARED = ("loss/", "entropy/", "mismatch_kl/", "optim/", "tokens/", "nll", "ref_kl", "logprob_")
+
+MANY = ["four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"]
+RESUMED = ["two_from_one", "two_from_four", "one_from_two", "one_from_replicas"]
+
+
+@pytest.mark.parametrize("name", [*MANY, *RESUMED])
+def test_the_curve_is_that_of_one_rank(runs: Path, name: str) -> None:
+    expected = curve(reference_of(runs, name))
+    found = curve(runs / name)
+    assert list(found) == ([3, 4, 5] if name in RESUMED else [1, 2, 3, 4, 5])
+    for step, metrics in found.items():
+        own = {key for key in expected[step] if key.startswith(COMPARED)}
+        # Over micro batches, of which there are other ones.
+        own -= {f"loss/{key}" for key in ("median", "std", "min", "max")}
+        assert {"loss/mean", "optim/grad_norm", "tokens/rl"} <= own
+        assert metrics.keys() >= own
+        differences = {
+            key: (metrics[key], expected[step][key])
+            for key in own
+            if metrics[key] != pytest.approx(expected[step][key], rel=tolerance(name), abs=1e-5)
+        }
+        assert not differences, f"step {step}"
+
+
+def published(run: Path, step: int) -> dict[str, torch.Tensor]:
+    (file,) = (run / f"broadcasts/step_{step}").glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize("name", [*MANY, *RESUMED])
+def test_every_published_version_has_the_weights_of_one_rank(runs: Path, name: str) -> None:
+    reference = reference_of(runs, name)
+    moved = 0.0
+    for step in (3, 5):
+        found, expected = published(runs / name, step), published(reference, step)
+        before = published(reference, 1)
+        assert found.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(found[key], tensor, rtol=0, atol=tolerance(name))
+            moved = max(moved, float((tensor - before[key]).abs().max()))
+    assert moved > 1e-3  # steps that nobody could miss
+
+
+def test_a_step_that_trains_nothing_moves_nothing_on_many_ranks(runs: Path) -> None:
+    metrics = curve(runs / "four")
+    assert [metrics[step]["optim/skipped"] for step in (3, 4, 5)] == [0, 1, 0]
+    third, fourth = (
+        load_file(runs / f"four/broadcasts/step_{step}/model.safetensors") for step in (3, 4)
+    )
+    assert all(third[name].equal(fourth[name]) for name in third)
+
+
+def test_the_exported_folder_is_the_last_version_and_loads(runs: Path) -> None:
+    exported = AutoModelForCausalLM.from_pretrained(runs / "four/weights").state_dict()
+    last = load_file(runs / "four/broadcasts/step_5/model.safetensors")
+    assert all(exported[name].equal(tensor) for name, tensor in last.items())
+    assert "lm_head.weight" not in last  # tied
+
+
+def exported_tokens(run: Path, step: int) -> dict[tuple[int, ...], list[float | None]]:
+    """Each sequence's logprobs, by its tokens."""
+    folder = run / f"token_exports/step_{step}"
+    assert (folder / "STABLE").exists()
+    lines = [json.loads(x) for path in folder.glob("rank_*") for x in path.read_text().splitlines()]
+    return {tuple(line["token_ids"]): line["trainer_logprobs"] for line in lines}
+
+
+def test_every_rank_exports_its_own_tokens(runs: Path) -> None:
+    for step in (1, 3):
+        expected, found = (exported_tokens(runs / name, step) for name in ("one", "four"))
+        assert found.keys() == expected.keys()
+        for tokens, logprobs in expected.items():
+            assert found[tokens] == [None if x is None else pytest.approx(x) for x in logprobs]
+    assert len(list((runs / "four/token_exports/step_1").glob("rank_*"))) == 4
+
+
+def test_bad_steps_end_all_ranks_with_one_message_that_says_whose_rollout(runs: Path) -> None:
+    first, second = ((runs / f"two_bad/error_{rank}").read_text() for rank in (0, 1))
+    assert first == second != ""
+    assert (
+        "step 3: the gradient norm is nan" in first or "step 3: the gradient norm is inf" in first
+    )
+    assert "Most conspicuous: env 'code', rank " in first
+    begun = load_file(runs / "tied/model.safetensors")
+    last = load_file(runs / "two_bad/broadcasts/step_2/model.safetensors")
+    assert all(begun[name].equal(tensor) for name, tensor in last.items())

@@ -1,0 +1,174 @@
+"""The agent of several ranks: nobody outlives it, and what fails is named.
+
+Ranks that only wait stand in for the trainer's.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.run.launch import Launch
+from prime_rl.run.trainer_command import trainer_command
+from prime_rl.trainer import agent
+from prime_rl.trainer.place import STORE, Place
+
+RANK = """
+import os, pathlib, signal, sys, time
+from prime_rl.run.processes import exit_with_parent
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+exit_with_parent()
+path = pathlib.Path(sys.argv[1], os.environ["RANK"])
+path.with_suffix(".new").write_text(f"{os.getpid()} {os.environ['WORLD_SIZE']}")
+path.with_suffix(".new").rename(path)
+while not pathlib.Path(sys.argv[1], "done").exists():
+    time.sleep(0.02)
+"""
+START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'waiting'; " \
+    "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """The agent and its two ranks, which have begun."""
+    (tmp_path / "waiting.py").write_text(RANK)
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, str(tmp_path), "--ranks", "2"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    files = [tmp_path / "0", tmp_path / "1"]
+    wait_until(lambda: all(path.exists() for path in files))
+    assert [path.read_text().split()[1] for path in files] == ["2", "2"]
+    yield process, [int(path.read_text().split()[0]) for path in files]
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def wait_until(what: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "nothing came of it"
+        time.sleep(0.02)
+
+
+def lives(pid: int) -> bool:
+    """A zombie that nobody has reaped is dead."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_when_all_ranks_are_done_so_is_the_agent(ranks: tuple, tmp_path: Path) -> None:
+    process, _ = ranks
+    (tmp_path / "done").touch()
+    assert process.communicate(timeout=30) == (None, "")
+    assert process.returncode == 0
+
+
+def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks: tuple) -> None:
+    process, (first, second) = ranks
+    os.kill(second, signal.SIGKILL)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (1, "trainer rank 1 of 2 was ended by SIGKILL\n")
+    assert not lives(first)
+
+
+def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: tuple) -> None:
+    process, pids = ranks
+    process.kill()
+    process.wait()
+    wait_until(lambda: not any(map(lives, pids)))
+
+
+def test_sigterm_ends_the_agent_and_its_ranks_with_code_zero(ranks: tuple) -> None:
+    process, pids = ranks
+    process.terminate()
+    assert process.wait(30) == 0
+    assert not any(map(lives, pids))
+
+
+def launch(num_ranks: int, nodes: int = 1) -> Launch:
+    return Launch(
+        model_path="m",
+        served_model_name="m",
+        engine_urls=[],
+        transport_type="zmq",
+        transport_host="10.0.0.1",
+        transport_ports=[1] * num_ranks,
+        num_ranks=num_ranks,
+        trainer_nodes=nodes,
+        rendezvous="10.0.0.2:29500",
+    )
+
+
+def test_how_the_trainer_is_started() -> None:
+    run_dir = Path("/runs/a")
+    alone = [sys.executable, "-m", "prime_rl.trainer", "/runs/a"]
+    several = [sys.executable, "-m", "prime_rl.trainer.agent", "/runs/a", "--ranks"]
+    nodes = ["--nodes", "2", "--endpoint", "10.0.0.2:29500", "--id", "a"]
+    assert trainer_command(launch(1), run_dir) == alone
+    assert trainer_command(launch(4), run_dir) == [*several, "4"]
+    assert trainer_command(launch(8, nodes=2), run_dir) == [*several, "8", *nodes]
+
+
+def test_nodes_become_torchruns_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed import run
+
+    given: list[list[str]] = []
+    monkeypatch.setattr(run, "main", given.append)
+    monkeypatch.delenv("PRIME_RL_PARENT_PID", raising=False)
+    monkeypatch.setattr(agent, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    _, _, *arguments = trainer_command(launch(8, nodes=2), Path("/runs/a"))
+    assert agent.main(arguments[1:]) == 0
+    (said,) = given
+    assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=10.0.0.2:29500"} <= set(said)
+    assert said[-3:] == ["--module", "prime_rl.trainer", "/runs/a"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--ranks", "2", "--nodes", "2"], "need an --endpoint"),
+        (["--ranks", "3", "--nodes", "2", "--endpoint", "a:1"], "3 ranks do not divide over 2"),
+    ],
+)
+def test_arguments_that_do_not_fit_together(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        agent.main(["run", *arguments])
+    assert reason in capsys.readouterr().err
+
+
+def test_a_process_learns_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE):
+        monkeypatch.delenv(name, raising=False)
+    assert Place.of_process() == Place(0, 1, 0)
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert Place.of_process() == Place(5, 8, 1)
+
+
+def test_ranks_that_are_not_as_many_as_planned_are_refused() -> None:
+    Place(1, 2, 1).check(2)
+    with pytest.raises(ConfigError) as caught:
+        Place().check(2)
+    assert str(caught.value) == (
+        "the trainer was started with 1 ranks, configs/launch.json says 2. Start it by: "
+        "python -m prime_rl.trainer.agent RUN_DIR --ranks 2"
+    )

@@ -1,0 +1,137 @@
+"""What ranks tell one another, as far as one process can see it; ``test_ranks.py`` has the rest."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from prime_rl import ConfigError, WeightsError
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.trainer import counts, parallel
+from prime_rl.trainer.__main__ import set_up_logging
+from prime_rl.trainer.model import choose_device
+from prime_rl.trainer.place import Place
+from prime_rl.trainer.weights import write_safetensors
+
+CPU = torch.device("cpu")
+
+
+def test_a_streamed_file_is_what_the_library_reads(tmp_path: Path) -> None:
+    tensors = {
+        "float": torch.randn(3, 5),
+        "bfloat": torch.randn(7).bfloat16(),
+        "half": torch.tensor([[1.5]], dtype=torch.float16),
+        "long": torch.arange(4),
+        "bool": torch.tensor([True, False]),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "ünïcode": torch.ones(2, dtype=torch.uint8),
+    }
+    write_safetensors(tmp_path / "x.safetensors", tensors, iter(tensors.values()))
+    found = load_file(tmp_path / "x.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].equal(tensor)
+
+
+def test_tensors_are_gathered_to_the_end_although_the_disk_has_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the other ranks would wait in a gathering that rank 0 never joins."""
+    gathered: list[float] = []
+
+    def whole(tensor: Tensor) -> Tensor:
+        gathered.append(float(tensor))
+        return tensor
+
+    monkeypatch.setattr(parallel, "_whole", whole)
+    monkeypatch.setattr(parallel, "several_ranks", lambda: True)
+    monkeypatch.setattr(parallel, "rank", lambda: 0)
+    monkeypatch.setattr(parallel, "gather", lambda value, group: [value, None])
+
+    def full_disk(stream: Iterator[Tensor]) -> None:
+        next(stream)
+        raise OSError("No space left on device")
+
+    tensors = {str(n): torch.tensor(float(n)) for n in range(3)}
+    with pytest.raises(OSError, match="No space left"):
+        parallel.stream_to_main(tensors, full_disk)
+    assert gathered == [0, 1, 2]
+
+
+def test_what_stops_rank_0_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "rank", lambda: 1)
+    monkeypatch.setattr(parallel, "gather", lambda value, group: ["disk full", value])
+    with pytest.raises(WeightsError, match="disk full"):
+        parallel.on_main(lambda: pytest.fail("rank 1 must not act"))
+
+
+def test_one_rank_alone_gathers_itself_and_waits_for_nobody() -> None:
+    assert not parallel.several_ranks()
+    assert (parallel.rank(), parallel.num_ranks()) == (0, 1)
+    assert parallel.gather({"a": 1}) == [{"a": 1}]
+    parallel.barrier()
+    done: list[int] = []
+    parallel.on_main(lambda: done.append(1))
+    assert done == [1]
+    with parallel.joined(Place(), CPU):
+        assert not parallel.several_ranks()
+
+
+def test_counts_of_ranks_with_other_envs_add_up() -> None:
+    first = counts.Counts(("a", "b"), np.array([[1, 2], [0, 0], [3, 0]]), 10)
+    second = counts.Counts(("b", "c"), np.array([[5, 0], [0, 7], [0, 0]]), 20)
+    both = counts._add([first, second])
+    assert (both.envs, both.num_tokens) == (("a", "b", "c"), 30)
+    assert both.table.tolist() == [[1, 7, 0], [0, 0, 7], [3, 0, 0]]
+    assert both.of_env("rl", "b") == 7
+
+
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_replicas_that_do_not_divide_the_ranks_are_refused(ranks: int) -> None:
+    reason = f"dp_replicate is 2, which does not divide the trainer's {ranks} ranks"
+    with pytest.raises(ValueError, match=reason):
+        TrainerConfig.model_validate({"num_ranks": ranks, "dp_replicate": 2})
+    with pytest.raises(ConfigError, match=reason):
+        TrainerConfig(dp_replicate=2).check_ranks(ranks)
+    TrainerConfig(num_ranks=4, dp_replicate=2)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert choose_device("auto", Place(0, 2, 0)) == torch.device("cuda", 0)
+    assert choose_device("cpu", Place(1, 2, 1)) == CPU
+    with pytest.raises(ConfigError) as caught:
+        choose_device("auto", Place(1, 2, 1))
+    assert str(caught.value).startswith(
+        "rank 1 of 2 is number 1 on its machine, where torch sees 1 GPUs: ranks cannot share one."
+    )
+
+
+def test_a_model_without_blocks_is_not_sharded() -> None:
+    with pytest.raises(ConfigError, match="no module is one of its blocks"):
+        parallel.shard(nn.Linear(2, 2), {"Block"}, CPU, replicas=1)
+
+
+@pytest.mark.parametrize(("rank", "told"), [(0, ["of all", "its own"]), (1, ["its own"])])
+def test_other_ranks_leave_to_rank_0_what_all_do(
+    rank: int, told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
+    set_up_logging("info", Place(rank, 2, rank))
+    for name, message in (("prime_rl.trainer.loop", "of all"), ("prime_rl.trainer", "its own")):
+        record = logging.LogRecord(name, logging.INFO, "", 0, message, None, None)
+        for handler in logging.root.handlers:
+            handler.handle(record)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(": ")[2] for line in lines] == told
+    assert all(line.startswith("[rank 1] ") == (rank == 1) for line in lines)
