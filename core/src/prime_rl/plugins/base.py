@@ -351,6 +351,10 @@ class EngineCommand:
 class Engine(Offer):
     """An inference server behind the HTTP contract of ``docs/engines.md``."""
 
+    lacks: ClassVar[Mapping[str, str]] = {}
+    """What it does not do of that contract's optional parts, and why: ``{"sleep": "no GPU"}``. The
+    conformance suite (``prime_rl.testing.engines``) then skips the checks of it, with the reason."""
+
     def check(self, python: Path | None) -> None:
         """Refuse what the server would fail on, before any process is started. ``python`` is
         ``inference.python``: an engine that cannot run under it says so, as this one does. Raises

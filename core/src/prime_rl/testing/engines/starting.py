@@ -47,7 +47,7 @@ def started(
     """
     model = model_folder or write_tiny_model(work_folder / "model")
     port = _free_port()
-    lacks = dict(getattr(type(engine), "lacks", {})) | dict(facts.pop("lacks", {}))
+    lacks = dict(engine.lacks) | dict(facts.pop("lacks", {}))
     engine.check(python)
     launch = _launch(model, port, max_model_len, python, can_sleep="sleep" not in lacks)
     command = engine.command(launch)
