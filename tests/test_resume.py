@@ -36,7 +36,7 @@ from prime_rl.rollout import Rollout
 from prime_rl.run.checkpoints import finished, whole_steps
 from prime_rl.run.children import Child, end, free_ports, start
 from prime_rl.run.commands import engine_launch
-from prime_rl.run.launch import ADMIN_KEY, Launch
+from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.run.resolve import build_engine
 from prime_rl.trainer.__main__ import make_loss
 from prime_rl.trainer.loop import Trainer
@@ -282,6 +282,7 @@ async def test_with_staleness_0_a_run_is_the_synchronous_loop_bit_for_bit(
 ) -> None:
     finish(start_run("--run.name", "async", *EXACT, "--max_steps", "4"))
     monkeypatch.setenv(ADMIN_KEY, "key")
+    monkeypatch.setenv(ENGINE_KEY, "EMPTY")  # as the orchestrator would, for its own process
     run_dir, own = tmp_path / "async", tmp_path / "sync"
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     assert config.seed == 0

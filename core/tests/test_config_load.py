@@ -133,6 +133,10 @@ def message(toml, text, overrides=()):
         ("--max_steps=0", "max_steps: Input should be greater than 0 (got 0)"),
         ("--trainer.dtype=fp16",
          "trainer.dtype: Input should be 'float32' or 'bfloat16' (got 'fp16')"),
+        ("--deployment.trainer_gpus=x", "deployment.trainer_gpus: expected a list (got 'x')"),
+        ("--trainer.lora=true", "trainer.lora: expected a table of keys (got True)"),
+        ("--inference.base_url=here:80", "inference.base_url.0: String should match pattern "
+         r"'^https?://[^/\s]+(/\S*)?$' (got 'here:80')"),
         ("--orchestrator.train.sampling.top_p=0.5",
          "orchestrator.train.sampling.top_p: unknown key; known here: extra_body, "
          "max_completion_tokens, temperature"),

@@ -259,6 +259,7 @@ def test_a_taskset_that_is_not_there_is_named_with_the_nearest():
         "orchestrator.train.env.0.id: no taskset 'reverse-txt': there is no module 'reverse_txt'. "
         "Did you mean 'reverse-text'?"
     )
+    assert refusal({"train": {"env": [{"id": "nope"}]}}).endswith("Install its package.")
 
 
 def test_a_run_name_is_no_path():

@@ -316,6 +316,17 @@ async def test_a_start_with_nobody_there_ends_with_who_was_asked_and_what_to_do(
             await fleet.wait_ready(0.3)
 
 
+async def test_a_start_where_no_engine_takes_the_key_ends_at_once_and_says_so():
+    locked, open_ = Engine(), Engine()
+    locked.refuse["/pause"] = 403
+    async with fleet_of(locked, ready=False, own=False) as fleet:
+        with pytest.raises(EngineError, match=r"refused /pause: 403 .*inference\.admin_key_var"):
+            async with asyncio.timeout(5):
+                await fleet.wait_ready(60)
+    async with fleet_of(locked, open_, own=False) as fleet:  # ready without the one
+        assert [replica.serving for replica in fleet.replicas] == [False, True]
+
+
 # -- weights ----------------------------------------------------------------------------------
 
 
@@ -398,18 +409,31 @@ async def test_asleep_nobody_is_asked_and_new_weights_wake_everyone():
         assert engine.calls == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
 
 
-async def test_one_that_comes_back_while_the_others_sleep_waits_for_the_weights():
+async def test_one_that_comes_back_while_the_others_sleep_sleeps_too_until_there_are_weights():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
         await until(lambda: not fleet.replicas[0].serving)
         await fleet.sleep()
         engines[0].restart(version=9)
+        await until(lambda: fleet.replicas[0].asleep)
         await asyncio.sleep(0.1)
-        assert engines[0].calls == [] and not fleet.replicas[0].serving
+        assert engines[0].calls == ["/pause", "/sleep"] and not fleet.replicas[0].serving
         await fleet.update_weights(Path("v1"), 1)
         await until(lambda: fleet.replicas[0].serving)
-        assert engines[0].calls == ["/pause", "/update_weights", "/resume"]
+        assert engines[0].calls[2:] == ["/wake_up", "/update_weights", "/resume"]
+
+
+async def test_one_that_is_started_anew_while_all_sleep_is_put_to_sleep_again():
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        await fleet.sleep()
+        engine.away = True
+        await until(lambda: not fleet.replicas[0].serving)
+        engine.calls.clear()
+        engine.restart()
+        await until(lambda: fleet.replicas[0].asleep)
+        assert engine.calls == ["/pause", "/sleep"]
 
 
 async def test_one_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):

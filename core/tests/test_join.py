@@ -120,7 +120,7 @@ def test_a_machine_joins_gets_a_place_runs_its_process_and_leaves_with_the_run(r
     assert (place.address, len(set(place.ports))) == ("127.0.0.1", 2)
     assert (exit_code, log) == (3, ["secret"])
     assert code == 3 and lines[1] == "joined as trainer" and lines[-1] == "the run is over"
-    assert run.told == ["machines to join as trainer"]
+    assert run.told == [f"machines to join as trainer: prime-rl join {run.dir} PART"]
 
 
 def test_a_machine_may_come_before_the_run(run, program):
@@ -271,8 +271,9 @@ def test_a_machine_with_another_key_is_refused(run, program, monkeypatch):
 
 def test_waiting_ends(tmp_path):
     launcher = JoinLauncher(JoinConfig(timeout=0.2))
-    with pytest.raises(RunError, match=r"nobody has joined as trainer, trainer_1 within 0 s"):
+    with pytest.raises(RunError, match="as trainer, trainer_1 within 0 s") as caught:
         launcher.place(TRAINERS, tmp_path, print)
+    assert f"Start `prime-rl join {tmp_path} PART`" in str(caught.value)
     launcher.close()
     time.sleep(0.2)
     assert not (meeting.places_dir(tmp_path) / meeting.OPEN).exists()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prime_rl import RunError
+from prime_rl import EngineError, RunError
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.run.status import Status
 
@@ -43,6 +43,19 @@ async def test_while_rollouts_are_sampled_it_waits(loop):
     task = asyncio.create_task(asyncio.sleep(1.2))
     await loop._or_crash(task, [])
     assert task.done()
+
+
+async def test_an_evaluation_whose_engines_are_gone_for_good_ends_with_their_error(loop):
+    """The fleet's own task gives up; what it says must not wait for rollouts that never end."""
+
+    async def gone():
+        raise EngineError("no engine serves after 600 s")
+
+    loop.evals = SimpleNamespace(envs=[], inflight=1, evaluate=lambda envs, version: never())
+    with pytest.raises(EngineError, match="no engine serves"):
+        async with asyncio.timeout(5):
+            await loop._evaluate("before", [asyncio.create_task(gone())])
+    assert loop._phase == ""
 
 
 async def test_a_background_task_that_dies_ends_the_wait_with_its_error(loop):

@@ -155,5 +155,12 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere):
         engines[1].away = False
         await until(lambda: len(fleet.serving) == 2)
         assert told()[2] == {one: "version 1", two: "version 1"}
+        engines[1].refuse["/update_weights"] = 400
+        await fleet.update_weights("v2", 2)
+        await until(lambda: fleet.replicas[1].reason != "")
+        waits_for = told()[1]
+        assert waits_for.startswith(f"{two}: engine {fleet.urls[1]} refused /update_weights: 400")
+        del engines[1].refuse["/update_weights"]
+        await until(lambda: len(fleet.serving) == 2)
         await fleet.sleep()
         assert told()[:2] == ("asleep", "trainer")

@@ -247,12 +247,13 @@ def test_status_says_what_each_process_does(make):
     Status(run_dir / "status" / "trainer.json").report(
         "waiting", waiting_for="orchestrator (batch 3)", step=3
     )
-    Status(run_dir / "status" / "orchestrator.json").report("evaluating", progress=0.5)
+    Status(run_dir / "status" / "orchestrator.json").report("evaluating", progress=0.5, open=7.0)
     done = prime_rl("status", "one", "--output-dir", make.folder)
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.splitlines())) <= 80
     for text in ("running", "2/10", "0.200", "orchestrator (batch 3)", "step 3", "evaluating 50%"):
         assert text in done.output, text
+    assert "open 7 " in done.output
     found = json.loads(prime_rl("status", "one", "--output-dir", make.folder, "--json").output)
     assert found["processes"]["trainer"]["waiting_for"] == "orchestrator (batch 3)"
     assert found["state"] == "running"

@@ -187,6 +187,24 @@ def test_secrets_go_by_the_environment_and_sampling_needs_one_too(tmp_path):
     assert not set(KEYS) & set(commands["model"].env)  # it talks to nobody
 
 
+def test_no_proxy_stands_between_the_processes_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv("NO_PROXY", "intranet, 10.0.0.1")
+    commands, _ = started(tmp_path, *SEVERAL)
+    for name in ("inference", "trainer", "orchestrator"):
+        env = commands[name].env
+        assert env["NO_PROXY"] == "intranet,10.0.0.1,localhost,127.0.0.1,::1,10.0.0.2"
+        assert env["no_proxy"] == env["NO_PROXY"]
+
+
+def test_whether_a_proxy_leads_to_engines_elsewhere_is_for_the_user_to_say(tmp_path, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PRIME_RL_ADMIN_KEY", "k")
+    commands, _ = started(tmp_path, "--inference.base_url", "http://a:1/v1")
+    assert commands["orchestrator"].env["NO_PROXY"] == "localhost,127.0.0.1,::1"
+
+
 def test_a_trainer_node_is_told_its_own_address(tmp_path):
     commands, _ = started(tmp_path, *SEVERAL)
     own = [commands[name].env["PRIME_RL_NODE_ADDRESS"] for name in ("trainer", "trainer_1")]

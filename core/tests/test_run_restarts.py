@@ -1,11 +1,17 @@
 """Which engines are started again, how often, and what comes after that."""
 
+import os
 import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from prime_rl import PluginConfig
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl.run.control import exists
+from prime_rl.run.local import LocalLauncher
 from prime_rl.run.restarts import Restarts, engine_names
 from prime_rl.run.status import Status
 
@@ -25,11 +31,14 @@ class Starts(Launcher):
     name = "starts"
 
     def __init__(self):
-        self.started = []
+        self.started, self.ended = [], []
 
     def start(self, task, command):
         self.started.append((task.name, command.argv))
         return Fake(task.name)
+
+    def end(self, processes):
+        self.ended += [process.name for process in processes]
 
 
 def command(*argv):
@@ -70,6 +79,7 @@ def test_one_that_has_died_too_often_is_left_out_while_another_is_alive(run):
         restarts.mend(processes)
     assert [process.name for process in processes] == ["inference_1", "trainer"]
     assert told[-1] == "inference exited with code 1: going on without it"
+    assert restarts._launcher.ended == ["inference"]
     assert len(restarts._launcher.started) == 2
 
 
@@ -96,6 +106,35 @@ def test_nobody_else_is_started_again(run):
     processes[2].code = 1
     restarts.mend(processes)
     assert processes[2].exit_code == 1 and told == [] and restarts._launcher.started == []
+
+
+def test_what_an_engine_has_left_running_is_ended_before_it_is_started_again(tmp_path):
+    """vLLM's engine is a child of its server: it would keep the GPU's memory."""
+    code = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(600)"
+    launcher, task = LocalLauncher(PluginConfig()), Task("inference", "inference")
+    asked = ProcessCommand([sys.executable, "-c", code], tmp_path / "inference.log")
+
+    def start(number):
+        process = launcher.start(task, asked)
+        eventually(lambda: len(asked.log.read_text().splitlines()) == number)
+        return process, int(asked.log.read_text().splitlines()[-1])
+
+    first, left_running = start(1)
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait(30)
+    assert exists(left_running)
+    second, _ = start(2)
+    try:
+        eventually(lambda: not exists(left_running))
+    finally:
+        launcher.end([first, second])
+
+
+def eventually(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
 
 
 def test_engines_are_numbered_from_the_second_on():

@@ -64,8 +64,8 @@ def test_the_readme_has_toml_that_reads_and_names_the_plugin(kind, tmp_path):
     assert "plum_tree" in str(tomllib.loads(block))
 
 
-def test_every_kind_that_can_be_offered_has_a_template_but_models():
-    assert set(KINDS) == {kind.name for kind in OFFER_KINDS} - {"model"}
+def test_every_kind_that_can_be_offered_has_a_template_but_models_and_launchers():
+    assert set(KINDS) == {kind.name for kind in OFFER_KINDS} - {"model", "launcher"}
     assert set(KINDS.values()) == set(GROUPS)
 
 

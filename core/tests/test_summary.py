@@ -8,9 +8,11 @@ from rich.console import Console
 
 from prime_rl import PluginConfig, SampledEnv
 from prime_rl.orchestrator.evals import EvalResult
+from prime_rl.orchestrator.measured import note, noted
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.summary import _running_mean, read_curve, write_summary
 from prime_rl.run.report import print_summary
+from prime_rl.run.resume import rewind
 
 REWARD = "train/agg/all/reward/mean"
 
@@ -30,8 +32,8 @@ def run_with(tmp_path, rewards):
 
 
 def test_the_summary_in_numbers(tmp_path):
-    summary = run_with(tmp_path, [0.0] * 10 + [0.5, 1.0])
-    assert summary["steps"] == 12
+    summary = run_with(tmp_path, [0.0] * 18 + [0.5, 1.0])
+    assert summary["steps"] == 20
     first, last = summary["sampled_reward"]["first"], summary["sampled_reward"]["last"]
     assert (first, last, summary["sampled_reward"]["window"]) == (0.0, pytest.approx(0.15), 10)
     assert summary["eval"]["before"][0]["reward"] == 0.25
@@ -47,7 +49,9 @@ def test_which_plugins_ran(tmp_path):
 
 def test_a_short_run_says_how_short(tmp_path):
     sampled = run_with(tmp_path, [0.25, 0.75])["sampled_reward"]
-    assert sampled == {"first": 0.5, "last": 0.5, "window": 2}
+    assert sampled == {"first": 0.25, "last": 0.75, "window": 1}
+    sampled = run_with(tmp_path, [0.0, 0.5, 1.0])["sampled_reward"]
+    assert sampled == {"first": 0.25, "last": 0.75, "window": 2}
 
 
 def test_the_plot_is_a_png(tmp_path):
@@ -85,7 +89,7 @@ def told(run_dir):
 def test_the_end_of_a_run_is_told(tmp_path):
     run_with(tmp_path, [0.25, 0.75])
     text = told(tmp_path)
-    assert "0.500 → 0.500" in text and "first and last 2 steps" in text
+    assert "Sampled reward  0.250 → 0.750   first and last step" in text
     assert "0.250 → 0.750" in text and "held, 8 rollouts" in text
     assert "say it backwards" in text and text.count("ti yas") == 2
     assert str(tmp_path / "learning_curve.png") in text.replace("\n", "")
@@ -95,8 +99,31 @@ def test_without_a_measurement_before_the_first_there_is_stands_for_it(tmp_path)
     results = {"before": [], "during": [result(0.375, 4), result(0.5, 8)], "after": [result(0.75)]}
     write_summary(tmp_path, None, results)
     assert "0.375 → 0.750" in told(tmp_path)
+
+
+def test_what_was_measured_once_is_not_set_against_itself(tmp_path):
     write_summary(tmp_path, None, {"before": [], "during": [], "after": [result(0.75)]})
-    assert "0.750 → 0.750" in told(tmp_path)
+    assert "Held-out reward 0.750   held, 8 rollouts; not measured before" in told(tmp_path)
+    assert "→" not in told(tmp_path)
+
+
+def test_a_run_that_goes_on_knows_what_was_measured_before_its_first_step(tmp_path):
+    for when, step in (("before", 0), ("during", 2), ("after", 4)):
+        note(tmp_path, when, result(0.1 * step, step))
+    rewind(tmp_path, 2)
+    found = noted(tmp_path)
+    assert [(r.policy_version, r.reward) for r in found["before"]] == [(0, 0.0)]
+    assert [(r.policy_version, r.reward) for r in found["during"]] == [(2, 0.2)]
+    assert found["before"] == [result(0.0, 0)] and found["after"] == []
+    write_summary(tmp_path, None, found | {"after": [result(0.75, 6)]})
+    assert "0.000 → 0.750" in told(tmp_path)
+
+
+def test_the_end_of_an_attempt_is_in_the_midst_of_a_longer_run(tmp_path):
+    note(tmp_path, "after", result(0.5, 4))
+    rewind(tmp_path, 4)
+    assert noted(tmp_path) == {"before": [], "during": [result(0.5, 4)], "after": []}
+    assert noted(tmp_path / "none") == {"before": [], "during": [], "after": []}
 
 
 def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):

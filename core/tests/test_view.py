@@ -106,6 +106,14 @@ def test_tokens_per_second_over_the_last_twenty_steps(run_dir):
     assert tail.tokens_per_second == pytest.approx(100.0)
 
 
+def test_tokens_per_second_of_this_attempt_only(run_dir):
+    tail = MetricsTail(run_dir / "metrics.jsonl")
+    for step, (seconds, tokens) in enumerate([(50, 1000), (60, 1100), (2, 40), (4, 100)], start=1):
+        log(run_dir, step, seconds=seconds, tokens=tokens)
+    tail.read_new()
+    assert tail.tokens_per_second == pytest.approx(30.0)  # 60 tokens in 2 s
+
+
 # -- on a terminal ----------------------------------------------------------------------------
 
 
@@ -130,6 +138,14 @@ def test_while_training(run_dir):
     for shown in ("2/10", "0.500 ▁█", "1,000", "1.00 steps (max 2)", "3.2e-07", "sampling batch 3",
                   "inflight 64", "buffered 8/64"):  # fmt: skip
         assert shown in text, shown
+
+
+def test_engines_are_told_together_then_one_by_one(run_dir):
+    for name in ("trainer", "engines", "inference", *(f"inference_{n}" for n in range(1, 11))):
+        status(run_dir, name, f"is {name}")
+    names = [line.split()[1] for line in drawn(run_dir).splitlines() if " is " in line]
+    each = ["inference", *(f"inference_{n}" for n in range(1, 11))]
+    assert names == ["engines", *each, "trainer"]
 
 
 def test_metrics_that_are_null_do_not_break_it(run_dir):
@@ -193,6 +209,16 @@ def test_lines_when_there_is_news(run_dir):
         f"step 20/25 | reward 0.200 | {tail}",
         f"step 25/25 | reward 0.250 | {tail}",
     ]
+
+
+def test_a_run_that_goes_on_says_what_starts(run_dir):
+    for step in range(1, 11):
+        log(run_dir, step, reward=step / 100, seconds=step, tokens=2000.0 * step)
+    console, view = plain(run_dir)
+    with view:
+        status(run_dir, "inference", "loading weights")
+        view.refresh()
+    assert console.file.getvalue().splitlines() == ["inference: loading weights"]
 
 
 def test_no_news_no_lines(run_dir):

@@ -130,11 +130,15 @@ def test_no_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) ->
         check_compiler(CPU)
 
 
-def test_no_triton_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_triton_is_said_before_training(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "find_spec", lambda name: None)
     monkeypatch.setattr(blocks.shutil, "which", lambda name: "/usr/bin/c++")
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):
         check_compiler(torch.device("cuda"))
+    with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):  # not there yet
+        prepare_blocks(make_model(), TrainerConfig(compile=True), torch.device("cuda"))
     check_compiler(CPU)
 
 

@@ -234,7 +234,12 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
     batch = pack(random_documents([9, 5]))
     exact, _ = token_logprobs(model, make_row(batch, CPU))
     batch.inference_logprobs = np.where(batch.loss_mask, -4.0, 0.0).astype("f4")
+    keeps_copies: list[bool] = []
+    trainer.policy.register_forward_pre_hook(
+        lambda *_: keeps_copies.append(torch.is_autocast_cache_enabled())
+    )
     metrics = trainer.train_step(1, [batch])
+    assert keeps_copies == [False]  # of the weights, until the pass is over
     assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
     assert math.isfinite(metrics["optim/grad_norm"])
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):

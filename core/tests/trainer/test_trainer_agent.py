@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,6 +86,25 @@ def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks: tuple) -> Non
     _, said = process.communicate(timeout=30)
     assert (process.returncode, said) == (1, "trainer rank 1 of 2 was ended by SIGKILL\n")
     assert not lives(first)
+
+
+class Ended:
+    """A rank that has ended."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+def test_of_ranks_that_fail_together_the_one_that_was_killed_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The others have lost their connection to it."""
+    ranks: list[Any] = [Ended(1), Ended(-9), Ended(1)]
+    assert agent._watch(ranks, lambda: False) == 1
+    assert capsys.readouterr().err == "trainer rank 1 of 3 was ended by SIGKILL\n"
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: tuple) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -123,6 +124,25 @@ def test_the_config_of_the_resumed_run_decides_on_the_learning_rate(
     assert {group["lr"] for group in resumed.optimizer.param_groups} == {0.5}
 
 
+def test_a_checkpoint_written_on_cpu_goes_on_on_a_gpu(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has no state of a GPU's random numbers."""
+    first = make_trainer(model_dir)
+    run(first, tmp_path, model_dir, batches[:1], ckpt=CkptConfig(interval=1))
+    resumed = make_trainer(finished(tmp_path, 1).weights)
+    of_cpu = checkpoint._state
+    monkeypatch.setattr(
+        checkpoint, "_state", lambda trainer: of_cpu(trainer) | {"cuda_rng": torch.zeros(16)}
+    )
+    restore(resumed, finished(tmp_path, 1))
+    moments = [state["exp_avg"] for state in resumed.optimizer.state.values()]
+    assert any(moment.any() for moment in moments)
+
+
 def test_the_state_is_of_its_step_although_training_goes_on_meanwhile(
     tmp_path: Path,
     model_dir: Path,
@@ -198,6 +218,42 @@ def test_a_disk_that_refuses_weights_is_tried_again_and_says_who_waits(
 
     with pytest.raises(WeightsError, match="disk full"):
         disk.persist(never, "publish", (1, 2), status)
+
+
+def test_a_disk_that_refuses_metrics_or_the_mark_of_a_version_is_tried_again(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    touch, real_open, refused = Path.touch, Path.open, set[str]()
+
+    def first_time(path: Path) -> bool:
+        new = path.name not in refused and path.name in ("STABLE", "trainer.jsonl")
+        refused.add(path.name)
+        return new
+
+    def full_touch(path: Path) -> None:
+        if first_time(path):
+            raise OSError(28, "No space left on device")
+        touch(path)
+
+    def full_open(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if mode == "a" and first_time(path):
+            with real_open(path, mode) as file:
+                file.write('{"step": 1, "ti')  # half a line
+            raise OSError(28, "No space left on device")
+        return real_open(path, mode, *arguments, **named)
+
+    monkeypatch.setattr(Path, "touch", full_touch)
+    monkeypatch.setattr(Path, "open", full_open)
+    run(make_trainer(model_dir), tmp_path, model_dir, batches[:2])
+    lines = (tmp_path / "trainer.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert (tmp_path / "broadcasts/step_1/STABLE").exists()
+    assert "cannot write the metrics of step 1 (attempt 1 of" in caplog.text
+    assert "cannot announce weights version 1 (attempt 1 of" in caplog.text
 
 
 def test_without_the_orchestrators_part_there_is_no_checkpoint(

@@ -67,11 +67,57 @@ def test_tensors_are_gathered_to_the_end_although_the_disk_has_refused(
     assert gathered == [0, 1, 2]
 
 
+def test_a_gathering_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have gone on without rank 0, and would wait for it in another gathering."""
+
+    def no_memory(tensor: Tensor) -> Tensor:
+        raise RuntimeError("CUDA out of memory")
+
+    def write(stream: Iterator[Tensor]) -> None:
+        try:
+            next(stream)
+        except Exception as error:  # as what writes files does
+            raise WeightsError(f"cannot write weights: {error}") from error
+
+    monkeypatch.setattr(parallel, "_whole", no_memory)
+    monkeypatch.setattr(parallel, "gather", lambda *_: pytest.fail("the others are elsewhere"))
+    with pytest.raises(RuntimeError, match=r"^CUDA out of memory"):
+        parallel.stream_to_main({"weight": torch.zeros(1)}, write)
+
+
 def test_what_stops_rank_0_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(said: object) -> None:
+        monkeypatch.setattr(parallel, "gather", lambda value, group: [said, value])
+
     monkeypatch.setattr(parallel, "rank", lambda: 1)
-    monkeypatch.setattr(parallel, "gather", lambda value, group: ["disk full", value])
+    told([True, "disk full"])
     with pytest.raises(WeightsError, match="disk full"):
         parallel.on_main(lambda: pytest.fail("rank 1 must not act"))
+    told([False, "no such key"])  # nothing that trying again could mend
+    with pytest.raises(RuntimeError, match="rank 0: no such key"):
+        parallel.on_main(lambda: pytest.fail("rank 1 must not act"))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [(OSError("full"), [True, "full"]), (KeyError("a"), [False, "'a'"])],
+)
+def test_rank_0_tells_the_others_whatever_has_stopped_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_told: list[object]
+) -> None:
+    told: list[object] = []
+
+    def fail() -> None:
+        raise error
+
+    def gather(value: object, group: object) -> list[object]:
+        told.append(value)
+        return [value]
+
+    monkeypatch.setattr(parallel, "gather", gather)
+    with pytest.raises(type(error)):
+        parallel.on_main(fail)
+    assert told == [is_told]
 
 
 def test_one_rank_alone_gathers_itself_and_waits_for_nobody() -> None:

@@ -2,6 +2,12 @@
 
 import asyncio
 import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +18,8 @@ from prime_rl.testing.engines.checkpoints import changed
 
 pytestmark = pytest.mark.vllm
 GAP = 1e-4
+MAIN = "from prime_rl.cli import main; main()"
+CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "opd.toml"
 
 
 def letters(count, seed=0):
@@ -47,13 +55,27 @@ def test_more_seeded_prompts_than_a_step_takes_are_all_answered(vllm):
     assert len(vllm.replies(bodies)) == 64
 
 
-def test_text_routes_never_find_the_cache_of_older_weights(vllm, tmp_path):
-    question = {"role": "user", "content": "a" * 300}
-    body = {"model": vllm.model, "messages": [question], "max_tokens": 1}
+TEXT = [{"role": "user", "content": "a" * 300}]
+"""Long enough to fill blocks of the prefix cache."""
+
+
+@pytest.mark.parametrize(
+    ("route", "question"),
+    [
+        ("/v1/chat/completions", {"messages": TEXT}),
+        ("/v1/chat/completions/batch", {"messages": [TEXT]}),
+        ("/v1/completions", {"prompt": "a" * 300}),
+        ("/v1/messages", {"messages": TEXT}),
+        ("/v1/responses", {"input": "a" * 300, "max_output_tokens": 1}),
+    ],
+)
+def test_text_routes_never_find_the_cache_of_older_weights(vllm, tmp_path, route, question):
+    body = {"model": vllm.model, "max_tokens": 1, "cache_salt": route.replace("/", "-")} | question
 
     def cached():
-        answer = vllm.http.post("/v1/chat/completions", json=body, headers=vllm.headers())
-        return vllm.ok(answer)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        before = vllm.metric("prefix_cache_hits")
+        vllm.ok(vllm.http.post(route, json=body, headers=vllm.headers()))
+        return vllm.metric("prefix_cache_hits") - before
 
     first, second = cached(), cached()
     vllm.update(changed(vllm.model_folder, tmp_path / "new"))
@@ -61,6 +83,22 @@ def test_text_routes_never_find_the_cache_of_older_weights(vllm, tmp_path):
     vllm.restore()
     assert (first, after) == (0, 0)
     assert second > 0
+
+
+def test_a_request_that_comes_while_weights_are_swapped_finds_no_older_cache(vllm, tmp_path):
+    """It waits, and all of it is computed under the new weights."""
+    prompt, folder = letters(300, seed=6), changed(vllm.model_folder, tmp_path / "new")
+    ask = {"salt": "s", "max_tokens": 1, "seed": 6}
+    first, second = (vllm.reply(prompt, **ask).cached_tokens for _ in range(2))
+    assert first == 0 < second
+    vllm.pause()
+    with vllm.held(vllm.body(prompt, **ask)) as waiting:
+        time.sleep(0.5)  # it has come
+        vllm.ok(vllm.load(folder))
+        vllm.resume()
+        reply = waiting.result()
+    vllm.restore()
+    assert reply.cached_tokens == 0 and len(reply.choices[0].versions) == 1
 
 
 def test_an_update_says_how_long_it_took(vllm, tmp_path):
@@ -71,6 +109,16 @@ def test_an_update_says_how_long_it_took(vllm, tmp_path):
     seconds = vllm.metric("weight_update_seconds")
     vllm.restore()
     assert 0 < seconds < 10
+
+
+def test_an_engine_that_sleeps_is_not_resumed_and_wakes_up_paused(vllm):
+    vllm.ok(vllm.admin("/sleep"))
+    refused = vllm.admin("/resume")
+    vllm.ok(vllm.admin("/wake_up"))
+    paused = vllm.metric("paused")
+    vllm.resume()
+    assert (refused.status_code, paused, vllm.metric("paused")) == (409, 1, 0)
+    assert vllm.admin("/sleep", level="2").status_code == 400
 
 
 def test_routes_for_development_need_the_admin_key(vllm):
@@ -94,3 +142,26 @@ def test_nothing_is_lost_between_two_updates_in_a_row(vllm):
         vllm.update(vllm.model_folder)
         completions.append(vllm.choice(letters(20), temperature=0, max_tokens=20).token_ids)
     assert all(a == b for a, b in itertools.pairwise(completions))
+
+
+@pytest.mark.slow
+def test_opd_learns_from_a_teacher_behind_vllm(vllm, tmp_path):
+    """The teacher is the model that the policy starts from: to the first batch it has nothing to
+    say, log teacher / policy being 0 for every token; to the second it does."""
+    words = [
+        *("--max_steps", "2", "--output_dir", tmp_path, "--run.name", "opd"),
+        *("--model.name", vllm.model_folder, "--orchestrator.batch_size", "8"),
+        *("--orchestrator.max_off_policy_steps", "0", "--trainer.optim.lr", "0.01"),
+        *("--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0"),
+        *("--orchestrator.eval.env", "[]"),
+        *("--orchestrator.algo.teacher.name", vllm.model),
+        *("--orchestrator.algo.teacher.base_url", f'["{vllm.url}/v1"]'),
+        *("--orchestrator.algo.teacher.api_key_var", "TEACHER_KEY"),
+    ]
+    command = [sys.executable, "-c", MAIN, "run", CONFIG, *words]
+    env = os.environ | {"TEACHER_KEY": vllm.api_key}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "opd" / "trainer.jsonl").read_text().splitlines()
+    first, second = (json.loads(line)["metrics"]["ref_kl/reverse-text/mean"] for line in lines)
+    assert abs(first) < GAP < abs(second)

@@ -105,12 +105,14 @@ def _processes(reports: Any) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from prime_rl.run.view import plain
+
     table = Table(box=None, header_style="dim", padding=(1, 2, 0, 0))
     for title in ("process", "does", "waits for", "since"):
         table.add_column(title, no_wrap=title in ("process", "since"))
     for name, report in reports.items():
         share = "" if report.progress is None else f" {report.progress:.0%}"
-        numbers = "".join(f"\n{key} {value}" for key, value in report.detail.items())
+        numbers = "".join(f"\n{key} {plain(value)}" for key, value in report.detail.items())
         does = Text.assemble(report.state + share, (numbers, "dim"))
         waits = Text(report.waiting_for or "", "yellow")
         since = age(time.time() - report.time)

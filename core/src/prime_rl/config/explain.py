@@ -4,6 +4,7 @@ expected."""
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -12,9 +13,27 @@ TAGS = ("policy", "frozen", "plugin")
 """What pydantic puts into a path to say which member of a union it tried."""
 
 
+EXPECTED = {
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+    "dict_type": "expected a table of keys",
+    "model_type": "expected a table of keys",
+}
+"""In TOML's words, not Python's."""
+
+
 def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
     """One line a problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
-    return "\n".join(_line(problem, model, where) for problem in error.errors())
+    problems = error.errors()
+    own = [problem for problem in problems if not _follows_from_another(problem, problems)]
+    return "\n".join(_line(problem, model, where) for problem in own)
+
+
+def _follows_from_another(problem: Any, problems: Sequence[Any]) -> bool:
+    """A list whose entries were refused counts as too short besides."""
+    place, size = problem["loc"], len(problem["loc"])
+    deeper = any(len(p["loc"]) > size and p["loc"][:size] == place for p in problems)
+    return problem["type"] == "too_short" and deeper
 
 
 def _line(problem: Any, model: type[BaseModel], where: str) -> str:
@@ -32,7 +51,8 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"
     found = f" (got {problem['input']!r})" if not isinstance(problem["input"], dict) else ""
-    return f"{place}: {problem['msg'].removeprefix('Value error, ')}{found}"
+    said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    return f"{place}: {said}{found}"
 
 
 def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:

@@ -61,6 +61,10 @@ class EngineGone(EngineError):
     """No answer came: the engine is dead, cut off, or not there yet."""
 
 
+class EngineLocked(EngineError):
+    """It does not take the run's key; asking again is no use."""
+
+
 class NotReady(Exception):
     """The engine does not serve; the text says why. ``listening``: something answered, or took
     the connection and says nothing."""
@@ -205,7 +209,8 @@ class EngineAdmin:
             raise _Failed(reason, passing=True, kind=EngineGone) from error
         if not answer.is_success:
             reason = f"refused {route}: {answer.status_code} {answer.text[:500]}"
-            raise _Failed(reason, passing=answer.is_server_error)
+            kind = EngineLocked if answer.status_code in (401, 403) else EngineError
+            raise _Failed(reason, passing=answer.is_server_error, kind=kind)
 
 
 def _version(health: httpx.Response, models: httpx.Response, model: str | None) -> int | None:

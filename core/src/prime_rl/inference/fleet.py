@@ -21,7 +21,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prime_rl.inference.client import EngineAdmin, EngineGone, NotReady, RetryPolicy, Weights
+from prime_rl.inference.client import (
+    EngineAdmin,
+    EngineGone,
+    EngineLocked,
+    NotReady,
+    RetryPolicy,
+    Weights,
+)
 from prime_rl.inference.replica import Replica
 from prime_rl.plugins.errors import EngineError
 
@@ -118,12 +125,15 @@ class Fleet:
     async def wait_ready(self, timeout: float) -> None:
         """Until all serve; or one does, and the others have had ``START_GRACE`` seconds to come.
 
-        Raises ``EngineError`` if nobody serves after ``timeout`` seconds.
+        Raises ``EngineError`` if nobody serves after ``timeout`` seconds, or takes the run's key.
         """
         keeping = asyncio.ensure_future(self._keep_all())
         try:
             async with asyncio.timeout(timeout):
-                await self._serves.wait()
+                while not self._serves.is_set():
+                    if all(replica.locked for replica in self.replicas):
+                        raise EngineError(self._nobody_takes_the_key())
+                    await asyncio.sleep(min(0.05, self._poll))
                 grace = time.monotonic() + START_GRACE
                 while len(self.serving) < len(self.replicas) and time.monotonic() < grace:
                     await asyncio.sleep(min(0.05, self._poll))
@@ -161,8 +171,8 @@ class Fleet:
     async def _keep(self, replica: Replica) -> None:
         while True:
             version = await self._look(replica)
-            if replica.answers and not replica.serving and not self.asleep:
-                await self._join(replica, version)
+            if replica.answers and not replica.serving:
+                await (self._rest(replica) if self.asleep else self._join(replica, version))
             # What starts is looked at more often than what has been away for long.
             await asyncio.sleep(self._poll if replica.known else min(0.1, self._poll))
 
@@ -177,16 +187,28 @@ class Fleet:
                 version = await replica.admin.look(self._model)
             except NotReady as error:
                 replica.looked_at, replica.answers = time.monotonic(), False
+                replica.listening = error.listening
+                replica.asleep &= error.listening  # a process that has gone has forgotten it
                 quiet = time.monotonic() - replica.heard_at
                 if not error.listening or quiet > PATIENCE_SECONDS or not replica.serving:
                     self._lose(replica, str(error))
                 return None
             replica.looked_at = replica.heard_at = time.monotonic()
-            replica.answers = True
+            replica.answers = replica.listening = True
             moved = replica.busy or replica.version != expected
             if replica.serving and not moved and version not in (None, expected):
                 self._lose(replica, f"it has version {version}, expected {expected}: started anew")
             return version
+
+    async def _rest(self, replica: Replica) -> None:
+        """Have one that comes while the others sleep do so too: the trainer has its memory."""
+        if replica.asleep:
+            return
+        try:
+            await replica.admin.sleep()
+            replica.asleep = True
+        except EngineError as error:  # tried again at the next look
+            replica.reason = str(error)
 
     async def _join(self, replica: Replica, version: int | None) -> None:
         """Bring a replica up to date, and let it serve."""
@@ -199,9 +221,11 @@ class Fleet:
                 await self._update(replica, target)
         except EngineError as error:
             replica.join_at = time.monotonic() + min(REJOIN_SECONDS, 5 * self._poll)
+            replica.locked = isinstance(error, EngineLocked)
             if replica.reason != str(error):
                 log.warning("engine %s stays out: %s", replica.url, error)
-            replica.reason = str(error)
+                replica.reason = str(error)
+                self.on_change()
             return
         if target is not self._target or self.asleep:
             return  # a newer version came meanwhile: at the next look
@@ -215,14 +239,17 @@ class Fleet:
     def _is_current(self, replica: Replica, version: int | None) -> bool:
         """Whether it has the current weights, by what it says; one that we have not started and
         never talked to may have any weights under that number."""
-        if replica.in_doubt:
+        if replica.in_doubt or replica.asleep:
             return False
         if version is None:  # it does not tell: of its own it has what it was started with
             return self._have_first and not replica.known and self._target is self._first
         return version == self._target.version and (self._own or replica.known)
 
     def _lose(self, replica: Replica, reason: str) -> None:
+        news = replica.reason != reason
         replica.reason = reason
+        if news and not replica.serving:
+            self.on_change()
         if replica.serving:
             log.warning(
                 "engine %s is away: %s; %d in flight there",
@@ -248,6 +275,13 @@ class Fleet:
         )
         away = "; ".join(f"engine {r.url}: {r.reason or 'no answer'}" for r in self.replicas)
         return f"no engine serves after {seconds:.0f} s (inference.ready_timeout): {away}. {hint}"
+
+    def _nobody_takes_the_key(self) -> str:
+        return (
+            f"{'; '.join(replica.reason for replica in self.replicas)}. New weights need the key "
+            "that the engines were started with: export it under the name that "
+            "inference.admin_key_var gives."
+        )
 
     # -- requests ---------------------------------------------------------------------------------
 

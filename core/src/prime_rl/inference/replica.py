@@ -19,6 +19,8 @@ class Replica:
         """Of the weights it was last seen to have."""
         self.answers = False
         """At the last look."""
+        self.listening = False
+        """At the last look somebody took the connection."""
         self.known = False
         """It has served before."""
         self.busy = False
@@ -27,6 +29,8 @@ class Replica:
         """An update did not end well: it may be paused, or have either weights."""
         self.asleep = False
         """It has given its memory back."""
+        self.locked = False
+        """It did not take the run's key."""
         self.reason = ""
         """Why it does not serve."""
         self.running = self.asked = self.retried = 0

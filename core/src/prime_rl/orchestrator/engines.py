@@ -74,7 +74,7 @@ class EnginesStatus:
         """Write it."""
         fleet = self._fleet
         state = f"{len(fleet.serving)} of {len(fleet.replicas)} serve"
-        away = [name for name, r in self._named if not r.serving]
+        away = [f"{name}{_why(r)}" for name, r in self._named if not r.serving]
         details: dict[str, Any] = {name: _how_it_is(replica) for name, replica in self._named}
         self._status.report(
             "asleep" if fleet.asleep else state,
@@ -91,6 +91,11 @@ def _how_it_is(replica: Replica) -> str:
     if replica.serving:
         return f"version {replica.version}"
     return "away" if replica.known else STARTING
+
+
+def _why(replica: Replica) -> str:
+    """What it answers instead of serving; of one that does not answer nothing needs saying."""
+    return f": {replica.reason}" if replica.reason and replica.listening else ""
 
 
 def is_outage(result: RolloutResult) -> bool:

@@ -272,7 +272,7 @@ def check_taskset(env_id: str, where: str) -> None:
     if name in own or importlib.util.find_spec(name) is not None:
         return
     installed = {module.name for module in pkgutil.iter_modules()} | own
-    close = difflib.get_close_matches(name, installed, n=1)
+    close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
     hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
     raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
 

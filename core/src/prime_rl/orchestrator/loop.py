@@ -5,13 +5,14 @@ names.
        ^                                                                         |
        +-------------------------------------------------------------------------+
 
-    sampler    ``sampler.next_example`` says which example of which env; ``dispatcher`` opens a
-    group for it rollout    ``env`` runs the episodes against the engine; ``trajectory`` cuts them
-    into samples algorithm  ``scoring``: score_rollout as one arrives, score_group when its siblings
-    are there filters    ``batch``: pre- and post-batch slots, staleness, back-fill packer
-    ``packer``: samples laid end to end in rows wire       ``prime_rl.wire``: binary columns to the
-    trainer trainer    another process; algorithm-blind weights    ``policy``: the watcher swaps
-    each new version in while rollouts go on
+    sampler    ``sampler.next_example``: which example; ``dispatcher`` opens a group for it
+    rollout    ``env`` plays the episodes against an engine; ``trajectory`` cuts them into samples
+    algorithm  ``scoring``: score_rollout as one arrives, score_group when its siblings are there
+    filters    ``batch``: pre- and post-batch slots, staleness, back-fill
+    packer     ``packer``: samples laid end to end in rows, ``balance``: shared out to the ranks
+    wire       ``prime_rl.wire``: binary columns to the trainer
+    trainer    other processes; algorithm-blind
+    weights    ``policy``: the watcher swaps each new version in while rollouts go on
 
 While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it holds.
 """
@@ -38,6 +39,7 @@ from prime_rl.orchestrator.env import RolloutResult
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult
 from prime_rl.orchestrator.evaluator import Evaluator, free_slots
 from prime_rl.orchestrator.host import Outages
+from prime_rl.orchestrator.measured import AFTER, BEFORE, DURING, note, noted
 from prime_rl.orchestrator.packer import batch_frames, cut_samples
 from prime_rl.orchestrator.policy import Policy, TrainerStep, WeightWatcher
 from prime_rl.orchestrator.producers import Ask, Supplied, Unusable
@@ -90,8 +92,8 @@ class Orchestrator:
         self.outages.changed = self._report_sampling
         self.reporter = reporter
         self.engine_watch = EngineWatch(fleet.pages)
-        self.evaluated: list[EvalResult] = []
-        """While training went on."""
+        self.evaluated = noted(run_dir)
+        """Before, while and after training went on; by attempts before this one, too."""
         self._phase = ""
         self.evals = Evaluator(
             eval_envs,
@@ -141,18 +143,19 @@ class Orchestrator:
         running = (self.watcher.run(), self.evals.run(), *watches)
         background = [asyncio.create_task(each) for each in running]
         try:
-            before = await self._evaluate("before") if self._starts_with_eval else []
+            if self._starts_with_eval:
+                await self._evaluate(BEFORE, background)
             background.append(asyncio.create_task(self.dispatcher.run()))
             for _ in range(self.launch.first_step, self.config.max_steps + 1):
                 await self._step(background)
             await self._finish(background)
-            after = await self._evaluate("after")
+            await self._evaluate(AFTER, background)
         finally:
             for task in background:  # first: the dispatcher must open no more groups
                 task.cancel()
             await asyncio.gather(*background, return_exceptions=True)
             await self.dispatcher.close()
-        return {"before": before, "during": self.evaluated, "after": after}
+        return self.evaluated
 
     async def _step(self, background: Sequence[asyncio.Task[None]]) -> None:
         """One batch: assembled, packed, shipped."""
@@ -300,20 +303,22 @@ class Orchestrator:
         """A run that goes on from a checkpoint has measured its first model before."""
         return self.launch.first_step == 1 and not self.config.orchestrator.eval.skip_first_step
 
-    async def _evaluate(self, when: str) -> list[EvalResult]:
+    async def _evaluate(self, when: str, background: Sequence[asyncio.Task[None]]) -> None:
         """Every env, while nothing else goes on."""
         self._phase = when
+        evaluating = self.evals.evaluate(self.evals.envs, self.policy.version)
         try:
-            return await self.evals.evaluate(self.evals.envs, self.policy.version)
+            await self._or_crash(asyncio.create_task(evaluating), background)
         finally:
             self._phase = ""
 
     def _on_eval(self, result: EvalResult) -> None:
-        when = f"{self._phase} training" if self._phase else f"at version {result.policy_version}"
-        log.info("eval %s %s: reward %.4f", result.env, when, result.reward)
+        said = f"{self._phase} training" if self._phase else f"at version {result.policy_version}"
+        log.info("eval %s %s: reward %.4f", result.env, said, result.reward)
         self.reporter.log(result.policy_version, result.as_metrics())
-        if not self._phase:
-            self.evaluated.append(result)
+        when = self._phase or DURING
+        self.evaluated[when].append(result)
+        note(self.run_dir, when, result)
 
     def _report_evaluating(self) -> None:
         if self._phase:
@@ -331,7 +336,7 @@ class Orchestrator:
 
     async def _or_crash(
         self,
-        task: asyncio.Task[OpenGroup] | asyncio.Task[None],
+        task: asyncio.Task[Any],
         background: Sequence[asyncio.Task[None]],
     ) -> None:
         """Until ``task`` is done.

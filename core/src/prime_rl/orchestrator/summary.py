@@ -12,7 +12,7 @@ from prime_rl.orchestrator.evals import EvalResult
 
 REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
-"""Steps averaged for "first" and "last" in the summary."""
+"""Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
 
 
 def write_summary(
@@ -21,12 +21,13 @@ def write_summary(
     """Write ``summary.json`` and ``learning_curve.png`` into the run directory."""
     rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
     values = [value for _, value in rewards]
+    window = min(WINDOW, (len(values) + 1) // 2)
     summary = {
         "steps": len(values),
         "sampled_reward": {
-            "first": _mean(values[:WINDOW]),
-            "last": _mean(values[-WINDOW:]),
-            "window": min(WINDOW, len(values)),
+            "first": _mean(values[:window]),
+            "last": _mean(values[-window:]),
+            "window": window,
         },
         "plugins": read_versions(run_dir),
         "eval": {when: [result.as_dict() for result in listed] for when, listed in results.items()},

@@ -353,7 +353,7 @@ class Engine(Offer):
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """What it does not do of that contract's optional parts, and why: ``{"sleep": "no GPU"}``. The
-    conformance suite (``prime_rl.testing.engines``) then skips the checks of it, with the reason."""
+    suite ``prime_rl.testing.engines`` then skips the checks of it, with the reason."""
 
     def check(self, python: Path | None) -> None:
         """Refuse what the server would fail on, before any process is started. ``python`` is

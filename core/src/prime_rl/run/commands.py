@@ -6,8 +6,10 @@ import hmac
 import os
 import secrets
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import Engine, EngineLaunch
@@ -18,6 +20,7 @@ from prime_rl.run.trainer_command import trainer_command
 
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 """The modules that are these processes."""
+LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Commands:
         if task.part == "model":  # the only one that may ask the hub
             return ProcessCommand(self._module(MODEL), log, {}, needs)
         needs.append(self._model_marker)
-        env |= self.keys.env
+        env |= self.keys.env | unproxied(self._own_engines)
         if task.part == "inference":
             command = self.engine.command(
                 engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
@@ -78,10 +81,24 @@ class Commands:
         return [sys.executable, "-m", module, str(self.run_dir)]
 
     @property
+    def _own_engines(self) -> list[str]:
+        """Not those elsewhere: whether a proxy leads there, the user's environment says."""
+        return [] if self.config.inference.base_url else self.launch.engine_urls
+
+    @property
     def _model_marker(self) -> Path:
         """What a machine must see to see the model: the folder, or the one it is being made in."""
         path = Path(self.launch.model_path)
         return path.parent if self.launch.wait_for_model else path
+
+
+def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
+    """``NO_PROXY`` with the run's engines and this machine: the site's proxy does not reach them,
+    and has no business with their keys."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [*given.split(","), *LOCAL, *(urlsplit(url).hostname or "" for url in engine_urls)]
+    value = ",".join(dict.fromkeys(host.strip() for host in hosts if host.strip()))
+    return {"NO_PROXY": value, "no_proxy": value}
 
 
 def engine_launch(

@@ -5,6 +5,7 @@
   logs/attempt_1/NAME.log             one a process; logs/latest points to the newest attempt
   status/NAME.json                    what each process does now
   metrics.jsonl, trainer.jsonl        one line a step
+  evals.jsonl                         one line an evaluation
   rollouts/step_N.msgpack             rollouts with exact floats
   broadcasts/step_N/                  published weights
   checkpoints/step_N/                 what --resume goes on from (checkpoints.py)

@@ -158,15 +158,15 @@ class JoinLauncher(Launcher):
     def _await(self, tasks: Sequence[Task], tell: Callable[[str], None]) -> dict[str, Place]:
         deadline = time.monotonic() + self.config.timeout
         places: dict[str, Place] = {}
-        told = ""
+        told, run_dir = "", self._path("").parent.parent
         while missing := [task.name for task in tasks if task.name not in places]:
             if (names := ", ".join(missing)) != told:
                 told = names
-                tell(f"machines to join as {names}")
+                tell(f"machines to join as {names}: prime-rl join {run_dir} PART")
             if time.monotonic() > deadline:
                 raise RunError(
                     f"nobody has joined as {names} within {self.config.timeout:.0f} s "
-                    "(launcher.timeout). Start `prime-rl join RUN_DIR PART` on their machines."
+                    f"(launcher.timeout). Start `prime-rl join {run_dir} PART` on their machines."
                 )
             time.sleep(POLL_SECONDS)
             for name in missing:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, cast
 
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
 from prime_rl.run.children import Child, end, free_ports, start
 from prime_rl.run.gpus import VISIBLE, visible_gpus
@@ -17,6 +18,10 @@ class LocalLauncher(Launcher):
 
     name = "local"
     is_remote: ClassVar[bool] = False
+
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self._children: dict[str, Child] = {}
 
     def num_gpus(self) -> int:
         """See ``Launcher.num_gpus``: those that ``nvidia-smi`` counts and CUDA_VISIBLE_DEVICES
@@ -34,14 +39,18 @@ class LocalLauncher(Launcher):
         }
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
-        """See ``Launcher.start``."""
+        """See ``Launcher.start``. What an engine that died has left running holds its GPU's
+        memory: it is ended first."""
+        if task.name in self._children:
+            end([self._children[task.name]])
         env = dict(command.env)
         if task.gpus is not None:
             devices = visible_gpus()
             env[VISIBLE] = ",".join(devices[number] for number in task.gpus)
             if VISIBLE not in os.environ:  # nvidia-smi counts along the bus, CUDA by speed
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        return start(task.name, command.argv, env, command.log)
+        self._children[task.name] = start(task.name, command.argv, env, command.log)
+        return self._children[task.name]
 
     def end(self, processes: Sequence[Process]) -> None:
         """See ``Launcher.end``."""

@@ -22,7 +22,7 @@ def print_summary(console: Console, run_dir: Path) -> None:
     if sampled["first"] is not None:
         console.print(
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
-            f"[dim]mean of the first and last {sampled['window']} steps[/]"
+            f"[dim]{_window(sampled['window'])}[/]"
         )
     for after in summary["eval"]["after"]:
         _print_eval(console, _first_of(summary["eval"], after), after)
@@ -35,15 +35,25 @@ def print_summary(console: Console, run_dir: Path) -> None:
     )
 
 
-def _first_of(measured: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def _window(steps: int) -> str:
+    return "first and last step" if steps == 1 else f"mean of the first and last {steps} steps"
+
+
+def _first_of(measured: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
     """The env's first measurement: before training, or where that was skipped, the first there
-    is."""
-    earlier = [*measured["before"], *measured.get("during", ()), after]
-    first: dict[str, Any] = next(each for each in earlier if each["env"] == after["env"])
-    return first
+    is; None if it has been measured once only."""
+    earlier: list[dict[str, Any]] = [*measured["before"], *measured.get("during", ())]
+    return next((each for each in earlier if each["env"] == after["env"]), None)
 
 
-def _print_eval(console: Console, before: dict[str, Any], after: dict[str, Any]) -> None:
+def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str, Any]) -> None:
+    if before is None:
+        failed = f"   [red]failed: {after['num_failed']}[/]" if after["num_failed"] else ""
+        console.print(
+            f"Held-out reward [bold]{after['reward']:.3f}[/]   "
+            f"[dim]{after['env']}, {after['num_rollouts']} rollouts; not measured before[/]{failed}"
+        )
+        return
     console.print(
         f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
         f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]{_failures(before, after)}"

@@ -53,6 +53,7 @@ class Restarts:
                 processes[processes.index(process)] = self._launcher.start(*self._engines[name])
             elif any(p.name in self._engines and p.exit_code is None for p in processes):
                 self._tell(f"{name} {_end_of(process)}: going on without it")
+                self._launcher.end([process])  # what it has left running
                 processes.remove(process)
 
     def _served(self, name: str) -> bool:

@@ -119,7 +119,7 @@ def _read_progress(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 def rewind(run_dir: Path, step: int) -> None:
     """Have a run forget what it did after step ``step``."""
-    for name in ("metrics.jsonl", "trainer.jsonl"):
+    for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
     for folder in ("broadcasts", "rollouts", "token_exports"):
         _remove_steps(run_dir / folder, lambda n: n > step)

@@ -43,7 +43,9 @@ class View:
         self.started = time.monotonic()
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._printed: dict[str, str] = {}
-        self._printed_step = 0
+        self.metrics.read_new()
+        self._steps_before = self._printed_step = self.metrics.step
+        """Of attempts before this one."""
 
     def __enter__(self) -> View:
         if self._live:
@@ -111,18 +113,23 @@ class View:
     def _names(self) -> list[str]:
         """Processes to show; what is said of the engines as a whole, where it is not one alone."""
         statuses = self.run_dir / "status"
-        more = sorted(path.stem for path in statuses.glob("inference_*.json"))
-        if more or not (statuses / "inference.json").exists():
-            more = ["engines", *more]
-        place = PROCESSES.index("trainer")
-        return [*PROCESSES[:place], *more, *PROCESSES[place:]]
+        others = (path.stem for path in statuses.glob("inference_*.json"))
+        more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
+        together = more or not (statuses / "inference.json").exists()
+        before, after = PROCESSES.index("inference"), PROCESSES.index("trainer")
+        engines = [*(["engines"] if together else []), *PROCESSES[before:after], *more]
+        return [*PROCESSES[:before], *engines, *PROCESSES[after:]]
+
+    @property
+    def _has_trained(self) -> bool:
+        return self.metrics.step > self._steps_before
 
     def _print_news(self) -> None:
         """One line for each process that does something new, and one for every few steps."""
         for name in self._names():
             report = read_status(self.run_dir / "status" / f"{name}.json")
             news = _news(report) if report else None
-            if news and self._printed.get(name) != news and not self.metrics.step:
+            if news and self._printed.get(name) != news and not self._has_trained:
                 self._printed[name] = news
                 self.console.print(f"{name}: {news}", markup=False, highlight=False)
         step = self.metrics.step
@@ -159,7 +166,10 @@ class MetricsTail:
             self.rewards.append(row[REWARD])
         if "progress/total_tokens" in row:  # a batch; demonstrations have no reward
             self.step = row["step"]
-            self._clock.append((row["progress/seconds"], row["progress/total_tokens"]))
+            now = row["progress/seconds"], row["progress/total_tokens"]
+            if self._clock and now < self._clock[-1]:  # another attempt: both begin anew
+                self._clock.clear()
+            self._clock.append(now)
 
     @property
     def headline(self) -> str:
@@ -211,7 +221,7 @@ def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType,
     seconds = time.time() - report.time
     if seconds > SLOW_SECONDS and report.state != DONE:
         state.append(f"  {clock(seconds)}", "dim")  # so that what takes long is seen to take long
-    detail = "  ".join(f"{name} {_plain(value)}" for name, value in report.detail.items())
+    detail = "  ".join(f"{name} {plain(value)}" for name, value in report.detail.items())
     last: RenderableType = Text(detail, "dim")
     if report.progress is not None and report.progress < 1:
         bar = ProgressBar(total=1.0, completed=report.progress, width=20)
@@ -219,7 +229,8 @@ def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType,
     return state, Text(report.waiting_for or "", "yellow"), last
 
 
-def _plain(value: float | str) -> str:
+def plain(value: float | str) -> str:
+    """A detail of a status: ``13.0`` -> ``13``."""
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

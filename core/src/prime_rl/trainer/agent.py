@@ -99,10 +99,10 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], told: Callable[[], bool]) -
     """Until all are done, one fails, or we are asked to end."""
     while not told():
         codes = [process.poll() for process in ranks]
-        for rank, code in enumerate(codes):
-            if code not in (None, 0):
-                print(f"trainer rank {rank} of {len(ranks)} {_how(code)}", file=sys.stderr)
-                return 1
+        if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
+            code, rank = min(failed)  # one that was killed: the others may have failed without it
+            print(f"trainer rank {rank} of {len(ranks)} {_how(code)}", file=sys.stderr)
+            return 1
         if all(code == 0 for code in codes):
             return 0
         time.sleep(TICK_SECONDS)

@@ -27,8 +27,11 @@ from prime_rl.trainer import attention
 COMPILERS = ("c++", "g++", "clang++")
 
 
-def prepare_blocks(model: PreTrainedModel, config: TrainerConfig) -> None:
-    """Recompute and compile what the config says, in place.
+def prepare_blocks(
+    model: PreTrainedModel, config: TrainerConfig, device: torch.device | None = None
+) -> None:
+    """Recompute and compile what the config says, in place. ``device``: where it will train, if
+    it is not there yet.
 
     Raises ``ConfigError`` if the model has no blocks, or there is no compiler.
     """
@@ -37,7 +40,7 @@ def prepare_blocks(model: PreTrainedModel, config: TrainerConfig) -> None:
         return
     blocks = decoder_blocks(model)
     if config.compile:
-        check_compiler(model.device)
+        check_compiler(device or model.device)
         attention.register(torch.compiler.disable)
     for number, block in enumerate(blocks):
         vars(block).pop("forward", None)  # of an earlier call

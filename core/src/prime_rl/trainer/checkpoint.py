@@ -160,9 +160,12 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is")
         try:
+            reader = filesystem.FileSystemReader(checkpoint.trainer)
+            if "cuda_rng" not in reader.read_metadata().state_dict_metadata:
+                state.pop("cuda_rng", None)  # it was written on CPU
             state_dict_loader.load(
                 state,
-                storage_reader=filesystem.FileSystemReader(checkpoint.trainer),
+                storage_reader=reader,
                 no_dist=not parallel.several_ranks(),
             )
         except FAILED as error:  # a file is gone, a key, a shape

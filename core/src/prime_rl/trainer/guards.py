@@ -93,8 +93,7 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
     found: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
         row = make_row(micro_batch, trainer.device, share=trainer.share_prompts)
-        half = torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.half)
-        with torch.no_grad(), half:
+        with torch.no_grad(), trainer.autocast():
             logprobs, _ = trainer.policy(row)
         found += _offenders(number, row, logprobs, micro_batch)
     parallel.reshard(trainer.policy)

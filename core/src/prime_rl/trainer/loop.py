@@ -140,7 +140,7 @@ class Trainer:
         for number, micro_batch in enumerate(micro_batches):
             progress(number / len(micro_batches))
             row = make_row(micro_batch, self.device, share=self.share_prompts)
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
+            with self.autocast():
                 logprobs, entropies = self.policy(row)
             loss = row_loss(row, logprobs, self.loss, counts, self.config.loss.normalize_by)
             parallel.begin_backward(self.policy, last=number == len(micro_batches) - 1)
@@ -153,6 +153,13 @@ class Trainer:
         if export:
             export.finish()
         return metrics
+
+    def autocast(self) -> torch.autocast:
+        """Products in ``trainer.dtype``. Without autocast's cache, which would keep a rounded copy
+        of every weight until the forward pass is over, of other ranks' shards too."""
+        return torch.autocast(
+            self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
+        )
 
     def skip_step(self, step: int, num_tokens: int) -> None:
         """Leave the weights alone: with a gradient of nothing, Adam's momentum and the weight decay
@@ -236,8 +243,10 @@ def train(
             **disk_metrics(run_dir),
         }
         if parallel.rank() == 0:
-            metrics_file.append(step, metrics)
-            publisher.announce(step)
+            append = partial(metrics_file.append, step, metrics)
+            persist(append, f"write the metrics of step {step}", PUBLISH_WAITS, status)
+            announce = partial(publisher.announce, step)
+            persist(announce, f"announce weights version {step}", PUBLISH_WAITS, status)
         logger.info("%s", console_line(step, trainer.max_steps, metrics))
         announced = time.perf_counter()
         if checkpointer is not None:  # last: engines need not wait for it

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import shutil
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -24,7 +26,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.plugins.errors import RunError
 from prime_rl.trainer.counts import Counts, Ints
 from prime_rl.trainer.loss import RowLoss
 from prime_rl.trainer.loss_metrics import MetricSums
@@ -231,11 +232,15 @@ class MetricsFile:
         self.path = path
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write step ``step``'s line. Raises ``RunError`` if the disk refuses."""
+        """Write step ``step``'s line. Raises ``OSError`` if the disk refuses; what it took of the
+        line is gone again, so that trying again adds it once."""
         finite = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
         line = json.dumps({"step": step, "time": time.time(), "metrics": finite})
+        size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
                 file.write(line + "\n")
         except OSError as error:
-            raise RunError(f"step {step}: cannot write metrics to {self.path}: {error}") from error
+            with suppress(OSError):
+                os.truncate(self.path, size)
+            raise OSError(f"cannot write metrics to {self.path}: {error}") from error

@@ -49,7 +49,7 @@ class Policy(nn.Module):
 def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerConfig) -> Policy:
     """The policy on its device; with several ranks, this rank's part of it."""
     policy = Policy(model, config)
-    prepare_blocks(model, config)
+    prepare_blocks(model, config, choose_device(config.device))
     if parallel.several_ranks():
         blocks = set(model._no_split_modules or ())
         parallel.shard(policy, blocks, device, config.dp_replicate)

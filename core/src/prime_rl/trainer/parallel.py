@@ -113,13 +113,13 @@ def barrier(group: Group = None) -> None:
 
 
 def on_main(action: Callable[[], object], group: Group = None) -> None:
-    """Rank 0 acts and the others wait; all raise if it fails. For disks: ``OSError`` and
-    ``WeightsError`` are shared, anything else ends the rank."""
+    """Rank 0 acts and the others wait; all raise if it fails: ``WeightsError`` for what a disk may
+    refuse, so that all try again or none does."""
     error = None
     if rank() == 0:
         try:
             action()
-        except (OSError, WeightsError) as raised:
+        except Exception as raised:  # the others wait for us, in a thread perhaps
             error = raised
     _agree(error, group)
 
@@ -129,14 +129,27 @@ def stream_to_main(
 ) -> None:
     """Rank 0 uses the whole tensors, one at a time, on the host; all raise if that fails.
 
-    Gathering one takes every rank. So when ``use`` fails the rest is gathered for nothing.
+    Gathering one takes every rank. So when ``use`` fails the rest is gathered for nothing. Where
+    gathering itself fails (no memory) ranks are out of step: that error ends the rank.
     """
-    stream = (_whole(tensor) for tensor in tensors.values())
-    error = None
+    broken: list[Exception] = []
+
+    def gathered() -> Iterator[Tensor]:
+        for tensor in tensors.values():
+            try:
+                whole = _whole(tensor)
+            except Exception as raised:
+                broken.append(raised)
+                raise
+            yield whole
+
+    stream, error = gathered(), None
     if rank() == 0:
         try:
             use(stream)
         except (OSError, WeightsError) as raised:
+            if broken:  # whatever has been made of it: trying again would hang
+                raise broken[0] from None
             error = raised
     if several_ranks():
         for _ in stream:
@@ -150,13 +163,15 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous() if rank() == 0 else tensor
 
 
-def _agree(error: OSError | WeightsError | None, group: Group = None) -> None:
+def _agree(error: Exception | None, group: Group = None) -> None:
     """Raise rank 0's error on every rank."""
-    said = gather(None if error is None else str(error), group)[0]
+    refused = isinstance(error, (OSError, WeightsError))
+    said = gather(None if error is None else [refused, str(error)], group)[0]
     if error is not None:
         raise error
     if said is not None:
-        raise WeightsError(said)
+        refused, text = said
+        raise WeightsError(text) if refused else RuntimeError(f"rank 0: {text}")
 
 
 def full(tensor: Tensor) -> Tensor:

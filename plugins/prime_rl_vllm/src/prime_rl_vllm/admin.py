@@ -54,32 +54,35 @@ class Admin:
         return JSONResponse({"status": "paused"})
 
     async def resume(self, _: HTTPRequest) -> JSONResponse:
-        """Go on where ``pause`` stopped; if the engine sleeps, once it wakes."""
+        """Go on where ``pause`` stopped."""
         async with self._state.admin:
+            if self._state.asleep:
+                raise RequestError("the engine sleeps: POST /wake_up comes first", 409)
             self._state.paused = False
             await self._let_go()
         return JSONResponse({"status": "resumed"})
 
-    async def sleep(self, _: HTTPRequest) -> JSONResponse:
-        """Hold requests, and give the accelerator's memory away if that was set up."""
+    async def sleep(self, http: HTTPRequest) -> JSONResponse:
+        """Pause, and give the accelerator's memory away if that was set up."""
+        if http.query_params.get("level", "1") != "1":
+            raise RequestError("level: the weights are kept on the host; only 1 is offered")
         state = self._state
         async with state.admin:
             if not state.asleep and self._can_sleep():
                 await state.engine.sleep(level=1, mode="keep")
             else:
                 await self._hold()
-            state.asleep = True
+            state.asleep = state.paused = True
         return JSONResponse({"status": "asleep"})
 
     async def wake_up(self, _: HTTPRequest) -> JSONResponse:
-        """Take the memory back. Requests go on, unless the engine is paused too."""
+        """Take the memory back. Still paused."""
         state = self._state
         async with state.admin:
             if state.asleep and self._can_sleep():
                 await state.engine.wake_up()
                 await self._hold()  # waking up resumes
             state.asleep = False
-            await self._let_go()
         return JSONResponse({"status": "awake"})
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
@@ -105,9 +108,10 @@ class Admin:
 
     async def _hold(self) -> None:
         await self._state.engine.pause_generation(mode="keep", clear_cache=False)
+        self._state.pauses += 1  # from here on nothing is computed under the present weights
 
     async def _let_go(self) -> None:
-        if not (self._state.paused or self._state.asleep):
+        if not self._state.paused:
             await self._state.engine.resume_generation()
 
     async def _stage(self, weight_dir: str) -> None:

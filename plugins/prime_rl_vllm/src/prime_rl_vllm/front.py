@@ -39,8 +39,11 @@ OPEN = {"/health", "/metrics", "/ping", "/version", "/load"}
 """Routes for whoever looks after the machine."""
 CLIENTS = ("/v1/", "/v2/", "/inference/", "/tokenize", "/detokenize", "/score", "/rerank")
 """How the routes begin that clients use."""
-SALTED = {"/v1/chat/completions", "/v1/completions"}
-"""Routes of vLLM that take a cache_salt."""
+SALTED = {
+    *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
+    *("/v1/messages", "/v1/systemone", "/generative_scoring", "/invocations"),
+}
+"""Routes of vLLM that take a cache_salt: all that compute text for a client."""
 
 
 class Front:

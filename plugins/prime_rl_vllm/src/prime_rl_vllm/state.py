@@ -28,6 +28,8 @@ class State:
     """The engine ended by itself."""
     paused: bool = False
     asleep: bool = False
+    pauses: int = 0
+    """So far. What comes after one may be computed under the next weights."""
     running: int = 0
     """Requests of our own generate route."""
     generated_tokens: int = 0
@@ -45,8 +47,8 @@ class State:
 
     def salt(self, client: str | None) -> str:
         """The prefix cache's salt: what old weights computed is never found by new requests,
-        whatever salt a client brings, or none."""
-        return f"{self.version}:{client or ''}"
+        those that come while weights are swapped included, whatever salt a client brings."""
+        return f"{self.pauses}:{client or ''}"
 
 
 current: State | None = None
