@@ -93,6 +93,20 @@ def test_offering_it_imports_no_ray():
     assert [cls.name for cls in register_launchers()] == ["ray"]
 
 
+async def test_what_a_dead_process_left_running_ends_before_the_next_starts(tmp_path):
+    pytest.importorskip("ray", reason="ray is not installed")
+    from prime_rl_ray.agent import Agent
+
+    sleeper = f"300.{os.getpid()}"
+    leave = f"import subprocess; subprocess.Popen(['sleep', '{sleeper}'])"
+    where = (str(tmp_path / "engine.log"), str(tmp_path), [], 1.0)
+    agent = Agent()
+    assert await agent.run("inference", [sys.executable, "-c", leave], {}, *where) == 0
+    assert processes_with(sleeper)
+    assert await agent.run("inference", [sys.executable, "-c", ""], {}, *where) == 0
+    assert not processes_with(sleeper)
+
+
 def test_settings_are_checked():
     with pytest.raises(ValidationError, match="strategy"):
         RayConfig(strategy="STRICT_PACK")

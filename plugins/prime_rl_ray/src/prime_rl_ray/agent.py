@@ -42,7 +42,9 @@ class Agent:
         patience: float,
     ) -> int | str:
         """Start the process and wait for its end: its exit code, or why it was not started, if what
-        it needs has not come into sight within ``patience`` seconds."""
+        it needs has not come into sight within ``patience`` seconds. What an earlier one has left
+        running is ended first: it might hold the GPU."""
+        await self.end()
         deadline = time.monotonic() + patience
         for needed in (argv[0], *needs):
             if not await _seen(Path(needed), deadline):
