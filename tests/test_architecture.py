@@ -29,10 +29,11 @@ PUBLIC = {"prime_rl", "prime_rl.testing"}
 
 FOR_SERVERS = {
     *("prime_rl.run.launch", "prime_rl.run.processes", "prime_rl.run.status"),
-    *("prime_rl.adapter", "prime_rl.model_files"),
+    *("prime_rl.adapter", "prime_rl.model_files", "prime_rl.serving"),
+    *(f"prime_rl.serving.{name}" for name in ("errors", "keys", "process", "requests")),
 }
-"""What a plugin that starts a process of its own may import besides: how to be a child of a run,
-and what a published folder holds."""
+"""What a plugin that starts a process of its own may import besides: how to be a child of a run and
+a server of the engine contract, and what a published folder holds."""
 
 FOR_LAUNCHERS = {"prime_rl.run.children"}
 """What a plugin that starts a run's processes may import besides: how to start and end one."""

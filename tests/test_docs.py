@@ -41,9 +41,9 @@ from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
 from prime_rl.run.directory import SUBFOLDERS
 from prime_rl.run.resolve import check
+from prime_rl.serving.requests import GenerateBody, GenerateSampling, UpdateBody
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
 from prime_rl.testing.report import promise_of
-from prime_rl_embedded.schema import GenerateBody, GenerateSampling, UpdateBody
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

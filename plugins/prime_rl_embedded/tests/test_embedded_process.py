@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from prime_rl import Engine, EngineLaunch
+from prime_rl.serving import process
 from prime_rl_embedded import Embedded, EmbeddedConfig, register_engines, server
 from prime_rl_embedded.scheduler import Scheduler
 from prime_rl_embedded.server import parse
@@ -136,7 +137,7 @@ def runs(pid: int) -> bool:
 def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The server's entry point, kept from touching this process's signals and parent."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(server, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(process, "exit_with_parent", lambda: None)
 
     def run(model: Path, port: int, status: Path) -> int:
         options = {"model": model, "port": port, "max-model-len": 64, "status-path": status}

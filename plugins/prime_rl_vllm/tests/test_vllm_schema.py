@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl.run.status import Status
+from prime_rl.serving.errors import RequestError
+from prime_rl.serving.keys import Keys
+from prime_rl.serving.requests import GenerateBody, GenerateSampling, Limits
 from prime_rl_vllm import state as shared
-from prime_rl_vllm.errors import RequestError
 from prime_rl_vllm.front import Front
-from prime_rl_vllm.keys import Keys
-from prime_rl_vllm.schema import GenerateBody, Limits, Sampling, plan
+from prime_rl_vllm.schema import plan
 from prime_rl_vllm.state import State
 
 LIMITS = Limits("tiny", max_model_len=8, vocab_size=100)
@@ -18,7 +19,8 @@ LIMITS = Limits("tiny", max_model_len=8, vocab_size=100)
 
 def planned(token_ids=(1, 2, 3), **sampling):
     return plan(
-        GenerateBody(token_ids=list(token_ids), sampling_params=Sampling(**sampling)), LIMITS
+        GenerateBody(token_ids=list(token_ids), sampling_params=GenerateSampling(**sampling)),
+        LIMITS,
     )
 
 

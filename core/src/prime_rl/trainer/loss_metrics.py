@@ -18,8 +18,8 @@ from torch import Tensor
 from prime_rl.plugins.base import LossOutputs, TokenMetric
 from prime_rl.plugins.errors import PluginError
 from prime_rl.trainer.counts import Ints
-from prime_rl.trainer.reduction import on_device
 from prime_rl.trainer.row import Component, Row
+from prime_rl.trainer.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def _of_row(outputs: LossOutputs, row: Row, component: Component) -> MetricSums 
     owners = row.sequence_envs[component.sequences]
     columns[component.sequences] = owners
     by_env = values.new_zeros(len(stacked), nobody + 1)
-    by_env.index_add_(1, on_device(columns, sums.device), sums / sizes.clamp(min=1))
+    by_env.index_add_(1, to_device(columns, np.int64, sums.device), sums / sizes.clamp(min=1))
     numbers = np.bincount(owners, minlength=nobody)
     return MetricSums(
         names=tuple(outputs.metrics),
@@ -109,7 +109,7 @@ def _of_sequences(calls: Sequence[Call], row: Row) -> MetricSums | None:
             values.append(value.to(row.token_ids.device))
     stacked = torch.stack(values)
     sums = stacked.new_zeros(numbers.size)
-    sums.index_add_(0, on_device(np.array(places), sums.device), stacked)
+    sums.index_add_(0, to_device(np.array(places), np.int64, sums.device), stacked)
     return MetricSums(names, row.envs, sums.view(numbers.shape), numbers)
 
 

@@ -35,10 +35,10 @@ from prime_rl.trainer.reduction import (
     Merged,
     gather,
     merge,
-    on_device,
     statistics,
 )
 from prime_rl.trainer.row import Row
+from prime_rl.trainer.transfer import to_device
 
 Key: TypeAlias = tuple[tuple[str, ...], tuple[str, ...], str]
 """Names, envs and ``over_all`` of a block: blocks that agree on all three add up."""
@@ -119,14 +119,14 @@ class StepMetrics:
             self.add(block)
         if len(row.ratio_tokens):
             sorted_tokens = by_env(row, row.ratio_tokens)
-            tokens = on_device(sorted_tokens.tokens, self._device)
+            tokens = to_device(sorted_tokens.tokens, np.int64, self._device)
             log_ratio = logprobs[tokens] - row.inference_logprobs[tokens]
             mismatch_kl = log_ratio.expm1() - log_ratio  # k3 estimator of KL(μ || π)
             self._values.append((mismatch_kl, sorted_tokens.columns("mismatch_kl")))
             self.add_max("logprob_gap/max", log_ratio.abs().max())
         if len(row.sampled_tokens):
             sorted_tokens = by_env(row, row.sampled_tokens)
-            chosen = entropies[on_device(sorted_tokens.tokens, self._device)]
+            chosen = entropies[to_device(sorted_tokens.tokens, np.int64, self._device)]
             self._values.append((chosen, sorted_tokens.columns("entropy")))
 
     def result(self) -> dict[str, float]:

@@ -102,14 +102,6 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
     return {f"{name}/{key}": float(value) for key, value in found.items()}
 
 
-def on_device(column: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    """Indices made on the host, without waiting for the device."""
-    tensor = torch.from_numpy(column)
-    if device.type != "cuda":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
 def _on_host(flat: Tensor) -> Floats:
     numbers: Floats = flat.cpu().double().numpy()
     return numbers

@@ -9,11 +9,11 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
 from prime_rl import WeightsError
-from prime_rl_embedded.auth import Keys
-from prime_rl_embedded.errors import RequestError
+from prime_rl.serving.errors import RequestError
+from prime_rl.serving.keys import Keys
+from prime_rl.serving.requests import UpdateBody, decode
 from prime_rl_embedded.frontend import read_body
 from prime_rl_embedded.loop import EngineLoop
-from prime_rl_embedded.schema import UpdateBody, decode
 from prime_rl_embedded.weights import apply_weights, read_weights
 
 
@@ -25,9 +25,12 @@ class Admin:
         self._keys = keys
         self._updating = asyncio.Lock()
 
+    def _check(self, http: HTTPRequest) -> None:
+        self._keys.check_admin(http.headers.get("authorization", ""))
+
     async def pause(self, http: HTTPRequest) -> JSONResponse:
         """Returns when no step is running. Requests in flight keep their place and their KV."""
-        self._keys.check_admin(http)
+        self._check(http)
         if http.query_params.get("mode", "keep") != "keep":
             raise RequestError(
                 "mode: this engine keeps requests in flight; only mode=keep is offered"
@@ -39,7 +42,7 @@ class Admin:
 
     async def resume(self, http: HTTPRequest) -> JSONResponse:
         """Go on where ``pause`` stopped."""
-        self._keys.check_admin(http)
+        self._check(http)
         if self.engine.scheduler.asleep:
             raise RequestError("the engine sleeps: POST /wake_up comes first", 409)
         await asyncio.wrap_future(self.engine.resume())
@@ -47,7 +50,7 @@ class Admin:
 
     async def sleep(self, http: HTTPRequest) -> JSONResponse:
         """Pause, and move weights and KV to the host. Requests in flight keep their place."""
-        self._keys.check_admin(http)
+        self._check(http)
         if http.query_params.get("level", "1") != "1":
             raise RequestError(
                 "level: this engine keeps its weights on the host; only 1 is offered"
@@ -57,13 +60,13 @@ class Admin:
 
     async def wake_up(self, http: HTTPRequest) -> JSONResponse:
         """The memory is taken again; ``resume`` lets requests go on."""
-        self._keys.check_admin(http)
+        self._check(http)
         await asyncio.wrap_future(self.engine.wake())
         return JSONResponse({"status": "awake"})
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
         """All or nothing: from a folder that is broken or does not fit, no tensor is taken."""
-        self._keys.check_admin(http)
+        self._check(http)
         body = decode(await read_body(http), UpdateBody)
         async with self._updating:
             version = await self._swap(Path(body.weight_dir), body.version)

@@ -11,15 +11,16 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from prime_rl.serving.errors import RequestError
+from prime_rl.serving.keys import Keys
+from prime_rl.serving.requests import GenerateBody, decode
 from prime_rl_embedded.admin import Admin
-from prime_rl_embedded.auth import Keys
 from prime_rl_embedded.chat import Chat
-from prime_rl_embedded.errors import RequestError
 from prime_rl_embedded.frontend import ClientGone, complete, read_body
 from prime_rl_embedded.generate import generate_response
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.metrics import render
-from prime_rl_embedded.schema import GenerateBody, Limits, decode, generate_requests
+from prime_rl_embedded.schema import Limits, generate_requests
 
 log = logging.getLogger(__name__)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
@@ -77,7 +78,7 @@ def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
     """Needs the sampling key, if the engine was given one."""
 
     async def run(http: HTTPRequest) -> Response:
-        keys.check_sampling(http)
+        keys.check_sampling(http.headers.get("authorization", ""))
         return await endpoint(http)
 
     return run

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from starlette.requests import Request as HTTPRequest
 
-from prime_rl_embedded.errors import RequestError
+from prime_rl.serving.errors import RequestError
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.requests import Request
 

@@ -12,20 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
-import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from prime_rl import PrimeRLError
-from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, READY
-from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.status import Status
+from prime_rl.serving.keys import Keys
+from prime_rl.serving.process import command_line, exit_now, run_server, wait_for_model
 from prime_rl_embedded import EmbeddedConfig
 
 if TYPE_CHECKING:
@@ -45,45 +40,16 @@ _KEEP_ALIVE_SECONDS = 120
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. No key is on it: argument lists are public."""
-    parser = argparse.ArgumentParser(prog="prime_rl_embedded.server", description=__doc__)
-    add = parser.add_argument
-    add("--model", type=Path, required=True, help="a local Hugging Face folder")
-    add("--served-model-name", help="default: the folder's name")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, required=True)
-    add("--max-model-len", type=int, required=True, help="prompt and completion, in tokens")
-    add("--seed", type=int, default=0, help="of requests that bring none")
-    add("--policy-version", type=int, default=0, help="of the weights in the folder")
-    add("--status-path", type=Path)
-    add("--wait-for-model", action="store_true", help=f"until the folder holds {READY}")
-    add("--settings", type=EmbeddedConfig.model_validate_json, default=EmbeddedConfig())
+    parser = command_line("prime_rl_embedded.server", __doc__)
+    parser.add_argument(
+        "--settings", type=EmbeddedConfig.model_validate_json, default=EmbeddedConfig()
+    )
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
-    args = parse(argv)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    exit_with_parent()
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop, _exit_cleanly)
-    status = Status(args.status_path)
-    try:
-        return _serve(args, status)
-    except SystemExit as stop:  # a signal, at whatever point; or uvicorn, which has said why
-        code = int(stop.code or 0)
-        status.report("failed" if code else "stopped")
-        return code
-    except PrimeRLError as error:
-        status.report(f"failed: {error}")
-        log.error("%s", error)
-        return 1
-
-
-def _exit_cleanly(signum: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    return run_server(parse(argv), _serve)
 
 
 def _serve(args: argparse.Namespace, status: Status) -> int:
@@ -138,13 +104,6 @@ def describe(scheduler: Scheduler, limits: Limits) -> str:
     )
 
 
-def wait_for_model(path: Path, status: Status) -> None:
-    """Return when the folder is complete."""
-    status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
-    while not ((path / READY).exists() and (path / "config.json").exists()):
-        time.sleep(_POLL_SECONDS)
-
-
 class EngineServer:
     """HTTP in the main thread, the engine in its own; either one's end is the process's."""
 
@@ -172,11 +131,10 @@ class EngineServer:
 
     async def _serve(self, engine: EngineLoop) -> None:
         from prime_rl_embedded.api import make_app
-        from prime_rl_embedded.auth import Keys
         from prime_rl_embedded.chat import Chat
 
         chat = Chat(engine, self.limits, self.args.model)
-        keys = Keys(os.environ.get(ADMIN_KEY, ""), os.environ.get(ENGINE_KEY, ""))
+        keys = Keys.of_environment()
         app = make_app(engine, self.limits, chat, keys)
         server = _make_http_server(app, engine, self.args)
         self._stop_serving = lambda: setattr(server, "should_exit", True)
@@ -248,7 +206,4 @@ def _make_http_server(app: Starlette, engine: EngineLoop, args: argparse.Namespa
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(exit_code)  # the interpreter would take most of a second to take torch apart
+    exit_now(main())

@@ -15,23 +15,15 @@ import signal
 import time
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
-from prime_rl_vllm.body import decode, read_body
-from prime_rl_vllm.errors import RequestError
+from prime_rl.serving.errors import RequestError
+from prime_rl.serving.requests import UpdateBody, decode
+from prime_rl_vllm.body import read_body
 from prime_rl_vllm.state import State
 
 log = logging.getLogger(__name__)
-
-
-class UpdateBody(msgspec.Struct, kw_only=True):
-    """``POST /update_weights``."""
-
-    weight_dir: str
-    version: int | None = None
-    """None: one more than the current version."""
 
 
 class Admin:

@@ -1,4 +1,4 @@
-"""Reading a request: its body up to a limit, as JSON of a shape; and its client's patience."""
+"""Reading a request: its body up to a limit; and its client's patience."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.requests import Request as HTTPRequest
 
-from prime_rl_vllm.errors import RequestError
+from prime_rl.serving.errors import RequestError
 
 MAX_BODY_BYTES = 64 * 2**20
 
-Body = TypeVar("Body")
 Result = TypeVar("Result")
 
 
@@ -29,14 +27,6 @@ async def read_body(http: HTTPRequest) -> bytes:
         if len(data) > MAX_BODY_BYTES:
             raise RequestError(f"the body has more than {MAX_BODY_BYTES // 2**20} MiB", 413)
     return bytes(data)
-
-
-def decode(data: bytes, kind: type[Body]) -> Body:
-    """JSON into a body. Raises ``RequestError`` that says where and what."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"bad request body: {error}") from error
 
 
 async def while_wanted(http: HTTPRequest, work: Coroutine[Any, Any, Result]) -> Result:

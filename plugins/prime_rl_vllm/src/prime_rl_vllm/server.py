@@ -12,23 +12,17 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
-import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from prime_rl import ConfigError, PrimeRLError
-from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, READY
-from prime_rl.run.processes import exit_with_parent
+from prime_rl import ConfigError
 from prime_rl.run.status import Status
+from prime_rl.serving.keys import Keys
+from prime_rl.serving.process import command_line, exit_now, run_server, wait_for_model
 from prime_rl_vllm import VllmConfig, cpu_start
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.arguments import DEFAULTS, to_flags
 from prime_rl_vllm.interpreter import check_interpreter
-from prime_rl_vllm.keys import Keys
 from prime_rl_vllm.state import State
 
 log = logging.getLogger("prime_rl_vllm.server")
@@ -39,17 +33,8 @@ _KEEP_ALIVE_SECONDS = "120"
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line. No key is on it: argument lists are public."""
-    parser = argparse.ArgumentParser(prog="prime_rl_vllm.server", description=__doc__)
+    parser = command_line("prime_rl_vllm.server", __doc__)
     add = parser.add_argument
-    add("--model", type=Path, required=True, help="a local Hugging Face folder")
-    add("--served-model-name", help="default: the folder's name")
-    add("--host", default="127.0.0.1")
-    add("--port", type=int, required=True)
-    add("--max-model-len", type=int, required=True, help="prompt and completion, in tokens")
-    add("--seed", type=int, default=0, help="of requests that bring none")
-    add("--policy-version", type=int, default=0, help="of the weights in the folder")
-    add("--status-path", type=Path)
-    add("--wait-for-model", action="store_true", help=f"until the folder holds {READY}")
     add("--can-sleep", action="store_true", help="give a GPU's memory away on /sleep")
     add("--settings", type=VllmConfig.model_validate_json, default=VllmConfig())
     return parser.parse_args(argv)
@@ -57,29 +42,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until told to stop; the exit code."""
-    args = parse(argv)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
     logging.getLogger("prime_rl_vllm").setLevel(logging.INFO)  # vLLM raises the root's
-    exit_with_parent()
-    for stop in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(stop, _exit_cleanly)
-    status = Status(args.status_path)
-    try:
-        return _serve(args, status)
-    except (SystemExit, KeyboardInterrupt) as stop:  # a signal, at whatever point
-        code = int(stop.code or 0) if isinstance(stop, SystemExit) else 0
-        status.report("failed" if code else "stopped")
-        return code
-    except PrimeRLError as error:
-        status.report(f"failed: {error}")
-        log.error("%s", error)
-        return 1
-
-
-def _exit_cleanly(signum: int, frame: FrameType | None) -> None:
-    sys.exit(0)
+    return run_server(parse(argv), _serve)
 
 
 def _serve(args: argparse.Namespace, status: Status) -> int:
@@ -101,7 +65,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         model_name=args.served_model_name or args.model.name,
         model_dir=str(args.model),
         max_model_len=args.max_model_len,
-        keys=Keys(os.environ.get(ADMIN_KEY, ""), os.environ.get(ENGINE_KEY, "")),
+        keys=Keys.of_environment(),
         status=status,
         version=args.policy_version,
     )
@@ -157,15 +121,5 @@ def _run(namespace: argparse.Namespace, state: State) -> int:
     return 0
 
 
-def wait_for_model(path: Path, status: Status) -> None:
-    """Return when the folder is complete."""
-    status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
-    while not ((path / READY).exists() and (path / "config.json").exists()):
-        time.sleep(_POLL_SECONDS)
-
-
 if __name__ == "__main__":
-    exit_code = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    os._exit(exit_code)  # the interpreter would take most of a second to take torch apart
+    exit_now(main())

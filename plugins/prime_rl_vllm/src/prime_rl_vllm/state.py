@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.run.status import Status
-from prime_rl_vllm.keys import Keys
+from prime_rl.serving.keys import Keys
 
 
 @dataclass

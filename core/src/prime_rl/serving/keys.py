@@ -7,9 +7,11 @@ are public.
 from __future__ import annotations
 
 import hmac
+import os
 from dataclasses import dataclass
 
-from prime_rl_vllm.errors import RequestError
+from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl.serving.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,11 @@ class Keys:
 
     admin: str = ""
     sampling: str = ""
+
+    @classmethod
+    def of_environment(cls) -> Keys:
+        """Those that this process was started with."""
+        return cls(os.environ.get(ADMIN_KEY, ""), os.environ.get(ENGINE_KEY, ""))
 
     def check_admin(self, authorization: str) -> None:
         """Raises ``RequestError``: 401 without a key, 403 with a wrong one or if admin is off."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_rl import EngineError
+from prime_rl.plugins.errors import EngineError
 
 _TYPES = {
     400: "BadRequestError",
