@@ -25,9 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from bench.train_step import Documents, PolicyGradient, micro_batch
+from bench.train_step import Documents, PolicyGradient, make_model, micro_batch
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer.attention import NAMES, register
@@ -36,6 +35,14 @@ from prime_rl.trainer.optim import clip_gradients, make_optimizer
 
 VOCAB, DOCUMENTS, HALF = 32_768, 16, 64
 REPEATS = 3
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+}
 Step = Callable[[], object]
 
 
@@ -46,30 +53,11 @@ def documents() -> Documents:
     return drawn
 
 
-def make_model(attention: str) -> PreTrainedModel:
-    """Qwen3 from scratch, tied embeddings."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3ForCausalLM(config).eval()
-    model.set_attn_implementation(attention)
-    return model
-
-
 def ours(**settings: Any) -> Step:
     """The trainer's own step."""
     register()
     config = TrainerConfig(device="cpu", **settings)
-    model = make_model(NAMES["varlen"])
+    model = make_model(NAMES["varlen"], **SIZES)
     trainer = Trainer(model, PolicyGradient(PluginConfig()), config, max_steps=100)
     row = micro_batch(documents())
     return lambda: trainer.train_step(1, [row])
@@ -77,7 +65,7 @@ def ours(**settings: Any) -> Step:
 
 def plain() -> Step:
     """Logits of every position, a whole log-softmax, and its entropy."""
-    model = make_model("sdpa")
+    model = make_model("sdpa", **SIZES)
     optim = TrainerConfig().optim
     optimizer = make_optimizer(model, optim)
     ids = torch.tensor(documents())
@@ -109,7 +97,7 @@ def trl_step() -> Step:
         gradient_checkpointing=False, disable_tqdm=True, save_strategy="no",
     )  # fmt: skip
     trainer = GRPOTrainer(
-        model=make_model("sdpa"),
+        model=make_model("sdpa", **SIZES),
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * DOCUMENTS}),

@@ -47,20 +47,23 @@ class PolicyGradient(Loss):
         return LossOutputs(loss, {})
 
 
-def make_model(attention: str) -> PreTrainedModel:
-    """Qwen3 from scratch, 0.66M parameters, tied embeddings."""
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+"""0.66M parameters."""
+
+
+def make_model(attention: str, **sizes: int) -> PreTrainedModel:
+    """Qwen3 from scratch, tied embeddings; ``sizes``: in place of ours."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-    )
+    config = Qwen3Config(**SIZES | sizes, tie_word_embeddings=True)
     model = Qwen3ForCausalLM(config).eval()
     model.set_attn_implementation(attention)
     return model

@@ -38,6 +38,12 @@ def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**(settings | changes))).eval()
 
 
+@pytest.fixture(scope="session")
+def make_qwen3() -> Callable[..., Qwen3ForCausalLM]:
+    """The tiny model as Hugging Face has it, seeded."""
+    return tiny_qwen3
+
+
 @pytest.fixture
 def make_model() -> Callable[..., PreTrainedModel]:
     """The tiny model with the trainer's attention, in double precision for exact comparisons."""

@@ -7,15 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ranks_cases
 import torch
-from conftest import tiny_qwen3
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 TIED, UNTIED = "tied", "untied"
 EXPORT = {"token_export": {"enabled": True}}
@@ -27,11 +27,13 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory, make_qwen3: Callable[..., PreTrainedModel]
+) -> Path:
     """A folder of runs: on one rank, two and four, and on as many from the others' checkpoints."""
     folder = tmp_path_factory.mktemp("ranks")
     for name, tied in ((TIED, True), (UNTIED, False)):
-        model = tiny_qwen3(num_hidden_layers=3, tie_word_embeddings=tied)
+        model = make_qwen3(num_hidden_layers=3, tie_word_embeddings=tied)
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text("{}")
 

@@ -69,7 +69,9 @@ class Muon(Optimizer):
         gradient, momentum = matrix.grad, group["momentum"]
         assert gradient is not None
         state = self.state[matrix]
-        buffer = state.setdefault("momentum_buffer", torch.zeros_like(gradient))
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer = state["momentum_buffer"]
         buffer.lerp_(gradient, 1 - momentum)
         direction = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
         assert isinstance(direction, DTensor)
