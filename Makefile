@@ -27,6 +27,8 @@ $(VENV)/.installed: constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$
 run: setup
 	$(BIN)/prime-rl run configs/reverse_text/grpo.toml $(ARGS)
 
+# Compiled once, not by each of the few hundred processes that the tests start.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
 

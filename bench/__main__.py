@@ -1,6 +1,7 @@
 """``make bench``: every bench, one after the other, each in a process of its own.
 
-    python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [step]
+    python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
+                    [step]
 
 Figures are CPU seconds or ratios, as medians of several runs: wall-clock on a shared machine says
 little. ``memory`` and ``step`` measure the peer where it is installed (``pip install
@@ -14,7 +15,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-BENCHES = ("engine", "wire", "packer", "rollout", "train_step", "memory", "step")
+BENCHES = (
+    *("engine", "wire", "packer", "rollout", "train_step", "memory", "publish", "update"),
+    "step",
+)
 ROOT = Path(__file__).resolve().parents[1]
 
 

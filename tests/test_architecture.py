@@ -29,7 +29,8 @@ PUBLIC = {"prime_rl", "prime_rl.testing"}
 
 FOR_SERVERS = {
     *("prime_rl.run.launch", "prime_rl.run.processes", "prime_rl.run.status"),
-    *("prime_rl.adapter", "prime_rl.model_files", "prime_rl.serving"),
+    *("prime_rl.adapter", "prime_rl.model_files", "prime_rl.serving", "prime_rl.broadcast"),
+    *("prime_rl.broadcast.group", "prime_rl.broadcast.meeting"),
     *(f"prime_rl.serving.{name}" for name in ("errors", "keys", "process", "requests")),
 }
 """What a plugin that starts a process of its own may import besides: how to be a child of a run and
@@ -149,7 +150,7 @@ def test_core_names_no_algorithm_but_the_default_of_algo_type() -> None:
 
 # -- 2: the two sides ----------------------------------------------------------------------------
 
-SHARED = ("wire", "config", "rollout.py", "plugins")
+SHARED = ("wire", "config", "rollout.py", "plugins", "broadcast/meeting.py")
 ORCHESTRATOR_SIDE = (
     "orchestrator",
     "inference",
@@ -162,7 +163,8 @@ ORCHESTRATOR_SIDE = (
 )
 WITH_TORCH = {
     *("gradient.py", "losses.py"),
-    *("engines/checkpoints.py", "engines/models.py", "engines/reference.py"),
+    *("engines/broadcast.py", "engines/checkpoints.py", "engines/models.py"),
+    "engines/reference.py",
 }
 """Modules of the test kit that check gradients, or an engine's numbers, where torch is there."""
 
@@ -172,7 +174,7 @@ def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:
     kit = {CORE / "testing" / name for name in WITH_TORCH}
     assert kit <= set(side)
     side = [file for file in side if file not in kit]
-    assert offences(side, "torch", "prime_rl.trainer") == []
+    assert offences(side, "torch", "prime_rl.trainer", "prime_rl.broadcast.group") == []
     assert {
         each.file.name for file in side for each in imports(file) if each.inside("transformers")
     } <= {"env.py"}

@@ -10,12 +10,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
@@ -29,6 +33,8 @@ from prime_rl import (
     Rollout,
     hookimpl,
 )
+from prime_rl.broadcast.group import Attendance, header_of
+from prime_rl.broadcast.meeting import Meeting
 from prime_rl.cli.app import app
 from prime_rl.config.load import load_config, merge, read_toml
 from prime_rl.config.run import RunConfig
@@ -268,7 +274,32 @@ def test_the_requests_in_the_contract_are_ones_the_embedded_engine_reads() -> No
     assert set(generate) <= set(GenerateBody.__struct_fields__)
     assert set(generate["sampling_params"]) <= set(GenerateSampling.__struct_fields__)
     (update,) = re.findall(r"`POST /update_weights` with `(\{.+?\})`", ENGINES.read_text())
-    assert set(json.loads(update)) == set(UpdateBody.__struct_fields__)
+    (received,) = (each for each in requests if "meeting" in each)
+    assert set(json.loads(update)) == set(UpdateBody.__struct_fields__) - {"meeting"}
+    assert set(received) == set(UpdateBody.__struct_fields__)
+    assert msgspec.convert(received, UpdateBody).meeting is not None
+    assert set(received["meeting"]) == set(Meeting.__struct_fields__)
+
+
+def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    (receive,) = (b for b in blocks(ENGINES, "python", mark="tested") if "def receive" in b)
+    exec(receive, names)
+    cpu, tensors = torch.device("cpu"), {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
+    meeting = Meeting(
+        directory=str(tmp_path), group=str(tmp_path), backend="gloo", rank=0, world_size=2,
+        timeout=20.0, loopback=True,
+    )  # fmt: skip
+    received: dict[str, torch.Tensor] = {}
+    told = msgspec.structs.replace(meeting, rank=1)
+    with ThreadPoolExecutor(1) as pool:
+        take = partial(names["receive"], told, 0, cpu, lambda header: None, received.update)
+        taking = pool.submit(take)
+        with Attendance().at(meeting, cpu) as group:
+            group.send(header_of(tensors, {}), tensors.values())
+        taking.result()
+    assert received.keys() == tensors.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())
 
 
 def test_every_field_of_an_engine_launch_is_in_the_contract() -> None:

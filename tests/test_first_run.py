@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from prime_rl.orchestrator.store import read_rollouts
 
@@ -30,20 +33,23 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model cache for all runs of this file."""
-    return tmp_path_factory.mktemp("models")
+Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(model_cache: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts ``prime-rl run`` with small settings; whatever is left is ended."""
+    with starting(model_cache, tmp_path) as run:
+        yield run
+
+
+@contextmanager
+def starting(cache: Path, folder: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(name: str, *overrides: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
-        command += [str(CONFIG), *SMALL, "--output_dir", str(tmp_path), "--run.name", name]
+        command += [str(CONFIG), *SMALL, "--output_dir", str(folder), "--run.name", name]
         process = subprocess.Popen(
             [*command, *overrides],
             env=os.environ | {"PRIME_RL_CACHE": str(cache)},
@@ -56,28 +62,18 @@ def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         started.append(process)
         return process
 
-    yield run
-    for process in started:
-        process.kill()
-        process.communicate()
+    try:
+        yield run
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def rows(run_dir: Path, key: str) -> dict[int, float]:
     """One metric by step."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[key] for line in lines if key in line}
-
-
-def processes_of(run_dir: Path) -> list[int]:
-    """Processes whose command line names this run."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if str(run_dir) in (entry / "cmdline").read_text() and entry.name != str(os.getpid()):
-                found.append(int(entry.name))
-        except (OSError, ValueError):
-            continue
-    return found
 
 
 def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> None:
@@ -89,11 +85,30 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
         time.sleep(0.05)
 
 
-def test_a_run_goes_through_every_room_and_leaves_its_records(start, tmp_path) -> None:
-    process = start("first", "--max_steps", "4", "--orchestrator.post_batch_filters", "[]")
-    output = process.communicate(timeout=240)[0]
-    run_dir = tmp_path / "first"
-    assert process.returncode == 0, output
+@dataclass
+class Finished:
+    """Two runs that went on side by side."""
+
+    folder: Path
+    """Holds their directories, by name."""
+    output: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def pair(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """``first`` as shipped, and ``sync``, which never trains on what an older policy sampled."""
+    folder = tmp_path_factory.mktemp("pair")
+    four = ("--max_steps", "4", "--orchestrator.post_batch_filters", "[]")
+    sync = ("--orchestrator.max_off_policy_steps", "0", "--rollout_transport.type", "filesystem")
+    with starting(model_cache, folder) as start:
+        both = {"first": start("first", *four), "sync": start("sync", *four, *sync)}
+        output = {name: process.communicate(timeout=300)[0] for name, process in both.items()}
+        assert [each.returncode for each in both.values()] == [0, 0], output
+    return Finished(folder, output)
+
+
+def test_a_run_goes_through_every_room_and_leaves_its_records(pair: Finished, processes_of) -> None:
+    run_dir, output = pair.folder / "first", pair.output["first"]
     assert "Held-out reward" in output and "Learning curve" in output
     assert sorted(rows(run_dir, "train/agg/all/reward/mean")) == [1, 2, 3, 4]
     assert sorted(rows(run_dir, "optim/grad_norm")) == [1, 2, 3, 4]
@@ -131,33 +146,28 @@ def check_exported_model(run_dir: Path) -> None:
     assert AutoTokenizer.from_pretrained(run_dir / "weights").encode("abc")
 
 
-def test_on_the_same_weights_trainer_and_engine_agree_to_1e_4(start, tmp_path) -> None:
-    process = start(
-        "sync",
-        *("--max_steps", "4", "--orchestrator.max_off_policy_steps", "0"),
-        *("--orchestrator.post_batch_filters", "[]", "--rollout_transport.type", "filesystem"),
-    )
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, output
-    gaps = rows(tmp_path / "sync", "logprob_gap/max")
+def test_on_the_same_weights_trainer_and_engine_agree_to_1e_4(pair: Finished) -> None:
+    run_dir = pair.folder / "sync"
+    gaps = rows(run_dir, "logprob_gap/max")
     assert sorted(gaps) == [1, 2, 3, 4]
     assert max(gaps.values()) < 1e-4
-    assert max(rows(tmp_path / "sync", "mismatch_kl/all/max").values()) < 1e-6
-    assert set(rows(tmp_path / "sync", "off_policy/max").values()) == {0.0}
+    assert max(rows(run_dir, "mismatch_kl/all/max").values()) < 1e-6
+    assert set(rows(run_dir, "off_policy/max").values()) == {0.0}
 
 
-def test_two_runs_side_by_side_keep_apart(start, tmp_path) -> None:
-    pair = [start(name, "--max_steps", "2", "--seed", str(i)) for i, name in enumerate("ab")]
-    for process in pair:
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, output
-    curves = [rows(tmp_path / name, "train/agg/all/reward/mean") for name in "ab"]
-    assert sorted(curves[0]) == sorted(curves[1]) == [1, 2]
+def test_two_runs_side_by_side_keep_apart(pair: Finished) -> None:
+    runs = [pair.folder / name for name in ("first", "sync")]
+    for run_dir in runs:
+        assert sorted(rows(run_dir, "train/agg/all/reward/mean")) == [1, 2, 3, 4]
+        log = (run_dir / "trainer.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in log] == [1, 2, 3, 4]
+    here, there = (load_file(run_dir / "weights" / "model.safetensors") for run_dir in runs)
+    assert any(not np.array_equal(here[name], there[name]) for name in here)
 
 
-@pytest.mark.parametrize("victim", ["trainer", "inference", "orchestrator"])
+@pytest.mark.parametrize("victim", ["inference", "orchestrator"])  # trainer: test_resume.py
 def test_a_child_that_dies_ends_the_run_with_its_name_and_no_orphan(
-    start, tmp_path, victim: str
+    start, tmp_path, processes_of, victim: str
 ) -> None:
     process = start(victim, "--max_steps", "1000", "--inference.max_restarts", "0")
     run_dir = tmp_path / victim
@@ -188,7 +198,9 @@ def register_algorithms():
 """
 
 
-def test_an_algorithm_that_fails_ends_the_run_with_its_reason(start, tmp_path, monkeypatch) -> None:
+def test_an_algorithm_that_fails_ends_the_run_with_its_reason(
+    start, tmp_path, processes_of, monkeypatch
+) -> None:
     """It fails while scores of rollouts are in flight: none of them may keep the process alive."""
     package = tmp_path / "plugin"
     (package / "faulty-0.1.dist-info").mkdir(parents=True)
@@ -206,19 +218,19 @@ def test_an_algorithm_that_fails_ends_the_run_with_its_reason(start, tmp_path, m
     assert not processes_of(tmp_path / "faulty")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_being_stopped_is_clean(start, tmp_path, number: signal.Signals) -> None:
+def test_ctrl_c_is_clean(start, tmp_path, processes_of) -> None:
+    """SIGTERM: test_observed_run.py."""
     process = start("stopped", "--max_steps", "1000")
     run_dir = tmp_path / "stopped"
     wait_for_step(run_dir, 1, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=30)[0]
     assert process.returncode == 130
     assert f"stopped; what was done so far is in {run_dir}" in output.replace("\n", "")
     assert not processes_of(run_dir)
 
 
-def test_killing_the_supervisor_takes_every_child_with_it(start, tmp_path) -> None:
+def test_killing_the_supervisor_takes_every_child_with_it(start, tmp_path, processes_of) -> None:
     process = start("killed", "--max_steps", "1000")
     run_dir = tmp_path / "killed"
     wait_for_step(run_dir, 1, process)

@@ -34,15 +34,14 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., subprocess.Popen]]:
+def start(model_cache: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts a command of prime-rl; whatever is left is ended."""
-    cache = tmp_path_factory.mktemp("models")
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: object) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [*CLI, *map(str, arguments)],
-            env=os.environ | {"PRIME_RL_CACHE": str(cache)},
+            env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -37,13 +37,8 @@ table_interval = 3
 """
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
-def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(model_cache: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts ``prime-rl run`` with small settings; whatever is left is ended."""
     started: list[subprocess.Popen[str]] = []
 
@@ -53,7 +48,7 @@ def start(cache: Path, tmp_path: Path) -> Iterator[Callable[..., subprocess.Pope
         command = [*CLI, "run", str(CONFIG), *files, *SMALL, "--output_dir", str(tmp_path)]
         process = subprocess.Popen(
             [*command, "--run.name", name, *rest],
-            env=os.environ | {"PRIME_RL_CACHE": str(cache)},
+            env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -133,7 +128,8 @@ def check_monitors(run_dir: Path) -> None:
     assert "monitor '" not in log
 
 
-def test_a_run_is_asked_and_stopped_from_another_terminal(start, tmp_path) -> None:
+def test_a_run_is_asked_and_stopped_from_another_terminal(start, tmp_path, processes_of) -> None:
+    """``prime-rl stop`` sends SIGTERM."""
     skip = ("--orchestrator.eval.skip_first_step", "true")
     process = start("mine", "--max_steps", "1000", *skip)
     run_dir = tmp_path / "mine"
@@ -146,7 +142,10 @@ def test_a_run_is_asked_and_stopped_from_another_terminal(start, tmp_path) -> No
     stopped = ask("stop", "mine", "--output-dir", tmp_path)
     assert (stopped.returncode, stopped.stdout) == (0, f"{run_dir}: stopped\n"), stopped.stderr
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists() and pid != process.pid]
-    assert process.wait(10) == 130
+    output = process.communicate(timeout=10)[0]
+    assert process.returncode == 130
+    assert f"stopped; what was done so far is in {run_dir}" in output.replace("\n", "")
+    assert not processes_of(run_dir)
     (run,) = json.loads(ask("runs", "--output-dir", tmp_path, "--json").stdout)
     assert (run["name"], run["state"], run["max_steps"]) == ("mine", "stopped", 1000)
     assert run["step"] >= 1

@@ -127,18 +127,21 @@ def test_the_batteries_bring_every_first_party_distribution(dist):
 def bare(dist, tmp_path_factory):
     """A venv with the wheels of core and the algorithms, and what runs their tests."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
-    venv.create(folder, with_pip=True)
-    pip = folder / "bin" / "pip"
+    venv.create(folder, with_pip=False)
     wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", *ALGORITHMS)]
     tools = ["pytest", "pytest-asyncio", "hypothesis"]
-    run(pip, "install", "--quiet", "--disable-pip-version-check", "-c", ROOT / "constraints.txt",
-        "--find-links", dist, *wheels, *tools)  # fmt: skip
+    run(*pip(folder / "bin"), "install", "--quiet", "--disable-pip-version-check",
+        "-c", ROOT / "constraints.txt", "--find-links", dist, *wheels, *tools)  # fmt: skip
     return folder / "bin"
 
 
+def pip(folder):
+    """Our own pip for another venv: making one there takes seconds."""
+    return [sys.executable, "-m", "pip", "--python", folder / "python"]
+
+
 def installed(bare):
-    pip = [sys.executable, "-m", "pip", "--python", bare / "python"]
-    listed = run(*pip, "list", "--format=freeze", "--disable-pip-version-check").stdout
+    listed = run(*pip(bare), "list", "--format=freeze", "--disable-pip-version-check").stdout
     return {line.split("==")[0].lower() for line in listed.splitlines()}
 
 
@@ -165,44 +168,17 @@ def test_plugins_are_listed_there(bare, tmp_path):
     assert "max_rl" in listed(bare, tmp_path)["prime-rl-grpo"]["algorithms"]
 
 
-@pytest.mark.parametrize(("kind", "kinds"), [("algorithm", "algorithms"), ("loss", "losses")])
-def test_a_third_partys_package_is_written_installed_tested_and_checked_there(
-    bare, tmp_path, kind, kinds
-):
-    """By its own commands, from a wheel; the README's promise is that torch is not needed."""
-    folder, name = tmp_path / "new", f"prime-rl-plum-{kind}"
-    run(bare / "prime-rl", "plugins", "new", f"plum-{kind}", "--kind", kind, "--directory", folder)
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path]
-    run(*build, folder)
-    run(bare / "pip", "install", "--quiet", "--no-index", wheel(tmp_path, name.replace("-", "_")))
-    try:
-        done = run(bare / "python", "-m", "pytest", "-q", "-p", "no:asyncio", "-W", "error",
-                   cwd=folder)  # fmt: skip
-        assert re.search(r"\d passed", done.stdout), done.stdout
-        code = f"import {name.replace('-', '_')} as module; print(module.__file__)"
-        assert "site-packages" in run(bare / "python", "-c", code, cwd=tmp_path).stdout
-        report = json.loads(run(bare / "prime-rl", "plugins", "check", name, "--json").stdout)
-        assert report["ok"]
-        assert listed(bare, tmp_path)[name] == {kinds: [f"plum_{kind}"]}
-        assert not HEAVY & installed(bare)
-    finally:
-        run(bare / "pip", "uninstall", "--yes", "--quiet", name)
-
-
 def test_a_wheel_adds_its_algorithm_and_uninstalling_takes_it_away(bare, dist, tmp_path):
-    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-echo")
+    run(*pip(bare), "uninstall", "--yes", "--quiet", "prime-rl-echo")
     assert "prime-rl-echo" not in listed(bare, tmp_path)
-    run(bare / "pip", "install", "--quiet", "--no-index", wheel(dist, "prime_rl_echo"))
+    run(*pip(bare), "install", "--quiet", "--no-index", wheel(dist, "prime_rl_echo"))
     assert listed(bare, tmp_path)["prime-rl-echo"] == {"algorithms": ["echo"]}
-    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-echo")
-    assert "prime-rl-echo" not in listed(bare, tmp_path)
-    run(bare / "pip", "install", "--quiet", "--no-index", wheel(dist, "prime_rl_echo"))
 
 
 def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare, dist, tmp_path):
-    """Last: it takes the algorithm away, and puts it back."""
+    """It takes the algorithm away, and puts it back."""
     command = [bare / "prime-rl", "run", ROOT / "configs/reverse_text/grpo.toml", "--dry-run"]
-    run(bare / "pip", "uninstall", "--yes", "--quiet", "prime-rl-echo", "prime-rl-grpo")
+    run(*pip(bare), "uninstall", "--yes", "--quiet", "prime-rl-echo", "prime-rl-grpo")
     done = run(*command, cwd=tmp_path, ok=False)
     assert done.returncode == 2
     assert done.stderr == (
@@ -211,8 +187,51 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
         "(by convention prime-rl-grpo).\n"
     )
     assert list(tmp_path.iterdir()) == []
-    run(bare / "pip", "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
+    run(*pip(bare), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
     assert "algorithm" not in run(*command, cwd=tmp_path, ok=False).stderr
+
+
+THIRD_PARTY = {"algorithm": "algorithms", "loss": "losses"}
+"""Kinds that a third party's packages offer, as ``plugins list`` calls them."""
+
+
+@pytest.fixture(scope="module")
+def third_party(bare, tmp_path_factory):
+    """Packages written there, and installed there from their wheels; their folders by kind."""
+    made = tmp_path_factory.mktemp("third_party")
+    folders = {kind: made / kind for kind in THIRD_PARTY}
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", made]
+    for kind, folder in folders.items():
+        new = ["plugins", "new", f"plum-{kind}", "--kind", kind, "--directory", folder]
+        run(bare / "prime-rl", *new)
+        run(*build, folder)
+    run(*pip(bare), "install", "--quiet", "--no-index", *made.glob("*.whl"))
+    yield folders
+    run(*pip(bare), "uninstall", "--yes", "--quiet", *(f"prime-rl-plum-{k}" for k in folders))
+
+
+@pytest.mark.parametrize("kind", THIRD_PARTY)
+def test_a_third_partys_package_is_written_installed_tested_and_checked_there(
+    bare, third_party, tmp_path, kind
+):
+    """By its own commands, from a wheel; the README's promise is that torch is not needed."""
+    name = f"prime-rl-plum-{kind}"
+    done = run(bare / "python", "-m", "pytest", "-q", "-p", "no:asyncio", "-W", "error",
+               cwd=third_party[kind])  # fmt: skip
+    assert re.search(r"\d passed", done.stdout), done.stdout
+    code = f"import {name.replace('-', '_')} as module; print(module.__file__)"
+    assert "site-packages" in run(bare / "python", "-c", code, cwd=tmp_path).stdout
+    report = json.loads(run(bare / "prime-rl", "plugins", "check", name, "--json").stdout)
+    assert report["ok"]
+
+
+def test_third_parties_packages_are_listed_there_and_bring_nothing_heavy(
+    bare, third_party, tmp_path
+):
+    offers = listed(bare, tmp_path)
+    for kind, kinds in THIRD_PARTY.items():
+        assert offers[f"prime-rl-plum-{kind}"] == {kinds: [f"plum_{kind}"]}
+    assert not HEAVY & installed(bare)
 
 
 # -- the meta package: everything a run needs ------------------------------------------------------
@@ -262,8 +281,7 @@ def complete(dist, tmp_path_factory):
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python"]
-    run(*pip, "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl")
+    run(*pip(folder / "bin"), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl")
     return folder / "bin"
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from prime_rl.broadcast.meeting import has_files
 from prime_rl.orchestrator.store import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,21 +36,15 @@ SMALL = [
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model cache for all runs of this file."""
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
-def start(cache: Path) -> Iterator[Start]:
+def start(model_cache: Path) -> Iterator[Start]:
     """Starts a ``prime-rl`` command; whatever is left is ended."""
     started: list[subprocess.Popen[str]] = []
 
     def command(*words: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", "from prime_rl.cli import main; main()", *words],
-            env=os.environ | {"PRIME_RL_CACHE": str(cache), "PRIME_RL_ADMIN_KEY": KEY},
+            env=os.environ | {"PRIME_RL_CACHE": str(model_cache), "PRIME_RL_ADMIN_KEY": KEY},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -130,6 +125,23 @@ def test_of_two_engines_one_is_killed_and_started_again_and_nothing_is_lost(
         ("inference", "inference_1"), "version 8"
     )
     check_tokens(run_dir, 8)
+
+
+def test_weights_go_from_memory_and_an_engine_that_comes_back_reads_files(
+    start: Start, tmp_path: Path
+) -> None:
+    """The only engine is killed: the trainer, out of work, writes what it has to begin with."""
+    words = ("--max_steps", "5", "--weight_broadcast.type", "gloo")
+    process = start(*run_of(tmp_path, *words, "--trainer.keep_broadcasts", "9"))
+    run_dir = tmp_path / "run"
+    until(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
+    os.kill(status_of(run_dir, "inference")["pid"], signal.SIGKILL)
+    output = finish(process)
+    assert "inference was ended by SIGKILL: starting it again (1 of 3 times)" in output
+    files = {version: has_files(run_dir / f"broadcasts/step_{version}") for version in range(1, 6)}
+    assert not files[1] and files[5]
+    assert list(files.values()).count(True) == 2  # the last version, and the one it began with
+    check_tokens(run_dir, 5)
 
 
 def test_a_run_over_an_engine_that_runs_elsewhere(start: Start, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,20 @@ EXACT = [
 Run = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One model cache for all runs of this file."""
-    return tmp_path_factory.mktemp("models")
-
-
 @pytest.fixture
-def start_run(cache: Path, tmp_path: Path) -> Iterator[Run]:
+def start_run(model_cache: Path, tmp_path: Path) -> Iterator[Run]:
     """Starts ``prime-rl run`` with small settings; whatever is left is ended."""
+    with starting(model_cache, tmp_path) as begin:
+        yield begin
+
+
+@contextmanager
+def starting(cache: Path, folder: Path) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
-        command += [str(CONFIG), *SMALL, "--output_dir", str(tmp_path), *arguments]
+        command += [str(CONFIG), *SMALL, "--output_dir", str(folder), *arguments]
         process = subprocess.Popen(
             command,
             env=os.environ | {"PRIME_RL_CACHE": str(cache)},
@@ -89,10 +89,24 @@ def start_run(cache: Path, tmp_path: Path) -> Iterator[Run]:
         started.append(process)
         return process
 
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    try:
+        yield begin
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+TEN = ["--max_steps", "10", "--ckpt.interval", "5"]
+
+
+@pytest.fixture(scope="module")
+def straight(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten steps without a break, each trained on what the newest policy sampled."""
+    folder = tmp_path_factory.mktemp("straight")
+    with starting(model_cache, folder) as begin:
+        finish(begin("--run.name", "straight", *EXACT, *TEN))
+    return folder / "straight"
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
@@ -125,15 +139,13 @@ def trained(run_dir: Path, step: int) -> list[tuple[Any, ...]]:
 
 
 def test_ten_steps_are_five_and_a_resume_and_five_bit_for_bit(
-    start_run: Run, tmp_path: Path
+    start_run: Run, straight: Path, tmp_path: Path
 ) -> None:
-    ten = ["--max_steps", "10", "--ckpt.interval", "5"]
-    finish(start_run("--run.name", "straight", *EXACT, *ten))
     five = start_run("--run.name", "halved", *EXACT, "--max_steps", "5", "--ckpt.interval", "5")
     finish(five)
-    output = finish(start_run("--run.name", "halved", "--resume", *EXACT, *ten))
+    output = finish(start_run("--run.name", "halved", "--resume", *EXACT, *TEN))
     assert "resuming from step 5" in output and "max_steps: 5 then, 10 now" in output
-    straight, halved = tmp_path / "straight", tmp_path / "halved"
+    halved = tmp_path / "halved"
     for step in range(1, 11):
         assert trained(straight, step) == trained(halved, step), f"step {step}"
     assert same_weights(straight / "weights", halved / "weights")
@@ -146,7 +158,7 @@ def test_ten_steps_are_five_and_a_resume_and_five_bit_for_bit(
 
 
 def test_an_adapter_is_published_alone_and_a_resume_goes_on_from_it_bit_for_bit(
-    start_run: Run, cache: Path, tmp_path: Path
+    start_run: Run, tmp_path: Path
 ) -> None:
     lora = ["--run.name", "lora", *EXACT, "--max_steps", "4", "--ckpt.interval", "2"]
     lora += ["--trainer.lora.rank", "8"]
@@ -159,7 +171,7 @@ def test_an_adapter_is_published_alone_and_a_resume_goes_on_from_it_bit_for_bit(
         assert not (folder / place / "model.safetensors").exists()
     adapter = load_file(folder / "weights/adapter/adapter_model.safetensors")
     assert all(t.any() for name, t in adapter.items() if name.endswith("lora_B.weight"))
-    (base,) = cache.glob("tiny-reverse-*")
+    base = Path(Launch.read(folder).model_path)
     exported = AutoModelForCausalLM.from_pretrained(folder / "weights").state_dict()
     begun = load_file(base / "model.safetensors")
     moved = {name.split(".")[-2] for name in begun if not begun[name].equal(exported[name])}
@@ -192,7 +204,7 @@ def check_the_books(run_dir: Path, last: int) -> None:
 
 
 def test_killed_amid_asynchronous_training_none_is_skipped_and_none_comes_twice(
-    start_run: Run, tmp_path: Path
+    start_run: Run, processes_of: Callable[[Path], list[int]], tmp_path: Path
 ) -> None:
     settings = ["--run.name", "killed", "--ckpt.interval", "2", "--ckpt.keep_last", "2"]
     process = start_run(*settings, "--max_steps", "400")
@@ -203,7 +215,9 @@ def test_killed_amid_asynchronous_training_none_is_skipped_and_none_comes_twice(
         time.sleep(0.02)
     status = json.loads((run_dir / "status" / "trainer.json").read_text())
     os.kill(status["pid"], signal.SIGKILL)
-    finish(process, code=1)
+    output = finish(process, code=1)
+    assert "trainer was ended by SIGKILL" in output and "trainer.log" in output
+    assert not processes_of(run_dir)
     step = whole_steps(run_dir)[-1]
     assert len(whole_steps(run_dir)) <= 3  # the oldest goes just after the newest is there
     output = finish(start_run(*settings, "--resume", "latest", "--max_steps", str(step + 6)))
@@ -255,7 +269,7 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
     )
     publisher = Publisher(run_dir / "broadcasts", keep=config.max_steps + 1)
     async with AsyncExitStack() as stack:
-        fleet = build.build_fleet(config, launch, Outages())
+        fleet = build.build_fleet(config, launch, Outages(), run_dir)
         stack.push_async_callback(fleet.close)
         shared = build.build_shared(config, hooks, launch, fleet, lambda: 0, Outages())
         stack.push_async_callback(shared.policy.close)
@@ -278,12 +292,11 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
 
 
 async def test_with_staleness_0_a_run_is_the_synchronous_loop_bit_for_bit(
-    start_run: Run, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finish(start_run("--run.name", "async", *EXACT, "--max_steps", "4"))
     monkeypatch.setenv(ADMIN_KEY, "key")
     monkeypatch.setenv(ENGINE_KEY, "EMPTY")  # as the orchestrator would, for its own process
-    run_dir, own = tmp_path / "async", tmp_path / "sync"
+    run_dir, own = straight, tmp_path / "sync"
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     assert config.seed == 0
     launch = Launch.read(run_dir)
@@ -304,7 +317,9 @@ async def test_with_staleness_0_a_run_is_the_synchronous_loop_bit_for_bit(
     finally:
         torch.set_num_threads(threads)
         end([engine])
-    for step in (3, 4):
-        ours, theirs = (d / "broadcasts" / f"step_{step}" for d in (own, run_dir))
-        assert same_weights(ours, theirs), f"version {step}"
-    assert not same_weights(own / "broadcasts" / "step_1", own / "broadcasts" / "step_4")
+    versions = own / "broadcasts"
+    for step in (9, 10):
+        theirs = run_dir / "broadcasts" / f"step_{step}"
+        assert same_weights(versions / f"step_{step}", theirs), f"version {step}"
+    assert same_weights(versions / "step_5", finished(run_dir, 5).weights)
+    assert not same_weights(versions / "step_1", versions / "step_10")

@@ -160,18 +160,22 @@ def rollout_of(rng: np.random.Generator, group_id: int) -> Rollout:
     )  # fmt: skip
 
 
-def make_run(run_dir: Path, algo: str = "centred", steps: int = 3, seed: int = 0) -> RunConfig:
+def make_run(
+    run_dir: Path, algo: str = "centred", steps: int = 3, seed: int = 0, shared: Hooks | None = None
+) -> RunConfig:
     """A run directory as the loop leaves it: groups straddle batches, a filter drops some, groups
     come back out of order."""
     config = config_of(algo)
     (run_dir / "configs").mkdir(parents=True)
     (run_dir / "configs" / "run.json").write_text(config.model_dump_json())
-    asyncio.run(_run(run_dir, config, steps, np.random.default_rng(seed)))
+    hooks = offering() if shared is None else shared
+    asyncio.run(_run(run_dir, config, steps, np.random.default_rng(seed), hooks))
     return config
 
 
-async def _run(run_dir: Path, config: RunConfig, steps: int, rng: np.random.Generator) -> None:
-    shared = offering()
+async def _run(
+    run_dir: Path, config: RunConfig, steps: int, rng: np.random.Generator, shared: Hooks
+) -> None:
     names = {cls.name: cls for cls in Offering().register_algorithms()}
     algorithm = names[config.orchestrator.algo.type](PluginConfig())
     await algorithm.setup(LiveHost())

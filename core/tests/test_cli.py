@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from prime_rl.cli import main
 from prime_rl.cli.app import app
 from prime_rl.cli.plugins import inventory
 from prime_rl.cli.run import split_arguments
@@ -51,6 +52,21 @@ def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(tmp_path, toml)
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     assert (config.seed, config.orchestrator.batch_size, config.inference.port) == (7, 8, 1234)
     assert sorted(each.name for each in run_dir.iterdir()) == [".dry-run", "configs"]
+
+
+def test_a_full_disk_is_one_message_too(tmp_path, toml, monkeypatch, capsys):
+    def full(self, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    arguments = ["prime-rl", "run", str(toml), "--dry-run", "--output_dir", str(tmp_path / "o")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: the disk refuses: [Errno 28] No space left on device\n"
+    )
 
 
 def test_errors_are_one_message_on_stderr_and_code_2(tmp_path, toml):

@@ -22,12 +22,21 @@ def test_what_is_no_url_is_refused(urls):
         InferenceConfig(base_url=urls)
 
 
+def test_what_is_expected_of_a_url_is_said_in_words():
+    with pytest.raises(ValidationError) as caught:
+        InferenceConfig(base_url=["http://a", "a:1"])
+    said = str(caught.value)
+    assert "'a:1' is no URL of an engine: expected http:// or https://, a host" in said
+    assert "pattern" not in said and "^" not in said
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"replicas": 2}, "replicas says how to start an engine"),
         ({"engine": "vllm"}, "engine says how to start an engine"),
         ({"port": 8000}, "port says how to start an engine"),
+        ({"hang_timeout": 60.0}, "hang_timeout says how to start an engine"),
         ({"embedded": {"num_slots": 4}}, "embedded says how to start an engine"),
     ],
 )

@@ -135,8 +135,9 @@ def message(toml, text, overrides=()):
          "trainer.dtype: Input should be 'float32' or 'bfloat16' (got 'fp16')"),
         ("--deployment.trainer_gpus=x", "deployment.trainer_gpus: expected a list (got 'x')"),
         ("--trainer.lora=true", "trainer.lora: expected a table of keys (got True)"),
-        ("--inference.base_url=here:80", "inference.base_url.0: String should match pattern "
-         r"'^https?://[^/\s]+(/\S*)?$' (got 'here:80')"),
+        ("--inference.base_url=here:80", "inference.base_url: 'here:80' is no URL of an engine: "
+         "expected http:// or https://, a host and perhaps a port and a path, without spaces, such "
+         "as 'http://10.0.0.5:8000/v1' (got 'here:80')"),
         ("--orchestrator.train.sampling.top_p=0.5",
          "orchestrator.train.sampling.top_p: unknown key; known here: extra_body, "
          "max_completion_tokens, temperature"),

@@ -150,6 +150,28 @@ def test_names_and_settings_of_every_other_plugin(tables, starts):
 
 
 @pytest.mark.parametrize(
+    ("way", "tables", "where"),
+    [
+        ("gloo", {"trainer": {"lora": {}}}, "trainer.lora"),
+        ("nccl", {"deployment": {"colocated": True}}, "deployment.colocated"),
+        ("nccl", {"trainer": {"device": "cpu"}}, "trainer.device"),
+    ],
+)
+def test_weights_that_cannot_go_from_memory_to_memory(way, tables, where):
+    message = refusal(weight_broadcast={"type": way}, **tables)
+    assert message.startswith(f"weight_broadcast.type is '{way}', which does not go with {where}: ")
+
+
+def test_weights_are_not_rounded_for_an_engine_that_would_not_round_them():
+    rounded = {"publish_dtype": "bfloat16"}
+    assert refusal(trainer=rounded).startswith(
+        "trainer.publish_dtype is 'bfloat16', and inference.embedded.dtype is 'float32': "
+    )
+    in_both = config(trainer=rounded, inference={"embedded": {"dtype": "bfloat16"}})
+    assert check(in_both).has_plugin("core")
+
+
+@pytest.mark.parametrize(
     "name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers", "outputs/nope/weights"]
 )
 def test_no_such_model(name):

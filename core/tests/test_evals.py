@@ -313,6 +313,18 @@ async def test_versions_between_and_the_last_are_not_evaluated_in_passing():
         assert [result.policy_version for result in world.results] == [3]
 
 
+async def test_what_fell_due_and_was_cut_off_is_made_up_for_by_a_run_that_goes_on():
+    async with Between(version=4) as world:  # its interval is 2
+        world.environment.gate.set()
+        world.made.make_up({"held": 4})
+        assert not world.made.is_running
+        world.made.make_up({"held": 2})
+        await asyncio.wait_for(world.made.hold(), 5)
+        world.made.on_version(5)
+        await asyncio.wait_for(world.made.hold(), 5)
+        assert [result.policy_version for result in world.results] == [4]
+
+
 async def test_more_slots_are_seen_when_training_leaves_them():
     free = 1
     environment = FakeEnvironment([1.0] * 6, gate=asyncio.Event())

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from prime_rl import EngineError
 from prime_rl.inference import fleet as fleet_module
+from prime_rl.inference import late
 from prime_rl.inference.client import EngineGone, RetryPolicy, Weights
 from prime_rl.inference.fleet import Fleet, Unanswered
 
@@ -21,8 +23,8 @@ ONCE = RetryPolicy(attempts=1)
 class Engine:
     """Answers the admin routes; does as it is told."""
 
-    def __init__(self, version=0):
-        self.version, self.calls, self.refuse = version, [], {}
+    def __init__(self, version=0, model="m"):
+        self.version, self.calls, self.refuse, self.model = version, [], {}, model
         self.away = self.mute = False
         self.hold = asyncio.Event()
         self.hold.set()
@@ -33,8 +35,10 @@ class Engine:
         if self.mute:
             await asyncio.sleep(60)
         path = request.path
+        if path == "/health" and path in self.refuse:
+            return web.Response(status=self.refuse[path], text="loading")
         if path == "/v1/models":
-            return web.json_response({"data": [{"id": "m"}]})
+            return web.json_response({"data": [{"id": self.model}]})
         if path == "/health":
             return web.json_response({"version": self.version})
         self.calls.append(path)
@@ -327,6 +331,92 @@ async def test_a_start_where_no_engine_takes_the_key_ends_at_once_and_says_so():
         assert [replica.serving for replica in fleet.replicas] == [False, True]
 
 
+async def test_a_start_where_one_elsewhere_serves_another_model_ends_at_once_and_says_so():
+    for engines in ([Engine(model="x")], [Engine(), Engine(model="x")]):
+        async with fleet_of(*engines, ready=False, own=False) as fleet:
+            with pytest.raises(EngineError) as caught:
+                async with asyncio.timeout(5):
+                    await fleet.wait_ready(60)
+            said = f"engine {fleet.urls[-1]}: it serves 'x', expected 'm' (model.name). Name the"
+            assert str(caught.value).startswith(said)
+    async with fleet_of(Engine(model="x"), ready=False) as fleet:  # our own may be starting
+        with pytest.raises(EngineError, match="no engine serves after"):
+            await fleet.wait_ready(0.2)
+
+
+# -- hanging ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.1)
+
+
+async def test_one_that_answers_nothing_for_long_hangs_until_it_answers(impatient):
+    engine, told = Engine(), []
+    async with fleet_of(engine, hang_timeout=0.3) as fleet:
+        (replica,) = fleet.replicas
+        fleet.on_change = lambda: told.append((replica.hung, replica.hangs))
+        engine.mute = True
+        await asyncio.sleep(0.1)
+        assert not replica.hung
+        await until(lambda: replica.hung)
+        assert told[-1] == (True, 1)
+        engine.mute = False
+        await until(lambda: replica.serving and not replica.hung)
+        assert told[-1] == (False, 1)
+        engine.mute = True
+        await until(lambda: replica.hangs == 2)
+
+
+async def test_one_that_was_started_anew_does_not_hang_before_it_has_served(impatient):
+    """It may be loading: a process that has gone must not get the next one ended."""
+    engine = Engine()
+    async with fleet_of(engine, hang_timeout=0.1) as fleet:
+        (replica,) = fleet.replicas
+        engine.away = True
+        await until(lambda: not replica.listening)
+        engine.away, engine.mute = False, True
+        await until(lambda: replica.listening)
+        await asyncio.sleep(0.4)
+        assert not replica.hung
+        engine.mute = False
+        await until(lambda: replica.serving)
+        engine.mute = True
+        await until(lambda: replica.hung)
+
+
+async def test_one_that_sleeps_or_says_that_it_is_not_ready_does_not_hang(impatient):
+    sleeper, busy = Engine(), Engine()
+    async with fleet_of(sleeper, hang_timeout=0.3) as fleet, fleet_of(busy, hang_timeout=0.3) as b:
+        await fleet.sleep()
+        sleeper.mute, busy.refuse["/health"] = True, 503
+        await asyncio.sleep(0.7)
+        assert not fleet.replicas[0].hung and not b.replicas[0].hung
+
+
+async def test_one_that_never_answers_an_update_hangs_though_it_says_that_it_is_there():
+    engine = Engine()
+    async with fleet_of(engine, update_timeout=0.1) as fleet:
+        engine.hold.clear()
+        with pytest.raises(EngineGone):
+            await fleet.update_weights(Path("v1"), 1)
+        assert fleet.replicas[0].hung and fleet.replicas[0].hangs == 1
+
+
+async def test_one_that_answers_nothing_hangs_also_while_weights_wait_for_it(impatient):
+    engine = Engine()
+    async with fleet_of(engine, hang_timeout=0.1) as fleet:
+        engine.mute = True
+        updating = asyncio.create_task(fleet.update_weights(Path("v1"), 1))
+        await until(lambda: fleet.replicas[0].hung)
+        assert fleet.replicas[0].serving and not updating.done()  # its own time is running
+        updating.cancel()
+        engine.mute = False
+        with suppress(asyncio.CancelledError):
+            await updating
+
+
 # -- weights ----------------------------------------------------------------------------------
 
 
@@ -340,13 +430,84 @@ async def test_an_update_reaches_every_replica():
 
 async def test_an_update_goes_on_without_a_replica_that_dies_in_it_and_says_so(caplog):
     engines = Engine(), Engine()
-    async with fleet_of(*engines, poll=5.0) as fleet:  # nobody looks meanwhile
+    async with fleet_of(*engines, poll=5.0) as fleet:
+        before = time.monotonic()  # after these looks, none for five seconds
+        await until(lambda: all(replica.looked_at > before for replica in fleet.replicas))
         engines[0].away = True
         with caplog.at_level(logging.WARNING):
             await fleet.update_weights(Path("v1"), 1)
         assert [replica.serving for replica in fleet.replicas] == [False, True]
         assert f"engine {fleet.urls[0]} is away: " in caplog.text
         assert "did not answer /pause" in caplog.text
+
+
+async def test_one_that_hangs_in_an_update_is_taken_out_and_joins_when_it_is_through(monkeypatch):
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.1)
+    monkeypatch.setattr(late, "LATE_FACTOR", 1.0)
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        engines[0].hold.clear()
+        async with asyncio.timeout(5):
+            await fleet.update_weights(Path("v1"), 1)
+        assert [replica.serving for replica in fleet.replicas] == [False, True]
+        assert fleet.replicas[0].reason.endswith("is late with new weights that others have loaded")
+        assert await fleet.ask(0, lambda r: asyncio.sleep(0, r.number)) == 1
+        await asyncio.sleep(0.1)
+        assert engines[0].calls == ["/pause", "/update_weights"]  # nobody asks it twice
+        engines[0].hold.set()
+        await until(lambda: fleet.replicas[0].serving)
+        assert engines[0].calls == ["/pause", "/update_weights", "/resume"]
+
+
+async def test_one_that_is_late_loads_what_has_come_out_meanwhile_before_it_serves(monkeypatch):
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.05)
+    monkeypatch.setattr(late, "LATE_FACTOR", 1.0)
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        engines[0].hold.clear()
+        async with asyncio.timeout(5):
+            await fleet.update_weights(Path("v1"), 1)
+            await fleet.update_weights(Path("v2"), 2)
+        engines[0].hold.set()
+        await until(lambda: fleet.replicas[0].serving)
+        assert engines[0].loaded == "v2" and engines[0].calls.count("/update_weights") == 2
+
+
+async def test_alone_none_is_late(monkeypatch):
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.0)
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        engine.hold.clear()
+        updating = asyncio.create_task(fleet.update_weights(Path("v1"), 1))
+        await asyncio.sleep(0.3)
+        assert not updating.done()
+        engine.hold.set()
+        await updating
+        assert fleet.serving
+
+
+async def test_late_is_ten_times_what_the_slowest_success_took_and_failures_set_no_pace(
+    monkeypatch,
+):
+    monkeypatch.setattr(late, "LATE_SECONDS", 0.0)
+
+    async def waited(*tasks):
+        tasks = [asyncio.ensure_future(task) for task in tasks]
+        async with asyncio.timeout(10):
+            await late.all_but_the_late(tasks)
+        done = [task.done() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    async def failing():
+        raise EngineError("no")
+
+    sleep = asyncio.sleep
+    assert await waited(sleep(0.02), sleep(0.1), sleep(60)) == [True, True, False]
+    assert await waited(failing(), sleep(0.2)) == [True, True]
+    assert await waited(failing(), sleep(0.01), sleep(60)) == [True, True, False]
 
 
 async def test_one_that_refuses_what_the_others_load_is_out_until_it_takes_it(monkeypatch):

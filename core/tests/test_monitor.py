@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from pathlib import Path
+from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 import numpy as np
 import pytest
@@ -117,18 +118,24 @@ def test_versions_behind_split_by_where_they_passed():
 
 def test_what_became_of_rollouts_by_env():
     metrics = outcome_metrics(
-        {"a": {"finished": 3, "error/TaskError": 1}, "b": {"error/TaskError": 2}}, cancelled=2
+        {"a": {"finished": 3, "error/TaskError": 1}, "b": {"error/TaskError": 2}},
+        {"a": 1, "c": 1},
     )
     assert metrics == {
         "train/agg/all/is_completed/mean": 3 / 8,
         "train/agg/all/has_error/mean": 3 / 8,
         "train/agg/all/cancelled/mean": 2 / 8,
         "train/agg/all/error/TaskError": 3.0,
-        "train/a/all/is_completed/mean": 0.75,
-        "train/a/all/has_error/mean": 0.25,
+        "train/a/all/is_completed/mean": 3 / 5,
+        "train/a/all/has_error/mean": 1 / 5,
+        "train/a/all/cancelled/mean": 1 / 5,
         "train/a/all/error/TaskError": 1.0,
         "train/b/all/is_completed/mean": 0.0,
         "train/b/all/has_error/mean": 1.0,
+        "train/b/all/cancelled/mean": 0.0,
+        "train/c/all/is_completed/mean": 0.0,
+        "train/c/all/has_error/mean": 0.0,
+        "train/c/all/cancelled/mean": 1.0,
         "train/b/all/error/TaskError": 2.0,
     }
     assert outcome_metrics({}) == {}
@@ -174,6 +181,7 @@ def test_seconds_by_stage():
     assert metrics["train/a/all/timing/total/mean"] == 3.5  # the model's are the agent's
     assert metrics["train/a/all/timing/agent/model/max"] == 1.5
     assert metrics["train/b/all/timing/total/mean"] == 3.0
+    assert "train/b/effective/timing/total/mean" in timing_metrics([("b", stages)], "effective")
 
 
 def test_progress_counts_each_example_once():
@@ -247,6 +255,22 @@ def test_a_second_monitor_appends(tmp_path):
     assert [row["step"] for row in lines(tmp_path)] == [1, 2]
 
 
+def test_what_a_full_disk_refuses_comes_with_the_next_line_and_half_a_line_never_stays(tmp_path):
+    monitor = FileMonitor(PluginConfig(), tmp_path)
+    monitor.log(1, {"a": 0.5})
+    size, limits = (tmp_path / "metrics.jsonl").stat().st_size, getrlimit(RLIMIT_FSIZE)
+    setrlimit(RLIMIT_FSIZE, (size + 20, limits[1]))  # takes 20 bytes of the next line
+    try:
+        with pytest.raises(OSError, match="too large"):
+            monitor.log(2, {"a": 0.25})
+    finally:
+        setrlimit(RLIMIT_FSIZE, limits)
+    assert [row["step"] for row in lines(tmp_path)] == [1]
+    monitor.log(3, {})
+    monitor.close()
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2, 3]
+
+
 def test_the_console_line(caplog):
     name = "train/agg/all"
     metrics = {"time/step": 0.714, f"{name}/reward/mean": 0.612, f"{name}/num_turns/mean": 1.5,
@@ -309,6 +333,13 @@ def test_rollouts_are_only_kept_for_a_monitor_that_wants_them(tmp_path):
     for step in (1, 2, 3, 4):
         reporter.step(Batch(step), {})
     assert [step for step, _, _ in monitor.tables] == [2, 4]
+
+
+def test_a_full_disk_costs_the_rollouts_that_were_to_be_looked_at_and_not_the_run(tmp_path, caplog):
+    reporter = Reporter(tmp_path, [], 9, save_rollouts=True)
+    (tmp_path / "rollouts").touch()  # no folder can be made there
+    reporter.step(Batch(3), {})
+    assert "step 3: its rollouts are not kept: " in caplog.text
 
 
 def test_a_monitor_works_in_a_thread_of_its_own_in_order():

@@ -134,7 +134,8 @@ def launch_of(urls):
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere):
+async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setattr("prime_rl.inference.fleet.START_GRACE", 0.1)
     (tmp_path / "status").mkdir()
     engines = Engine(), Engine()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl import ConfigError
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.run import checkpoints
 from prime_rl.run.checkpoints import (
@@ -132,3 +133,24 @@ def test_a_copy_is_whole_and_survives_its_source(tmp_path: Path) -> None:
     remove(finished(a, 2))
     assert copied.is_whole and whole_steps(b) == [2] and copied.run_dir == b
     assert (copied.weights / "file").read_text() == "state"
+
+
+def test_a_copy_that_the_disk_refuses_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write(a, 2)
+    source = complete(a, 2)
+
+    def full(source: str, target: str) -> None:
+        Path(target).touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoints, "link_or_copy", full)
+    with pytest.raises(ConfigError) as caught:
+        copy(source, b)
+    assert str(caught.value) == (
+        f"--resume: cannot copy {source.directory} to {finished(b, 2).directory}: "
+        "[Errno 28] No space left on device"
+    )
+    assert list((b / "checkpoints").iterdir()) == [] and source.is_whole

@@ -124,6 +124,31 @@ def test_drift_is_told_key_by_key() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({}, {"type": "muon"}, "has the state of adamw, and [trainer.optim] says muon. Set it"),
+        ({}, {"type": "sgd"}, "has the state of adamw, and [trainer.optim] says sgd. Set it"),
+        ({"type": "sgd"}, {"type": "sgd", "momentum": 0.9}, "of sgd, and [trainer.optim] says sgd"),
+        ({"type": "sgd", "momentum": 0.9}, {"type": "sgd"}, None),
+        ({"type": "muon"}, {"type": "sign_sgd"}, None),
+        ({"lr": 1e-3}, {"lr": 1e-4, "beta2": 0.95}, None),
+    ],
+)
+def test_an_optimizer_whose_state_is_not_there_is_refused(
+    then: dict[str, Any], now: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"}, trainer={"optim": then})
+    saved = checkpoint(make_run_dir(asked), 4, asked)
+    later = config(tmp_path, run={"name": "mine"}, trainer={"optim": now})
+    if said is None:
+        assert plan(later, "latest").checkpoint.step == 4
+        return
+    with pytest.raises(ConfigError) as caught:
+        plan(later, "latest")
+    assert said in str(caught.value) and f'model.name = "{saved.weights}"' in str(caught.value)
+
+
 def test_another_model_is_refused_unless_it_has_the_same_shape(tmp_path: Path) -> None:
     asked = config(tmp_path, run={"name": "mine"})
     checkpoint(make_run_dir(asked), 4, asked)
@@ -182,6 +207,24 @@ def test_another_runs_checkpoint_begins_a_new_run_and_leaves_the_old_alone(tmp_p
     assert whole_steps(tmp_path / "old") == [4] and finished(run_dir, 4).weights.is_dir()
     same = plan(old, str(saved.directory))
     assert same.run_dir == (tmp_path / "old").resolve()
+
+
+def test_a_disk_that_refuses_a_rewind_says_so_and_latest_is_then_where_it_was_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    run_dir = make_run_dir(asked)
+    for step in (2, 4):
+        checkpoint(run_dir, step, asked)
+    (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
+
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(ConfigError, match=r"--resume: cannot make .*mine ready: .*No space left"):
+        begin(asked, plan(asked, "2"))
+    assert whole_steps(run_dir) == [2]
 
 
 def test_rewinding_twice_is_the_same_as_once(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from report_runs import GROUP, config_of, make_run, offering
 from typer.testing import CliRunner
 
+from prime_rl import hookimpl
 from prime_rl.cli.app import app
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.orchestrator.store import read_step, step_files, write_rollouts
@@ -83,6 +84,43 @@ def test_one_reward_that_differs_shows_as_a_frame_that_differs(tmp_path):
     assert changes[1].frames_equal is False and changes[1].num_changed > 0
     result = command(tmp_path / "run")
     assert result.exit_code == 1 and "frames differ" in result.output
+
+
+class Shaping:
+    """Charges for length, once as a rollout comes and once in its group."""
+
+    @hookimpl(wrapper=True)
+    def score_rollout(self, rollout):
+        rollout.reward -= 0.01 * rollout.num_tokens
+        rollout.metrics["charged"] = rollout.metrics.get("charged", 0.0) + 1.0
+        yield
+
+    @hookimpl(wrapper=True)
+    def score_group(self, group):
+        for rollout in group:
+            rollout.reward *= 0.5
+        yield
+
+
+def test_what_a_plugin_makes_of_a_reward_is_made_of_it_once(tmp_path, monkeypatch):
+    shared = offering()
+    shared.register(Shaping(), "shaping")
+    monkeypatch.setattr(score, "load_plugins", lambda disabled=(): shared)
+    make_run(tmp_path / "run", "centred", shared=shared)
+    found, changes = replayed(tmp_path / "run")
+    assert all(change.frames_equal is True and change.num_changed == 0 for change in changes)
+    for pair in found.scored.values():
+        stored, again = pair.stored.rollout, pair.again
+        cost = 0.01 * stored.num_tokens
+        assert again.reward == stored.reward == (stored.given["reward"] - cost) * 0.5
+        assert again.metrics == stored.metrics == {"charged": 1.0}
+        assert stored.given["metrics"] == {}
+
+
+def test_a_reward_that_nobody_has_changed_is_saved_once(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    found, _ = replayed(tmp_path / "run")
+    assert all(pair.stored.rollout.given is None for pair in found.scored.values())
 
 
 def test_reference_logprobs_come_from_the_file(tmp_path):

@@ -17,8 +17,11 @@ CONFIG = Path(__file__).parents[2] / "configs" / "reverse_text" / "grpo.toml"
 
 
 @pytest.mark.slow
-def test_a_run_replays_byte_for_byte_and_its_page_holds_what_its_trainer_saw(tmp_path):
+def test_a_run_replays_byte_for_byte_and_its_page_holds_what_its_trainer_saw(
+    tmp_path, model_cache, monkeypatch
+):
     pytest.importorskip("prime_rl_environments")
+    monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))
     arguments = [
         "run", str(CONFIG), "--max_steps", "3", "--trainer.scheduler.warmup_steps", "1",
         "--trainer.token_export.enabled", "true", "--output_dir", str(tmp_path),

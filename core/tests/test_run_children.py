@@ -324,3 +324,14 @@ def test_a_port_in_use_is_not_free():
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         assert listener.getsockname()[1] not in free_ports(50)
+
+
+def test_ports_are_different_free_and_not_among_those_the_system_hands_out():
+    found = free_ports(50)
+    handed_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert len(set(found)) == 50 and all(20000 <= port < handed_out for port in found)
+    for port in found[:5]:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", port))
+    with pytest.raises(OSError):
+        free_ports(1, "203.0.113.7")  # nobody's here

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from prime_rl import ConfigError
 from prime_rl.config import RunConfig
 from prime_rl.run.directory import SUBFOLDERS, log_dir, make_run_dir
 from prime_rl.run.launch import Launch
-from prime_rl.run.status import Status, StatusReport, read_status
+from prime_rl.run.status import Status, StatusReport, read_status, replace_text
 
 
 def config(tmp_path, **tables):
@@ -102,6 +103,29 @@ def test_a_new_report_forgets_the_old_one(tmp_path):
         {},
     )
     assert [entry.name for entry in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_a_disk_that_is_full_stops_nobody_and_still_learns_what_is_waited_for(
+    tmp_path, monkeypatch
+):
+    """There is room where the last report lies; if there is not, or none, nothing is said."""
+    status = Status(tmp_path / "s.json")
+    status.report("training", progress=0.25)
+
+    def full(self, text):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    status.report("waiting", waiting_for="disk")
+    assert read_status(tmp_path / "s.json").waiting_for == "disk"
+    status.report("training")
+    assert read_status(tmp_path / "s.json").waiting_for is None  # shorter: no rest of the last one
+    assert [entry.name for entry in tmp_path.iterdir()] == ["s.json"]
+    Status(tmp_path / "new.json").report("waiting")
+    assert read_status(tmp_path / "new.json") is None
+    with pytest.raises(OSError, match="No space"):
+        replace_text(tmp_path / "new2.json", "{}")
 
 
 def test_a_status_without_a_path_writes_nothing():

@@ -1,19 +1,25 @@
 """Which engines are started again, how often, and what comes after that."""
 
+import asyncio
 import os
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from prime_rl import PluginConfig
+from prime_rl.inference.client import Weights
+from prime_rl.inference.fleet import Fleet
+from prime_rl.orchestrator.engines import EnginesStatus
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl.run.children import end, free_ports
 from prime_rl.run.control import exists
 from prime_rl.run.local import LocalLauncher
 from prime_rl.run.restarts import Restarts, engine_names
-from prime_rl.run.status import Status
+from prime_rl.run.status import Status, read_status
 
 
 class Fake(Process):
@@ -93,6 +99,42 @@ def test_the_last_one_stays_for_the_caller_to_see_that_it_has_died(run):
     assert len(dead) >= 1 and all(process.name.startswith("inference") for process in dead)
 
 
+def test_one_that_hangs_is_started_again_once_each_time_it_is_said_to(run):
+    restarts, processes, told, status = run
+    for how in ("hung (1)", "hung (1)", "starting", "version 4", "hung (2)", "hung (2)"):
+        status.report("1 of 2 serve", inference="version 4", inference_1=how)
+        restarts.mend(processes)
+    assert restarts._launcher.started == [("inference_1", ("b",))] * 2
+    assert told == [
+        "inference_1 answers nothing: starting it again (1 of 2 times)",
+        "inference_1 answers nothing: starting it again (2 of 2 times)",
+    ]
+    status.report("1 of 2 serve", inference="version 4", inference_1="hung (3)")
+    restarts.mend(processes)
+    assert told[2:] == ["inference_1 answers nothing: going on without it"]
+    assert restarts._launcher.ended == ["inference_1"]
+    assert [process.name for process in processes] == ["inference", "trainer"]
+
+
+def test_what_is_still_said_of_one_that_died_does_not_end_its_successor(run):
+    restarts, processes, told, status = run
+    status.report("1 of 2 serve", inference="version 4", inference_1="hung (1)")
+    processes[1].code = 1
+    for _ in range(3):
+        restarts.mend(processes)
+    assert told == ["inference_1 exited with code 1: starting it again (1 of 2 times)"]
+
+
+def test_the_last_one_that_hangs_too_often_is_left_to_whoever_waits_for_it(run):
+    restarts, processes, told, status = run
+    processes.pop(0)
+    for number in (1, 2, 3, 3):
+        status.report("0 of 1 serve", inference_1=f"hung ({number})")
+        restarts.mend(processes)
+    assert len(told) == 2 and restarts._launcher.ended == []
+    assert [process.name for process in processes] == ["inference_1", "trainer"]
+
+
 def test_one_that_has_never_served_is_not_started_again(run):
     restarts, processes, told, status = run
     status.report("1 of 2 serve", inference="version 0", inference_1="starting")
@@ -128,6 +170,49 @@ def test_what_an_engine_has_left_running_is_ended_before_it_is_started_again(tmp
         eventually(lambda: not exists(left_running))
     finally:
         launcher.end([first, second])
+
+
+ENGINE = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        answers = {"/health": {"version": 0}, "/v1/models": {"data": [{"id": "m"}]}}
+        self.wfile.write(json.dumps(answers[self.path]).encode())
+    def log_message(self, *args): ...
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_stopped_process_is_found_out_ended_and_replaced(tmp_path, monkeypatch):
+    """SIGSTOP: it lives, the kernel takes connections for it, and it answers nothing."""
+    monkeypatch.setattr("prime_rl.run.local.end", partial(end, grace=0.2))
+    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.2)
+    (port,), told = free_ports(1), []
+    command = ProcessCommand([sys.executable, "-c", ENGINE, str(port)], tmp_path / "log")
+    restarts = Restarts(LocalLauncher(PluginConfig()), tmp_path, 2, told.append)
+    first = restarts.start(Task("inference", "inference"), command)
+    processes, url = [first], f"http://127.0.0.1:{port}"
+    fleet = Fleet([url], "k", Weights(tmp_path, 0), model="m", hang_timeout=0.5, poll=0.05)
+    status = tmp_path / "status" / "engines.json"
+    status.parent.mkdir()
+    fleet.on_change = EnginesStatus(fleet, Status(status), ["inference"]).report
+    await fleet.wait_ready(30)
+    keeping = asyncio.create_task(fleet.run())
+    try:
+        os.kill(first.process.pid, signal.SIGSTOP)
+        async with asyncio.timeout(30):
+            while not (told and fleet.serving and not fleet.replicas[0].hung):
+                restarts.mend(processes)
+                await asyncio.sleep(0.05)
+        assert told == ["inference answers nothing: starting it again (1 of 2 times)"]
+        assert first.exit_code == -signal.SIGKILL and processes[0].exit_code is None
+        assert read_status(status).detail == {"inference": "version 0"}
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, fleet.close(), return_exceptions=True)
+        end(processes, grace=0.2)
 
 
 def eventually(condition, seconds=30.0):

@@ -11,6 +11,7 @@ import pytest
 
 from prime_rl import ConfigError, WireError
 from prime_rl.run.launch import Launch
+from prime_rl.wire import transport as wire_transport
 from prime_rl.wire.transport import Receiver, Sender, make_receiver, make_sender, wire_dir
 
 
@@ -136,9 +137,20 @@ def test_an_unknown_transport_is_refused(tmp_path: Path) -> None:
         make_sender(make_launch("pigeon"), tmp_path)
 
 
-async def test_a_full_disk_is_named(tmp_path: Path) -> None:
+async def test_a_full_disk_is_tried_again_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wire_transport, "DISK_WAITS", (0.01,))
     sender = make_sender(make_launch("filesystem"), tmp_path)
     wire_dir(tmp_path).rmdir()
     wire_dir(tmp_path).touch()
     with pytest.raises(WireError, match="cannot write the micro batches of step 1"):
         await sender.send(1, [b"a"])
+    monkeypatch.setattr(wire_transport, "DISK_WAITS", (0.2, 60))
+    sending = asyncio.create_task(sender.send(1, [b"a"]))
+    await asyncio.sleep(0.01)
+    wire_dir(tmp_path).unlink()
+    wire_dir(tmp_path).mkdir()
+    await asyncio.wait_for(sending, 30)
+    assert (wire_dir(tmp_path) / "step_1/rank_0.bin").read_bytes() == b"a"
+    assert "the next attempt in 0.2 s" in caplog.text

@@ -134,6 +134,11 @@ class Rollout:
     """When it was scored: the attempt at the run, the group within it, the member within that, and
     the group's size. Core writes it, so that saved rollouts can be scored again in the same order.
     """
+    given: dict[str, Any] | None = None
+    """What a plugin that scores it may have changed (``reward``, ``rewards``, ``metrics``,
+    ``info``), as it was before. Core writes it, so that saved rollouts can be scored again; None:
+    nothing was changed.
+    """
     assigned: set[str] = field(default_factory=set)
     """Streams that an algorithm has written itself: stamping leaves them as they are."""
     frozen: bool = False

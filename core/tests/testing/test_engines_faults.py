@@ -11,9 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 from engine_proxy import GENERATE, Answer, Fault, Proxy, asking, sampling, telling
 
+from prime_rl.broadcast.group import Attendance
+from prime_rl.broadcast.meeting import Meeting
 from prime_rl.testing.engines import CHECKS, EngineSubject, run_check
 from prime_rl.testing.engines.checkpoints import read, write
 from prime_rl.testing.engines.prompts import prompt_of
@@ -260,6 +264,21 @@ class TakesAnything(Fault):
         return (200, {"status": "ok"}) if path == "/update_weights" else (status, said)
 
 
+class AttendsAndForgets(Fault):
+    """Takes a broadcast with the version it has, so that nothing is new."""
+
+    def __init__(self, engine: EngineSubject) -> None:
+        self.folder = engine.model_folder
+
+    def ask(self, path: str, body: Any, headers: dict[str, str]) -> Any:
+        if path != "/update_weights" or "meeting" not in body:
+            return body
+        meeting = msgspec.convert(body["meeting"], Meeting)
+        with Attendance().at(meeting, torch.device("cpu")) as group:
+            group.receive(lambda header: None, lambda stream: None)
+        return {"weight_dir": str(self.folder), "version": body["version"]}
+
+
 class TakesHalf(Fault):
     """Refuses a damaged folder, and serves something else than before all the same."""
 
@@ -404,6 +423,12 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("in_flight", lambda e, p: RecomputesKV(e), "The KV was computed anew"),
     ("cache_salt", lambda e, p: ReusesOldKV(e), "old KV was used"),
     ("adapter", lambda e, p: ForgetsAdapters(e), "with an adapter, update 1 of 2: logprobs"),
+    ("broadcast", lambda e, p: AttendsAndForgets(e), "after a broadcast: logprobs differ by"),
+    (
+        "refused_broadcast",
+        lambda e, p: AttendsAndForgets(e),
+        "/update_weights with a broadcast with a missing tensor answers 200",
+    ),
     ("sleep", lambda e, p: Gone("/sleep"), "/sleep answers 404"),
     ("sleep", lambda e, p: WakesRunning(e), "between /sleep and /resume"),
     ("sleeping_update", lambda e, p: Idle("/update_weights"), "after an update of a sleeping"),

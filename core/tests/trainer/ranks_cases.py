@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
+from prime_rl.broadcast.meeting import FILES_WANTED, Meeting, invite
+from prime_rl.config.broadcast import WeightBroadcastConfig
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import pack_ranks
@@ -131,11 +136,49 @@ def do(job: dict[str, Any]) -> None:
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
     frames = Frames(first, place, bad_batch if job.get("bad") else batch)
     status = Status(None)
+    way = WeightBroadcastConfig(type=job.get("broadcast", "filesystem"))
+    if way.backend and place.rank == 0:
+        threading.Thread(target=take_from_memory, args=(run_dir,), daemon=True).start()
     try:
-        train(trainer, frames, run_dir, first, status, checkpointer)
+        train(trainer, frames, run_dir, first, status, checkpointer, way)
         finish(trainer, model_dir, run_dir, status)
     except RunError as error:
         (run_dir / f"error_{place.rank}").write_text(str(error))
+
+
+def take_from_memory(run_dir: Path) -> None:
+    """The engines' part: version 1 is received, of version 3 the files are wanted. Checkpoints have
+    those of 2 and 4."""
+    import torch
+    from safetensors.torch import save_file
+
+    from prime_rl.broadcast.group import Attendance
+
+    broadcasts = run_dir / "broadcasts"
+    one, three = broadcasts / "step_1", broadcasts / "step_3"
+    meeting = Meeting(
+        directory=str(run_dir / "meeting"),
+        group=str(run_dir / "meeting"),
+        backend="gloo",
+        rank=0,
+        world_size=2,
+        timeout=60.0,
+        loopback=True,
+    )
+    Path(meeting.directory).mkdir()
+    _until((one / "STABLE").exists)
+    invite(one, meeting)
+    received: dict[str, torch.Tensor] = {}
+    with Attendance().at(meeting.attended_by(1), torch.device("cpu")) as group:
+        group.receive(lambda header: None, received.update)
+    save_file(received, run_dir / "received.safetensors")
+    _until((three / "STABLE").exists)
+    (broadcasts / FILES_WANTED).touch()
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.005)
 
 
 def _lay_out(run_dir: Path) -> None:

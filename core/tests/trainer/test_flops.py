@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from prime_rl.config.trainer import LoraConfig
 from prime_rl.trainer.attention import Continuation, Documents
 from prime_rl.trainer.flops import model_cost, num_pairs, peak_flops, peak_of, perf_metrics
+from prime_rl.trainer.lora import add_lora
 from prime_rl.trainer.row import make_row
 
 CPU = torch.device("cpu")
@@ -59,6 +62,21 @@ def test_frozen_matrices_need_no_gradient_of_their_own(model: PreTrainedModel, p
     cost = model_cost(model)
     assert cost is not None
     assert (cost.per_token, cost.per_target) == (4 * 2 * BLOCK, 4 * HEAD)
+
+
+def test_an_adapter_counts_beside_its_frozen_base_and_a_replacement_in_its_place(
+    make_model: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    """Rank 4 beside q_proj [32, 32]; o_proj [32, 32] and the head train whole."""
+    model = make_model(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path)
+    saved = ["o_proj", "lm_head"]
+    add_lora(model, LoraConfig(rank=4, target_modules=["q_proj"], modules_to_save=saved), tmp_path)
+    cost = model_cost(model)
+    assert cost is not None
+    adapter, whole = 4 * (32 + 32), 32 * 32
+    assert cost.per_token == 2 * (4 * (BLOCK - whole) + 6 * (adapter + whole))
+    assert cost.per_target == 6 * HEAD
 
 
 def test_pairs_by_hand() -> None:

@@ -219,7 +219,11 @@ def test_another_steps_batch_is_refused(pack: Any) -> None:
     with pytest.raises(WireError, match="batches of step 5, expected step 4"):
         wait_for_batch(receiver, 4, status)
     assert status.last.waiting_for == "orchestrator (batch 4)"
-    assert len(wait_for_batch(OneFrame(encode_batch(4, [pack([[1, 2]])])), 4, status)) == 1
+    waited: list[float] = []
+    found = wait_for_batch(
+        OneFrame(encode_batch(4, [pack([[1, 2]])])), 4, status, waited=waited.append
+    )
+    assert len(found) == len(waited) == 1
 
 
 def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(

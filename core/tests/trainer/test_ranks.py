@@ -61,6 +61,7 @@ def runs(
             2,
             [
                 job("two"),
+                job("two_by_memory", broadcast="gloo"),
                 job("two_replicas", trainer={"dp_replicate": 2}),
                 job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
                 job("two_lora", trainer=LORA),
@@ -103,7 +104,10 @@ def tolerance(name: str) -> float:
 
 COMPARED = ("loss/", "entropy/", "mismatch_kl/", "optim/", "tokens/", "nll", "ref_kl", "logprob_")
 
-MANY = ["four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"]
+MANY = [
+    *("four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"),
+    "two_by_memory",
+]
 RESUMED = ["two_from_one", "two_from_four", "one_from_two", "one_from_replicas"]
 
 
@@ -143,6 +147,21 @@ def test_every_published_version_has_the_weights_of_one_rank(runs: Path, name: s
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=tolerance(name))
             moved = max(moved, float((tensor - before[key]).abs().max()))
     assert moved > 1e-3  # steps that nobody could miss
+
+
+def test_from_memory_goes_what_would_have_been_written_and_files_only_if_wanted(runs: Path) -> None:
+    received = load_file(runs / "two_by_memory/received.safetensors")
+    expected = published(runs / "two", 1)
+    assert received.keys() == expected.keys()
+    assert all(received[name].equal(tensor) for name, tensor in expected.items())
+    as_files = [
+        step
+        for step in range(1, 6)
+        if list((runs / f"two_by_memory/broadcasts/step_{step}").glob("*.safetensors"))
+    ]
+    assert as_files == [2, 3, 4, 5]  # checkpoints and the end, and 3, which was wanted
+    sizes = {name: curve(runs / name)[1]["perf/broadcast_mib"] for name in ("two", "two_by_memory")}
+    assert sizes["two_by_memory"] == pytest.approx(sizes["two"], rel=0.05)  # a file has a header
 
 
 def test_a_step_that_trains_nothing_moves_nothing_on_many_ranks(runs: Path) -> None:

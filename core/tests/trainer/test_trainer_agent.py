@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,6 +106,37 @@ def test_of_ranks_that_fail_together_the_one_that_was_killed_is_named(
     ranks: list[Any] = [Ended(1), Ended(-9), Ended(1)]
     assert agent._watch(ranks, lambda: False) == 1
     assert capsys.readouterr().err == "trainer rank 1 of 3 was ended by SIGKILL\n"
+
+
+def exited(*codes: int | None) -> list[Any]:
+    """Stand-ins for ranks; None: it goes on."""
+    return [SimpleNamespace(poll=lambda code=code: code) for code in codes]
+
+
+@pytest.mark.parametrize(
+    ("codes", "said"),
+    [
+        ((1, 143, 1), "trainer rank 1 of 3 was ended by SIGTERM"),
+        ((1, 143, -9), "trainer rank 1 of 3 was ended by SIGTERM"),
+        ((3, 1, None), "trainer rank 1 of 3 exited with code 1"),
+        ((0, None, 0), "trainer rank 0 is done, and rank 1 does not end"),
+    ],
+)
+def test_whom_the_agent_names(
+    codes: tuple[int | None, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several that end: who was told to, who failed first, who left the others alone."""
+    monkeypatch.setattr(agent, "LINGER_SECONDS", 0.0)
+    assert agent._watch(exited(*codes), lambda: False) == 1
+    assert capsys.readouterr().err == f"{said}\n"
+
+
+def test_ranks_that_end_because_the_agent_was_told_to_have_not_failed() -> None:
+    told = iter([False, True])
+    assert agent._watch(exited(143, 143), lambda: next(told)) == 0
 
 
 def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: tuple) -> None:

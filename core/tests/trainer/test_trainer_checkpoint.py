@@ -58,8 +58,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk.time, "sleep", lambda seconds: None)
 
 
-def make_trainer(folder: Path, lr: float = 1e-2, max_steps: int = 6) -> Trainer:
-    config = TrainerConfig.model_validate({"optim": {"lr": lr}, "device": "cpu"})
+def make_trainer(folder: Path, lr: float = 1e-2, max_steps: int = 6, **more: Any) -> Trainer:
+    config = TrainerConfig.model_validate({"optim": {"lr": lr}, "device": "cpu"} | more)
     loss = PolicyGradient(PluginConfig())
     return Trainer(load_model(folder, config), loss, config, max_steps)
 
@@ -93,12 +93,13 @@ def same(a: Trainer, b: Trainer) -> bool:
     return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
 
 
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
 def test_three_steps_and_three_more_after_a_resume_are_six_bit_for_bit(
-    tmp_path: Path, model_dir: Path, batches: list[MicroBatch]
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch], published: str
 ) -> None:
     straight = make_trainer(model_dir)
     run(straight, tmp_path / "straight", model_dir, batches)
-    first = make_trainer(model_dir)
+    first = make_trainer(model_dir, publish_dtype=published)
     run(first, tmp_path / "run", model_dir, batches[:3], ckpt=CkptConfig(interval=3))
     saved = finished(tmp_path / "run", 3)
     resumed = make_trainer(saved.weights)
@@ -200,6 +201,56 @@ def test_a_disk_that_refuses_a_checkpoint_is_tried_again_and_the_run_goes_on(
     restore(make_trainer(finished(tmp_path, 2).weights), finished(tmp_path, 2))
 
 
+@pytest.mark.parametrize("fails_at", ["complete", "link_or_copy"])
+def test_a_disk_that_refuses_the_first_or_the_last_bit_of_a_checkpoint_is_tried_again(
+    fails_at: str,
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    real, failures = getattr(checkpoint, fails_at), iter([True] + [False] * 99)
+
+    def full(*arguments: Any) -> Any:
+        if next(failures):
+            raise OSError(28, "No space left on device")
+        return real(*arguments)
+
+    monkeypatch.setattr(checkpoint, fails_at, full)
+    trainer = make_trainer(model_dir)
+    run(trainer, tmp_path, model_dir, batches[:2], ckpt=CkptConfig(interval=2))
+    assert "No space left on device" in caplog.text and "attempt 2" not in caplog.text
+    assert whole_steps(tmp_path) == [2]
+    saved = finished(tmp_path, 2)
+    assert same(make_trainer(saved.weights), trainer)
+    assert not (saved.directory / ".published").exists()
+
+
+def test_what_is_being_written_when_the_trainer_fails_still_becomes_a_checkpoint(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failed, real = threading.Event(), Checkpointer._attempt
+
+    def held(self: Checkpointer, *arguments: Any) -> None:
+        assert failed.wait(30)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_attempt", held)
+    unfinished(tmp_path, 2).orchestrator.mkdir(parents=True)
+    unfinished(tmp_path, 2).progress.write_text("{}")
+    checkpointer = Checkpointer(tmp_path, CkptConfig(interval=2), model_dir, None)
+    frames = Frames(1, batches[:2])
+    with pytest.raises(IndexError) as caught:  # there is no third batch
+        train(make_trainer(model_dir), frames, tmp_path, 1, Status(None), checkpointer)
+    threading.Timer(0.05, failed.set).start()
+    checkpointer.rescue(caught.value)
+    assert whole_steps(tmp_path) == [2]
+
+
 def test_a_disk_that_refuses_weights_is_tried_again_and_says_who_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -264,10 +315,12 @@ def test_without_the_orchestrators_part_there_is_no_checkpoint(
 ) -> None:
     trainer = make_trainer(model_dir, max_steps=2)
     config = CkptConfig(interval=1)
+    unfinished(tmp_path, 1).orchestrator.mkdir(parents=True)
     checkpointer = Checkpointer(tmp_path, config, model_dir, None)
     train(trainer, Frames(1, batches[:2]), tmp_path, 1, Status(None), checkpointer)
     assert whole_steps(tmp_path) == []
     assert "step 1: no checkpoint: the orchestrator's part is not in" in caplog.text
+    assert list((tmp_path / "checkpoints").glob("*")) == []
 
 
 def test_a_checkpoint_of_another_shape_is_refused_by_name(

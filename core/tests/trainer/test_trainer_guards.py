@@ -103,5 +103,25 @@ def test_a_step_of_ten_times_the_median_says_where_the_time_went() -> None:
     assert step(7, 8.0, 1.0) is None
     assert step(8, 29.0, 1.0) == (
         "step 8 took 30.0 s, the median is 1.0 s: 29.0 s waiting for the orchestrator's batch, "
-        "1.0 s forward and backward, 0.0 s publishing the weights"
+        "1.0 s forward and backward, 0.0 s publishing the weights, 0.0 s handing over a checkpoint"
     )
+
+
+def test_a_batch_that_does_not_come_is_told_of_once_while_it_is_awaited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = SlowSteps()
+    slow.waiting(1, 90.0)  # nothing to compare with yet
+    for step in range(1, 6):
+        slow.observe(step, {"time/step": 2.0})
+    for seconds in (1.0, 19.0):
+        slow.waiting(6, seconds)
+    assert not caplog.records
+    for seconds in (20.0, 21.0, 300.0):
+        slow.waiting(6, seconds)
+    assert caplog.messages == [
+        "step 6: waiting for the orchestrator's batch for 20.0 s, and a step takes 2.0 s (median). "
+        "Its status and log say what it waits for."
+    ]
+    slow.waiting(7, 25.0)
+    assert len(caplog.records) == 2

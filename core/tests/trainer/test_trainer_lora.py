@@ -26,7 +26,7 @@ from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.lora import block_linears
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.row import make_row
-from prime_rl.trainer.weights import export
+from prime_rl.trainer.weights import Publisher, export
 from prime_rl.wire import MicroBatch, encode_batch
 
 LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
@@ -105,6 +105,10 @@ def test_only_the_adapter_trains_and_only_it_is_published(
     )
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         assert file.metadata()["base"] == ModelFiles(model_dir).fingerprint()
+    rounding = Publisher(tmp_path / "rounding", 1, "bfloat16")
+    rounding.write(trainer.model, 2)  # engines add it to the base in float32, and round that
+    name = "adapter_model.safetensors"
+    assert (rounding.path(2) / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_what_is_published_is_the_policy_that_trains(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,8 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer import counts, parallel
 from prime_rl.trainer.__main__ import set_up_logging
 from prime_rl.trainer.model import choose_device
-from prime_rl.trainer.place import Place
-from prime_rl.trainer.weights import write_safetensors
+from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.tensor_file import write_stream
 
 CPU = torch.device("cpu")
 
@@ -33,9 +34,10 @@ def test_a_streamed_file_is_what_the_library_reads(tmp_path: Path) -> None:
         "bool": torch.tensor([True, False]),
         "scalar": torch.tensor(2.5, dtype=torch.float64),
         "empty": torch.zeros(0, 3),
+        "without a stride": torch.from_numpy(np.zeros(0, np.int32)),
         "ünïcode": torch.ones(2, dtype=torch.uint8),
     }
-    write_safetensors(tmp_path / "x.safetensors", tensors, iter(tensors.values()))
+    write_stream(tmp_path / "x.safetensors", tensors, iter(tensors.values()))
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -48,7 +50,7 @@ def test_tensors_are_gathered_to_the_end_although_the_disk_has_refused(
     """Else the other ranks would wait in a gathering that rank 0 never joins."""
     gathered: list[float] = []
 
-    def whole(tensor: Tensor) -> Tensor:
+    def whole(tensor: Tensor, *_: object) -> Tensor:
         gathered.append(float(tensor))
         return tensor
 
@@ -70,7 +72,7 @@ def test_tensors_are_gathered_to_the_end_although_the_disk_has_refused(
 def test_a_gathering_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have gone on without rank 0, and would wait for it in another gathering."""
 
-    def no_memory(tensor: Tensor) -> Tensor:
+    def no_memory(*_: object) -> Tensor:
         raise RuntimeError("CUDA out of memory")
 
     def write(stream: Iterator[Tensor]) -> None:
@@ -96,6 +98,26 @@ def test_what_stops_rank_0_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
     told([False, "no such key"])  # nothing that trying again could mend
     with pytest.raises(RuntimeError, match="rank 0: no such key"):
         parallel.on_main(lambda: pytest.fail("rank 1 must not act"))
+
+
+def test_a_full_disk_is_not_tried_again_when_another_rank_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = [None, [True, "disk full"], [False, "no memory"]]
+    monkeypatch.setattr(parallel, "gather", lambda value, group: [*said, value])
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(RuntimeError, match="rank 2: no memory"):
+        parallel.on_all(lambda: fail(OSError("my disk too")))
+    with pytest.raises(KeyError, match="mine"):
+        parallel.on_all(lambda: fail(KeyError("mine")))
+    said.pop()
+    with pytest.raises(WeightsError, match="rank 1: disk full"):
+        parallel.on_all(lambda: None)
+    with pytest.raises(OSError, match="my disk too"):
+        parallel.on_all(lambda: fail(OSError("my disk too")))
 
 
 @pytest.mark.parametrize(
@@ -181,3 +203,11 @@ def test_other_ranks_leave_to_rank_0_what_all_do(
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == told
     assert all(line.startswith("[rank 1] ") == (rank == 1) for line in lines)
+
+
+def test_ranks_of_one_machine_wait_for_one_that_is_slow_to_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's own patience is five minutes: less than a large model takes from a slow disk."""
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {STORE: str(tmp_path / "store")})
+    assert parallel._local_store(Place(0, 2)).timeout == parallel.TIMEOUT

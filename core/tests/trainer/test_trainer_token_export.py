@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, TokenMetric
+from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl.config.trainer import TokenExportConfig, TrainerConfig
 from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
@@ -22,6 +22,7 @@ from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.loss import row_loss
 from prime_rl.trainer.row import make_row
 from prime_rl.trainer.token_export import make_token_export
+from prime_rl.trainer.token_files import JsonLines
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -264,12 +265,32 @@ def test_a_step_done_again_starts_anew_and_one_that_trains_nothing_is_empty(
     assert (tmp_path / "token_exports/step_1/STABLE").exists()
 
 
-def test_a_disk_that_refuses_is_named(
-    make_trainer: Callable[..., Trainer], tmp_path: Path, pack: Any
+def test_a_disk_that_refuses_costs_the_export_of_that_step_and_not_the_run(
+    make_trainer: Callable[..., Trainer],
+    tmp_path: Path,
+    pack: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    trainer, batch = make_trainer(enabled=True), [pack([[1, 2]]), pack([[3, 4]])]
     (tmp_path / "token_exports").write_text("a file where a folder should be")
-    with pytest.raises(RunError, match=r"step 1: cannot write the token export to .*rank_0.jsonl"):
-        make_trainer(enabled=True).train_step(1, [pack([[1, 2]])])
+    assert "optim/grad_norm" in trainer.train_step(1, batch)
+    (tmp_path / "token_exports").unlink()
+    real, failures = JsonLines.write, iter([False, True])
+
+    def full(self: JsonLines, exported: Any) -> None:
+        real(self, exported)
+        if next(failures):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JsonLines, "write", full)
+    trainer.train_step(2, batch)
+    monkeypatch.setattr(JsonLines, "write", real)
+    trainer.train_step(3, batch)
+    assert [path.name for path in (tmp_path / "token_exports").iterdir()] == ["step_3"]
+    first, second = caplog.messages
+    assert first.startswith("step 1: no token export, the run goes on: cannot write ")
+    assert second.startswith("step 2: ") and second.endswith("No space left on device")
 
 
 def test_parquet_without_pyarrow_is_refused_with_the_config(

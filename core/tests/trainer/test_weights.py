@@ -35,6 +35,43 @@ def test_a_version_is_written_then_announced(tmp_path: Path, make_model: MakeMod
         assert torch.equal(tensors[name], parameter)
 
 
+def test_published_weights_are_rounded_but_for_a_checkpoint(
+    tmp_path: Path, make_qwen3: MakeModel
+) -> None:
+    model, publisher = make_qwen3(), Publisher(tmp_path, keep=2, dtype="bfloat16")
+    publisher.write(model, 1)
+    publisher.write(model, 2, exact=True)
+    rounded, exact = (load_file(publisher.path(n) / "model.safetensors") for n in (1, 2))
+    for name, parameter in model.named_parameters():
+        assert exact[name].equal(parameter)
+        assert rounded[name].dtype == torch.bfloat16
+        assert rounded[name].equal(parameter.bfloat16())
+    # Halfway between two bfloat16 numbers: to the one whose last bit is 0, as engines round.
+    halfway = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+    with torch.no_grad():
+        model.model.norm.weight[:3] = halfway
+    publisher.write(model, 3)
+    found = load_file(publisher.path(3) / "model.safetensors")["model.norm.weight"][:3]
+    assert found.tolist() == [1.0, 1 + 4 * 2**-8, -1.0]
+    assert publisher.size(2) > 1.8 * publisher.size(3)
+
+
+def test_what_engines_keep_in_single_precision_is_not_rounded(
+    tmp_path: Path, make_qwen3: MakeModel
+) -> None:
+    model = make_qwen3()
+    model._keep_in_fp32_modules_strict = {"input_layernorm", "mlp.*_proj"}
+    model.register_buffer("counts", torch.arange(3))
+    publisher = Publisher(tmp_path, keep=1, dtype="bfloat16")
+    publisher.write(model, 1)
+    found = load_file(publisher.path(1) / "model.safetensors")
+    kept = {name for name, tensor in found.items() if tensor.dtype == torch.float32}
+    ends = ("input_layernorm", "mlp.up_proj", "mlp.down_proj", "mlp.gate_proj")
+    assert kept == {f"model.layers.{n}.{end}.weight" for n in (0, 1) for end in ends}
+    assert found["counts"].tolist() == [0, 1, 2]
+    assert found["model.norm.weight"].dtype == torch.bfloat16
+
+
 def test_an_untied_head_is_published(tmp_path: Path, make_model: MakeModel) -> None:
     publisher = Publisher(tmp_path, keep=1)
     publisher.write(make_model(tie_word_embeddings=False), 1)

@@ -88,6 +88,18 @@ def test_credit_is_not_kept_and_what_happens_to_the_original_later_does_not_show
     sample.token_ids[0] = 4  # as writable as a fresh one
 
 
+def test_what_a_plugin_made_of_a_reward_is_not_kept_since_it_will_do_so_again():
+    made = replay()
+    original = group(0)
+    for rollout in original:
+        given = {"reward": rollout.reward, "rewards": {}, "metrics": {}, "info": {"a": 1}}
+        rollout.given, rollout.reward, rollout.metrics = given, rollout.reward - 5, {"charged": 1.0}
+    made.observe(original)
+    came = draw(made)
+    assert [(rollout.reward, rollout.metrics) for rollout in came] == [(1.0, {}), (0.0, {})]
+    assert came[0].info["a"] == 1 and came[0].given is None
+
+
 def test_two_draws_of_one_group_share_nothing():
     made = replay(max_reuse=2)
     made.observe(group(0))
@@ -140,7 +152,7 @@ def test_every_field_of_a_rollout_survives_but_those_named():
         "has_logprobs": True,
     }
     left_out = {f.name for f in fields(Rollout)} - set(values)
-    assert left_out == {"trace", "assigned", "frozen", "place"}
+    assert left_out == {"trace", "assigned", "frozen", "place", "given"}
     (back,) = restore(keep([Rollout(**values, trace=object())]))
     kept = {name: getattr(back, name) for name in values}
     assert kept == values | {"info": {"x": [1, 2], "y": [0, 1]}, "rewards": {"a": 0.5}}

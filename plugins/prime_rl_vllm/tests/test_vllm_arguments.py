@@ -126,6 +126,11 @@ def test_gpus_are_those_of_all_ways_to_spread():
     assert Vllm(config(tensor_parallel_size=4, pipeline_parallel_size=2)).num_gpus == 8
 
 
+def test_the_precision_is_told_by_torchs_name_where_it_is_named():
+    told = {name: Vllm(config(dtype=name)).dtype for name in ("auto", "half", "bfloat16")}
+    assert told == {"auto": None, "half": "float16", "bfloat16": "bfloat16"}
+
+
 def test_a_cpu_takes_no_chunked_prefill():
     assert cpu_settings({"dtype": "float32"}) == {
         "enable_chunked_prefill": False,

@@ -88,10 +88,29 @@ def test_another_model_is_404():
 # -- the door ---------------------------------------------------------------------------
 
 
+def engine(workers=1, replicas=1, device="cpu"):
+    """What is asked of vLLM's client."""
+    spread = SimpleNamespace(data_parallel_size=replicas, world_size=workers)
+    told = SimpleNamespace(
+        parallel_config=spread, device_config=SimpleNamespace(device_type=device)
+    )
+    return SimpleNamespace(check_health=_nothing, vllm_config=told)
+
+
+def test_every_worker_receives_weights_unless_several_engines_share_an_address():
+    state = State("tiny", "folder", 8, Keys("a", "s"), Status(None))
+    state.engine = engine(workers=4)
+    assert state.receives == {"workers": 4, "backends": ["gloo"]}
+    state.engine = engine(workers=2, device="cuda")
+    assert state.receives == {"workers": 2, "backends": ["gloo", "nccl"]}
+    state.engine = engine(workers=2, replicas=2)
+    assert state.receives is None
+
+
 def ask(method, path, key=None, *, admin="a", sampling="s"):
     """The status of a request to a server that is nothing but our door."""
     shared.current = State("tiny", "folder", 8, Keys(admin, sampling), Status(None))
-    shared.current.engine = SimpleNamespace(check_health=_nothing)
+    shared.current.engine = engine()
     vllm = SimpleNamespace(matches=lambda scope: ("none", {}))
     said = []
 

@@ -33,6 +33,7 @@ def run(
     """Train: start every process of a run, show what they do, and say what came of it."""
     from prime_rl.config.load import load_config
     from prime_rl.run.directory import make_run_dir
+    from prime_rl.run.lora_names import check_lora_names
     from prime_rl.run.resolve import check
 
     arguments, resume = split_resume([*files, *context.args])
@@ -40,6 +41,7 @@ def run(
     overrides += [] if launcher is None else ["--launcher.type", launcher]
     config = load_config([Path(path) for path in paths], overrides)
     check(config)
+    check_lora_names(config)
     if resume is not None:
         _resume(config, resume, dry_run)
         return

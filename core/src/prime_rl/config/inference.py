@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,19 +17,27 @@ from pydantic import (
 
 from prime_rl.config.base import Settings
 
-STARTS_ENGINES = ("engine", "host", "port", "python", "replicas", "max_restarts")
+STARTS_ENGINES = (
+    *("engine", "host", "port", "python", "replicas", "max_restarts", "hang_timeout"),
+)
 """Keys that say how the run starts engines: nothing reads them where it starts none."""
 
 
+URL = re.compile(r"https?://[^/\s]+(/\S*)?$")
+
+
 def _as_urls(value: Any) -> Any:
-    """One URL or several, with or without ``/v1``."""
+    """One URL or several, with or without ``/v1``. Raises ``ValueError`` for what is none."""
     urls = [value] if isinstance(value, str) else value
     if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
         return value
+    for url in urls:
+        if not URL.match(url):
+            raise ValueError(
+                f"{url!r} is no URL of an engine: expected http:// or https://, a host and perhaps "
+                "a port and a path, without spaces, such as 'http://10.0.0.5:8000/v1'"
+            )
     return [url.rstrip("/").removesuffix("/v1") for url in urls]
-
-
-Url = Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 
 
 class InferenceConfig(Settings):
@@ -46,9 +55,13 @@ class InferenceConfig(Settings):
     replicas: PositiveInt = 1
     """Engines to start, each with the whole model. Groups are spread over them."""
     max_restarts: NonNegativeInt = 3
-    """How often an engine that has served and then dies is started again, each by itself. Beyond
-    that the run goes on with the others, or ends if there are none."""
-    base_url: Annotated[tuple[Url, ...] | None, Field(min_length=1), BeforeValidator(_as_urls)] = (
+    """How often an engine that has served and then dies or hangs is started again, each by itself.
+    Beyond that the run goes on with the others, or ends if there are none."""
+    hang_timeout: PositiveFloat = 300.0
+    """Seconds for which an engine that has served may take connections and answer nothing, not even
+    whether it is there. Beyond that its process is ended and started again. One that sleeps is let
+    be, and so is one that has only just been started."""
+    base_url: Annotated[tuple[str, ...] | None, Field(min_length=1), BeforeValidator(_as_urls)] = (
         None
     )
     """Engines that are running already, one URL or several: the run starts none. They must serve

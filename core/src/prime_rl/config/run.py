@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from prime_rl.config.base import Settings
+from prime_rl.config.broadcast import WeightBroadcastConfig
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.deployment import DeploymentConfig
 from prime_rl.config.inference import InferenceConfig
@@ -73,6 +74,7 @@ class RunConfig(Settings):
     deployment: DeploymentConfig = DeploymentConfig()
     launcher: LauncherConfig = LauncherConfig()
     rollout_transport: TransportConfig = TransportConfig()
+    weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""

@@ -225,6 +225,10 @@ class TrainerConfig(Settings):
     keep_broadcasts: Annotated[int, Field(ge=2)] = 2
     """How many published weight versions stay on disk; an engine may still be loading the last but
     one."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision of published weights. ``bfloat16``: half the bytes, for engines that serve in it:
+    they get the numbers that they would round float32 to. Other engines would get worse ones.
+    Adapters, checkpoints and the final export stay as they train."""
     max_bad_steps: PositiveInt = 3
     """Steps in a row that may be skipped because their loss or gradient is not finite; then the run
     ends."""

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from prime_rl.broadcast.meeting import Meeting
 from prime_rl.plugins.errors import EngineError
 
 log = logging.getLogger(__name__)
@@ -61,17 +62,25 @@ class EngineGone(EngineError):
     """No answer came: the engine is dead, cut off, or not there yet."""
 
 
+class EngineSilent(EngineGone):
+    """It takes connections, and has let all the time go by that an answer may take."""
+
+
 class EngineLocked(EngineError):
     """It does not take the run's key; asking again is no use."""
 
 
 class NotReady(Exception):
     """The engine does not serve; the text says why. ``listening``: something answered, or took
-    the connection and says nothing."""
+    the connection and says nothing; ``silent``: the latter."""
 
-    def __init__(self, reason: str, listening: bool) -> None:
+    def __init__(self, reason: str, listening: bool, silent: bool = False) -> None:
         super().__init__(reason)
-        self.listening = listening
+        self.listening, self.silent = listening, silent
+
+
+class OtherModel(NotReady):
+    """It serves, but not the model that it was asked for."""
 
 
 class _Failed(Exception):
@@ -82,8 +91,17 @@ class _Failed(Exception):
         self.passing, self.kind = passing, kind
 
 
+class Receives(msgspec.Struct):
+    """What an engine says of weights from the trainer's memory."""
+
+    workers: int
+    """Processes that each take all of them."""
+    backends: list[str]
+
+
 class _Health(msgspec.Struct):
     version: int | None = None
+    receives: Receives | None = None
 
 
 class _Card(msgspec.Struct):
@@ -110,6 +128,8 @@ class EngineAdmin:
         retry: RetryPolicy | None = None,
     ) -> None:
         self.url = url
+        self.receives: Receives | None = None
+        """As of the last look."""
         self._timeout = update_timeout
         self._retry = retry or RetryPolicy()
         self._http = httpx.AsyncClient(
@@ -127,19 +147,31 @@ class EngineAdmin:
             models = await self._http.get(f"{self.url}/v1/models", timeout=HEALTH_SECONDS)
         except httpx.TransportError as error:
             refused = isinstance(error, httpx.ConnectError | httpx.RemoteProtocolError)
-            raise NotReady(f"{type(error).__name__} {error}".strip(), not refused) from error
+            text = f"{type(error).__name__} {error}".strip()
+            raise NotReady(text, not refused, isinstance(error, httpx.TimeoutException)) from error
         for route, answer in (("/health", health), ("/v1/models", models)):
             if not answer.is_success:
                 text = f"{route} answers {answer.status_code} {_text(answer)}".rstrip()
                 raise NotReady(text, listening=True)
-        return _version(health, models, model)
+        _check_models(models, model)
+        told = _told(health)
+        self.receives = told.receives
+        return told.version
 
-    async def update(self, weights: Weights, *, asleep: bool = False) -> None:
+    async def update(
+        self, weights: Weights, *, asleep: bool = False, meeting: Meeting | None = None
+    ) -> None:
         """Load published weights while requests wait; from sleep, it is woken instead of paused.
+        ``meeting``: where the trainer passes them on from its memory.
         However it ends, the engine is resumed if it can be reached."""
         try:
             await (self.wake() if asleep else self.pause())
-            body = {"weight_dir": str(weights.directory), "version": weights.version}
+            body: dict[str, Any] = {
+                "version": weights.version,
+                "weight_dir": str(weights.directory),
+            }
+            if meeting is not None:
+                body["meeting"] = msgspec.to_builtins(meeting)
             await self._persist("/update_weights", timeout=self._timeout, json=body)
         except BaseException as error:
             within = ONCE_SECONDS if isinstance(error, EngineGone) else CLEAN_UP_SECONDS
@@ -181,17 +213,20 @@ class EngineAdmin:
         Timeout: seconds for one answer. Within: seconds for all attempts, twice that by default.
         """
         deadline = time.monotonic() + (2 * timeout if within is None else within)
-        attempt = 1
+        attempt, always_silent = 1, True
         while True:
             left = deadline - time.monotonic()
             try:
                 return await self._post(route, min(timeout, left), body)
             except _Failed as failure:
                 wait = self._retry.wait_after(attempt) if failure.passing else None
+                always_silent &= failure.kind is EngineSilent
                 if wait is None or time.monotonic() + wait >= deadline:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     text = f"engine {self.url} {failure}{tries}"
-                    raise failure.kind(text) from failure.__cause__
+                    silent = failure.kind is EngineSilent
+                    kind = EngineGone if silent and not always_silent else failure.kind
+                    raise kind(text) from failure.__cause__
                 log.warning(
                     "engine %s %s; attempt %d of %d in %.1f s",
                     *(self.url, failure, attempt + 1, self._retry.attempts, wait),
@@ -206,14 +241,17 @@ class EngineAdmin:
             answer = await self._http.post(f"{self.url}{route}", timeout=limits, **body)
         except httpx.TransportError as error:
             reason = f"did not answer {route}: {type(error).__name__} {error}".rstrip()
-            raise _Failed(reason, passing=True, kind=EngineGone) from error
+            silent = isinstance(error, httpx.TimeoutException)
+            kind = EngineSilent if silent else EngineGone
+            raise _Failed(reason, passing=True, kind=kind) from error
         if not answer.is_success:
             reason = f"refused {route}: {answer.status_code} {answer.text[:500]}"
-            kind = EngineLocked if answer.status_code in (401, 403) else EngineError
-            raise _Failed(reason, passing=answer.is_server_error, kind=kind)
+            locked = answer.status_code in (401, 403)
+            passing = answer.is_server_error
+            raise _Failed(reason, passing, EngineLocked if locked else EngineError)
 
 
-def _version(health: httpx.Response, models: httpx.Response, model: str | None) -> int | None:
+def _check_models(models: httpx.Response, model: str | None) -> None:
     try:
         names = [card.id for card in msgspec.json.decode(models.content, type=_Models).data]
     except msgspec.DecodeError as error:
@@ -222,10 +260,13 @@ def _version(health: httpx.Response, models: httpx.Response, model: str | None) 
         raise NotReady("it lists no model", listening=True)
     if model is not None and model not in names:
         found = ", ".join(map(repr, names))
-        raise NotReady(f"it serves {found}, expected {model!r}", listening=True)
+        raise OtherModel(f"it serves {found}, expected {model!r}", listening=True)
+
+
+def _told(health: httpx.Response) -> _Health:
     with suppress(msgspec.DecodeError):  # vLLM's own answer is empty
-        return msgspec.json.decode(health.content, type=_Health).version
-    return None
+        return msgspec.json.decode(health.content, type=_Health)
+    return _Health()
 
 
 def _text(answer: httpx.Response) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -21,14 +22,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prime_rl.broadcast.meeting import Meeting
+from prime_rl.inference.absence import check_start, nobody_serves, outage
 from prime_rl.inference.client import (
     EngineAdmin,
     EngineGone,
     EngineLocked,
+    EngineSilent,
     NotReady,
+    OtherModel,
     RetryPolicy,
     Weights,
 )
+from prime_rl.inference.late import all_but_the_late
+from prime_rl.inference.meetings import Meetings
 from prime_rl.inference.replica import Replica
 from prime_rl.plugins.errors import EngineError
 
@@ -83,13 +90,17 @@ class Fleet:
         own: bool = True,
         have_first: bool = True,
         timeout: float = 600.0,
+        hang_timeout: float = math.inf,
         update_timeout: float = 720.0,
         retry: RetryPolicy | None = None,
         poll: float = POLL_SECONDS,
+        meetings: Meetings | None = None,
     ) -> None:
         """``first``: what they sample from at the start. ``own``: we have started them; others get
         it pushed, whatever they say they have. ``have_first``: our own were started with it, and
-        not with what came before. ``timeout``: how long the run goes on with nobody serving."""
+        not with what came before. ``timeout``: how long the run goes on with nobody serving.
+        ``hang_timeout``: how long a replica may answer nothing at all before it counts as hung.
+        ``meetings``: the trainer passes weights on from its memory."""
         one_of_many = RetryPolicy(attempts=3, first_wait=0.5)  # the others wait for it meanwhile
         policy = retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
         admins = [EngineAdmin(url, admin_key, update_timeout, policy) for url in urls]
@@ -101,8 +112,10 @@ class Fleet:
         self.asleep = False
         self._first = self._target = first
         self._model, self._own, self._have_first = model, own, own and have_first
-        self._timeout, self._poll = timeout, poll
+        self._timeout, self._hang_timeout, self._poll = timeout, hang_timeout, poll
         self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._meetings = meetings
+        self._late: set[asyncio.Task[None]] = set()
         self._serves = asyncio.Event()
         self._since = time.monotonic()
 
@@ -118,6 +131,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Drop the connections."""
+        await asyncio.gather(*map(_end, self._late))
         await asyncio.gather(*(replica.admin.close() for replica in self.replicas))
 
     # -- who is there -----------------------------------------------------------------------------
@@ -125,21 +139,23 @@ class Fleet:
     async def wait_ready(self, timeout: float) -> None:
         """Until all serve; or one does, and the others have had ``START_GRACE`` seconds to come.
 
-        Raises ``EngineError`` if nobody serves after ``timeout`` seconds, or takes the run's key.
+        Raises ``EngineError`` if nobody serves after ``timeout`` seconds, or takes the run's key;
+        at once if one that we have not started serves another model, or if one cannot take weights
+        the way they come.
         """
         keeping = asyncio.ensure_future(self._keep_all())
         try:
             async with asyncio.timeout(timeout):
                 while not self._serves.is_set():
-                    if all(replica.locked for replica in self.replicas):
-                        raise EngineError(self._nobody_takes_the_key())
+                    check_start(self.replicas, self._own)
                     await asyncio.sleep(min(0.05, self._poll))
                 grace = time.monotonic() + START_GRACE
                 while len(self.serving) < len(self.replicas) and time.monotonic() < grace:
+                    check_start(self.replicas, self._own)
                     await asyncio.sleep(min(0.05, self._poll))
         except TimeoutError:
             if not self.serving:
-                raise EngineError(self._nobody(timeout)) from None
+                raise nobody_serves(self.replicas, timeout, self._own) from None
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -147,6 +163,8 @@ class Fleet:
             if not replica.serving:
                 replica.down_since = time.monotonic()
                 log.warning("going on without engine %s: %s", replica.url, replica.reason)
+            elif self._meetings is not None:
+                self._meetings.check(replica)
 
     async def run(self) -> None:
         """Look after the replicas until cancelled. Raises ``EngineError`` when nobody has served
@@ -160,7 +178,7 @@ class Fleet:
                 if self.serving:
                     self._since = time.monotonic()
                 elif time.monotonic() - self._since > self._timeout:
-                    raise EngineError(self._nobody(self._timeout))
+                    raise nobody_serves(self.replicas, self._timeout, self._own)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
@@ -171,7 +189,7 @@ class Fleet:
     async def _keep(self, replica: Replica) -> None:
         while True:
             version = await self._look(replica)
-            if replica.answers and not replica.serving:
+            if replica.answers and not replica.serving and not replica.busy:
                 await (self._rest(replica) if self.asleep else self._join(replica, version))
             # What starts is looked at more often than what has been away for long.
             await asyncio.sleep(self._poll if replica.known else min(0.1, self._poll))
@@ -180,25 +198,41 @@ class Fleet:
         """The version a replica says it has; notes whether it is there at all."""
         asked = time.monotonic()
         async with replica.looking:
-            if replica.looked_at > asked or replica.busy:  # somebody else has just looked
+            if replica.looked_at > asked:  # somebody else has just looked
                 return replica.version
-            expected = replica.version
+            expected, busy = replica.version, replica.busy
             try:
                 version = await replica.admin.look(self._model)
             except NotReady as error:
-                replica.looked_at, replica.answers = time.monotonic(), False
-                replica.listening = error.listening
-                replica.asleep &= error.listening  # a process that has gone has forgotten it
-                quiet = time.monotonic() - replica.heard_at
-                if not error.listening or quiet > PATIENCE_SECONDS or not replica.serving:
-                    self._lose(replica, str(error))
+                self._not_ready(replica, error)
                 return None
+            if replica.heard():
+                self._note_hang(replica)
             replica.looked_at = replica.heard_at = time.monotonic()
-            replica.answers = replica.listening = True
-            moved = replica.busy or replica.version != expected
+            replica.answers, replica.listening, replica.mistaken = True, True, False
+            moved = busy or replica.busy or replica.version != expected
             if replica.serving and not moved and version not in (None, expected):
                 self._lose(replica, f"it has version {version}, expected {expected}: started anew")
             return version
+
+    def _not_ready(self, replica: Replica, error: NotReady) -> None:
+        replica.looked_at, replica.answers = time.monotonic(), False
+        replica.listening, replica.mistaken = error.listening, isinstance(error, OtherModel)
+        if error.silent:
+            news = replica.silent(self._hang_timeout)
+        else:
+            news = replica.heard() if error.listening else replica.gone()
+        if news:
+            self._note_hang(replica)
+        # One that is loading weights may be too busy to answer: its own timeouts are running.
+        quiet = time.monotonic() - replica.heard_at > PATIENCE_SECONDS
+        if not error.listening or (not replica.busy and (quiet or not replica.serving)):
+            self._lose(replica, str(error))
+
+    def _note_hang(self, replica: Replica) -> None:
+        if replica.hung:
+            log.warning("engine %s hangs: it takes connections and answers nothing", replica.url)
+        self.on_change()
 
     async def _rest(self, replica: Replica) -> None:
         """Have one that comes while the others sleep do so too: the trainer has its memory."""
@@ -217,6 +251,9 @@ class Fleet:
         target = self._target
         try:
             if not self._is_current(replica, version):
+                if self._meetings is not None:
+                    await self._meetings.files(lambda: self._target)
+                    target = self._target
                 log.info("bringing engine %s to version %d", replica.url, target.version)
                 await self._update(replica, target)
         except EngineError as error:
@@ -259,29 +296,7 @@ class Fleet:
             self.on_change()
         if not self.serving:
             self._serves.clear()
-            self.on_waiting(self._outage())
-
-    def _outage(self) -> str:
-        """Whom requests wait for, and why."""
-        away = ", ".join(f"{r.url} ({r.reason or 'starting'})" for r in self.replicas)
-        return f"inference: {away}"
-
-    def _nobody(self, seconds: float) -> str:
-        whose = "Its log is" if len(self.replicas) == 1 else "Their logs are"
-        hint = (
-            f"{whose} logs/latest/inference*.log of the run directory."
-            if self._own
-            else "Start them, or mend inference.base_url."
-        )
-        away = "; ".join(f"engine {r.url}: {r.reason or 'no answer'}" for r in self.replicas)
-        return f"no engine serves after {seconds:.0f} s (inference.ready_timeout): {away}. {hint}"
-
-    def _nobody_takes_the_key(self) -> str:
-        return (
-            f"{'; '.join(replica.reason for replica in self.replicas)}. New weights need the key "
-            "that the engines were started with: export it under the name that "
-            "inference.admin_key_var gives."
-        )
+            self.on_waiting(outage(self.replicas))
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -348,20 +363,22 @@ class Fleet:
     async def update_weights(self, weight_dir: Path, version: int) -> float:
         """Have every replica that serves load published weights; the seconds it took.
 
-        One that fails is taken out, and the others go on. If all refuse, raises ``EngineError``
-        with the reason of the first, and they serve on as they were; if none answers,
-        ``EngineGone``.
+        One that fails or is late is taken out, and the others go on. If all refuse, raises
+        ``EngineError`` with the reason of the first, and they serve on as they were; if none
+        answers, ``EngineGone``.
         """
         start, weights, before = time.perf_counter(), Weights(weight_dir, version), self._target
         self._target = weights
         asked = [r for r in self.serving if r.version != version or r.asleep]
+        left = asked
         try:
-            outcomes = await asyncio.gather(
-                *(self._update(replica, weights) for replica in asked), return_exceptions=True
-            )
+            if self._meetings is not None and self._meetings.applies(weights):
+                left = await self._meetings.hold(weights, asked, self._update)
+            tasks = {r: asyncio.create_task(self._update(r, weights)) for r in left}
+            await all_but_the_late(list(tasks.values()))
         finally:
             self._wake()
-        failed = [(r, e) for r, e in zip(asked, outcomes, strict=True) if e is not None]
+        failed = [(r, e) for r, task in tasks.items() if (e := self._failure(r, task)) is not None]
         refusals = [e for _, e in failed if not isinstance(e, EngineGone)]
         if stranger := next((e for e in refusals if not isinstance(e, EngineError)), None):
             raise stranger
@@ -371,16 +388,36 @@ class Fleet:
         for replica, error in failed:
             self._lose(replica, str(error))
         if not self.serving:
-            raise EngineGone(self._outage())
+            raise EngineGone(outage(self.replicas))
         self.on_change()
         return time.perf_counter() - start
 
-    async def _update(self, replica: Replica, weights: Weights) -> None:
+    def _failure(self, replica: Replica, task: asyncio.Task[None]) -> BaseException | None:
+        """How an update went. One that is late goes on: once it is through, the replica joins."""
+        if task.done():
+            return task.exception()
+        self._late.add(task)
+        task.add_done_callback(self._late_is_done)
+        return EngineGone(f"engine {replica.url} is late with new weights that others have loaded")
+
+    def _late_is_done(self, task: asyncio.Task[None]) -> None:
+        self._late.discard(task)
+        if not task.cancelled():
+            task.exception()  # the next attempt to join tells, should it fail as well
+
+    async def _update(
+        self, replica: Replica, weights: Weights, meeting: Meeting | None = None
+    ) -> None:
         replica.busy, replica.in_doubt = True, True
         try:
-            await replica.admin.update(weights, asleep=replica.asleep)
-            replica.version = weights.version
+            await replica.admin.update(weights, asleep=replica.asleep, meeting=meeting)
+            replica.heard()
+            replica.version, replica.heard_at = weights.version, time.monotonic()
             replica.asleep = replica.in_doubt = False
+        except EngineSilent:
+            if replica.hang():
+                self._note_hang(replica)
+            raise
         finally:
             replica.busy = False
 

@@ -31,6 +31,12 @@ class Replica:
         """It has given its memory back."""
         self.locked = False
         """It did not take the run's key."""
+        self.mistaken = False
+        """At the last look it served another model."""
+        self.hung = False
+        """It takes connections and has answered nothing for long: whoever started it may end it."""
+        self.hangs = 0
+        """Times that it was found so."""
         self.reason = ""
         """Why it does not serve."""
         self.running = self.asked = self.retried = 0
@@ -41,6 +47,9 @@ class Replica:
         self.looked_at = self.heard_at = self.join_at = 0.0
         """The last look and the last answer; no attempt to join before (``time.monotonic``)."""
         self.down_since: float | None = None
+        self._proven = False
+        """It has served, and its process has not been seen to go since."""
+        self._silent_since: float | None = None
         self._down = 0.0
         self._taken = (0, 0)
 
@@ -54,6 +63,7 @@ class Replica:
         away = None if self.down_since is None else time.monotonic() - self.down_since
         self._down += away or 0.0
         self.serving, self.known, self.version = True, True, version
+        self._proven = True
         self.down_since, self.reason, self.heard_at = None, "", time.monotonic()
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
@@ -64,6 +74,35 @@ class Replica:
         self.serving, self.down_since = False, time.monotonic()
         if self.lost is not None:
             self.lost.set_result(None)
+
+    def heard(self) -> bool:
+        """It has said something; whether that is news of one that hung."""
+        news = self.hung
+        self.hung, self._silent_since = False, None
+        self._proven |= self.serving
+        return news
+
+    def gone(self) -> bool:
+        """Nobody listens: its process has ended, and what comes after has to start up first."""
+        news = self.heard()
+        self._proven = self.asleep = False
+        return news
+
+    def silent(self, limit: float) -> bool:
+        """Nothing was answered; for ``limit`` seconds now, and it hangs. Whether that is news."""
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        # One that sleeps has nothing to answer.
+        return not self.asleep and now - self._silent_since > limit and self.hang()
+
+    def hang(self) -> bool:
+        """Note that it hangs, if it has served since it started: before, it may be loading.
+        Whether that is news."""
+        if not self._proven:
+            return False
+        self.hung, self._proven = True, False
+        self.hangs += 1
+        return True
 
     def take_metrics(self) -> dict[str, float]:
         """Its state, and what was counted since the last call."""

@@ -99,19 +99,24 @@ def _named(rollouts: Sequence[Rollout], kind: str, name: str) -> Reduced:
     return metrics
 
 
-def outcome_metrics(counts: Mapping[str, Mapping[str, int]], cancelled: int = 0) -> Reduced:
+def outcome_metrics(
+    counts: Mapping[str, Mapping[str, int]], cancelled: Mapping[str, int] | None = None
+) -> Reduced:
     """What became of the rollouts that ended since the last step.
 
     ``counts`` holds, by env, how many ``finished``, and failures by class as ``error/<class>``;
-    ``cancelled`` is over all envs. Gives shares of those that ended, ``.../is_completed/mean``,
-    ``.../has_error/mean`` and ``.../cancelled/mean``, and failures as numbers,
-    ``.../error/<class>``.
+    ``cancelled``, by env, how many were. Gives shares of those that ended,
+    ``.../is_completed/mean``, ``.../has_error/mean`` and ``.../cancelled/mean``, and failures as
+    numbers, ``.../error/<class>``.
     """
-    total: Counter[str] = Counter(cancelled=cancelled)
-    for ended in counts.values():
-        total.update(ended)
+    total: Counter[str] = Counter()
+    by_env: dict[str, Counter[str]] = {}
+    for env in sorted({*counts, *(cancelled or {})}):
+        by_env[env] = Counter(counts.get(env, {}))
+        by_env[env]["cancelled"] += (cancelled or {}).get(env, 0)
+        total.update(by_env[env])
     metrics: Reduced = {}
-    for label, ended in [("agg", total), *sorted(counts.items())]:
+    for label, ended in [("agg", total), *by_env.items()]:
         metrics |= _outcomes(ended, f"train/{label}/all")
     return metrics
 
@@ -124,9 +129,8 @@ def _outcomes(ended: Mapping[str, int], name: str) -> Reduced:
     metrics = {
         f"{name}/is_completed/mean": ended.get("finished", 0) / number,
         f"{name}/has_error/mean": sum(errors.values()) / number,
+        f"{name}/cancelled/mean": ended.get("cancelled", 0) / number,
     }
-    if "cancelled" in ended:
-        metrics[f"{name}/cancelled/mean"] = ended["cancelled"] / number
     return metrics | {f"{name}/{kind}": float(n) for kind, n in sorted(errors.items())}
 
 
@@ -188,7 +192,9 @@ def batch_metrics(seen: Sequence[Rollout], kept: Sequence[Rollout]) -> Reduced:
     return metrics
 
 
-def timing_metrics(timings: Sequence[tuple[str, Mapping[str, float]]]) -> Reduced:
+def timing_metrics(
+    timings: Sequence[tuple[str, Mapping[str, float]]], subset: str = "all"
+) -> Reduced:
     """Seconds a rollout spent by stage, of ``(env, seconds by stage)``: ``.../timing/<stage>/...``,
     over all envs and by env; ``total`` is their sum, ``agent/...`` are parts of ``agent``."""
     columns: dict[str, list[float]] = defaultdict(list)
@@ -196,7 +202,7 @@ def timing_metrics(timings: Sequence[tuple[str, Mapping[str, float]]]) -> Reduce
         whole = {stage: seconds for stage, seconds in stages.items() if "/" not in stage}
         for stage, seconds in {**stages, "total": sum(whole.values())}.items():
             for label in ("agg", env):
-                columns[f"train/{label}/all/timing/{stage}"].append(seconds)
+                columns[f"train/{label}/{subset}/timing/{stage}"].append(seconds)
     metrics: Reduced = {}
     for name, values in columns.items():
         metrics |= describe(values, name)

@@ -23,7 +23,7 @@ from prime_rl.orchestrator.summary import write_summary
 from prime_rl.plugins.errors import PrimeRLError
 from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.run.launch import Launch, wait_for_model
-from prime_rl.run.processes import exit_with_parent
+from prime_rl.run.processes import exit_with_parent, lasting_imports
 from prime_rl.run.status import DONE, Status
 from prime_rl.wire.transport import make_sender
 
@@ -79,8 +79,9 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
 async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     launch = Launch.read(run_dir)
     status.report("loading plugins and verifiers")
-    hooks = load_plugins(disabled=config.plugins.disabled)
-    import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
+    with lasting_imports():
+        hooks = load_plugins(disabled=config.plugins.disabled)
+        import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
 
     if launch.wait_for_model:
         status.report("waiting", waiting_for="model (being made)")
@@ -123,7 +124,7 @@ async def _build(
     status: Status,
 ) -> Orchestrator:
     policy, outages = Policy(launch.first_step - 1), Outages()
-    fleet = build.build_fleet(config, launch, outages)
+    fleet = build.build_fleet(config, launch, outages, run_dir)
     stack.push_async_callback(fleet.close)
     build.report_engines(config, launch, fleet, run_dir)
     shared = build.build_shared(config, hooks, launch, fleet, lambda: policy.version, outages)

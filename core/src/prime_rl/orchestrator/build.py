@@ -22,6 +22,7 @@ from prime_rl.config.orchestrator import (
 from prime_rl.config.run import RunConfig
 from prime_rl.inference.client import Weights
 from prime_rl.inference.fleet import Fleet
+from prime_rl.inference.meetings import Meetings
 from prime_rl.inference.policy_scores import PolicyScores
 from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.batch import BatchAssembler
@@ -82,7 +83,7 @@ class Shared:
     outages: Outages
 
 
-def build_fleet(config: RunConfig, launch: Launch, outages: Outages) -> Fleet:
+def build_fleet(config: RunConfig, launch: Launch, outages: Outages, run_dir: Path) -> Fleet:
     """The engines of the live policy: those of this run, or ``inference.base_url``."""
     inference = config.inference
     fleet = Fleet(
@@ -93,9 +94,19 @@ def build_fleet(config: RunConfig, launch: Launch, outages: Outages) -> Fleet:
         own=inference.base_url is None,
         have_first=launch.engine_version == launch.first_step - 1,
         timeout=inference.ready_timeout,
+        hang_timeout=inference.hang_timeout,
+        meetings=make_meetings(config, run_dir),
     )
     fleet.on_waiting = outages.reporter()
     return fleet
+
+
+def make_meetings(config: RunConfig, run_dir: Path) -> Meetings | None:
+    """Where weights go from memory to memory; None where they go as files."""
+    table = config.weight_broadcast
+    if table.backend is None:
+        return None
+    return Meetings(run_dir / "broadcasts", table.backend, table.timeout)
 
 
 def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:

@@ -155,6 +155,8 @@ class Dispatcher:
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
         """Rollouts: dispatched = finished + failed + cancelled + in flight."""
+        self.cancelled: Counter[int] = Counter()
+        """Of these, those that were cancelled, by their env's index."""
 
     @property
     def num_inflight(self) -> int:
@@ -278,9 +280,9 @@ class Dispatcher:
             if not self._in_order or group_id < min(self._open, default=group_id + 1):
                 self.arrivals.put_nowait(self._held.pop(group_id))
 
-    async def drop_stale(self, version: int) -> int:
+    async def drop_stale(self, version: int) -> Counter[int]:
         """Void the groups in flight that would be too old for any batch trained on ``version``;
-        returns how many rollouts."""
+        returns how many rollouts, by their env's index."""
         oldest = version - self._max_off_policy
         stale = [
             group
@@ -290,7 +292,10 @@ class Dispatcher:
         await self._cancel(stale)
         self._hand_on()
         self._wake.set()
-        return sum(group.size for group in stale)
+        dropped: Counter[int] = Counter()
+        for group in stale:
+            dropped[group.env_index] += group.size
+        return dropped
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
@@ -304,7 +309,7 @@ class Dispatcher:
         for group in groups:
             group.cancelled = True
             self._open.pop(group.group_id, None)
-        pending = [task for group in groups for task in group.tasks]
+        pending = {task: group.env_index for group in groups for task in group.tasks}
         for task in pending:
             task.cancel()
         if not pending:
@@ -312,4 +317,6 @@ class Dispatcher:
         done, stuck = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
         if stuck:
             log.warning("%d cancelled rollouts do not end; going on without them", len(stuck))
-        self.counts["cancelled"] += sum(task.cancelled() for task in done) + len(stuck)
+        gone = [*(task for task in done if task.cancelled()), *stuck]
+        self.counts["cancelled"] += len(gone)
+        self.cancelled.update(pending[task] for task in gone)

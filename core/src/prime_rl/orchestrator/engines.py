@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from prime_rl.inference.fleet import Fleet, Unanswered
 from prime_rl.inference.replica import Replica
 from prime_rl.orchestrator.episode import ModelEndpoint, RolloutResult
-from prime_rl.run.restarts import STARTING
+from prime_rl.run.restarts import HUNG, STARTING
 from prime_rl.run.status import Status
 
 PROVIDER_ERROR = "ProviderError"
@@ -65,7 +65,7 @@ class PolicyEngines:
 
 class EnginesStatus:
     """Says in a status file of each engine how it is: for the live view, and for the supervisor,
-    which starts engines again that have served."""
+    which starts engines again that have served and then die or hang."""
 
     def __init__(self, fleet: Fleet, status: Status, names: Sequence[str]) -> None:
         self._fleet, self._status, self._names = fleet, status, names
@@ -88,6 +88,8 @@ class EnginesStatus:
 
 
 def _how_it_is(replica: Replica) -> str:
+    if replica.hung:
+        return f"{HUNG} ({replica.hangs})"
     if replica.serving:
         return f"version {replica.version}"
     return "away" if replica.known else STARTING

@@ -38,6 +38,7 @@ from prime_rl.orchestrator.episode import RolloutResult as RolloutResult
 from prime_rl.orchestrator.episode import SamplingSettings as SamplingSettings
 from prime_rl.orchestrator.traces import results_of
 from prime_rl.plugins.errors import ConfigError
+from prime_rl.run.processes import lasting_imports
 
 if TYPE_CHECKING:
     from verifiers.v1 import ModelContext, Task
@@ -118,8 +119,9 @@ class Environment:
         Raises ``ConfigError`` if that cannot work.
         """
         self.settings = settings
-        self._vf = import_verifiers(settings)
-        self._env = load_environment(self._vf, settings)
+        with lasting_imports():
+            self._vf = import_verifiers(settings)
+            self._env = load_environment(self._vf, settings)
         self._fixed = fixed_seats(self._env.config)
         self.examples = Examples(self._env.taskset)
         if self.examples.count == 0:
@@ -234,13 +236,14 @@ def warm_renderer(tokenizer_path: Path, config: Any) -> None:
     verifiers keeps one pool of renderers a process; this puts the first one in. ``AutoTokenizer``
     imports torch to find out what a folder's own ``tokenizer_config.json`` already says.
     """
-    from renderers import create_renderer
-    from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
+    with lasting_imports():
+        from renderers import create_renderer
+        from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
 
-    pool = ElasticRendererPool(str(tokenizer_path), config, multiplex=ROLLOUTS_PER_RENDERER)
-    if not pool.renderers:
-        renderer = create_renderer(load_tokenizer(tokenizer_path), config)
-        pool.renderers.append(RendererSlot(renderer))
+        pool = ElasticRendererPool(str(tokenizer_path), config, multiplex=ROLLOUTS_PER_RENDERER)
+        if not pool.renderers:
+            renderer = create_renderer(load_tokenizer(tokenizer_path), config)
+            pool.renderers.append(RendererSlot(renderer))
 
 
 def load_tokenizer(path: Path) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import ceil
@@ -113,8 +113,16 @@ class Evaluator:
         """The engines sample from ``version`` now: is any env due?"""
         due = [env for env in self.envs if env.is_due(version, self._last_seen)]
         self._last_seen = version
-        if due and version < self._last_version:
-            self._due = version, due
+        self._begin(due)
+
+    def make_up(self, last: Mapping[str, int]) -> None:
+        """At the start of a run that goes on: is any env due since the version that it was ``last``
+        measured at? Its evaluation was cut off then."""
+        self._begin([env for env in self.envs if env.is_due(self._last_seen, last[env.name])])
+
+    def _begin(self, due: list[EvalEnv]) -> None:
+        if due and self._last_seen < self._last_version:
+            self._due = self._last_seen, due
             self._idle.clear()
             self._wake.set()
 

@@ -94,6 +94,7 @@ class Orchestrator:
         self.engine_watch = EngineWatch(fleet.pages)
         self.evaluated = noted(run_dir)
         """Before, while and after training went on; by attempts before this one, too."""
+        self._began_with = launch.began_with(run_dir)
         self._phase = ""
         self.evals = Evaluator(
             eval_envs,
@@ -143,8 +144,9 @@ class Orchestrator:
         running = (self.watcher.run(), self.evals.run(), *watches)
         background = [asyncio.create_task(each) for each in running]
         try:
-            if self._starts_with_eval:
-                await self._evaluate(BEFORE, background)
+            if unmeasured := self._unmeasured():
+                await self._evaluate(BEFORE, background, unmeasured)
+            self.evals.make_up(self._last_measured())
             background.append(asyncio.create_task(self.dispatcher.run()))
             for _ in range(self.launch.first_step, self.config.max_steps + 1):
                 await self._step(background)
@@ -164,7 +166,7 @@ class Orchestrator:
             whom, started = self._waits_for, time.perf_counter()
             group = await self._next_arrival(background)
             self.reporter.waited.add(f"wait/orchestrator/{whom}", started)
-            await self._take_in(group)
+            await self._take_in(group, background)
         batch = self.assembler.take()
         started = time.perf_counter()
         await self._checkpoint(batch.step)
@@ -192,7 +194,7 @@ class Orchestrator:
         await self.fleet.sleep()
         self.reporter.waited.add("time/sleep_engines", started)
 
-    async def _take_in(self, group: OpenGroup) -> None:
+    async def _take_in(self, group: OpenGroup, background: Sequence[asyncio.Task[None]]) -> None:
         """A complete group: its survivors are credited, stamped and compete for a place in the
         batch."""
         env, rollouts = self.envs[group.env_index], group.survivors
@@ -200,7 +202,8 @@ class Orchestrator:
         if failed:
             self.assembler.note_failed(failed, env.name)
         if rollouts:
-            await score_group(env.hooks, rollouts)
+            scoring = asyncio.create_task(score_group(env.hooks, rollouts))
+            await self._or_crash(scoring, background, or_stuck=False)  # a teacher may be waited for
             self.reporter.note_place(rollouts)
             self.sampler.observe(rollouts)
             if all(rollout.is_live for rollout in rollouts):
@@ -282,7 +285,9 @@ class Orchestrator:
         """Before the engines pause: an evaluation of the present version is let finish, and what
         would be too old anyway is cancelled, so that nobody waits for it."""
         await self.evals.hold()
-        self.reporter.recent.cancelled += await self.dispatcher.drop_stale(version)
+        dropped = await self.dispatcher.drop_stale(version)
+        for env_index, number in dropped.items():
+            self.reporter.recent.cancelled[self.envs[env_index].name] += number
 
     def _on_version(self, version: int) -> None:
         self.hooks.weights_published(version)
@@ -298,15 +303,31 @@ class Orchestrator:
 
     # -- evaluation -----------------------------------------------------------------------------
 
-    @property
-    def _starts_with_eval(self) -> bool:
-        """A run that goes on from a checkpoint has measured its first model before."""
-        return self.launch.first_step == 1 and not self.config.orchestrator.eval.skip_first_step
+    def _unmeasured(self) -> list[EvalEnv]:
+        """What is evaluated before training. A run that goes on from a checkpoint of its own has
+        measured its first model; one that began with another run's checkpoint measures that."""
+        version = self.launch.first_step - 1
+        if self.config.orchestrator.eval.skip_first_step or version != self._began_with:
+            return []
+        measured = {result.env for result in self.evaluated[BEFORE]}
+        return [env for env in self.evals.envs if env.name not in measured]
 
-    async def _evaluate(self, when: str, background: Sequence[asyncio.Task[None]]) -> None:
-        """Every env, while nothing else goes on."""
+    def _last_measured(self) -> dict[str, int]:
+        """The version that each env was last evaluated at; else the one that the run began with."""
+        last = {env.name: self._began_with for env in self.evals.envs}
+        for result in (*self.evaluated[BEFORE], *self.evaluated[DURING]):
+            last[result.env] = max(result.policy_version, last.get(result.env, 0))
+        return last
+
+    async def _evaluate(
+        self,
+        when: str,
+        background: Sequence[asyncio.Task[None]],
+        envs: Sequence[EvalEnv] | None = None,
+    ) -> None:
+        """Some envs, or every one, while nothing else goes on."""
         self._phase = when
-        evaluating = self.evals.evaluate(self.evals.envs, self.policy.version)
+        evaluating = self.evals.evaluate(envs or self.evals.envs, self.policy.version)
         try:
             await self._or_crash(asyncio.create_task(evaluating), background)
         finally:
@@ -338,11 +359,12 @@ class Orchestrator:
         self,
         task: asyncio.Task[Any],
         background: Sequence[asyncio.Task[None]],
+        or_stuck: bool = True,
     ) -> None:
         """Until ``task`` is done.
 
         If a background task dies first, raise what it died of; if nothing is sampled and no weights
-        come for ``weights_timeout`` seconds, the run is stuck.
+        come for ``weights_timeout`` seconds, the run is stuck, unless ``or_stuck`` says otherwise.
         """
         idle_since = time.monotonic()
         try:
@@ -354,7 +376,7 @@ class Orchestrator:
                     if other.done():
                         other.result()
                 inflight = self.dispatcher.num_inflight or self.evals.inflight
-                if inflight and not self.fleet.asleep:
+                if not or_stuck or (inflight and not self.fleet.asleep):
                     idle_since = time.monotonic()
                 elif time.monotonic() - idle_since > self.config.orchestrator.weights_timeout:
                     raise self._stuck()
@@ -403,6 +425,8 @@ class Orchestrator:
 
     def _metrics(self, frames: Sequence[bytes]) -> dict[str, float]:
         counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
+        for index, env in enumerate(self.envs):
+            counts[f"dispatcher/cancelled/{env.name}"] = float(self.dispatcher.cancelled[index])
         return {
             **self.assembler.take_metrics(),
             **counts,

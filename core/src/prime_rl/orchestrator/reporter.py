@@ -50,8 +50,8 @@ class SinceLastStep:
     """What became of rollouts, by env: ``finished``, ``error/<class>``."""
     timings: list[tuple[str, dict[str, float]]] = field(default_factory=list)
     """Env and seconds by stage of each rollout that was sampled."""
-    cancelled: int = 0
-    """Rollouts voided in flight, because new weights made them too old."""
+    cancelled: Counter[str] = field(default_factory=Counter)
+    """Rollouts voided in flight, by env, because new weights made them too old."""
     truncated: int = 0
     """Samples cut to ``seq_len``."""
 
@@ -82,8 +82,7 @@ class Reporter:
         for rollout in group:
             if version is not None:
                 self._arrived[id(rollout)] = version
-            if rollout.trace is not None and rollout.source in SAMPLED:
-                self.recent.timings.append((env, timing_of(rollout.trace)))
+        self.recent.timings += _timings(group)
 
     def note_place(self, group: Group) -> None:
         """A group has just been scored: its rollouts are saved with when that was."""
@@ -116,9 +115,10 @@ class Reporter:
             **solved_metrics(_groups(live), "effective"),
             **outcome_metrics(recent.ended, recent.cancelled),
             **timing_metrics(recent.timings),
+            **timing_metrics(_timings(batch.kept), "effective"),
             **off_policy_metrics(staleness, in_flight),
             **batch_metrics(batch.seen, batch.kept),
-            "off_policy/dropped": float(recent.cancelled + batch.num_stale),
+            "off_policy/dropped": float(recent.cancelled.total() + batch.num_stale),
             "batch/truncated_samples": float(recent.truncated),
             **self._progress.step(batch.seen),
             **self.lag.take(),
@@ -131,7 +131,10 @@ class Reporter:
         self._console.step(batch.step, metrics, sorted({rollout.env for rollout in batch.seen}))
         self._log_rollouts(batch)
         if self._store is not None:
-            self._store.write(batch.step, batch.seen, batch.dropped, frames)
+            try:
+                self._store.write(batch.step, batch.seen, batch.dropped, frames)
+            except OSError as error:  # a full disk costs what was to be looked at, not the run
+                log.error("step %d: its rollouts are not kept: %s", batch.step, error)
         self.recent = SinceLastStep()
 
     def trained(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -153,6 +156,12 @@ class Reporter:
         for monitor in self._monitors:
             call = partial(_log_rollouts, monitor, batch.step, batch.seen, dropped)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
+
+
+def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:
+    """Env and seconds by stage of those that were sampled in this attempt at the run."""
+    sampled = (r for r in rollouts if r.trace is not None and r.source in SAMPLED)
+    return [(rollout.env, timing_of(rollout.trace)) for rollout in sampled]
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[tuple[str, list[float]]]:

@@ -9,6 +9,8 @@ freeze
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -17,15 +19,34 @@ from prime_rl.plugins.errors import StreamError
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Group, Rollout, Sample
 
+FACTS = ("reward", "rewards", "metrics", "info")
+"""What a plugin that scores a rollout may change of it, apart from its streams."""
+
 
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
     _check_reward(rollout, "Mend the environment's reward function.")
+    rollout.given = _facts(rollout)
     await hooks.score_rollout(rollout)
     weighed = zip(rollout.samples, hooks.observation_weights(rollout), strict=True)
     for sample, weights in weighed:
         if weights is not None:
             _merge_ce(rollout, sample, weights)
+
+
+def _facts(rollout: Rollout) -> dict[str, Any]:
+    found = {name: getattr(rollout, name) for name in FACTS}
+    return {name: dict(v) if isinstance(v, dict) else v for name, v in found.items()}
+
+
+def _is_untouched(rollout: Rollout, given: Mapping[str, Any]) -> bool:
+    """Whether no plugin has changed a fact. (By identity: ``info`` may hold arrays.)"""
+    now = _facts(rollout)
+    return now["reward"] == given["reward"] and all(
+        now[name].keys() == given[name].keys()
+        and all(value is given[name][key] for key, value in now[name].items())
+        for name in FACTS[1:]
+    )
 
 
 def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
@@ -41,7 +62,7 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
 
 
 async def score_group(hooks: Hooks, group: Group) -> None:
-    """Group-relative credit."""
+    """Group-relative credit, after ``score_rollout`` of each."""
     for rollout in group:
         _check_reward(rollout, "A plugin's score_rollout has changed it: mend the plugin.")
     await hooks.score_group(group)
@@ -63,6 +84,8 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
     stay as they are. Raises ``StreamError`` where rl tokens have no advantage or ref_kl tokens no
     reference: nothing trains on a guess.
     """
+    if rollout.given is not None and _is_untouched(rollout, rollout.given):
+        rollout.given = None
     for sample in rollout.samples:
         if action_loss != "rl":
             _route(rollout, sample, action_loss)

@@ -111,7 +111,7 @@ def write_rollouts(
     frames: Sequence[FrameDigest] = (),
 ) -> None:
     """Save one step's rollouts, kept and dropped; ``dropped`` says why by ``id()``. Written whole
-    or not at all."""
+    or not at all. Raises ``OSError``."""
     record = {
         "step": step,
         "rollouts": [_rollout_record(rollout, dropped.get(id(rollout))) for rollout in rollouts],
@@ -120,8 +120,12 @@ def write_rollouts(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(msgspec.msgpack.encode(record, enc_hook=_plain))
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(msgspec.msgpack.encode(record, enc_hook=_plain))
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _plain(value: Any) -> Any:
@@ -183,10 +187,12 @@ _PLAIN = (
     "source",
     "has_logprobs",
 )
+_ADDED = ("given",)
+"""What files of earlier versions lack."""
 
 
 def _rollout_record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
-    record = {name: getattr(rollout, name) for name in _PLAIN}
+    record = {name: getattr(rollout, name) for name in (*_PLAIN, *_ADDED)}
     record["samples"] = [_sample_record(sample) for sample in rollout.samples]
     return record | {"dropped_by": dropped_by, "place": rollout.place}
 
@@ -216,4 +222,5 @@ def _rollout(row: Mapping[str, Any]) -> Rollout:
         for sample in row["samples"]
     ]
     place = tuple(row["place"]) if row.get("place") else None
-    return Rollout(**{name: row[name] for name in _PLAIN}, samples=samples, place=place)
+    fields = {name: row[name] for name in _PLAIN} | {name: row.get(name) for name in _ADDED}
+    return Rollout(**fields, samples=samples, place=place)

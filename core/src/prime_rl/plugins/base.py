@@ -375,6 +375,12 @@ class Engine(Offer):
         """GPUs that one server uses where there are any: the size of its tensor parallelism."""
         return 1
 
+    @property
+    def dtype(self) -> str | None:
+        """Precision it holds weights in, as torch spells it (``bfloat16``); None: its settings do
+        not say. Rounded weights (``trainer.publish_dtype``) are refused for another one."""
+        return None
+
 
 class RendererOffer(Offer):
     """Turns the table ``[orchestrator.renderer]`` into a config of the ``renderers`` package."""

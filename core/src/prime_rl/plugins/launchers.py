@@ -106,7 +106,8 @@ class Launcher(Offer):
         raise NotImplementedError
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
-        """Start a task at its place; again, if it has ended.
+        """Start a task at its place; again, if it has ended or hangs: what is left of it is made to
+        end first.
 
         The process must not outlive this one, however this one ends. Raises ``RunError``."""
         raise NotImplementedError

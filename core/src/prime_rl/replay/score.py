@@ -2,9 +2,9 @@
 
     files of steps 1..N -> groups by place -> score_rollout, observation_weights, score_group, stamp
 
-Streams that an algorithm wrote are taken off first; ``ref_logprobs`` come from the file where it
-asks a model for them. Order matters to algorithms that remember (a running baseline), so every
-group from the first step on is scored.
+Streams that an algorithm wrote are taken off first, and what a plugin made of the reward;
+``ref_logprobs`` come from the file where it asks a model for them. Order matters to algorithms that
+remember (a running baseline), so every group from the first step on is scored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.scoring import FACTS, score_group, score_rollout, stamp
 from prime_rl.orchestrator.store import Place, StoredRollout, StoredStep, read_step, step_files
 from prime_rl.plugins.base import Algorithm
 from prime_rl.plugins.errors import ConfigError, RunError
@@ -174,10 +174,13 @@ class _EnvScorer:
 
 
 def unscored(rollout: Rollout) -> Rollout:
-    """A copy without any stream an algorithm wrote."""
+    """A copy without any stream an algorithm wrote, and without what a plugin made of the env's
+    reward: it will do so again."""
     off: dict[str, Any] = dict.fromkeys(STREAMS)
     samples = [replace(sample, **off) for sample in rollout.samples]
-    return replace(rollout, samples=samples, assigned=set(), frozen=False)
+    facts = rollout.given or {name: getattr(rollout, name) for name in FACTS}
+    own: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in facts.items()}
+    return replace(rollout, samples=samples, assigned=set(), frozen=False, **own)
 
 
 def as_saved(rollout: Rollout) -> Rollout:

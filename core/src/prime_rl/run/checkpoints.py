@@ -19,6 +19,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from prime_rl.config.ckpt import CkptConfig
+from prime_rl.plugins.errors import ConfigError
 
 STABLE = "STABLE"
 """Marker file in a checkpoint that is whole."""
@@ -90,8 +91,7 @@ def whole_steps(run_dir: Path) -> list[int]:
 def complete(run_dir: Path, step: int) -> Checkpoint:
     """Make what was written a checkpoint, in one instant. Raises ``OSError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
-    for path in [*written.directory.rglob("*"), written.directory]:
-        flush(path)
+    flush_all(written.directory)
     (written.directory / STABLE).touch()
     flush(written.directory)
     if final.directory.exists():
@@ -99,6 +99,12 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
     written.directory.rename(final.directory)
     flush(final.directory.parent)
     return final
+
+
+def flush_all(directory: Path) -> None:
+    """Have a folder with everything in it on the disk."""
+    for path in [*directory.rglob("*"), directory]:
+        flush(path)
 
 
 def flush(path: Path) -> None:
@@ -127,11 +133,21 @@ def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> N
 
 def copy(source: Checkpoint, run_dir: Path) -> Checkpoint:
     """A checkpoint in another run, sharing the disk's blocks where it can: no file of one is ever
-    changed in place. Raises ``OSError``."""
+    changed in place. Raises ``ConfigError`` if the disk refuses, and leaves nothing half copied."""
     unwhole, target = unfinished(run_dir, source.step), finished(run_dir, source.step)
     shutil.rmtree(unwhole.directory, ignore_errors=True)
-    shutil.copytree(source.directory, unwhole.directory, copy_function=link_or_copy)
-    unwhole.directory.rename(target.directory)
+    try:
+        shutil.copytree(source.directory, unwhole.directory, copy_function=link_or_copy)
+        flush_all(unwhole.directory)
+        unwhole.directory.rename(target.directory)
+        flush(target.directory.parent)
+    except OSError as error:
+        shutil.rmtree(unwhole.directory, ignore_errors=True)
+        # copytree tells of each file: (source, target, why)
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise ConfigError(
+            f"--resume: cannot copy {source.directory} to {target.directory}: {why}"
+        ) from error
     return target
 
 

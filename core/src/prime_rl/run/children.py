@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -26,6 +27,10 @@ QUIET_CPU = {
     "PYTHONUNBUFFERED": "1",
 }
 """Defaults of every child's environment; what the user has set stays."""
+
+FIRST_PORT = 20000
+"""Of those that runs choose: above what services are known by."""
+TRIES = 100
 
 STDERR = 2
 
@@ -92,12 +97,31 @@ def _signal(child: Child, number: signal.Signals) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports nobody listens on now, all different."""
+    """Ports nobody listens on now, all different.
+
+    Whoever binds one does so seconds later. So they are none of those that the system hands out
+    meanwhile, to connections that go out for instance, and two runs hardly choose the same.
+    """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((host, 0))
+            _bind(each, host)
         return [each.getsockname()[1] for each in sockets]
+
+
+def _bind(each: socket.socket, host: str) -> None:
+    numbers = range(FIRST_PORT, _first_handed_out())
+    for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):
+        with suppress(OSError):
+            return each.bind((host, number))
+    each.bind((host, 0))  # any; or the error that all had
+
+
+def _first_handed_out() -> int:
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):  # not Linux
+        return 32768
 
 
 @contextmanager

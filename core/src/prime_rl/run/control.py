@@ -19,7 +19,7 @@ from typing import Any
 
 from prime_rl.plugins.errors import ConfigError, RunError
 from prime_rl.run.directory import DRY
-from prime_rl.run.status import StatusReport, read_status
+from prime_rl.run.status import StatusReport, read_status, replace_text
 
 RUNNING, DONE, FAILED, STOPPED, DIED, DRY_RUN = (
     *("running", "done", "failed", "stopped", "died", "dry run"),
@@ -76,9 +76,7 @@ def _path(run_dir: Path) -> Path:
 def _write(run_dir: Path, record: Supervisor) -> None:
     path = _path(run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".supervisor.json.{os.getpid()}")
-    temporary.write_text(json.dumps(asdict(record)))
-    temporary.replace(path)
+    replace_text(path, json.dumps(asdict(record)))
 
 
 def supervisor_of(run_dir: Path) -> Supervisor | None:

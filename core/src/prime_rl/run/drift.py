@@ -105,6 +105,27 @@ def check_lora(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
+def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
+    """Refuse an optimizer whose state the checkpoint does not hold.
+
+    ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if it is another one, or has
+    come to a momentum. ``sign_sgd`` needs no state, and a momentum may be given up.
+    """
+    theirs, ours = (_kind(config.get("trainer", {}).get("optim", {})) for config in (before, now))
+    given_up = (theirs, ours) == ("sgd with momentum", "sgd")
+    if theirs != ours != "sign_sgd" and not given_up:
+        raise ConfigError(
+            f"--resume: the checkpoint has the state of {theirs}, and [trainer.optim] says {ours}. "
+            f'Set it back, or start a new run from its weights: model.name = "{weights}".'
+        )
+
+
+def _kind(optim: Mapping[str, Any]) -> str:
+    """Whose state it is."""
+    kind = str(optim.get("type", "adamw"))
+    return "sgd with momentum" if kind == "sgd" and optim.get("momentum") else kind
+
+
 def _model_config(folder: Path) -> dict[str, Any] | None:
     try:
         config = json.loads((folder / "config.json").read_text())

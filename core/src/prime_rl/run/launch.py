@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -61,6 +62,19 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         """The policy version that engines have when they have loaded ``model_path``. A base without
         its adapter is the policy that the run began with."""
         return 0 if self.adapter else self.first_step - 1
+
+    def began_with(self, run_dir: Path) -> int:
+        """The policy version that the first attempt at this run began with: 0, or that of another
+        run's checkpoint."""
+        attempts = {
+            int(number): path
+            for path in run_dir.glob("configs/launch.attempt_*.json")
+            if (number := path.stem.rpartition("_")[2]).isdecimal()
+        }
+        if not attempts:
+            return self.first_step - 1
+        first = msgspec.json.decode(attempts[min(attempts)].read_bytes(), type=dict[str, Any])
+        return int(first.get("first_step", 1)) - 1
 
     def write(self, run_dir: Path) -> None:
         """Save it in the run directory."""

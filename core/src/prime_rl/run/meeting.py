@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prime_rl.run.status import replace_text
+
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 60.0
 """Without a beat, after which the other side is taken for dead: a shared disk may stall a while."""
@@ -83,10 +85,8 @@ def read(path: Path, kind: type[Record]) -> Record | None:
 
 
 def write(path: Path, record: Open | Agent | Order) -> None:
-    """Replace a file whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(asdict(record)))
-    temporary.replace(path)
+    """Replace a file whole; on a full disk too, if it is there already: the beat goes on."""
+    replace_text(path, json.dumps(asdict(record)))
 
 
 def claim(path: Path) -> bool:

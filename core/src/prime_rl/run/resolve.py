@@ -70,6 +70,7 @@ def check(config: RunConfig) -> Hooks:
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
     check_engine(config, hooks)
     _check_deployment(config, hooks)
+    _check_broadcast(config)
     _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
     for label in ("train", "eval"):
         for number, env in enumerate(getattr(orchestrator, label).env):
@@ -104,7 +105,37 @@ def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
     gpus = gpus_of(config, build_launcher(config, hooks))
     num_ranks(config, gpus)
     if config.inference.base_url is None:
-        check_shares(gpus, build_engine(config, hooks).num_gpus)
+        engine = build_engine(config, hooks)
+        check_shares(gpus, engine.num_gpus)
+        _check_precision(config, engine.dtype)
+
+
+def _check_precision(config: RunConfig, served: str | None) -> None:
+    """Weights lose nothing on their way that the engine would keep."""
+    if config.trainer.publish_dtype == "bfloat16" and served not in (None, "bfloat16"):
+        name = config.inference.engine
+        raise ConfigError(
+            f"trainer.publish_dtype is 'bfloat16', and inference.{name}.dtype is {served!r}: the "
+            "engine would serve weights of less precision than it computes in. Set both to "
+            "'bfloat16', or leave publish_dtype out."
+        )
+
+
+def _check_broadcast(config: RunConfig) -> None:
+    """Weights can go the way they should."""
+    way = config.weight_broadcast.type
+    if way == "filesystem":
+        return
+    for where, is_so, why in (
+        ("trainer.lora", config.trainer.lora is not None, "adapters are published as files"),
+        ("deployment.colocated", config.deployment.colocated, "engines that wake read files"),
+        ("trainer.device", way == "nccl" and config.trainer.device == "cpu", "NCCL needs GPUs"),
+    ):
+        if is_so:
+            raise ConfigError(
+                f"weight_broadcast.type is {way!r}, which does not go with {where}: {why}. Set it "
+                "to 'filesystem', or change the other."
+            )
 
 
 def _check_elsewhere(config: RunConfig) -> None:

@@ -30,6 +30,7 @@ from prime_rl.run.directory import make_run_dir, new_attempt, runs_of, write_con
 from prime_rl.run.drift import (
     check_lora,
     check_model,
+    check_optimizer,
     config_drift,
     installed_versions,
     version_drift,
@@ -62,6 +63,7 @@ def plan(config: RunConfig, what: str) -> Plan:
     now = config.model_dump(mode="json")
     check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
     check_lora(progress["config"], now)
+    check_optimizer(progress["config"], now, checkpoint.weights)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
     drift = config_drift(progress["config"], now)
     drift += version_drift(progress["plugins"], installed_versions())
@@ -70,13 +72,17 @@ def plan(config: RunConfig, what: str) -> Plan:
 
 
 def begin(config: RunConfig, chosen: Plan) -> tuple[Path, Checkpoint]:
-    """The run directory, ready to go on from the checkpoint in it. The caller holds its lock."""
+    """The run directory, ready to go on from the checkpoint in it. The caller holds its lock.
+    Raises ``ConfigError`` if the disk refuses."""
     if chosen.run_dir is None:
         run_dir = make_run_dir(config)
         return run_dir, copy(chosen.checkpoint, run_dir)
-    rewind(chosen.run_dir, chosen.checkpoint.step)
-    new_attempt(chosen.run_dir)
-    write_config(chosen.run_dir, config)
+    try:
+        rewind(chosen.run_dir, chosen.checkpoint.step)
+        new_attempt(chosen.run_dir)
+        write_config(chosen.run_dir, config)
+    except OSError as error:
+        raise ConfigError(f"--resume: cannot make {chosen.run_dir} ready: {error}") from error
     return chosen.run_dir, chosen.checkpoint
 
 
@@ -118,7 +124,9 @@ def _read_progress(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """Have a run forget what it did after step ``step``."""
+    """Have a run forget what it did after step ``step``. Its later checkpoints first: cut off in
+    between, the next attempt begins where this one was to."""
+    _abandon(run_dir, step)
     for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
     for folder in ("broadcasts", "rollouts", "token_exports"):
@@ -126,7 +134,6 @@ def rewind(run_dir: Path, step: int) -> None:
     _remove_steps(run_dir / "rollouts_wire", lambda n: True)
     for path in (run_dir / "status").glob("*.json"):
         path.unlink()
-    _abandon(run_dir, step)
 
 
 def _cut(path: Path, step: int) -> None:

@@ -6,9 +6,11 @@ reporter never blocks.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -48,13 +50,36 @@ class Status:
         waiting_for: str | None = None,
         **detail: float | str,
     ) -> None:
-        """Replace the report atomically: a reader sees the old one or the new one, whole."""
+        """Replace the report atomically: a reader sees the old one or the new one, whole.
+
+        Never fails: what a process does matters more than what it says.
+        """
         self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
-        if self.path is None:
-            return
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(self.last)))
-        temporary.replace(self.path)
+        if self.path is not None:
+            with suppress(OSError):
+                replace_text(self.path, json.dumps(asdict(self.last)))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file whole. Raises ``OSError``.
+
+    On a full disk the text goes where the file's bytes lie, for which there is room, so that it can
+    still be said what everybody waits for. Spaces fill what it leaves of them: one call, and no
+    reader sees half of each.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        temporary.replace(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
+            raise
+        temporary.unlink(missing_ok=True)
+        file = os.open(path, os.O_WRONLY)
+        try:
+            os.write(file, text.encode().ljust(path.stat().st_size))
+        finally:
+            os.close(file)
 
 
 def read_status(path: Path) -> StatusReport | None:

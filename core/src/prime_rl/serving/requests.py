@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from prime_rl.broadcast.meeting import Meeting
 from prime_rl.serving.errors import RequestError
 
 MAX_ALTERNATIVES = 20
@@ -85,6 +86,8 @@ class UpdateBody(msgspec.Struct, kw_only=True):
     weight_dir: str
     version: int | None = None
     """None: one more than the current version."""
+    meeting: Meeting | None = None
+    """Where the trainer passes them on from its memory; ``weight_dir`` has no files then."""
 
 
 @dataclass(frozen=True)

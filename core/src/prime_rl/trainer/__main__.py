@@ -5,13 +5,16 @@ does in ``<run>/status/trainer.json``. Ends with code 0 within a second of SIGTE
 doing.
 
 One of several ranks is told so in its environment (``agent.py``). Rank 0 speaks for all; the others
-say, after their number, what is theirs alone, and why they fail.
+say, after their number, what is theirs alone, and why they fail. One that fails, or is asked to
+end, leaves at once with a code of its own (``place.py``): the others may wait for it in a
+collective, and threads of its own for them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,13 +30,16 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import LOSS, collect, select, settings_of
 from prime_rl.run.launch import PARENT_PID, Launch
-from prime_rl.run.processes import exit_with_parent
-from prime_rl.run.status import DONE, Status
-from prime_rl.trainer.place import Place
+from prime_rl.run.processes import exit_with_parent, lasting_imports
+from prime_rl.run.status import DONE, Status, read_status
+from prime_rl.trainer.place import ENDED, FAILED, FOLLOWED, Place
 
 logger = logging.getLogger("prime_rl.trainer")
 
 GRACE_SECONDS = 0.5
+LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
+"""What gloo and NCCL say when the process at the other end is gone."""
+GONE = "another rank has ended; the trainer's log says how"
 
 
 def main(arguments: list[str]) -> int:
@@ -44,21 +50,48 @@ def main(arguments: list[str]) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is the parent, not who started it
         os.environ.pop(PARENT_PID, None)
     exit_with_parent()
-    exit_on_signal()
-    run_dir = Path(arguments[0])
     place = Place.of_process()
+    exit_on_signal(0 if place.size == 1 else ENDED)
+    run_dir = Path(arguments[0])
     told = Status(run_dir / "status" / "trainer.json")
     try:
         run(run_dir, told if place.rank == 0 else Status(None), place)
-    except PrimeRLError as error:
-        logger.error("%s", error)
-        told.report("failed", error=str(error))
-        return 1
-    except Exception as error:  # ours to mend: with its traceback
-        logger.exception("the trainer failed")
-        told.report("failed", error=f"{type(error).__name__}: {error}")
-        return 1
+    except Exception as error:
+        code = tell(error, told, place)
+        if place.size > 1:
+            leave(code)
+        return code
     return 0
+
+
+def tell(error: Exception, told: Status, place: Place) -> int:
+    """Log why the trainer fails and write it into its status; the exit code.
+
+    The first of several ranks has the word: what the others meet is likely to come of it. One that
+    was killed says nothing itself; ``agent.py`` does.
+    """
+    reason = str(error) if isinstance(error, PrimeRLError) else f"{type(error).__name__}: {error}"
+    before = read_status(told.path) if told.path and place.size > 1 else None
+    first = before is None or before.state != "failed"
+    followed = not first or (place.size > 1 and LOST.search(reason) is not None)
+    if followed:
+        logger.error("another rank has ended, and so this one cannot go on: %.200s", reason)
+    elif isinstance(error, PrimeRLError):
+        logger.error("%s", reason)
+    else:  # ours to mend: with its traceback
+        logger.error("the trainer failed", exc_info=error)
+    if first:
+        told.report("failed", error=GONE if followed else reason)
+    return FOLLOWED if followed else FAILED
+
+
+def leave(code: int) -> NoReturn:
+    """End this process now, whatever its threads and the libraries' clean-up wait for."""
+    try:
+        logging.shutdown()
+        sys.stderr.flush()
+    finally:  # their disk may be full
+        os._exit(code)
 
 
 def run(run_dir: Path, status: Status, place: Place) -> None:
@@ -70,10 +103,11 @@ def run(run_dir: Path, status: Status, place: Place) -> None:
     place.check(launch.num_ranks)
     config.trainer.check_ranks(place.size)
     status.report("importing torch")
-    import torch
+    with lasting_imports():
+        import torch
 
-    from prime_rl.trainer import parallel
-    from prime_rl.trainer.model import choose_device, model_folder
+        from prime_rl.trainer import parallel
+        from prime_rl.trainer.model import choose_device, model_folder
 
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
@@ -112,7 +146,13 @@ def train_here(
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
     try:
-        train(trainer, receiver, run_dir, launch.first_step, status, checkpointer)
+        train(
+            *(trainer, receiver, run_dir, launch.first_step, status, checkpointer),
+            config.weight_broadcast,
+        )
+    except Exception as error:
+        checkpointer.rescue(error)
+        raise
     finally:
         receiver.close()
     finish(trainer, model_path, run_dir, status)
@@ -137,8 +177,8 @@ def make_loss(config: RunConfig) -> Loss:
     return loss_class(settings_of(loss_class, LOSS, table.settings, "trainer.loss"))
 
 
-def exit_on_signal() -> None:
-    """End with code 0 on SIGTERM and SIGINT.
+def exit_on_signal(code: int = 0) -> None:
+    """End with ``code`` on SIGTERM and SIGINT.
 
     Python runs signal handlers between byte codes of the main thread, and one backward pass may
     keep it for long. So a second thread hears of the signal too, and ends the process if the first
@@ -148,21 +188,17 @@ def exit_on_signal() -> None:
     heard, told = socket.socketpair()
     told.setblocking(False)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _exit)
+        signal.signal(number, lambda *_: os._exit(code) if code else sys.exit(0))
     signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_insist, args=(heard, told), daemon=True).start()
+    threading.Thread(target=_insist, args=(code, heard, told), daemon=True).start()
 
 
-def _exit(*_: object) -> NoReturn:
-    sys.exit(0)
-
-
-def _insist(heard: socket.socket, told: socket.socket) -> None:
+def _insist(code: int, heard: socket.socket, told: socket.socket) -> None:
     """``told`` comes along to stay open."""
     while heard.recv(1)[0] not in (signal.SIGTERM, signal.SIGINT):
         pass
     time.sleep(GRACE_SECONDS)
-    os._exit(0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from prime_rl.run.launch import NODE_ADDRESS, PARENT_PID
-from prime_rl.run.processes import exit_with_parent
+from prime_rl.run.processes import exit_with_parent, lasting_imports
 from prime_rl.trainer.place import STORE
 
 TICK_SECONDS = 0.1
+LINGER_SECONDS = 60.0
+"""How long some ranks may go on when others are done: all end with the same collective."""
 GRACE_SECONDS = 5.0
 """Between asking a rank to end and making it."""
 MODULE = "prime_rl.trainer"
@@ -55,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_torchrun(options: argparse.Namespace) -> int:
     """This machine's ranks by torchrun. Raises what torchrun raises when one fails."""
-    from torch.distributed.run import main as torchrun
+    with lasting_imports():
+        from torch.distributed.run import main as torchrun
 
     address = os.environ.get(NODE_ADDRESS)  # else torchrun looks up our name: it may lead nowhere
     torchrun(
@@ -97,21 +100,41 @@ def _start(run_dir: Path, rank: int, num_ranks: int, store: str) -> subprocess.P
 
 def _watch(ranks: Sequence[subprocess.Popen[bytes]], told: Callable[[], bool]) -> int:
     """Until all are done, one fails, or we are asked to end."""
+    deadline: float | None = None
     while not told():
         codes = [process.poll() for process in ranks]
-        if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
-            code, rank = min(failed)  # one that was killed: the others may have failed without it
-            print(f"trainer rank {rank} of {len(ranks)} {_how(code)}", file=sys.stderr)
-            return 1
+        if any(codes):
+            time.sleep(TICK_SECONDS)  # those that fail without it may have been quicker
+            return 0 if told() else _say([process.poll() for process in ranks])
         if all(code == 0 for code in codes):
             return 0
+        if 0 in codes:
+            deadline = deadline or time.monotonic() + LINGER_SECONDS
+            if time.monotonic() > deadline:
+                done, left = codes.index(0), codes.index(None)
+                print(f"trainer rank {done} is done, and rank {left} does not end", file=sys.stderr)
+                return 1
         time.sleep(TICK_SECONDS)
     return 0
 
 
+def _say(codes: Sequence[int | None]) -> int:
+    """Name the rank that failed; not 0. One that a signal ended counts before those that exited,
+    which may have failed without it."""
+    failed = [(-_signal(code), code, rank) for rank, code in enumerate(codes) if code]
+    *_, code, rank = min(failed)
+    print(f"trainer rank {rank} of {len(codes)} {_how(code)}", file=sys.stderr)
+    return 1
+
+
+def _signal(code: int) -> int:
+    """Which signal ended a process, or made it end itself (code 128 + N); 0: none."""
+    return -code if code < 0 else max(0, code - 128)
+
+
 def _how(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
+    if number := _signal(code):
+        return f"was ended by {signal.Signals(number).name}"
     return f"exited with code {code}"
 
 

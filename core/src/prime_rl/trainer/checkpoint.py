@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PUBLISHED = ".published"
+"""The folder of an unfinished checkpoint that keeps the weights until they are laid out."""
+KEEP_WAITS: Sequence[float] = (1, 5)
+"""Seconds between attempts to begin a checkpoint, for which training waits."""
+RESCUE_SECONDS = 60.0
+"""How long a trainer that fails waits for a checkpoint that is being written."""
+
 FAILED = (Exception, CheckpointException)
 """What torch.distributed.checkpoint raises: the second is no ``Exception``."""
 
@@ -59,31 +67,39 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
+    def is_due(self, step: int, max_steps: int) -> bool:
+        """Whether ``save`` will write a checkpoint."""
+        return self._config is not None and self._config.is_due(step, max_steps)
+
     def save(self, trainer: Trainer, step: int, published: Path, status: Status) -> None:
         """After step ``step``, if one is due: copy the state and write it in the background.
 
         ``published`` is the folder with the weights of the step. Waits for the checkpoint before.
         """
-        if self._config is None or not self._config.is_due(step, trainer.max_steps):
+        if self._config is None or not self.is_due(step, trainer.max_steps):
             return
         self.wait(status)
+        keep = partial(parallel.on_main, partial(self._keep_weights, step, published))
         try:
-            parallel.on_main(partial(self._keep_weights, step, published))
+            parallel.on_main(partial(self._check_orchestrators_part, step))
+            persist(keep, f"begin the checkpoint of step {step}", KEEP_WAITS, status)
         except (OSError, WeightsError) as error:
-            logger.error("step %d: no checkpoint: %s", step, error)
+            self._give_up(step, error)
             return
         state = snapshot(trainer, step)
         config = trainer.model.config
         self._pending = self._thread.submit(self._write, step, state, config, self._config)
 
-    def _keep_weights(self, step: int, published: Path) -> None:
-        """Before the broadcast is deleted. Raises ``OSError``."""
+    def _check_orchestrators_part(self, step: int) -> None:
         target = unfinished(self._run_dir, step)
         if not target.progress.exists():
             raise FileNotFoundError(
                 f"the orchestrator's part is not in {target.orchestrator} (its log says why)"
             )
-        kept = target.directory / ".published"
+
+    def _keep_weights(self, step: int, published: Path) -> None:
+        """Before the broadcast is deleted. Raises ``OSError``."""
+        kept = unfinished(self._run_dir, step).directory / PUBLISHED
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
         for file in published.iterdir():
@@ -98,20 +114,31 @@ class Checkpointer:
             self._pending.result()
             self._pending = None
 
+    def rescue(self, error: Exception) -> None:
+        """The trainer is about to end because of ``error``: what is being written may yet become a
+        checkpoint. No thread of another rank waits for what has failed here."""
+        if self._pending is not None and not self._pending.done():
+            logger.error("%s. Up to %.0f s for the checkpoint begun", error, RESCUE_SECONDS)
+            wait([self._pending], RESCUE_SECONDS)
+
     def _write(self, step: int, state: dict[str, Any], config: Any, ckpt: CkptConfig) -> None:
         try:
             doing = f"write the checkpoint of step {step}"
             persist(lambda: self._attempt(step, state, config), doing, CHECKPOINT_WAITS)
-        except Exception:  # the run goes on; the checkpoint before is as it was
-            logger.exception("step %d: no checkpoint", step)
-            if parallel.rank() == 0:
-                shutil.rmtree(unfinished(self._run_dir, step).directory, ignore_errors=True)
+        except Exception as error:  # the run goes on; the checkpoint before is as it was
+            self._give_up(step, error)
             return
         try:
             if parallel.rank() == 0:
                 retain(self._run_dir, ckpt, self._in_use)
         except OSError as error:
             logger.error("cannot delete old checkpoints: %s", error)
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        trace = None if isinstance(error, OSError | WeightsError) else error
+        logger.error("step %d: no checkpoint: %s", step, error, exc_info=trace)
+        if parallel.rank() == 0:
+            shutil.rmtree(unfinished(self._run_dir, step).directory, ignore_errors=True)
 
     def _attempt(self, step: int, state: dict[str, Any], config: Any) -> None:
         """Every rank at the same time; all raise if one fails."""
@@ -133,15 +160,18 @@ class Checkpointer:
     def _lay_out(self, step: int, config: Any) -> None:
         """Folders, and all but the ranks' shards."""
         target = unfinished(self._run_dir, step)
-        for folder in (target.trainer, target.weights):
+        kept = target.directory / PUBLISHED
+        # Without what was kept an attempt has failed at the last moment, and the weights are there.
+        for folder in (target.trainer, target.weights) if kept.exists() else (target.trainer,):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
-        copy_model_files(config, self._model_path, target.weights)
-        for file in (target.directory / ".published").iterdir():
-            link_or_copy(file, target.weights / file.name)
+        if kept.exists():
+            copy_model_files(config, self._model_path, target.weights)
+            for file in kept.iterdir():
+                link_or_copy(file, target.weights / file.name)
 
     def _complete(self, step: int) -> None:
-        shutil.rmtree(unfinished(self._run_dir, step).directory / ".published")
+        shutil.rmtree(unfinished(self._run_dir, step).directory / PUBLISHED, ignore_errors=True)
         logger.info("step %d: checkpoint %s", step, complete(self._run_dir, step).directory)
 
 

@@ -89,7 +89,12 @@ def model_cost(model: PreTrainedModel) -> Cost | None:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = {id(each) for module in (embedding, head) for each in module.parameters()}
-    matrices = [each for each in model.parameters() if each.dim() == 2 and id(each) not in ends]
+    matrices = [
+        each
+        for name, each in model.named_parameters()
+        # PEFT keeps what it replaced (modules_to_save) beside what takes its place.
+        if each.dim() == 2 and id(each) not in ends and ".original_module." not in name
+    ]
     return Cost(
         per_token=float(sum(_share(each) * each.numel() for each in matrices)),
         per_target=float(_share(head.weight) * head.weight.numel()),

@@ -34,8 +34,9 @@ PARTS = {
     "time/wait_for_batch": "waiting for the orchestrator's batch",
     "time/forward_backward": "forward and backward",
     "time/broadcast_weights": "publishing the weights",
+    "time/save_ckpt": "handing over a checkpoint",
 }
-"""Where a step's time can go, and how to say it."""
+"""Where a step's time can go, and how to say it. A checkpoint waits for the one before it."""
 
 
 class SlowSteps:
@@ -43,17 +44,34 @@ class SlowSteps:
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=WINDOW)
+        self._told = 0
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """What to say of a step that took ``SLOW_FACTOR`` times the median; None: nothing."""
-        seconds = metrics["time/step"]
-        usual = median(self._seconds) if len(self._seconds) >= MIN_STEPS else None
+        seconds, usual = metrics["time/step"], self._usual
         self._seconds.append(seconds)
         if usual is None or seconds < SLOW_FACTOR * usual:
             return None
         parts = sorted(((metrics.get(name, 0.0), text) for name, text in PARTS.items()))
         spent = ", ".join(f"{took:.1f} s {text}" for took, text in reversed(parts))
         return f"step {step} took {seconds:.1f} s, the median is {usual:.1f} s: {spent}"
+
+    def waiting(self, step: int, seconds: float) -> None:
+        """The batch of ``step`` has been awaited for so long. What takes longer than it should is
+        said once, while it lasts: nobody knows whether it will ever end."""
+        usual = self._usual
+        if usual is None or seconds < SLOW_FACTOR * usual or self._told == step:
+            return
+        self._told = step
+        logger.warning(
+            "step %d: waiting for the orchestrator's batch for %.1f s, and a step takes %.1f s "
+            "(median). Its status and log say what it waits for.",
+            *(step, seconds, usual),
+        )
+
+    @property
+    def _usual(self) -> float | None:
+        return median(self._seconds) if len(self._seconds) >= MIN_STEPS else None
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,13 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from prime_rl.config.broadcast import WeightBroadcastConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.base import Loss
 from prime_rl.plugins.errors import RunError, WireError
 from prime_rl.run.status import Status
 from prime_rl.trainer import parallel
+from prime_rl.trainer.broadcaster import Broadcaster
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.counts import Counts, count_members
 from prime_rl.trainer.disk import PUBLISH_WAITS, persist
@@ -214,32 +216,40 @@ def train(
     first_step: int,
     status: Status,
     checkpointer: Checkpointer | None = None,
+    broadcast: WeightBroadcastConfig | None = None,
 ) -> None:
     """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number."""
-    publisher = Publisher(run_dir / "broadcasts", trainer.config.keep_broadcasts)
+    config = trainer.config
+    publisher = Publisher(run_dir / "broadcasts", config.keep_broadcasts, config.publish_dtype)
+    broadcaster = Broadcaster(
+        trainer.model, publisher, broadcast or WeightBroadcastConfig(), trainer.device, status
+    )
     metrics_file = MetricsFile(run_dir / "trainer.jsonl")
     slow = SlowSteps()
-    saving = 0.0
+    saving = passing_on = 0.0
     trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
-        micro_batches = wait_for_batch(receiver, step, status)
+        micro_batches = wait_for_batch(
+            receiver, step, status, broadcaster.all_have, partial(slow.waiting, step)
+        )
         received = time.perf_counter()
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, partial(_report_training, status, step))
         trained = time.perf_counter()
         status.report("publishing weights", step=step)
-        write = partial(publisher.write, trainer.model, step)
-        persist(write, f"publish weights version {step}", PUBLISH_WAITS, status)
+        due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
+        last = step == trainer.max_steps
+        broadcaster.prepare(step, exact=due, last=last)
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
         metrics |= {
             "time/wait_for_batch": received - started,
-            "time/broadcast_weights": written - trained,
-            "time/step": written - started,
+            "time/broadcast_weights": written - trained + passing_on,
+            "time/step": written - started + passing_on,
             "time/save_ckpt": saving,
             "time/offload": moving,
-            "perf/broadcast_mib": publisher.size(step),
+            "perf/broadcast_mib": broadcaster.size(step),
             **disk_metrics(run_dir),
         }
         if parallel.rank() == 0:
@@ -248,11 +258,13 @@ def train(
             announce = partial(publisher.announce, step)
             persist(announce, f"announce weights version {step}", PUBLISH_WAITS, status)
         logger.info("%s", console_line(step, trainer.max_steps, metrics))
+        passing_on = 0.0 if last else broadcaster.pass_on()
         announced = time.perf_counter()
         if checkpointer is not None:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)
-        saving = time.perf_counter() - announced  # told with the next step
-        if warning := slow.observe(step, metrics):
+        saving = time.perf_counter() - announced  # told with the next step, as passing_on is
+        whole = {"time/step": metrics["time/step"] + saving, "time/save_ckpt": saving}
+        if warning := slow.observe(step, metrics | whole):
             logger.warning("%s", warning)
     if checkpointer is not None:
         checkpointer.wait(status)
@@ -262,11 +274,22 @@ def _report_training(status: Status, step: int, share: float) -> None:
     status.report("training", progress=share, step=step)
 
 
-def wait_for_batch(receiver: Receiver, step: int, status: Status) -> list[MicroBatch]:
-    """The micro batches of step ``step``. Raises ``WireError`` if another step's come."""
+def wait_for_batch(
+    receiver: Receiver,
+    step: int,
+    status: Status,
+    all_have: Callable[[bool], bool] = bool,
+    waited: Callable[[float], None] = lambda seconds: None,
+) -> list[MicroBatch]:
+    """The micro batches of step ``step``. ``all_have``, told now and then whether we have ours,
+    says whether every rank has; ``waited`` is told for how long. Raises ``WireError`` if another
+    step's come."""
+    started = time.perf_counter()
     status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
-    while (frame := receiver.receive(WAIT_SECONDS)) is None:
-        pass
+    frame = receiver.receive(WAIT_SECONDS)
+    while not all_have(frame is not None) or frame is None:
+        waited(time.perf_counter() - started)
+        frame = receiver.receive(WAIT_SECONDS) if frame is None else frame
     found, micro_batches = decode_batch(frame)
     if found != step:
         raise WireError(

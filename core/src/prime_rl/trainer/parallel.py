@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from prime_rl.plugins.errors import ConfigError, WeightsError
 from prime_rl.trainer.place import STORE, Place
@@ -41,7 +42,11 @@ it: whoever started the ranks ends the others."""
 
 @contextmanager
 def joined(place: Place, device: torch.device) -> Iterator[None]:
-    """Together with the other ranks: tensors of a GPU go by NCCL, those of the host by gloo."""
+    """Together with the other ranks: tensors of a GPU go by NCCL, those of the host by gloo.
+
+    After an error nothing is taken down: that would wait for ranks that wait for us. Who fails ends
+    its process (``__main__.leave``).
+    """
     if place.size == 1:
         yield
         return
@@ -56,7 +61,7 @@ def joined(place: Place, device: torch.device) -> Iterator[None]:
         timeout=TIMEOUT,
     )
     yield
-    dist.destroy_process_group()  # not after an error: the others may wait for us for ever
+    dist.destroy_process_group()
 
 
 def _local_store(place: Place) -> Any:
@@ -64,7 +69,9 @@ def _local_store(place: Place) -> Any:
     if sys.platform == "linux":
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-    return dist.FileStore(os.environ[STORE], place.size)  # type: ignore[attr-defined]
+    store = dist.FileStore(os.environ[STORE], place.size)  # type: ignore[attr-defined]
+    store.set_timeout(TIMEOUT)  # else 300 s: who reads a large model from a slow disk comes later
+    return store
 
 
 def several_ranks() -> bool:
@@ -115,29 +122,39 @@ def barrier(group: Group = None) -> None:
 def on_main(action: Callable[[], object], group: Group = None) -> None:
     """Rank 0 acts and the others wait; all raise if it fails: ``WeightsError`` for what a disk may
     refuse, so that all try again or none does."""
+    on_all(action if rank() == 0 else lambda: None, group)
+
+
+def on_all(action: Callable[[], object], group: Group = None) -> None:
+    """Every rank acts, without talking to others; all raise if one fails, as ``on_main`` says."""
     error = None
-    if rank() == 0:
-        try:
-            action()
-        except Exception as raised:  # the others wait for us, in a thread perhaps
-            error = raised
+    try:
+        action()
+    except Exception as raised:  # the others wait for us, in a thread perhaps
+        error = raised
     _agree(error, group)
 
 
 def stream_to_main(
-    tensors: Mapping[str, Tensor], use: Callable[[Iterator[Tensor]], object]
+    tensors: Mapping[str, Tensor],
+    use: Callable[[Iterator[Tensor]], object],
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Rank 0 uses the whole tensors, one at a time, on the host; all raise if that fails.
+    """Rank 0 uses the whole tensors, one at a time; all raise if that fails.
 
-    Gathering one takes every rank. So when ``use`` fails the rest is gathered for nothing. Where
-    gathering itself fails (no memory) ranks are out of step: that error ends the rank.
+    They come on ``device`` (None: the host). ``dtype``: what floats are rounded to before they
+    travel (None: nothing is). Gathering one takes every rank. So when ``use`` fails the rest is
+    gathered for nothing. Where gathering itself fails (no memory) ranks are out of step: that error
+    ends the rank.
     """
     broken: list[Exception] = []
 
     def gathered() -> Iterator[Tensor]:
         for tensor in tensors.values():
             try:
-                whole = _whole(tensor)
+                whole = _whole(tensor, device or torch.device("cpu"), dtype)
             except Exception as raised:
                 broken.append(raised)
                 raise
@@ -157,21 +174,63 @@ def stream_to_main(
     _agree(error)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _whole(tensor: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    tensor = tensor.detach()
+    if dtype is not None and tensor.is_floating_point():
+        tensor = tensor.to(dtype)
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    return tensor.detach().cpu().contiguous() if rank() == 0 else tensor
+    return tensor.to(device).contiguous() if rank() == 0 else tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a tensor's elements, in row-major order."""
+
+    values: Tensor
+    """[elements]"""
+    start: int
+    """How many come before them."""
+
+
+def own_part(tensor: Tensor) -> Part | None:
+    """What this rank contributes to the whole: every element is in one rank's part. Of a tensor
+    that all hold, rank 0's; replicas of a shard divide it among themselves.
+
+    None, on every rank, for a tensor whose shards are no runs of elements: it has to be gathered.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        values = tensor.reshape(-1)
+        return Part(values if rank() == 0 else values[:0], 0)
+    placements, mesh = tensor.placements, tensor.device_mesh
+    shards = [p for p in placements if type(p) is not Replicate]
+    by_rows = not shards or (len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0)
+    if not by_rows or mesh.size() != num_ranks():
+        return None
+    rows, values = max((1, *tensor.shape[:1])), tensor.to_local().reshape(-1)
+    start, replica, replicas = 0, 0, 1
+    place = mesh.get_coordinate() or ()
+    for placement, size, index in zip(placements, mesh.shape, place, strict=True):
+        if type(placement) is Replicate:
+            replica, replicas = replica * size + index, replicas * size
+        else:  # as torch.chunk cuts: the last parts may have fewer rows, or none
+            start = min(index * -(-rows // size), rows) * (tensor.numel() // rows)
+    first, last = (len(values) * n // replicas for n in (replica, replica + 1))
+    return Part(values[first:last], start + first)
 
 
 def _agree(error: Exception | None, group: Group = None) -> None:
-    """Raise rank 0's error on every rank."""
+    """Raise on every rank if one has an error: its own, or that of the first other one that has.
+    What trying again does not mend counts before what a disk refuses."""
     refused = isinstance(error, (OSError, WeightsError))
-    said = gather(None if error is None else [refused, str(error)], group)[0]
-    if error is not None:
+    all_said = gather(None if error is None else [refused, str(error)], group)
+    said = [(number, *each) for number, each in enumerate(all_said) if each is not None]
+    lasting = [each for each in said if not each[1]]
+    if error is not None and not (refused and lasting):
         raise error
-    if said is not None:
-        refused, text = said
-        raise WeightsError(text) if refused else RuntimeError(f"rank 0: {text}")
+    for number, may_be_mended, text in lasting or said:
+        raise (WeightsError if may_be_mended else RuntimeError)(f"rank {number}: {text}")
 
 
 def full(tensor: Tensor) -> Tensor:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import dataclass
 
 from prime_rl.plugins.errors import ConfigError
 
 STORE = "PRIME_RL_RANKS_STORE"
 """Environment variable with the file through which the ranks of one machine find one another."""
+
+FAILED, FOLLOWED, ENDED = 1, 3, 128 + signal.SIGTERM
+"""Exit codes of a rank: it failed; it failed because another had, or after it; it was asked to
+end."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ the like before it aside); of a loss that does not tell they are null.
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,6 @@ import numpy as np
 from torch import Tensor
 
 from prime_rl.config.trainer import TokenExportConfig
-from prime_rl.plugins.errors import RunError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.counts import COMPONENTS, members
 from prime_rl.trainer.loss_metrics import Call
@@ -29,6 +29,8 @@ from prime_rl.trainer.token_columns import Column, token_columns
 from prime_rl.trainer.token_files import Exported, JsonLines, Parquet, Writer
 from prime_rl.trainer.weights import STABLE
 from prime_rl.wire.micro_batch import MicroBatch
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 
@@ -46,32 +48,27 @@ class TokenExport:
     directory: Path
 
     def begin(self, step: int) -> StepExport | None:
-        """A step's file, made anew; None: it is not this step's turn. Raises ``RunError`` if the
-        disk refuses."""
+        """A step's file, made anew; None: it is not this step's turn."""
         if step % self.config.interval:
             return None
         rank = parallel.rank()
         directory = self.directory / f"step_{step}"
-        path = directory / f"rank_{rank}.{self.config.format}"
-        try:
-            if rank == 0:  # what an earlier attempt may have left
-                shutil.rmtree(directory, ignore_errors=True)
-            parallel.barrier()
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _refused(step, path, error) from error
-        writer = JsonLines(path) if self.config.format == "jsonl" else Parquet(path)
-        return StepExport(step, rank, path, writer)
+        if rank == 0:  # what an earlier attempt may have left
+            shutil.rmtree(directory, ignore_errors=True)
+        parallel.barrier()
+        return StepExport(step, rank, directory / f"rank_{rank}.{self.config.format}")
 
 
 class StepExport:
-    """The export of one step."""
+    """The export of one step. If the disk refuses it is left out, and the run goes on."""
 
-    def __init__(self, step: int, rank: int, path: Path, writer: Writer) -> None:
+    def __init__(self, step: int, rank: int, path: Path) -> None:
         self.step, self.rank, self.path = step, rank, path
-        self._writer = writer
+        self._writer: Writer
+        self._refused: str | None = None
         self._micro_step = 0
         self._num_sequences = 0
+        self._try(self._open)
 
     def add(
         self,
@@ -81,25 +78,35 @@ class StepExport:
         entropies: Tensor,
         calls: Sequence[Call],
     ) -> None:
-        """One micro batch. Raises ``RunError`` if the disk refuses."""
+        """One micro batch."""
         columns = token_columns(micro_batch, row, logprobs, entropies, calls)
         exported = self._select(micro_batch, columns)
         self._micro_step += 1
         self._num_sequences += len(exported.facts)
-        try:
-            self._writer.write(exported)
-        except OSError as error:
-            raise _refused(self.step, self.path, error) from error
+        self._try(lambda: self._writer.write(exported))
 
     def finish(self) -> None:
         """Close the file, and mark the step as whole once every rank has."""
+        self._try(lambda: self._writer.close())
+        refused = [each for each in parallel.gather(self._refused) if each is not None]
+        if self.rank == 0 and not refused:
+            self._try(lambda: (self.path.parent / STABLE).touch())
+            refused = [each for each in (self._refused,) if each is not None]
+        if self.rank == 0 and refused:
+            logger.error("step %d: no token export, the run goes on: %s", self.step, refused[0])
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._writer = (JsonLines if self.path.suffix == ".jsonl" else Parquet)(self.path)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """Nothing more once the disk has refused."""
         try:
-            self._writer.close()
-            parallel.barrier()
-            if self.rank == 0:
-                (self.path.parent / STABLE).touch()
+            if self._refused is None:
+                action()
         except OSError as error:
-            raise _refused(self.step, self.path, error) from error
+            self._refused = f"cannot write {self.path}: {error}"
 
     def _select(self, micro_batch: MicroBatch, columns: Mapping[str, Column | None]) -> Exported:
         """The sequences with a member of any component."""
@@ -124,7 +131,3 @@ class StepExport:
             {name: None if c is None else c[tokens] for name, c in columns.items()},
             [0, *np.cumsum(lengths[chosen]).tolist()],
         )
-
-
-def _refused(step: int, path: Path, error: OSError) -> RunError:
-    return RunError(f"step {step}: cannot write the token export to {path}: {error}")

@@ -3,17 +3,18 @@
     <run>/broadcasts/step_3/model.safetensors   written beside, then renamed: whole or not there
     <run>/broadcasts/step_3/STABLE               last of all: engines may load version 3
 
-Rank 0 writes, tensor by tensor as the ranks gather them: no rank holds the whole model.
+All ranks write the one file together (``tensor_file.py``): no rank holds the whole model.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from prime_rl.model_files import ModelFiles
 from prime_rl.plugins.errors import WeightsError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.lora import adapter_tensors, lora_of
+from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
 
 STABLE = "STABLE"
 """Marker file of a version that is complete."""
@@ -34,29 +36,26 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf
 class Publisher:
     """Publishes one version after each step and keeps the last few."""
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(
+        self, directory: Path, keep: int, dtype: Literal["float32", "bfloat16"] = "float32"
+    ) -> None:
+        """``dtype``: what is published in (``trainer.publish_dtype``)."""
         self.directory = directory
         self.keep = keep
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else None
 
     def path(self, version: int) -> Path:
         """Where a version lies."""
         return self.directory / f"step_{version}"
 
-    def write(self, model: PreTrainedModel, version: int) -> None:
-        """Write a version without announcing it; every rank calls this. Raises ``WeightsError`` if
-        the disk refuses."""
+    def write(self, model: PreTrainedModel, version: int, exact: bool = False) -> None:
+        """Write a version without announcing it; every rank calls this. ``exact``: unrounded, as a
+        checkpoint keeps this one. Raises ``WeightsError`` if a disk refuses."""
         unfinished, final = self.directory / f".step_{version}", self.path(version)
-        tensors = published_tensors(model)
-
-        def save(stream: Iterator[Tensor]) -> None:
-            with _disk(f"write weights version {version}", final):
-                for leftover in (unfinished, final):
-                    shutil.rmtree(leftover, ignore_errors=True)
-                unfinished.mkdir(parents=True)
-                _save(model, unfinished, tensors, stream)
-                unfinished.rename(final)
-
-        parallel.stream_to_main(tensors, save)
+        with _disk(f"write weights version {version}", final):
+            parallel.on_main(partial(_clear, unfinished, final))
+            _save(model, unfinished, None if exact else self.dtype, flush=exact)
+            parallel.on_main(partial(_put, unfinished, final))
 
     def size(self, version: int) -> float:
         """Of a version that is written, in MiB; 0 where this machine does not see it."""
@@ -77,14 +76,33 @@ def weights_name(model: PreTrainedModel) -> str:
     return WEIGHTS if lora_of(model) is None else ADAPTER_WEIGHTS
 
 
+def _clear(unfinished: Path, final: Path) -> None:
+    """An empty folder to write into, and nothing where it will be; a version that is announced and
+    lacks its files stays."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if not (final / STABLE).exists():
+        shutil.rmtree(final, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _put(unfinished: Path, final: Path) -> None:
+    if not final.exists():
+        unfinished.rename(final)
+        return
+    for file in unfinished.iterdir():
+        file.replace(final / file.name)
+    unfinished.rmdir()
+
+
 def _save(
-    model: PreTrainedModel, directory: Path, like: Mapping[str, Tensor], stream: Iterator[Tensor]
+    model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None, flush: bool = False
 ) -> None:
-    lora = lora_of(model)
+    lora, tensors = lora_of(model), published_tensors(model)
     metadata = {} if lora is None else lora.metadata
-    write_safetensors(directory / weights_name(model), like, stream, metadata)
+    layout = lay_out(tensors, published_dtypes(model, tensors, dtype), metadata)
+    write_shared(directory / weights_name(model), layout, tensors, flush)
     if lora is not None:
-        lora.write_config(directory)
+        parallel.on_main(partial(lora.write_config, directory))
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -99,47 +117,20 @@ def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return dict(tensors.values())
 
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""How safetensors spells them."""
-
-
-def write_safetensors(
-    path: Path,
-    like: Mapping[str, Tensor],
-    stream: Iterator[Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a safetensors file tensor by tensor, so that no two need to be in memory at once.
-
-    ``like`` has names, shapes and types in the order in which ``stream`` brings the values.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    end = 0
-    for name, tensor in like.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for tensor in stream:
-            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+def published_dtypes(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """Which tensors engines that serve in ``dtype`` get rounded to it: floats, but for what
+    transformers keeps in float32 whatever the model's type (a router's bias). None of an adapter,
+    which engines add to the base in float32."""
+    if dtype is None or lora_of(model) is not None:
+        return {}
+    kept = [f"*{pattern}*" for pattern in model._keep_in_fp32_modules_strict or ()]
+    return {
+        name: dtype
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not any(fnmatchcase(name, p) for p in kept)
+    }
 
 
 def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
@@ -150,23 +141,24 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
     Raises ``WeightsError`` if the disk refuses.
     """
     unfinished = directory.with_name(f".{directory.name}")
-    tensors = published_tensors(model)
+    is_whole = lora_of(model) is None
+    with _disk("export the trained model", directory):
+        parallel.on_main(partial(_begin_export, model, model_dir, unfinished, directory))
+        _save(model, unfinished if is_whole else unfinished / "adapter")
+        parallel.on_main(partial(_end_export, model_dir, unfinished, directory, not is_whole))
 
-    def save(stream: Iterator[Tensor]) -> None:
-        with _disk("export the trained model", directory):
-            for leftover in (unfinished, directory):
-                shutil.rmtree(leftover, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            copy_model_files(model.config, model_dir, unfinished)
-            if lora_of(model) is None:
-                _save(model, unfinished, tensors, stream)
-            else:
-                (unfinished / "adapter").mkdir()
-                _save(model, unfinished / "adapter", tensors, stream)
-                _merge(model_dir, unfinished / "adapter", unfinished / WEIGHTS)
-            unfinished.rename(directory)
 
-    parallel.stream_to_main(tensors, save)
+def _begin_export(model: PreTrainedModel, model_dir: Path, unfinished: Path, final: Path) -> None:
+    _clear(unfinished, final)
+    copy_model_files(model.config, model_dir, unfinished)
+    if lora_of(model) is not None:
+        (unfinished / "adapter").mkdir()
+
+
+def _end_export(model_dir: Path, unfinished: Path, final: Path, merge: bool) -> None:
+    if merge:
+        _merge(model_dir, unfinished / "adapter", unfinished / WEIGHTS)
+    unfinished.rename(final)
 
 
 def _merge(base_dir: Path, adapter_dir: Path, path: Path) -> None:
@@ -176,7 +168,7 @@ def _merge(base_dir: Path, adapter_dir: Path, path: Path) -> None:
         for name, entry in ModelFiles(base_dir).tensors.items()
     }
     merged = merged_tensors(base_dir, adapter_dir)
-    write_safetensors(path, like, (tensor.float() for _, tensor in merged))
+    write_stream(path, like, (tensor.float() for _, tensor in merged))
 
 
 def copy_model_files(config: PretrainedConfig, model_dir: Path, directory: Path) -> None:
@@ -191,7 +183,7 @@ def copy_model_files(config: PretrainedConfig, model_dir: Path, directory: Path)
 def _disk(doing: str, path: Path) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # safetensors raises its own kind for a full disk
+    except (OSError, WeightsError) as error:
         raise WeightsError(f"cannot {doing} to {path}: {error}. {_free_space(path)}") from error
 
 

@@ -10,6 +10,7 @@ answers each frame with an empty one.
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 from collections.abc import Sequence
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     import zmq
     import zmq.asyncio
 
+log = logging.getLogger(__name__)
+
+DISK_WAITS: Sequence[float] = (1, 2, 5, 10, 20, *[30] * 18)
+"""Seconds between attempts at a disk that refuses: ten minutes, as for the weights."""
 POLL_SECONDS = 0.01
 """How often a file transport looks again."""
 
@@ -166,10 +171,20 @@ class FileSender:
         directory.mkdir(parents=True, exist_ok=True)
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        """See ``Sender.send``. Raises ``WireError`` if the disk refuses."""
+        """See ``Sender.send``. Tries again while the disk refuses; raises ``WireError`` in the
+        end."""
         _check_one_frame_a_rank(step, frames, self.num_ranks)
         while len(_steps(self.directory)) >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
+        for wait in DISK_WAITS:
+            try:
+                return self._write(step, frames)
+            except WireError as error:
+                log.error("%s; the next attempt in %g s", error, wait)
+                await asyncio.sleep(wait)
+        self._write(step, frames)
+
+    def _write(self, step: int, frames: Sequence[bytes]) -> None:
         unfinished = self.directory / f".step_{step}"
         try:
             unfinished.mkdir(exist_ok=True)

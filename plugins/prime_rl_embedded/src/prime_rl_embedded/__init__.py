@@ -41,6 +41,10 @@ class Embedded(Engine):
     name = "embedded"
     config_class = EmbeddedConfig
 
+    @property
+    def dtype(self) -> str:
+        return cast(EmbeddedConfig, self.config).dtype
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """``python -m prime_rl_embedded.server ...``; the admin key goes by the environment."""
         config = cast(EmbeddedConfig, self.config)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
+from torch import Tensor
 
 from prime_rl import WeightsError
+from prime_rl.broadcast.group import Attendance
 from prime_rl.serving.errors import RequestError
 from prime_rl.serving.keys import Keys
 from prime_rl.serving.requests import UpdateBody, decode
 from prime_rl_embedded.frontend import read_body
 from prime_rl_embedded.loop import EngineLoop
-from prime_rl_embedded.weights import apply_weights, read_weights
+from prime_rl_embedded.weights import apply_weights, read_weights, receive_weights
 
 
 class Admin:
@@ -24,6 +27,7 @@ class Admin:
         self.engine = engine
         self._keys = keys
         self._updating = asyncio.Lock()
+        self._attendance = Attendance()
 
     def _check(self, http: HTTPRequest) -> None:
         self._keys.check_admin(http.headers.get("authorization", ""))
@@ -69,21 +73,26 @@ class Admin:
         self._check(http)
         body = decode(await read_body(http), UpdateBody)
         async with self._updating:
-            version = await self._swap(Path(body.weight_dir), body.version)
+            version = await self._swap(body)
         return JSONResponse({"status": "ok", "version": version})
 
-    async def _swap(self, directory: Path, version: int | None) -> int:
+    async def _swap(self, body: UpdateBody) -> int:
         scheduler = self.engine.scheduler
         module = scheduler.model.module
         try:
-            weights = await asyncio.to_thread(read_weights, directory, module)
+            weights = await asyncio.to_thread(self._take, body, module)
         except WeightsError as error:
             raise RequestError(
                 f"weights refused, version {scheduler.version} serves on: {error}"
             ) from error
-        new = scheduler.version + 1 if version is None else version
+        new = scheduler.version + 1 if body.version is None else body.version
         swap = self.engine.call(
             lambda: scheduler.swap_weights(lambda: apply_weights(weights, module), new)
         )
         await asyncio.wrap_future(swap)
         return new
+
+    def _take(self, body: UpdateBody, module: Any) -> dict[str, Tensor]:
+        if body.meeting is None:
+            return read_weights(Path(body.weight_dir), module)
+        return receive_weights(body.meeting, self._attendance, module)

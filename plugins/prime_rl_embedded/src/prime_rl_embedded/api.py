@@ -11,6 +11,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from prime_rl.broadcast.group import backends
 from prime_rl.serving.errors import RequestError
 from prime_rl.serving.keys import Keys
 from prime_rl.serving.requests import GenerateBody, decode
@@ -35,7 +36,9 @@ class Api:
     async def health(self, _: HTTPRequest) -> Response:
         if self.engine.closed is not None or not self.engine.alive:
             raise RequestError(self.engine.closed or "the engine's thread has ended", 503)
-        return JSONResponse({"status": "ok", "version": self.engine.scheduler.version})
+        scheduler = self.engine.scheduler
+        receives = {"workers": 1, "backends": backends(scheduler.model.device)}
+        return JSONResponse({"status": "ok", "version": scheduler.version, "receives": receives})
 
     async def models(self, _: HTTPRequest) -> Response:
         limits = self.limits

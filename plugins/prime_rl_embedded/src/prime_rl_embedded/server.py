@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.run.processes import lasting_imports
 from prime_rl.run.status import Status
 from prime_rl.serving.keys import Keys
 from prime_rl.serving.process import command_line, exit_now, run_server, wait_for_model
@@ -54,12 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(args: argparse.Namespace, status: Status) -> int:
     status.report("importing torch")
-    import torch
+    with lasting_imports():
+        import torch
 
-    from prime_rl_embedded.loop import EngineLoop
-    from prime_rl_embedded.model import load_model
-    from prime_rl_embedded.scheduler import Scheduler
-    from prime_rl_embedded.schema import Limits
+        from prime_rl_embedded.loop import EngineLoop
+        from prime_rl_embedded.model import load_model
+        from prime_rl_embedded.scheduler import Scheduler
+        from prime_rl_embedded.schema import Limits
 
     settings: EmbeddedConfig = args.settings
     torch.set_num_threads(settings.num_threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from prime_rl import WeightsError
 from prime_rl.adapter import is_adapter, merged_tensors
+from prime_rl.broadcast.group import DTYPES, Attendance
+from prime_rl.broadcast.meeting import Header, Meeting
 
 
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
@@ -31,6 +33,31 @@ def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
                 raise WeightsError(f"{path}: tensor {name!r} is in another shard too")
             tensors[name] = tensor
     return _fitted(directory, tensors, module)
+
+
+def receive_weights(meeting: Meeting, attendance: Attendance, module: Any) -> dict[str, Tensor]:
+    """The same from the trainer's memory. What does not fit is refused before it comes. Raises
+    ``WeightsError``."""
+    received: dict[str, Tensor] = {}
+
+    def check(header: Header) -> str | None:
+        like = {
+            info.name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
+            for info in header
+        }
+        try:
+            _check_layout("broadcast", like, module)
+        except WeightsError as error:
+            return str(error)
+        return None
+
+    def take(stream: Iterator[tuple[str, Tensor]]) -> None:
+        received.update(stream)
+        _check_values("broadcast", received)
+
+    with attendance.at(meeting, module.device) as group:
+        group.receive(check, take)
+    return received
 
 
 def apply_weights(weights: Mapping[str, Tensor], module: Any) -> None:
@@ -80,21 +107,35 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
 
 def _fitted(directory: Path, tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
     """Names, shapes, kinds and values checked against the module; tied duplicates dropped."""
-    wanted: dict[str, Tensor] = module.state_dict()
-    tied: Mapping[str, str] = getattr(module, "all_tied_weights_keys", {}) or {}
-    for copy, original in tied.items():
+    for copy, original in _tied(module).items():
         _untie(directory, tensors, copy, original)
-    if missing := sorted(wanted.keys() - tensors.keys() - tied.keys()):
+    _check_layout(directory, tensors, module)
+    _check_values(directory, tensors)
+    return tensors
+
+
+def _tied(module: Any) -> Mapping[str, str]:
+    """Names that stand for another's parameter."""
+    return getattr(module, "all_tied_weights_keys", {}) or {}
+
+
+def _check_layout(where: Path | str, tensors: Mapping[str, Tensor], module: Any) -> None:
+    """``where`` the tensors come from. Their values do not matter."""
+    wanted: dict[str, Tensor] = module.state_dict()
+    if missing := sorted(wanted.keys() - tensors.keys() - _tied(module).keys()):
         raise WeightsError(
-            f"{directory}: {_listed(missing)} missing; the model has {len(wanted)} tensors"
+            f"{where}: {_listed(missing)} missing; the model has {len(wanted)} tensors"
         )
     if unknown := sorted(tensors.keys() - wanted.keys()):
-        raise WeightsError(
-            f"{directory}: {_listed(unknown)} not in the model {type(module).__name__}"
-        )
+        raise WeightsError(f"{where}: {_listed(unknown)} not in the model {type(module).__name__}")
     for name, tensor in tensors.items():
-        _check(directory, name, tensor, wanted[name])
-    return tensors
+        _check(where, name, tensor, wanted[name])
+
+
+def _check_values(where: Path | str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor.sum(dtype=torch.float64)):
+            raise WeightsError(f"{where}: {name!r} holds values that aren't finite")
 
 
 def _untie(directory: Path, tensors: dict[str, Tensor], copy: str, original: str) -> None:
@@ -108,16 +149,13 @@ def _untie(directory: Path, tensors: dict[str, Tensor], copy: str, original: str
         )
 
 
-def _check(directory: Path, name: str, found: Tensor, wanted: Tensor) -> None:
+def _check(where: Path | str, name: str, found: Tensor, wanted: Tensor) -> None:
     if found.shape != wanted.shape:
         raise WeightsError(
-            f"{directory}: {name!r} has shape {list(found.shape)}, "
-            f"the model's has {list(wanted.shape)}"
+            f"{where}: {name!r} has shape {list(found.shape)}, the model's has {list(wanted.shape)}"
         )
     if found.is_floating_point() != wanted.is_floating_point():
-        raise WeightsError(f"{directory}: {name!r} is {found.dtype}, the model's is {wanted.dtype}")
-    if not torch.isfinite(found.sum(dtype=torch.float64)):
-        raise WeightsError(f"{directory}: {name!r} holds values that aren't finite")
+        raise WeightsError(f"{where}: {name!r} is {found.dtype}, the model's is {wanted.dtype}")
 
 
 def _listed(names: list[str]) -> str:

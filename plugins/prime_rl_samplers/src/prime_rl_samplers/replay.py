@@ -16,8 +16,8 @@ however old. The limits of that:
 2. The further π is from μ, the more tokens the loss masks or clips: a large ``max_staleness`` may
    train on fewer tokens, not on more.
 3. Group-relative credit compares siblings as μ sampled them.
-4. The reward is the one the group came back with. What a ``score_rollout`` wrapper makes of a
-   reward (shaping) has happened to it, and happens again.
+4. The reward is the one that the env gave. What a plugin makes of it (shaping) is made of it
+   afresh, once.
 """
 
 from __future__ import annotations

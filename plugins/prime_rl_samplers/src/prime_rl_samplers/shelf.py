@@ -1,8 +1,9 @@
 """Groups kept for later, as bytes: what comes out is new, and equal to what went in.
 
-Kept is everything a rollout says but the credit (an algorithm assigns it afresh) and the env
-framework's own trace. Floats, token ids and log-probabilities are exact; numpy values in ``info``
-and the like come back as plain ones, tuples as lists, and what msgpack has no type for as text.
+Kept is everything a rollout says but the credit (an algorithm assigns it afresh), what a plugin
+made of the env's reward (it will do so again) and the env framework's own trace. Floats, token ids
+and log-probabilities are exact; numpy values in ``info`` and the like come back as plain ones,
+tuples as lists, and what msgpack has no type for as text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from prime_rl import Group, Rollout, Sample
 CREDIT = {"advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"}
 """Columns that an algorithm writes."""
 
-NOT_KEPT = {"samples", "trace", "assigned", "frozen", "place"}
+NOT_KEPT = {"samples", "trace", "assigned", "frozen", "place", "given"}
 
 ROLLOUT_FIELDS = tuple(f.name for f in fields(Rollout) if f.name not in NOT_KEPT)
 SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in CREDIT)
@@ -49,7 +50,7 @@ def restore(kept: Kept) -> list[Rollout]:
 
 
 def _rollout_record(rollout: Rollout) -> dict[str, Any]:
-    record = {name: getattr(rollout, name) for name in ROLLOUT_FIELDS}
+    record = {name: getattr(rollout, name) for name in ROLLOUT_FIELDS} | (rollout.given or {})
     return record | {"samples": [_sample_record(sample) for sample in rollout.samples]}
 
 

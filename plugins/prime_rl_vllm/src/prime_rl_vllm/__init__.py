@@ -63,6 +63,12 @@ class Vllm(Engine):
         arguments = cast(VllmConfig, self.config).arguments
         return math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in PARALLEL)
 
+    @property
+    def dtype(self) -> str | None:
+        """vLLM has other names for two of them; ``auto`` is up to the model and the device."""
+        named = cast(VllmConfig, self.config).dtype
+        return {"auto": None, "half": "float16", "float": "float32"}.get(named, named)
+
     def command(self, launch: EngineLaunch) -> EngineCommand:
         """``python -m prime_rl_vllm.server ...``; the admin key goes by the environment."""
         options = {

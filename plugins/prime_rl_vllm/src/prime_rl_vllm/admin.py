@@ -13,11 +13,15 @@ import logging
 import os
 import signal
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
+from prime_rl.broadcast.meeting import Meeting
 from prime_rl.serving.errors import RequestError
 from prime_rl.serving.requests import UpdateBody, decode
 from prime_rl_vllm.body import read_body
@@ -84,10 +88,14 @@ class Admin:
         async with state.admin:
             if state.asleep and self._can_sleep():
                 raise RequestError("the engine sleeps and has no weights: POST /wake_up first", 409)
-            await self._stage(body.weight_dir)
             new = state.version + 1 if body.version is None else body.version
-            await self._hold()
-            await self._load(new)
+            if body.meeting is None:
+                await self._stage(body.weight_dir)
+                await self._hold()
+                await self._load(new)
+            else:
+                await self._hold()
+                await self._receive(body.meeting, new)
             await self._let_go()
         state.weight_update_seconds = time.perf_counter() - start
         log.info("weights version %d loaded in %.3f s", new, state.weight_update_seconds)
@@ -112,16 +120,29 @@ class Admin:
         refused = [problem for problem in problems if problem is not None]
         if refused:
             await self._rpc("prime_rl_drop")
-            raise RequestError(
-                f"weights refused, version {self._state.version} serves on: {refused[0]}"
-            )
+            raise self._refusal(refused[0])
 
     async def _load(self, version: int) -> None:
-        """Requests wait meanwhile. A failure here leaves no model to go on with: it ends us."""
+        """Requests wait meanwhile."""
+        async with self._for_good(version):
+            await self._rpc("prime_rl_load")
+
+    async def _receive(self, meeting: Meeting, version: int) -> None:
+        """The same from the trainer's memory. Raises ``RequestError`` if it is refused."""
+        async with self._for_good(version):
+            problems = await self._rpc("prime_rl_receive", msgspec.to_builtins(meeting))
+            if refused := [problem for problem in problems if problem is not None]:
+                raise self._refusal(refused[0])
+
+    @asynccontextmanager
+    async def _for_good(self, version: int) -> AsyncIterator[None]:
+        """The model has ``version`` then. A failure leaves no model to go on with: it ends us."""
         state = self._state
         try:
-            await self._rpc("prime_rl_load")
+            yield
             await state.engine.update_weight_version(str(version))
+        except RequestError:
+            raise
         except Exception as error:
             log.exception("loading version %d failed half-way; the server ends", version)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -130,6 +151,9 @@ class Admin:
             ) from error
         state.version = version
         state.weight_updates += 1
+
+    def _refusal(self, problem: str) -> RequestError:
+        return RequestError(f"weights refused, version {self._state.version} serves on: {problem}")
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self._state.engine.collective_rpc(method, args=args)

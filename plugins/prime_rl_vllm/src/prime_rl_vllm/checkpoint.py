@@ -12,6 +12,7 @@ from torch import Tensor
 
 from prime_rl import WeightsError
 from prime_rl.adapter import is_adapter, merged_tensors
+from prime_rl.broadcast.meeting import Header
 from prime_rl.model_files import ModelFiles, opened
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -78,7 +79,15 @@ class Staged:
                 raise WeightsError(f"{directory}: {name!r} holds values that aren't finite")
 
 
-def check_layout(files: ModelFiles, base: ModelFiles) -> None:
+class Announced:
+    """What will come from the trainer's memory, as ``check_layout`` reads it."""
+
+    def __init__(self, header: Header) -> None:
+        self.directory = Path("broadcast")
+        self.tensors = {info.name: info for info in header}
+
+
+def check_layout(files: ModelFiles | Announced, base: ModelFiles) -> None:
     """The same tensors, of the same shapes and kinds. Raises ``WeightsError``.
 
     A tied model's head may be there or not, in either.

@@ -130,7 +130,9 @@ class Front:
             await self.state.engine.check_health()
         except Exception as error:  # vLLM's own kinds; whichever it is, the engine is dead
             raise RequestError(f"the engine has ended: {error}", 503) from error
-        return JSONResponse({"status": "ok", "version": self.state.version})
+        return JSONResponse(
+            {"status": "ok", "version": self.state.version, "receives": self.state.receives}
+        )
 
     async def _models(self, _: HTTPRequest) -> Response:
         card = {

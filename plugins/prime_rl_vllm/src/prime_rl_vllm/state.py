@@ -45,6 +45,17 @@ class State:
         """Rows of the model's embedding: ids go up to one less."""
         return int(self.engine.model_config.get_vocab_size())
 
+    @property
+    def receives(self) -> dict[str, Any] | None:
+        """How many workers take weights from the trainer's memory, and by what. With several
+        engine processes behind one address, none can."""
+        parallel = self.engine.vllm_config.parallel_config
+        if parallel.data_parallel_size > 1:
+            return None
+        on_gpu = self.engine.vllm_config.device_config.device_type == "cuda"
+        backends = ["gloo", "nccl"] if on_gpu else ["gloo"]
+        return {"workers": parallel.world_size, "backends": backends}
+
     def salt(self, client: str | None) -> str:
         """The prefix cache's salt: what old weights computed is never found by new requests,
         those that come while weights are swapped included, whatever salt a client brings."""

@@ -8,16 +8,20 @@ tied head as it was; so here the folder is checked first and the head is refresh
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from prime_rl import WeightsError
+from prime_rl.broadcast.group import Attendance
+from prime_rl.broadcast.meeting import Header, Meeting
 from prime_rl.model_files import ModelFiles
-from prime_rl_vllm.checkpoint import Staged
+from prime_rl_vllm.checkpoint import Announced, Staged, check_layout
 
 
 class WeightExtension:
@@ -25,12 +29,14 @@ class WeightExtension:
     are plain values, and a refusal is one too."""
 
     _prime_rl_base: ModelFiles
+    _prime_rl_attendance: Attendance
     _prime_rl_staged: Staged | None = None
 
     def prime_rl_remember(self, base_dir: str) -> str | None:
         """Note which tensors the model has. Returns what is wrong with the folder, or None."""
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
+            self._prime_rl_attendance = Attendance()
         except WeightsError as error:
             return str(error)
         return None
@@ -54,12 +60,42 @@ class WeightExtension:
         """Load what is staged, in place. Returns the seconds it took."""
         start, staged = time.perf_counter(), self._prime_rl_staged
         try:
-            with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
-                self.model_runner.reload_weights(weights_iterator=staged.tensors())
-                refresh_packed_heads(self.model_runner.get_model())
+            self._prime_rl_reload(staged.tensors())
         finally:
             self.prime_rl_drop()
         return time.perf_counter() - start
+
+    def prime_rl_receive(self: Any, meeting: dict[str, Any]) -> str | None:
+        """Load what the trainer passes on from its memory, as it comes. Returns the reason to
+        refuse it, or None; raises if some of it has been loaded and the rest will not come."""
+        begun = False
+
+        def check(header: Header) -> str | None:
+            try:
+                check_layout(Announced(header), self._prime_rl_base)
+            except WeightsError as error:
+                return str(error)
+            return None
+
+        def load(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+            nonlocal begun
+            begun = True
+            self._prime_rl_reload(stream)
+
+        try:
+            own = msgspec.convert(meeting, Meeting).attended_by(self.rank)
+            with self._prime_rl_attendance.at(own, self.device) as group:
+                group.receive(check, load)
+        except WeightsError as error:
+            if begun:
+                raise
+            return str(error)
+        return None
+
+    def _prime_rl_reload(self: Any, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        with torch.inference_mode(), set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=tensors)
+            refresh_packed_heads(self.model_runner.get_model())
 
     def prime_rl_drop(self) -> None:
         """Forget what is staged."""

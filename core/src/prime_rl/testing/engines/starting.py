@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ import httpx
 
 from prime_rl.plugins.base import Engine, EngineCommand, EngineLaunch
 from prime_rl.plugins.errors import EngineError
+from prime_rl.run.children import free_ports
 from prime_rl.run.launch import ENGINE_KEY, PARENT_PID
 from prime_rl.testing.engines.models import MAX_MODEL_LEN, write_tiny_model
 from prime_rl.testing.engines.subject import TOLERANCE, EngineSubject
@@ -46,7 +46,7 @@ def started(
     is in ``work_folder/engine.log``. Raises ``EngineError`` if it does not become healthy.
     """
     model = model_folder or write_tiny_model(work_folder / "model")
-    port = _free_port()
+    port = free_ports(1)[0]
     lacks = dict(engine.lacks) | dict(facts.pop("lacks", {}))
     engine.check(python)
     launch = _launch(model, port, max_model_len, python, can_sleep="sleep" not in lacks)
@@ -108,13 +108,6 @@ def _spawn(command: EngineCommand, log: Path, env: Mapping[str, str]) -> subproc
             )
         except OSError as error:
             raise EngineError(f"its command cannot be started: {error}") from error
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _wait_healthy(url: str, process: subprocess.Popen[bytes], log: Path, timeout: float) -> None:

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import httpx
 
-from prime_rl.testing.engines import life, logprobs, routes, sampling, traffic, weights
+from prime_rl.testing.engines import broadcast, life, logprobs, routes, sampling, traffic, weights
 from prime_rl.testing.engines.subject import EngineSubject
 from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, promise_of
 
@@ -48,6 +48,8 @@ CHECKS: Mapping[str, Check] = {
     "in_flight": weights.in_flight,
     "cache_salt": weights.cache_salt,
     "adapter": weights.adapter,
+    "broadcast": broadcast.broadcast,
+    "refused_broadcast": broadcast.refused_broadcast,
     "sleep": life.sleep,
     "sleeping_update": life.sleeping_update,
     LAST: life.ends_on_sigterm,

@@ -18,6 +18,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl import ModelMaker, PluginConfig
+from prime_rl.run.processes import lasting_imports
 from prime_rl_environments.tiny.lessons import LESSONS, Lesson
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -75,7 +76,8 @@ class TinyReverse(ModelMaker):
 
         Raises ``RunError`` if the warm-up does not get there within ``warmup_max_steps``.
         """
-        from prime_rl_environments.tiny.make import make_model
+        with lasting_imports():
+            from prime_rl_environments.tiny.make import make_model
 
         make_model(self.config, directory, seed, progress)
 
@@ -107,6 +109,7 @@ class TinyChat(ModelMaker):
 
         Raises ``RunError`` if the warm-up does not get there within ``warmup_max_steps``.
         """
-        from prime_rl_environments.tiny.chat import make_chat_model
+        with lasting_imports():
+            from prime_rl_environments.tiny.chat import make_chat_model
 
         make_chat_model(self.config, directory, seed, progress)

@@ -1,0 +1,299 @@
+"""What publishing a version as a file costs: gathered by rank 0 or written by all ranks, float32 or
+bfloat16; and what a file of the changed values alone would cost.
+
+    python -m bench.publish            a Qwen3 of 115M parameters, 459 MB
+    python -m bench.publish --large    Qwen3-0.6B's shape, 2.4 GB; needs 16 GB of memory
+
+The file goes to ``--folder`` (a temporary one): its disk is part of what is measured. ``gathered``
+is the plain way: rank 0 gathers tensor after tensor and writes it alone. Seconds are medians of
+three, wall-clock of the slowest rank and CPU of all ranks together; ranks share the machine's
+cores, and talk over loopback.
+
+A delta of version n holds the position (4 bytes) and the new value (2 bytes) of every bfloat16
+number that differs from version n - 1. How many do is counted after real AdamW steps on random
+tokens at the default learning rate, 1e-6; seconds are CPU of making and writing, of reading and
+putting in place, and both with what the bytes take on a link.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from prime_rl.config.trainer import OptimConfig
+from prime_rl.trainer import parallel
+from prime_rl.trainer.optim import clip_gradients, make_optimizer
+from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
+from prime_rl.trainer.weights import published_dtypes, published_tensors
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "115M": {
+        "vocab_size": 32_768,
+        "hidden_size": 768,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 13,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+    "Qwen3-0.6B": {
+        "vocab_size": 151_936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+}
+MESHES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2 x 2": (4, 2)}
+"""Ranks, and copies of the model among them."""
+REPEATS, STEPS, TOKENS = 3, 5, 64
+LINKS = (1, 10, 100)
+"""Gbit/s between trainer and engine; files of one machine stay in memory and take no link."""
+Write = Callable[[Path], None]
+
+
+def make_model(shape: str) -> PreTrainedModel:
+    """Random weights, tied embeddings."""
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPES[shape], tie_word_embeddings=True)).eval()
+
+
+def writers(model: PreTrainedModel) -> dict[str, Write]:
+    """Ways to publish, by name; every rank calls each."""
+    tensors = published_tensors(model)
+    rounded = published_dtypes(model, tensors, torch.bfloat16)
+    like = {name: torch.empty_like(tensors[name], dtype=dtype) for name, dtype in rounded.items()}
+
+    def gathered(like: Mapping[str, Tensor], dtype: torch.dtype | None, path: Path) -> None:
+        write = partial(write_stream, path, like)
+        parallel.stream_to_main(tensors, write, dtype=dtype)
+
+    def together(dtypes: Mapping[str, torch.dtype], path: Path) -> None:
+        write_shared(path, lay_out(tensors, dtypes), tensors)
+
+    return {
+        "gathered, float32": partial(gathered, tensors, None),
+        "together, float32": partial(together, {}),
+        "gathered, bfloat16": partial(gathered, like, torch.bfloat16),
+        "together, bfloat16": partial(together, rounded),
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process, all threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def timed(action: Callable[[], object]) -> tuple[float, float]:
+    """Wall-clock and CPU seconds."""
+    wall, cpu = time.perf_counter(), cpu_seconds()
+    action()
+    return time.perf_counter() - wall, cpu_seconds() - cpu
+
+
+def measure(write: Write, path: Path) -> dict[str, float]:
+    """Medians over the repeats of the slowest rank's wall-clock, and of the ranks' CPU added up."""
+    walls, cpus = [], []
+    for _ in range(REPEATS):
+        parallel.barrier()
+        both = parallel.gather(timed(partial(write, path)))
+        walls.append(max(wall for wall, _ in both))
+        cpus.append(sum(cpu for _, cpu in both))
+        size = path.stat().st_size
+        parallel.barrier()
+        parallel.on_main(path.unlink)
+    wall, cpu = statistics.median(walls), statistics.median(cpus)
+    return {"MB": size / 1e6, "wall": wall, "cpu": cpu}
+
+
+def measure_rank(model: PreTrainedModel, folder: Path, replicas: int) -> dict[str, Any]:
+    """All ways of writing, as one of the ranks."""
+    if parallel.several_ranks():
+        parallel.shard(model, {"Qwen3DecoderLayer"}, torch.device("cpu"), replicas)
+    path = folder / "model.safetensors"
+    return {name: measure(write, path) for name, write in writers(model).items()}
+
+
+def in_fork(work: Callable[[], object], env: Mapping[str, str]) -> int:
+    """The process id of a fork that does ``work``: ranks share the model until they shard it."""
+    if (pid := os.fork()) > 0:
+        return pid
+    code = 1
+    try:
+        os.environ |= env
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def on_ranks(model: PreTrainedModel, folder: Path, num_ranks: int, replicas: int) -> dict[str, Any]:
+    """What the ranks of one mesh measured. Raises ``RuntimeError`` if one fails."""
+
+    def rank() -> None:
+        with parallel.joined(Place.of_process(), torch.device("cpu")):
+            found = measure_rank(model, folder, replicas)
+            parallel.on_main(lambda: (folder / "found.json").write_text(json.dumps(found)))
+
+    store = {"WORLD_SIZE": str(num_ranks), STORE: str(folder / "store")}
+    envs = ({"RANK": str(n), "LOCAL_RANK": str(n)} for n in range(num_ranks))
+    pids = [in_fork(rank, store | env) for env in envs]
+    codes = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(codes):
+        raise RuntimeError(f"a rank of {num_ranks} failed; see above")
+    (folder / "store").unlink(missing_ok=True)
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+def rounded(model: PreTrainedModel) -> dict[str, Tensor]:
+    """A version as an engine in bfloat16 has it."""
+    return {name: tensor.detach().bfloat16() for name, tensor in published_tensors(model).items()}
+
+
+def train(model: PreTrainedModel) -> Iterator[None]:
+    """AdamW steps at the defaults, on random tokens."""
+    optimizer, vocab = make_optimizer(model, OptimConfig()), model.config.vocab_size
+    for _ in range(STEPS):
+        ids = torch.randint(1, vocab, (1, TOKENS))
+        torch.autograd.backward(model(ids, labels=ids, use_cache=False).loss)
+        clip_gradients(model.parameters(), OptimConfig().max_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+def make_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Positions and values of what differs."""
+    delta = {}
+    for name, tensor in new.items():
+        before, now = (each.view(torch.int16).reshape(-1).numpy() for each in (old[name], tensor))
+        changed = np.flatnonzero(before != now)
+        delta[f"{name} at"] = torch.from_numpy(changed.astype(np.int32))
+        delta[f"{name} is"] = torch.from_numpy(now[changed])
+    return delta
+
+
+def write_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor], path: Path) -> None:
+    """As the trainer would publish it."""
+    delta = make_delta(old, new)
+    write_stream(path, delta, iter(delta.values()))
+
+
+def apply_delta(served: Mapping[str, Tensor], path: Path) -> None:
+    """As an engine would load it."""
+    delta = load_file(path)
+    for name, tensor in served.items():
+        flat = tensor.view(torch.int16).view(-1)
+        flat[delta[f"{name} at"].long()] = delta[f"{name} is"]
+
+
+def apply_whole(served: Mapping[str, Tensor], path: Path) -> None:
+    """The same for a whole version."""
+    for name, tensor in load_file(path).items():
+        served[name].copy_(tensor)
+
+
+def measure_delta(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Shares that change, step by step; bytes and CPU seconds of the last delta and of the whole
+    version. Raises ``RuntimeError`` if the delta does not make one version of the other."""
+    shares, old, new = [], rounded(model), rounded(model)
+    for _ in train(model):
+        old, new = new, rounded(model)
+        changed = sum(int((old[name] != tensor).sum()) for name, tensor in new.items())
+        shares.append(changed / sum(tensor.numel() for tensor in new.values()))
+    served = {name: tensor.clone() for name, tensor in old.items()}
+    delta, whole = folder / "delta.safetensors", folder / "whole.safetensors"
+    write_whole = writers(model)["together, bfloat16"]
+    ways = {
+        "delta": measure_way(partial(write_delta, old, new), partial(apply_delta, served), delta),
+    }
+    if any(not served[name].equal(tensor) for name, tensor in new.items()):
+        raise RuntimeError("old weights and delta do not make the new ones")
+    ways["all"] = measure_way(write_whole, partial(apply_whole, served), whole)
+    return {"shares": shares, "ways": ways}
+
+
+def measure_way(make: Write, load: Write, path: Path) -> dict[str, float]:
+    """CPU seconds of both ends, and the size."""
+    made, loaded = ([timed(partial(end, path))[1] for _ in range(REPEATS)] for end in (make, load))
+    return {
+        "MB": path.stat().st_size / 1e6,
+        "make": statistics.median(made),
+        "load": statistics.median(loaded),
+    }
+
+
+def report_delta(found: dict[str, Any]) -> list[str]:
+    """Lines for people: what changes, and seconds from trainer to engine over links."""
+    shares = ", ".join(f"{share:.2%}" for share in found["shares"])
+    lines = [
+        f"bfloat16 values that change, steps 1 to {STEPS}: {shares}",
+        f"{'':<8}{'MB':>7}{'make s':>9}{'load s':>9}" + "".join(f"{n:>7} Gbit/s" for n in LINKS),
+    ]
+    for name, told in found["ways"].items():
+        cpu = told["make"] + told["load"]
+        over = [cpu + told["MB"] * 8e-3 / link for link in LINKS]
+        lines.append(
+            f"{name:<8}{told['MB']:>7.0f}{told['make']:>9.2f}{told['load']:>9.2f}"
+            + "".join(f"{seconds:>14.2f}" for seconds in over)
+        )
+    return lines
+
+
+def main(arguments: list[str]) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.publish")
+    parser.add_argument("--large", action="store_true", help="Qwen3-0.6B's shape")
+    parser.add_argument("--folder", type=Path, help="where the files go")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    model = make_model("Qwen3-0.6B" if options.large else "115M")
+    try:
+        print(f"{'ranks':<8}{'way':<22}{'MB':>7}{'wall s':>9}{'CPU s':>9}")
+        for ranks, mesh in MESHES.items():
+            for way, told in on_ranks(model, folder, *mesh).items():
+                figures = f"{told['MB']:>7.0f}{told['wall']:>9.2f}{told['cpu']:>9.2f}"
+                print(f"{ranks:<8}{way:<22}{figures}", flush=True)
+        print("\n".join(report_delta(measure_delta(model, folder))))
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,135 @@
+"""A version's way from the trainer's weights into an engine's: as a file, or by gloo from memory.
+
+    python -m bench.update             a Qwen3 of 115M parameters
+    python -m bench.update --large     Qwen3-0.6B's shape; needs 16 GB of memory
+
+Two processes with a copy of the model each; the engine's end is the embedded engine's: read or
+receive, check, copy into place. A file is written, then read, on ``--folder``'s disk (a temporary
+folder); memory is passed on over loopback. Wall-clock and CPU seconds of both ends together,
+medians of five versions after a first one, which connects them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import shutil
+import statistics
+import sys
+import tempfile
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+
+from bench.publish import cpu_seconds, make_model, timed
+from prime_rl.broadcast.group import Attendance, header_of
+from prime_rl.broadcast.meeting import Meeting
+from prime_rl.trainer.weights import Publisher, published_dtypes, published_tensors
+from prime_rl_embedded.weights import apply_weights, read_weights, receive_weights
+
+VERSIONS = 6
+WAYS = ("file", "memory")
+DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+def meeting_of(folder: Path, version: int) -> Meeting:
+    """Of trainer and engine, as rank 0 attends it."""
+    directory = folder / f"meeting_{version}"
+    directory.mkdir(parents=True, exist_ok=True)
+    return Meeting(
+        directory=str(directory),
+        group=str(folder),
+        backend="gloo",
+        rank=0,
+        world_size=2,
+        timeout=60.0,
+        loopback=True,
+    )
+
+
+def serve(shape: str, pipe: Connection) -> None:
+    """The engine: takes versions until told to stop, and says what CPU seconds each took it."""
+    torch.set_num_threads(1)
+    module, attendance = make_model(shape), Attendance()
+    pipe.send(0.0)
+    while (told := pipe.recv()) is not None:
+        before, (way, folder, version) = cpu_seconds(), told
+        with torch.inference_mode():
+            if way == "file":
+                weights = read_weights(Publisher(folder, 2).path(version), module)
+            else:
+                meeting = meeting_of(folder, version).attended_by(1)
+                weights = receive_weights(meeting, attendance, module)
+            apply_weights(weights, module)
+        pipe.send(cpu_seconds() - before)
+
+
+class Trainer:
+    """The other end."""
+
+    def __init__(self, shape: str, pipe: Connection) -> None:
+        self.model, self.pipe, self.attendance = make_model(shape), pipe, Attendance()
+
+    def pass_on(self, way: str, dtype: str, folder: Path, version: int) -> float:
+        """One version; the engine's CPU seconds."""
+        if way == "file":
+            publisher = Publisher(folder, 2, dtype)  # type: ignore[arg-type]
+            publisher.write(self.model, version)
+            publisher.announce(version)
+            self.pipe.send((way, folder, version))
+        else:
+            self.pipe.send((way, folder, version))
+            self.send(meeting_of(folder, version), dtype)
+        return float(self.pipe.recv())
+
+    def send(self, meeting: Meeting, dtype: str) -> None:
+        tensors = published_tensors(self.model)
+        header = header_of(tensors, published_dtypes(self.model, tensors, DTYPES[dtype]))
+        with self.attendance.at(meeting, torch.device("cpu")) as group:
+            group.send(header, tensors.values())
+
+    def measure(self, way: str, dtype: str, folder: Path) -> tuple[float, float]:
+        """Wall-clock and CPU seconds of both ends: medians."""
+        found = []
+        for version in range(1, VERSIONS + 1):
+            theirs: list[float] = []
+            act = partial(self.pass_on, way, dtype, folder, version)
+            wall, cpu = timed(lambda act=act, theirs=theirs: theirs.append(act()))  # type: ignore[misc]
+            found.append((wall, cpu + theirs[0]))
+        walls, cpus = zip(*found[1:], strict=True)
+        return statistics.median(walls), statistics.median(cpus)
+
+
+def main(arguments: list[str]) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(prog="python -m bench.update")
+    parser.add_argument("--large", action="store_true", help="Qwen3-0.6B's shape")
+    parser.add_argument("--folder", type=Path, help="where the files go")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    shape = "Qwen3-0.6B" if options.large else "115M"
+    ours, theirs = multiprocessing.Pipe()
+    engine = multiprocessing.get_context("spawn").Process(target=serve, args=(shape, theirs))
+    engine.start()
+    folder = Path(tempfile.mkdtemp(dir=options.folder))
+    try:
+        trainer = Trainer(shape, ours)
+        ours.recv()
+        print(f"{'way':<10}{'type':<12}{'wall s':>9}{'CPU s':>9}")
+        for way in WAYS:
+            for dtype in DTYPES:
+                place = folder / f"{way}_{dtype}"
+                place.mkdir()
+                wall, cpu = trainer.measure(way, dtype, place)
+                print(f"{way:<10}{dtype:<12}{wall:>9.2f}{cpu:>9.2f}", flush=True)
+                shutil.rmtree(place)
+    finally:
+        ours.send(None)
+        engine.join()
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,28 @@
+"""What every test file of the repository may use."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+
+
+def pytest_sessionstart() -> None:
+    """Of the modules and tests that come now nothing is garbage: no collection walks them, now or
+    later."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+@pytest.fixture(scope="session")
+def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For ``PRIME_RL_CACHE``: models that are made once a session, whichever worker needs them
+    first."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "models"

@@ -1,0 +1,156 @@
+"""Where and with whom weights are passed on: what the orchestrator tells trainer and engines.
+
+Importing this brings in no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from prime_rl.plugins.errors import WeightsError
+
+Backend = Literal["gloo", "nccl"]
+
+MEMORY = "MEMORY"
+"""Marker file of a version whose weights the trainer passes on from its memory."""
+MEETING = "meeting.json"
+"""Beside it: a ``Meeting``, as the trainer attends it; null once it waits for none."""
+FILES_WANTED = "FILES_WANTED"
+"""Marker file in ``broadcasts``: somebody needs the current version as files."""
+MEETINGS = "meetings"
+"""Folder in ``broadcasts``."""
+
+_END = "end"
+_POLL_SECONDS = 0.005
+
+
+class Meeting(msgspec.Struct, kw_only=True, frozen=True):
+    """One broadcast of one version, as one member attends it."""
+
+    directory: str
+    """Its own folder: ``here_RANK`` says who has come, ``end`` that it will not take place."""
+    group: str
+    """Folder of the process group. Who was in it at the last meeting is still connected."""
+    backend: Backend
+    rank: int
+    """The member's first: an engine of several workers has as many ranks in a row."""
+    world_size: int
+    """The trainer's rank 0 and all workers of all engines."""
+    timeout: float
+    """Seconds for all to come, and for each message."""
+    loopback: bool
+    """All of them are on this machine."""
+
+    def attended_by(self, worker: int) -> Meeting:
+        """The same for one worker of an engine."""
+        return msgspec.structs.replace(self, rank=self.rank + worker)
+
+    def wait_for_all(self, speaks: str) -> None:
+        """Say that we are here, and wait for the others. Raises ``WeightsError`` if somebody does
+        not come, does not speak as we do, or the orchestrator has called it off."""
+        folder, deadline = Path(self.directory), time.monotonic() + self.timeout
+        try:
+            _write(folder / f"here_{self.rank}", speaks)
+            while missing := self._missing(folder):
+                if reason := _read(folder / _END):
+                    raise WeightsError(f"the broadcast was called off: {reason}")
+                if time.monotonic() > deadline:
+                    raise WeightsError(
+                        f"{folder}: rank {', '.join(map(str, missing))} of {self.world_size} did "
+                        f"not come within {self.timeout:g} s (weight_broadcast.timeout)"
+                    )
+                time.sleep(_POLL_SECONDS)
+            for rank in range(self.world_size):
+                if (other := (folder / f"here_{rank}").read_text()) != speaks:
+                    raise WeightsError(
+                        f"rank {self.rank} of the broadcast speaks {speaks}; rank {rank}: {other}. "
+                        "Trainer and engines need the same."
+                    )
+        except OSError as error:
+            raise WeightsError(f"{folder}: {error}") from error
+
+    def _missing(self, folder: Path) -> list[int]:
+        names = {path.name for path in folder.iterdir()}
+        return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]
+
+
+def call_off(directory: Path, reason: str) -> None:
+    """Nobody waits for those that are missing any more."""
+    _write(directory / _END, reason or "no reason was given")
+
+
+def invite(directory: Path, meeting: Meeting) -> bool:
+    """Tell the trainer where a version, whose folder ``directory`` is, is wanted. Whether it still
+    waits to be told."""
+    return _claim(directory / MEETING, msgspec.json.encode(meeting))
+
+
+def decline(directory: Path) -> bool:
+    """As the trainer: wait for no invitation any more. Whether none has come."""
+    return _claim(directory / MEETING, b"null")
+
+
+def invitation(directory: Path) -> Meeting | None:
+    """What ``invite`` has left."""
+    try:
+        return msgspec.json.decode((directory / MEETING).read_bytes(), type=Meeting | None)
+    except FileNotFoundError:
+        return None
+
+
+def has_files(directory: Path) -> bool:
+    """Whether a version is there as files."""
+    return any(directory.glob("*.safetensors"))
+
+
+def from_memory(directory: Path) -> bool:
+    """Whether the trainer passes a version on from its memory."""
+    return (directory / MEMORY).exists()
+
+
+def _claim(path: Path, content: bytes) -> bool:
+    """Make a file, whole, of which there can be one only. Whether it is ours."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+
+
+Check = Callable[["Header"], str | None]
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One tensor that will come."""
+
+    name: str
+    dtype: str
+    """As safetensors spells it: F32, BF16."""
+    shape: list[int]
+
+
+Header = list[TensorInfo]

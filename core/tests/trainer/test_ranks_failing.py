@@ -1,0 +1,123 @@
+"""A rank that fails, or is asked to end, while the others wait for it in a collective.
+
+The agent and its processes are real, and so is gloo; what the ranks do is three lines.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.run.status import Status, read_status
+from prime_rl.trainer.__main__ import GONE, tell
+from prime_rl.trainer.place import FAILED, FOLLOWED, Place
+
+RANK = """
+import os, pathlib, sys, threading, time
+import torch
+from prime_rl import ConfigError
+from prime_rl.trainer import __main__ as trainer, parallel
+run_dir = pathlib.Path(sys.argv[1])
+
+def run(path, status, place):
+    with parallel.joined(place, torch.device("cpu")):
+        group = parallel.host_group()
+        if place.rank == 0:
+            parallel.barrier()  # nobody else comes
+        # As the thread that writes checkpoints does; Python would wait for it to end.
+        threading.Thread(target=parallel.barrier, args=(group,)).start()
+        (run_dir / "pid").with_suffix(".new").write_text(str(os.getpid()))
+        (run_dir / "pid").with_suffix(".new").rename(run_dir / "pid")
+        if run_dir.name == "waits":
+            time.sleep(600)
+        raise ConfigError("no such key")
+
+trainer.run = run
+sys.exit(trainer.main(sys.argv[1:]))
+"""
+START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'failing_rank'; " \
+    "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
+
+Start = Callable[[str], tuple[Path, subprocess.Popen[str]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """An agent with two ranks, in a run of the given name."""
+    (tmp_path / "failing_rank.py").write_text(RANK)
+    agents: list[subprocess.Popen[str]] = []
+
+    def begin(name: str) -> tuple[Path, subprocess.Popen[str]]:
+        (tmp_path / name / "status").mkdir(parents=True)
+        agents.append(
+            subprocess.Popen(
+                [sys.executable, "-c", START, str(tmp_path / name), "--ranks", "2"],
+                env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return tmp_path / name, agents[-1]
+
+    yield begin
+    for each in agents:
+        with suppress(ProcessLookupError):
+            os.killpg(each.pid, signal.SIGKILL)
+        each.communicate()
+
+
+def test_a_rank_that_fails_ends_the_trainer_with_its_error(start: Start) -> None:
+    run_dir, process = start("fails")
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    lines = said.strip().splitlines()
+    assert any("no such key" in line for line in lines)
+    assert lines[-1] == "trainer rank 1 of 2 exited with code 1"
+    told = json.loads((run_dir / "status/trainer.json").read_text())
+    assert (told["state"], told["detail"]) == ("failed", {"error": "no such key"})
+
+
+def test_a_rank_that_alone_is_asked_to_end_has_not_done_its_part(start: Start) -> None:
+    run_dir, process = start("waits")
+    deadline = time.monotonic() + 60
+    while not (run_dir / "pid").exists():
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.02)
+    os.kill(int((run_dir / "pid").read_text()), signal.SIGTERM)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 1
+    assert said.strip().splitlines()[-1] == "trainer rank 1 of 2 was ended by SIGTERM"
+
+
+def test_the_first_rank_that_fails_has_the_word_and_a_lost_one_is_not_mistaken_for_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    told, place = Status(tmp_path / "trainer.json"), Place(0, 2)
+
+    def reason() -> object:
+        report = read_status(tmp_path / "trainer.json")
+        return report and report.detail["error"]
+
+    lost = RuntimeError("gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
+    assert tell(lost, told, place) == FOLLOWED
+    assert reason() == GONE
+    told.report("training")
+    assert tell(ConfigError("no such key"), told, place) == FAILED
+    assert tell(ValueError("a consequence"), told, Place(1, 2, 1)) == FOLLOWED
+    assert reason() == "no such key"
+    assert not any(record.exc_info for record in caplog.records)
+    told.report("training")
+    assert tell(ValueError("ours to mend"), told, place) == FAILED
+    assert reason() == "ValueError: ours to mend" and caplog.records[-1].exc_info
+    assert tell(lost, told, Place()) == FAILED  # alone there is nobody else to blame

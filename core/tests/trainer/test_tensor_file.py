@@ -1,0 +1,91 @@
+"""A file that ranks write together is the file that one writes, whatever their disks do."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensor_file_cases as cases
+import torch
+from safetensors.torch import load_file
+
+MANY = [name for name, (num_ranks, _) in cases.MESHES.items() if num_ranks > 1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What 1, 2, 4 and 2 x 2 ranks wrote."""
+    folder = tmp_path_factory.mktemp("files")
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    subprocess.run([sys.executable, cases.__file__, str(folder)], env=env, check=True, timeout=120)
+    return folder
+
+
+def seen(folder: Path, name: str) -> list[dict[str, Any]]:
+    """By rank."""
+    found: list[dict[str, Any]] = json.loads((folder / name / "seen.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", cases.MESHES)
+def test_every_way_of_writing_makes_the_same_file(folder: Path, name: str) -> None:
+    one = (folder / "one/gathered.safetensors").read_bytes()
+    for kind in ("gathered", "shared", "flushed", "again", "apart"):
+        assert (folder / name / f"{kind}.safetensors").read_bytes() == one, kind
+    tensors, found = cases.make_tensors(1), load_file(folder / name / "shared.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(found[name].equal(tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("name", cases.MESHES)
+def test_ranks_round_as_torch_does(folder: Path, name: str) -> None:
+    tensors, found = cases.make_tensors(1), load_file(folder / name / "rounded.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in found.items()}
+    assert kinds["0.uneven"] == kinds["columns"] == torch.bfloat16
+    assert kinds["1.uneven"] == torch.float32 and kinds["0.steps"] == torch.int64
+    assert all(found[name].equal(tensors[name].to(kind)) for name, kind in kinds.items())
+
+
+def test_each_rank_writes_its_rows_only(folder: Path) -> None:
+    # A block's parameters are 35, 12 and 8 floats; its buffer 6 longs, the rest 24 and 1 floats.
+    whole, alone = 2 * (4 * 55 + 8 * 6) + 4 * 25, 2 * 8 * 6 + 4 * 25
+    written = {name: [rank["written"] for rank in seen(folder, name)] for name in cases.MESHES}
+    assert written["one"] == [whole]
+    # Rows of 7: 4 + 3 of 20 bytes; of 3: 2 + 1 of 16; of 8: 4 + 4.
+    assert written["two"] == [2 * (80 + 32 + 16) + alone, 2 * (60 + 16 + 16)]
+    # Rows of 7: 2, 2, 2, 1; of 3: 1, 1, 1, 0.
+    middle = 2 * (40 + 16 + 8)
+    assert written["four"] == [middle + alone, middle, middle, 2 * (20 + 0 + 8)]
+    # Two that hold the same: 17 + 18 floats of 35, halves of the rest.
+    assert written["replicas"] == [2 * (68 + 24 + 16) + alone, 2 * (72 + 24 + 16)]
+    assert all(sum(each) == whole for each in written.values())
+    assert len(set(written["two_by_two"][1:])) > 1 and min(written["two_by_two"]) > 0
+
+
+@pytest.mark.parametrize("name", cases.MESHES)
+def test_a_disk_that_is_full_on_one_rank_stops_all(folder: Path, name: str) -> None:
+    *others, last = [rank["full"] for rank in seen(folder, name)]
+    assert last == "OSError: [Errno 28] No space left on device"
+    number = len(others)
+    assert others == [f"WeightsError: rank {number}: [Errno 28] No space left on device"] * number
+    assert not (folder / name / "full.safetensors").exists()
+    assert {rank["again"] for rank in seen(folder, name)} == {"done"}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_a_rank_that_sees_another_disk_leaves_all_to_rank_0(folder: Path, name: str) -> None:
+    first, *others = [rank["written_apart"] for rank in seen(folder, name)]
+    assert first == sum(rank["written"] for rank in seen(folder, name))
+    assert others == [0] * len(others)
+
+
+def test_a_checkpoints_weights_are_on_the_disk_of_other_machines_too(folder: Path) -> None:
+    """Rank 0 flushes what was written where it is, when the checkpoint is complete."""
+    flushed = {name: [rank["flushed"] for rank in seen(folder, name)] for name in cases.MESHES}
+    assert flushed["one"] == [0] and flushed["two"] == [0, 0]
+    assert flushed["four"] == flushed["two_by_two"] == [0, 0, 1, 1]
