@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -169,6 +170,23 @@ def test_one_that_fails_on_the_way_fails_alone_and_the_sender_hears_of_it(
     assert sound.attendance._group is None  # it would wait for one that is done with it
 
 
+def test_an_error_that_lives_on_keeps_nothing_of_what_had_come(
+    meet: Callable[..., Meeting],
+) -> None:
+    """A bucket may be gigabytes of a GPU, and errors stay in logs and cycles for a while."""
+    member, came = Member(1), list["weakref.ref[Tensor]"]()
+
+    def use(stream: Stream) -> None:
+        _, tensor = next(stream)
+        came.append(weakref.ref(tensor))
+        raise ValueError("no memory")
+
+    member.use = use  # type: ignore[method-assign]
+    sent, failed = broadcast(Attendance(), meet(2), some_tensors(), member)
+    assert isinstance(sent, WeightsError) and isinstance(failed, ValueError)
+    assert [tensor() for tensor in came] == [None]
+
+
 DIES = """
 import os, sys, torch, msgspec
 from prime_rl.broadcast.group import Attendance
@@ -212,7 +230,7 @@ def test_one_that_was_started_anew_is_noticed_before_anybody_connects(
     sender = Attendance()
     assert broadcast(sender, meet(2), {"a": torch.zeros(1)}, Member(1)) == [None, None]
     errors = broadcast(sender, meet(2), {"a": torch.zeros(1)}, Member(1))
-    assert all("speaks gloo" in str(error) for error in errors)
+    assert all("gloo, for the first time" in str(error) for error in errors)
     fresh = meet(2, group="another")
     assert broadcast(sender, fresh, {"a": torch.zeros(1)}, Member(1)) == [None, None]
 

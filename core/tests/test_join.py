@@ -136,6 +136,37 @@ def test_a_machine_may_come_before_the_run(run, program):
     assert lines[0] == f"waiting for a run with --launcher join in {run.dir}"
 
 
+def test_a_file_that_is_being_replaced_is_read_again(tmp_path, monkeypatch):
+    opened = meeting.Open("m", [], beat=3)
+    meeting.write(tmp_path / "open.json", opened)
+    whole, said = (tmp_path / "open.json").read_text(), iter(["{", None])
+
+    def read_text(self):
+        if text := next(said, whole):
+            return text
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert meeting.read(tmp_path / "open.json", meeting.Open) == opened
+    monkeypatch.setattr(Path, "read_text", lambda self: "{")
+    with pytest.raises(ValueError, match="Expecting"):
+        meeting.read(tmp_path / "open.json", meeting.Open)
+
+
+def test_a_beat_that_the_disk_refuses_is_followed_by_others(tmp_path, monkeypatch):
+    launcher, said = JoinLauncher(JoinConfig()), []
+
+    def refuse(path, record):
+        said.append(record.beat)
+        if len(said) == 3:
+            launcher._closed.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(meeting, "write", refuse)
+    launcher._beat(tmp_path, meeting.Open("m", []))
+    assert said == [1, 2, 3]
+
+
 def test_being_told_to_end_ends_the_process(run, program):
     program.code = FOREVER
 

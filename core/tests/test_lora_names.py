@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, WeightsError
 from prime_rl.config.run import RunConfig
 from prime_rl.run.lora_names import check_lora_names
 
@@ -88,6 +88,13 @@ def test_a_model_that_is_not_here_yet_is_left_to_the_trainer(
     for file in folder.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
     check_lora_names(config(folder, target_modules=["nobody"]))
+
+
+def test_a_file_that_git_lfs_has_not_fetched_is_named(folder: Path) -> None:
+    pointer = folder / "model-00001-of-00002.safetensors"
+    pointer.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(WeightsError, match=f"{pointer}: its header can't be read: .*git-lfs"):
+        check_lora_names(config(folder, target_modules=["q_proj"]))
 
 
 def test_no_torch_is_imported_for_it(folder: Path) -> None:

@@ -19,11 +19,15 @@ from prime_rl.broadcast.group import Attendance, header_of
 from prime_rl.broadcast.meeting import (
     FILES_WANTED,
     MEMORY,
+    STABLE,
     Meeting,
     decline,
     has_files,
     invitation,
+    invite,
 )
+from prime_rl.inference import fleet as fleet_module
+from prime_rl.inference import meetings as meetings_module
 from prime_rl.inference.client import RetryPolicy, Weights
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.meetings import Meetings
@@ -52,8 +56,9 @@ class Engine:
             body = await request.json()
             try:
                 self.value = await asyncio.to_thread(self.take, body)
-            except WeightsError as error:
-                return web.Response(status=400, text=str(error))
+            except (WeightsError, RuntimeError) as error:
+                status = 400 if isinstance(error, WeightsError) else 500
+                return web.Response(status=status, text=str(error))
             self.version = body["version"]
         return web.json_response({"status": "ok"})
 
@@ -110,16 +115,21 @@ Run = Callable[..., Any]
 
 
 @asynccontextmanager
-async def started(tmp_path: Path, *engines: Engine) -> AsyncIterator[tuple[Fleet, Trainer, Run]]:
+async def started(
+    tmp_path: Path,
+    *engines: Engine,
+    timeout: float = 10.0,
+    attempts: int = 1,
+) -> AsyncIterator[tuple[Fleet, Trainer, Run]]:
     """A fleet that serves, and how one version goes out while the fleet watches its engines."""
     trainer = Trainer(tmp_path / "broadcasts")
     trainer.broadcasts.mkdir()
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
-        meetings = Meetings(trainer.broadcasts, "gloo", timeout=10.0)
-        once = RetryPolicy(attempts=1)
+        meetings = Meetings(trainer.broadcasts, "gloo", timeout=timeout)
+        policy = RetryPolicy(attempts=attempts, first_wait=0.01)
         first = Weights(tmp_path, 0)
-        fleet = Fleet(urls, "k", first, retry=once, poll=0.02, meetings=meetings)
+        fleet = Fleet(urls, "k", first, retry=policy, poll=0.02, meetings=meetings)
         stack.push_async_callback(fleet.close)
         await fleet.wait_ready(10)
         watching = asyncio.create_task(fleet.run())
@@ -127,7 +137,7 @@ async def started(tmp_path: Path, *engines: Engine) -> AsyncIterator[tuple[Fleet
         async def publish(version: int) -> None:
             weights = trainer.announce(version)
             passing_on = asyncio.create_task(trainer.pass_on(weights))
-            await fleet.update_weights(weights.directory, version)
+            await asyncio.wait_for(fleet.update_weights(weights.directory, version), 10)
             await asyncio.wait_for(passing_on, 10)
 
         try:
@@ -261,9 +271,91 @@ async def test_nobody_waits_for_files_of_a_version_that_the_trainer_has_left_beh
         one = trainer.announce(1)
         updating = asyncio.create_task(fleet.update_weights(one.directory, 1))
         await until(lambda: invitation(one.directory) is not None)
-        trainer.announce(2)
+        two = trainer.announce(2)
+        await asyncio.sleep(0.1)
+        assert not updating.done()  # nobody could go on with version 2 yet: it is not announced
+        (two.directory / STABLE).touch()
         with pytest.raises(EngineError, match="version 1 was never written: the next is there"):
             await asyncio.wait_for(updating, 5)
+
+
+async def test_who_loses_the_answer_of_a_broadcast_is_alone_with_that(tmp_path: Path) -> None:
+    """The trainer has passed the version on and takes a step, longer than any timeout here: the
+    other engine serves meanwhile, and the update is over. Nobody goes to a meeting twice."""
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b, timeout=0.3, attempts=3) as (fleet, trainer, publish):
+        received, asked = b.take, list[int]()
+
+        def take_and_fail(body: dict[str, Any]) -> float:
+            asked.append(body["version"])
+            received(body)
+            raise RuntimeError("no memory")  # 500: what is asked again, but for a meeting
+
+        b.take = take_and_fail  # type: ignore[method-assign]
+        await publish(1)
+        assert a.ways == b.ways == ["memory"] and asked == [1]
+        assert not has_files(trainer.broadcasts / "step_1")
+        assert [r.serving for r in fleet.replicas] == [True, False]
+        b.take = received  # type: ignore[method-assign]
+        await until((trainer.broadcasts / FILES_WANTED).exists)
+        trainer.write(Weights(trainer.broadcasts / "step_1", 1))
+        await until(lambda: len(fleet.serving) == 2)
+        assert b.ways == ["memory", "file"] and b.value == 1
+
+
+async def test_a_step_may_take_longer_than_a_broadcast(tmp_path: Path) -> None:
+    """The only engine's answer is lost, and the trainer writes files when its step is over."""
+    a = Engine()
+    async with started(tmp_path, a, timeout=0.2) as (fleet, trainer, _publish):
+        received = a.take
+
+        def take_and_fail(body: dict[str, Any]) -> float:
+            value = received(body)
+            if "meeting" in body:
+                raise WeightsError("no memory")
+            return value
+
+        a.take = take_and_fail  # type: ignore[method-assign]
+        weights = trainer.announce(1)
+        passing_on = asyncio.create_task(trainer.pass_on(weights))
+        updating = asyncio.create_task(fleet.update_weights(weights.directory, 1))
+        await passing_on
+        await asyncio.sleep(0.5)
+        assert not updating.done()
+        trainer.write(weights)
+        await asyncio.wait_for(updating, 10)
+        assert a.ways == ["memory", "file"] and a.value == 1
+
+
+async def test_one_that_joins_late_and_cannot_receive_stays_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "START_GRACE", 0.0)
+    a, b = Engine(), Engine()
+    b.away = True
+    async with started(tmp_path, a, b) as (fleet, _trainer, publish):
+        b.receives, b.away = {"workers": 1, "backends": ["nccl"]}, False
+        await until(lambda: "cannot receive weights by gloo" in fleet.replicas[1].reason)
+        await publish(1)
+        assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
+
+
+async def test_a_full_disk_delays_an_invitation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meetings_module, "DISK_WAITS", [0.01])
+    refusals = [OSError(28, "No space left on device")]
+
+    def refuse_once(directory: Path, meeting: Meeting) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return invite(directory, meeting)
+
+    monkeypatch.setattr(meetings_module, "invite", refuse_once)
+    a = Engine()
+    async with started(tmp_path, a) as (_fleet, _trainer, publish):
+        await publish(1)
+        assert a.ways == ["memory"] and not refusals
 
 
 async def test_one_that_cannot_receive_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from prime_rl.cli.run import split_resume
 from prime_rl.config.run import RunConfig
 from prime_rl.run.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
 from prime_rl.run.directory import held, log_dir, make_run_dir, runs_of
-from prime_rl.run.drift import config_drift, installed_versions, version_drift
+from prime_rl.run.drift import check_optimizer, config_drift, installed_versions, version_drift
 from prime_rl.run.resume import begin, plan, rewind
 
 
@@ -147,6 +147,12 @@ def test_an_optimizer_whose_state_is_not_there_is_refused(
     with pytest.raises(ConfigError) as caught:
         plan(later, "latest")
     assert said in str(caught.value) and f'model.name = "{saved.weights}"' in str(caught.value)
+
+
+def test_an_adapter_is_not_offered_as_a_model() -> None:
+    then, now = ({"trainer": {"lora": {}, "optim": {"type": each}}} for each in ("adamw", "muon"))
+    with pytest.raises(ConfigError, match=r"Set it back, or start a new run\.$"):
+        check_optimizer(then, now, Path("weights"))
 
 
 def test_another_model_is_refused_unless_it_has_the_same_shape(tmp_path: Path) -> None:

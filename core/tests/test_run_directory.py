@@ -128,6 +128,31 @@ def test_a_disk_that_is_full_stops_nobody_and_still_learns_what_is_waited_for(
         replace_text(tmp_path / "new2.json", "{}")
 
 
+def test_on_a_full_disk_what_does_not_fit_leaves_what_was_there(tmp_path, monkeypatch):
+    """Of a text that is longer than the last one the disk may take a part."""
+    path, pwrite = tmp_path / "s.json", os.pwrite
+    path.write_text('{"x": 1}')
+
+    def full(self, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:10], at))
+    with pytest.raises(OSError, match="No space"):
+        replace_text(path, '{"x": 123456789}')
+    assert path.read_bytes() == b'{"x": 1}'
+    replace_text(path, '{"x": 12}')
+    assert path.read_bytes() == b'{"x": 12}'
+
+
+def test_a_status_that_cannot_be_read_just_now_is_none(tmp_path, monkeypatch):
+    def stale(self):
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert read_status(tmp_path / "s.json") is None
+
+
 def test_a_status_without_a_path_writes_nothing():
     status = Status(None)
     status.report("a")

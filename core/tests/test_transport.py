@@ -124,6 +124,24 @@ async def test_files_are_gone_once_every_rank_has_read(tmp_path: Path) -> None:
     assert list(wire_dir(tmp_path).iterdir()) == []
 
 
+async def test_ranks_that_read_at_the_same_time_both_get_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has taken its frame away before either looks whether the folder is empty."""
+    wire = Wire(make_launch("filesystem", num_ranks=2), tmp_path)
+    await wire.sender.send(1, [b"a", b"b"])
+    unlink = Path.unlink
+
+    def at_once(self: Path) -> None:
+        for rank in (0, 1):
+            unlink(self.with_name(f"rank_{rank}.bin"))
+        self.parent.rmdir()
+
+    monkeypatch.setattr(Path, "unlink", at_once)
+    assert await wire.receive(0) == b"a"
+    assert list(wire_dir(tmp_path).iterdir()) == []
+
+
 async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     launch = make_launch("zmq")
     first = make_sender(launch, tmp_path)

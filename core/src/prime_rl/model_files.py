@@ -122,6 +122,8 @@ def _header(path: Path) -> dict[str, Entry]:
     """The format: eight bytes that say how long the JSON after them is, the JSON, the data."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size - 8:
+            raise ValueError("it is shorter than it says: no safetensors (of git-lfs?), or cut off")
         table: dict[str, Any] = json.loads(file.read(length))
     table.pop("__metadata__", None)
     return {

@@ -112,6 +112,8 @@ class Frames:
 
 def do(job: dict[str, Any]) -> None:
     """Train, publish, measure and checkpoint as the process does it; from a checkpoint if told."""
+    import torch
+
     from prime_rl.trainer import parallel
     from prime_rl.trainer.checkpoint import Checkpointer, restore
     from prime_rl.trainer.loop import Trainer, finish, train
@@ -126,6 +128,7 @@ def do(job: dict[str, Any]) -> None:
     parallel.on_main(lambda: _lay_out(run_dir))
     resume = Checkpoint(Path(job["resume"])) if "resume" in job else None
     model_dir = resume.weights if resume else Path(job["model"])
+    torch.manual_seed(0)  # an adapter begins with random numbers: else other ones in every process
     model = load_model(model_dir, config)
     export = make_token_export(config.token_export, run_dir)
     trainer = Trainer(model, Ratio(PluginConfig()), config, LAST, export)

@@ -104,7 +104,14 @@ def do(folder: Path, replicas: int) -> dict[str, Any]:
         tensor_file.write_stream(folder / "gathered.safetensors", tensors, stream)
 
     parallel.stream_to_main(tensors, gathered)
-    return seen
+    return seen | {"patience": patience(tensors["0.uneven"])}
+
+
+def patience(shard: Tensor) -> list[float]:
+    """For how many hours ranks wait for one another in each dimension of the mesh."""
+    groups = shard.device_mesh.get_all_groups() if isinstance(shard, DTensor) else []
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() / 3600 for backend in backends]
 
 
 def start_rank(folder: Path, rank: int, num_ranks: int, replicas: int) -> int:

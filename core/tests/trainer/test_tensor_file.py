@@ -77,6 +77,14 @@ def test_a_disk_that_is_full_on_one_rank_stops_all(folder: Path, name: str) -> N
     assert {rank["again"] for rank in seen(folder, name)} == {"done"}
 
 
+def test_replicas_are_as_patient_as_all_ranks_are(folder: Path) -> None:
+    """With a rank that waits for a full disk: torch's own patience is half an hour, or ten minutes
+    with NCCL."""
+    found = {name: [rank["patience"] for rank in seen(folder, name)] for name in cases.MESHES}
+    assert found["four"] == [[2.0]] * 4
+    assert found["replicas"] == [[2.0, 2.0]] * 2 and found["two_by_two"] == [[2.0, 2.0]] * 4
+
+
 @pytest.mark.parametrize("name", MANY)
 def test_a_rank_that_sees_another_disk_leaves_all_to_rank_0(folder: Path, name: str) -> None:
     first, *others = [rank["written_apart"] for rank in seen(folder, name)]

@@ -119,6 +119,7 @@ def exited(*codes: int | None) -> list[Any]:
         ((1, 143, 1), "trainer rank 1 of 3 was ended by SIGTERM"),
         ((1, 143, -9), "trainer rank 1 of 3 was ended by SIGTERM"),
         ((3, 1, None), "trainer rank 1 of 3 exited with code 1"),
+        ((255, 0, None), "trainer rank 0 of 3 exited with code 255"),
         ((0, None, 0), "trainer rank 0 is done, and rank 1 does not end"),
     ],
 )

@@ -115,6 +115,24 @@ def test_three_steps_and_three_more_after_a_resume_are_six_bit_for_bit(
     assert not same(without, straight)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_checkpoint_before_the_first_step_that_trains_changes_nothing(
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch], pack: Any, kind: str
+) -> None:
+    """To save what an optimizer has not yet, torch has it take a step of nothing."""
+    ends = []
+    for name, ckpt in (("without", None), ("with", CkptConfig(interval=1))):
+        ends.append(make_trainer(model_dir, optim={"type": kind, "lr": 1e-2}))
+        steps = [pack([[1, 2, 3]], prompt=3), *batches[:2]]
+        run(ends[-1], tmp_path / name, model_dir, steps, ckpt=ckpt)
+    assert same(*ends)
+    saved = finished(tmp_path / "with", 1)
+    resumed = make_trainer(saved.weights, optim={"type": kind, "lr": 1e-2})
+    restore(resumed, saved)
+    run(resumed, tmp_path / "with", saved.weights, batches[:2], first=2)
+    assert same(resumed, ends[0])
+
+
 def test_the_config_of_the_resumed_run_decides_on_the_learning_rate(
     tmp_path: Path, model_dir: Path, batches: list[MicroBatch]
 ) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 import msgspec
@@ -171,15 +172,22 @@ class Attendance:
         """The group, when all have come. After an error it is not used again."""
         group, self._group = self._group, None
         if group is not None and (group.path, group.rank) != (meeting.group, meeting.rank):
-            group = None  # closes its connections
-        speaks = language(meeting.backend)
-        meeting.wait_for_all(speaks if group is None else f"{speaks}, and is connected")
+            group.close()
+            group = None
+        known = "for the first time" if group is None else "connected before"
+        try:
+            meeting.wait_for_all(f"{language(meeting.backend)}, {known}")
+        except WeightsError:
+            if group is not None:
+                group.close()
+            raise
         if group is None:
             group = WeightGroup(meeting, device)
         try:
             yield group
-        except BaseException:
+        except BaseException as error:
             group.close()  # who waits for us shall not wait for long
+            clear_frames(error.__traceback__)  # they hold what has come, as long as the error lives
             raise
         if group.broken:
             group.close()

@@ -21,6 +21,8 @@ MEMORY = "MEMORY"
 """Marker file of a version whose weights the trainer passes on from its memory."""
 MEETING = "meeting.json"
 """Beside it: a ``Meeting``, as the trainer attends it; null once it waits for none."""
+STABLE = "STABLE"
+"""Marker file of a version that is announced: as files, or waiting in the trainer's memory."""
 FILES_WANTED = "FILES_WANTED"
 """Marker file in ``broadcasts``: somebody needs the current version as files."""
 MEETINGS = "meetings"
@@ -51,12 +53,12 @@ class Meeting(msgspec.Struct, kw_only=True, frozen=True):
         """The same for one worker of an engine."""
         return msgspec.structs.replace(self, rank=self.rank + worker)
 
-    def wait_for_all(self, speaks: str) -> None:
+    def wait_for_all(self, comes_by: str) -> None:
         """Say that we are here, and wait for the others. Raises ``WeightsError`` if somebody does
-        not come, does not speak as we do, or the orchestrator has called it off."""
+        not come, comes in another way, or the orchestrator has called it off."""
         folder, deadline = Path(self.directory), time.monotonic() + self.timeout
         try:
-            _write(folder / f"here_{self.rank}", speaks)
+            _write(folder / f"here_{self.rank}", comes_by)
             while missing := self._missing(folder):
                 if reason := _read(folder / _END):
                     raise WeightsError(f"the broadcast was called off: {reason}")
@@ -67,10 +69,10 @@ class Meeting(msgspec.Struct, kw_only=True, frozen=True):
                     )
                 time.sleep(_POLL_SECONDS)
             for rank in range(self.world_size):
-                if (other := (folder / f"here_{rank}").read_text()) != speaks:
+                if (other := (folder / f"here_{rank}").read_text()) != comes_by:
                     raise WeightsError(
-                        f"rank {self.rank} of the broadcast speaks {speaks}; rank {rank}: {other}. "
-                        "Trainer and engines need the same."
+                        f"rank {self.rank} of the broadcast comes by {comes_by}; rank {rank} by "
+                        f"{other}. Trainer and engines need the same."
                     )
         except OSError as error:
             raise WeightsError(f"{folder}: {error}") from error

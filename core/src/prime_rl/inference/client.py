@@ -172,7 +172,8 @@ class EngineAdmin:
             }
             if meeting is not None:
                 body["meeting"] = msgspec.to_builtins(meeting)
-            await self._persist("/update_weights", timeout=self._timeout, json=body)
+            once = meeting is not None  # it takes place once
+            await self._persist("/update_weights", timeout=self._timeout, once=once, json=body)
         except BaseException as error:
             within = ONCE_SECONDS if isinstance(error, EngineGone) else CLEAN_UP_SECONDS
             with suppress(EngineError):  # the first failure is the one to report
@@ -206,11 +207,18 @@ class EngineAdmin:
         await self._http.aclose()
 
     async def _persist(
-        self, route: str, *, timeout: float = READ_SECONDS, within: float | None = None, **body: Any
+        self,
+        route: str,
+        *,
+        timeout: float = READ_SECONDS,
+        within: float | None = None,
+        once: bool = False,
+        **body: Any,
     ) -> None:
         """Post until it is answered, refused for good, or there is no time left.
 
         Timeout: seconds for one answer. Within: seconds for all attempts, twice that by default.
+        Once: there is no second one.
         """
         deadline = time.monotonic() + (2 * timeout if within is None else within)
         attempt, always_silent = 1, True
@@ -219,7 +227,7 @@ class EngineAdmin:
             try:
                 return await self._post(route, min(timeout, left), body)
             except _Failed as failure:
-                wait = self._retry.wait_after(attempt) if failure.passing else None
+                wait = self._retry.wait_after(attempt) if failure.passing and not once else None
                 always_silent &= failure.kind is EngineSilent
                 if wait is None or time.monotonic() + wait >= deadline:
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""

@@ -147,11 +147,11 @@ class Fleet:
         try:
             async with asyncio.timeout(timeout):
                 while not self._serves.is_set():
-                    check_start(self.replicas, self._own)
+                    self._check_start()
                     await asyncio.sleep(min(0.05, self._poll))
                 grace = time.monotonic() + START_GRACE
                 while len(self.serving) < len(self.replicas) and time.monotonic() < grace:
-                    check_start(self.replicas, self._own)
+                    self._check_start()
                     await asyncio.sleep(min(0.05, self._poll))
         except TimeoutError:
             if not self.serving:
@@ -163,7 +163,11 @@ class Fleet:
             if not replica.serving:
                 replica.down_since = time.monotonic()
                 log.warning("going on without engine %s: %s", replica.url, replica.reason)
-            elif self._meetings is not None:
+
+    def _check_start(self) -> None:
+        check_start(self.replicas, self._own)
+        for replica in self.replicas:
+            if self._meetings is not None and replica.answers:
                 self._meetings.check(replica)
 
     async def run(self) -> None:
@@ -250,9 +254,11 @@ class Fleet:
             return
         target = self._target
         try:
+            if self._meetings is not None:
+                self._meetings.check(replica)
             if not self._is_current(replica, version):
                 if self._meetings is not None:
-                    await self._meetings.files(lambda: self._target)
+                    await self._meetings.files(lambda: self._target, self._meetings.timeout)
                     target = self._target
                 log.info("bringing engine %s to version %d", replica.url, target.version)
                 await self._update(replica, target)
@@ -370,15 +376,19 @@ class Fleet:
         start, weights, before = time.perf_counter(), Weights(weight_dir, version), self._target
         self._target = weights
         asked = [r for r in self.serving if r.version != version or r.asleep]
-        left = asked
+        left: Sequence[Replica] = asked
+        missed: dict[Replica, BaseException] = {}
         try:
             if self._meetings is not None and self._meetings.applies(weights):
-                left = await self._meetings.hold(weights, asked, self._update)
-            tasks = {r: asyncio.create_task(self._update(r, weights)) for r in left}
+                left, missed = await self._meetings.hold(weights, asked, self._update)
+            # One that went away while others met: ``_join`` may be at it already.
+            here = [replica for replica in left if replica.serving]
+            tasks = {r: asyncio.create_task(self._update(r, weights)) for r in here}
             await all_but_the_late(list(tasks.values()))
         finally:
             self._wake()
-        failed = [(r, e) for r, task in tasks.items() if (e := self._failure(r, task)) is not None]
+        ends = {r: self._failure(r, task) for r, task in tasks.items()}
+        failed = [(r, e) for r, e in (*missed.items(), *ends.items()) if e is not None]
         refusals = [e for _, e in failed if not isinstance(e, EngineGone)]
         if stranger := next((e for e in refusals if not isinstance(e, EngineError)), None):
             raise stranger

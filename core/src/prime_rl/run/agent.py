@@ -140,7 +140,7 @@ class Member:
 
     def _report(self) -> None:
         self._record = replace(self._record, beat=self._record.beat + 1)
-        with suppress(FileNotFoundError):  # the next attempt has cleared the folder
+        with suppress(OSError):  # the next report says it again, unless the folder is cleared
             meeting.write(self._path("agent"), self._record)
 
     def _is_over(self) -> bool:

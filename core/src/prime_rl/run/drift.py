@@ -114,9 +114,11 @@ def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: 
     theirs, ours = (_kind(config.get("trainer", {}).get("optim", {})) for config in (before, now))
     given_up = (theirs, ours) == ("sgd with momentum", "sgd")
     if theirs != ours != "sign_sgd" and not given_up:
+        is_whole = before.get("trainer", {}).get("lora") is None  # else weights is an adapter
+        way = f' from its weights: model.name = "{weights}"' if is_whole else ""
         raise ConfigError(
             f"--resume: the checkpoint has the state of {theirs}, and [trainer.optim] says {ours}. "
-            f'Set it back, or start a new run from its weights: model.name = "{weights}".'
+            f"Set it back, or start a new run{way}."
         )
 
 

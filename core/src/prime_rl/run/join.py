@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -152,7 +153,8 @@ class JoinLauncher(Launcher):
         number = 0
         while not self._closed.wait(meeting.BEAT_SECONDS):
             number += 1
-            meeting.write(places / meeting.OPEN, replace(opened, beat=number))
+            with suppress(OSError):  # the next beat may be heard
+                meeting.write(places / meeting.OPEN, replace(opened, beat=number))
         (places / meeting.OPEN).unlink(missing_ok=True)  # should we have been writing it just then
 
     def _await(self, tasks: Sequence[Task], tell: Callable[[str], None]) -> dict[str, Place]:

@@ -22,6 +22,8 @@ from typing import Any, TypeVar
 from prime_rl.run.status import replace_text
 
 BEAT_SECONDS = 1.0
+READS, READ_SECONDS = 5, 0.02
+"""How often, and how soon, a file is read again that cannot be read."""
 LOST_SECONDS = 60.0
 """Without a beat, after which the other side is taken for dead: a shared disk may stall a while."""
 
@@ -77,11 +79,18 @@ def places_dir(run_dir: Path) -> Path:
 
 
 def read(path: Path, kind: type[Record]) -> Record | None:
-    """What a file says now; None if it is not there."""
-    try:
-        return kind(**json.loads(path.read_text()))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    """What a file says now; None if it is not there. One that is being replaced while we look, on
+    a full or a distant disk, is looked at again."""
+    for last in [False] * (READS - 1) + [True]:
+        try:
+            return kind(**json.loads(path.read_text()))
+        except (FileNotFoundError, NotADirectoryError):
+            break
+        except (OSError, ValueError):
+            if last:
+                raise
+            time.sleep(READ_SECONDS)
+    return None
 
 
 def write(path: Path, record: Open | Agent | Order) -> None:

@@ -64,8 +64,8 @@ def replace_text(path: Path, text: str) -> None:
     """Replace a small file whole. Raises ``OSError``.
 
     On a full disk the text goes where the file's bytes lie, for which there is room, so that it can
-    still be said what everybody waits for. Spaces fill what it leaves of them: one call, and no
-    reader sees half of each.
+    still be said what everybody waits for. Spaces fill what it leaves of them, and it is written
+    in one call: who reads at that very instant may see half of each, who reads again does not.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -75,16 +75,26 @@ def replace_text(path: Path, text: str) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not path.exists():
             raise
         temporary.unlink(missing_ok=True)
-        file = os.open(path, os.O_WRONLY)
-        try:
-            os.write(file, text.encode().ljust(path.stat().st_size))
-        finally:
-            os.close(file)
+        _write_over(path, text.encode(), error)
+
+
+def _write_over(path: Path, data: bytes, refused: OSError) -> None:
+    """Raises ``refused`` if ``data`` needs more room than there is, and leaves what was there."""
+    before = path.read_bytes()
+    file = os.open(path, os.O_WRONLY)
+    try:
+        if os.pwrite(file, data.ljust(len(before)), 0) < len(data):
+            os.pwrite(file, before, 0)
+            os.ftruncate(file, len(before))
+            raise refused
+    finally:
+        os.close(file)
 
 
 def read_status(path: Path) -> StatusReport | None:
-    """The last report in ``path``, or None if its process has not written one yet."""
+    """The last report in ``path``, or None if its process has not written one yet, or it cannot be
+    read just now (a disk of several machines may take a file away that is being replaced)."""
     try:
         return StatusReport(**json.loads(path.read_text()))
-    except (FileNotFoundError, json.JSONDecodeError, TypeError):
+    except (OSError, ValueError, TypeError):
         return None

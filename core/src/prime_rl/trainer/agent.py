@@ -33,6 +33,7 @@ LINGER_SECONDS = 60.0
 GRACE_SECONDS = 5.0
 """Between asking a rank to end and making it."""
 MODULE = "prime_rl.trainer"
+_SIGNALS = {each.value for each in signal.Signals}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,8 +129,10 @@ def _say(codes: Sequence[int | None]) -> int:
 
 
 def _signal(code: int) -> int:
-    """Which signal ended a process, or made it end itself (code 128 + N); 0: none."""
-    return -code if code < 0 else max(0, code - 128)
+    """Which signal ended a process, or made it end itself (code 128 + N); 0: none that has a name
+    (code 255 is -1, and no signal)."""
+    number = -code if code < 0 else code - 128
+    return number if number in _SIGNALS else 0
 
 
 def _how(code: int) -> str:

@@ -42,6 +42,8 @@ from prime_rl.trainer.weights import Publisher, published_dtypes, published_tens
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.005
+DISK_SECONDS = 1.0
+"""Between two attempts at a disk that refuses."""
 
 
 class Broadcaster:
@@ -74,7 +76,8 @@ class Broadcaster:
         if as_files:
             self._write_files(version, exact)
         else:
-            parallel.on_main(partial(self._mark, version))
+            mark = partial(parallel.on_main, partial(self._mark, version))
+            persist(mark, f"publish weights version {version}", PUBLISH_WAITS, self._status)
         self._version, self._waits = version, not as_files
 
     def size(self, version: int) -> float:
@@ -127,9 +130,13 @@ class Broadcaster:
         """Rank 0 does. None: files are wanted instead."""
         directory = self._publisher.path(version)
         while (meeting := invitation(directory)) is None:
-            if self._wanted.exists() and decline(directory):
-                return None
-            time.sleep(POLL_SECONDS)
+            try:
+                if self._wanted.exists() and decline(directory):
+                    return None
+                time.sleep(POLL_SECONDS)
+            except OSError as error:  # a full disk
+                logger.error("cannot decline a broadcast of version %d: %s", version, error)
+                time.sleep(DISK_SECONDS)
         return dict(msgspec.to_builtins(meeting))
 
     def _header(self) -> Header:
@@ -149,7 +156,7 @@ class Broadcaster:
 
         try:
             parallel.stream_to_main(tensors, send, device=self._device)
-        except WeightsError as error:
+        except (OSError, WeightsError) as error:
             logger.warning("version %d was not broadcast, its files follow: %s", version, error)
             return False
         return True

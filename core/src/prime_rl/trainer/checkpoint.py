@@ -217,13 +217,21 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    state = {
-        "optimizer": get_optimizer_state_dict(trainer.model, trainer.optimizer),
-        "rng": torch.get_rng_state(),
-    }
+    state = {"optimizer": _optimizer_state(trainer), "rng": torch.get_rng_state()}
     if trainer.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
     return state
+
+
+def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
+    """Sharded as the weights are. Before the first step there is none, and torch takes a step of
+    nothing to make it; but what comes next is still the first."""
+    is_new = not trainer.optimizer.state
+    made: dict[str, Any] = get_optimizer_state_dict(trainer.model, trainer.optimizer)
+    for state in trainer.optimizer.state.values() if is_new else ():
+        if "step" in state:
+            state["step"].zero_()
+    return made
 
 
 def _use_own_settings(trainer: Trainer) -> None:

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -257,6 +258,8 @@ def shard(root: nn.Module, blocks: set[str], device: torch.device, replicas: int
         mesh = init_device_mesh(
             device.type, (replicas, *shape), mesh_dim_names=("replicate", *names)
         )
+        for group in mesh.get_all_groups():  # else ten minutes, with NCCL
+            _set_pg_timeout(TIMEOUT, group)
     else:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for module in (*units, root):

@@ -14,6 +14,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -226,8 +227,8 @@ class FileReceiver:
     def _take(self, path: Path) -> memoryview:
         frame = path.read_bytes()
         path.unlink()
-        if not any(path.parent.iterdir()):  # every other rank has read its frame too
-            shutil.rmtree(path.parent, ignore_errors=True)
+        with suppress(OSError):  # another rank has not read its frame yet, or was quicker
+            path.parent.rmdir()
         return memoryview(frame)
 
 

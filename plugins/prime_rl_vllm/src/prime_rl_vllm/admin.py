@@ -21,6 +21,7 @@ import msgspec
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
+from prime_rl import WeightsError
 from prime_rl.broadcast.meeting import Meeting
 from prime_rl.serving.errors import RequestError
 from prime_rl.serving.requests import UpdateBody, decode
@@ -131,7 +132,11 @@ class Admin:
         """The same from the trainer's memory. Raises ``RequestError`` if it is refused."""
         async with self._for_good(version):
             problems = await self._rpc("prime_rl_receive", msgspec.to_builtins(meeting))
-            if refused := [problem for problem in problems if problem is not None]:
+            refused = [problem for problem in problems if problem is not None]
+            if refused and len(refused) < len(problems):  # the others have new weights
+                raise WeightsError(f"one of {len(problems)} workers: {refused[0]}")
+            if refused:
+                await self._let_go()
                 raise self._refusal(refused[0])
 
     @asynccontextmanager

@@ -1,0 +1,71 @@
+"""What becomes of a broadcast that not every worker can take, without vLLM."""
+
+import os
+import signal
+
+import pytest
+
+from prime_rl.broadcast.meeting import Meeting
+from prime_rl.run.status import Status
+from prime_rl.serving.errors import RequestError
+from prime_rl.serving.keys import Keys
+from prime_rl_vllm.admin import Admin
+from prime_rl_vllm.state import State
+
+MEETING = Meeting(
+    directory="m", group="g", backend="gloo", rank=1, world_size=3, timeout=1.0, loopback=True
+)
+
+
+class Workers:
+    """Stands for ``AsyncLLM``; ``answers`` are what the workers say of a broadcast."""
+
+    def __init__(self, *answers: str | None) -> None:
+        self.answers, self.held = list(answers), False
+
+    async def collective_rpc(self, method: str, args: tuple[object, ...]) -> list[str | None]:
+        assert method == "prime_rl_receive" and self.held
+        return self.answers
+
+    async def pause_generation(self, **_: object) -> None:
+        self.held = True
+
+    async def resume_generation(self) -> None:
+        self.held = False
+
+    async def update_weight_version(self, version: str) -> None:
+        pass
+
+
+async def receive(workers: Workers) -> State:
+    state = State("m", "m", 64, Keys("admin"), Status(None), engine=workers)
+    admin = Admin(state)
+    await admin._hold()
+    await admin._receive(MEETING, 1)
+    return state
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    signals: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
+    return signals
+
+
+async def test_what_all_workers_take_is_the_new_version(ended: list[int]) -> None:
+    assert (await receive(Workers(None, None))).version == 1 and not ended
+
+
+async def test_what_all_workers_refuse_leaves_a_server_that_serves_on(ended: list[int]) -> None:
+    workers = Workers("called off", "called off")
+    with pytest.raises(RequestError, match="version 0 serves on: called off"):
+        await receive(workers)
+    assert not ended and not workers.held
+
+
+async def test_workers_of_two_versions_end_the_server(ended: list[int]) -> None:
+    """One has loaded the new weights, the connection of the other broke just before."""
+    workers = Workers(None, "the broadcast broke off")
+    with pytest.raises(RequestError, match="failed half-way, so the server ends: one of 2 workers"):
+        await receive(workers)
+    assert ended == [signal.SIGTERM] and workers.held
