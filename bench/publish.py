@@ -38,6 +38,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from bench.gpu_trainer import SHAPES as QWEN3
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.trainer import parallel
 from prime_rl.trainer.optim import clip_gradients, make_optimizer
@@ -64,15 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
     },
-    "Qwen3-0.6B": {
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    "Qwen3-0.6B": QWEN3["qwen3-0.6b"],
 }
 MESHES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2 x 2": (4, 2)}
 """Ranks, and copies of the model among them."""
