@@ -37,6 +37,7 @@ from prime_rl.broadcast.meeting import (
     invitation,
     invite,
 )
+from prime_rl.run.addresses import numeric
 
 CPU = torch.device("cpu")
 Stream = Iterator[tuple[str, Tensor]]
@@ -245,6 +246,17 @@ def test_an_invitation_comes_or_is_declined_but_not_both(
     other = tmp_path / "other"
     other.mkdir()
     assert decline(other) and not invite(other, meeting) and invitation(other) is None
+
+
+def test_members_of_one_machine_listen_on_loopback_and_others_at_their_own_address(
+    meet: Callable[..., Meeting], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = meet(2), msgspec.structs.replace(meet(2), loopback=False)
+    monkeypatch.setenv("PRIME_RL_NODE_ADDRESS", "192.0.2.7")
+    assert group_module._own_address(here) == "127.0.0.1"
+    assert group_module._own_address(elsewhere) == "192.0.2.7"
+    monkeypatch.delenv("PRIME_RL_NODE_ADDRESS")
+    assert group_module._own_address(elsewhere) == numeric("auto")
 
 
 SIZES = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
