@@ -162,20 +162,27 @@ def test_a_checkpoint_written_on_cpu_goes_on_on_a_gpu(
     assert any(moment.any() for moment in moments)
 
 
+@pytest.fixture
+def proceed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The writer is held until this is set."""
+    event, real = threading.Event(), Checkpointer._attempt
+
+    def held(self: Checkpointer, *arguments: Any) -> None:
+        assert event.wait(30)
+        real(self, *arguments)
+
+    monkeypatch.setattr(Checkpointer, "_attempt", held)
+    return event
+
+
 def test_the_state_is_of_its_step_although_training_goes_on_meanwhile(
     tmp_path: Path,
     model_dir: Path,
     batches: list[MicroBatch],
     monkeypatch: pytest.MonkeyPatch,
+    proceed: threading.Event,
 ) -> None:
     """The writer is held until two more steps are trained."""
-    proceed, real = threading.Event(), Checkpointer._attempt
-
-    def held(self: Checkpointer, *arguments: Any) -> None:
-        assert proceed.wait(30)
-        real(self, *arguments)
-
-    monkeypatch.setattr(Checkpointer, "_attempt", held)
     wait = Checkpointer.wait
     monkeypatch.setattr(
         Checkpointer, "wait", lambda self, status: (proceed.set(), wait(self, status))
@@ -246,25 +253,15 @@ def test_a_disk_that_refuses_the_first_or_the_last_bit_of_a_checkpoint_is_tried_
 
 
 def test_what_is_being_written_when_the_trainer_fails_still_becomes_a_checkpoint(
-    tmp_path: Path,
-    model_dir: Path,
-    batches: list[MicroBatch],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch], proceed: threading.Event
 ) -> None:
-    failed, real = threading.Event(), Checkpointer._attempt
-
-    def held(self: Checkpointer, *arguments: Any) -> None:
-        assert failed.wait(30)
-        real(self, *arguments)
-
-    monkeypatch.setattr(Checkpointer, "_attempt", held)
     unfinished(tmp_path, 2).orchestrator.mkdir(parents=True)
     unfinished(tmp_path, 2).progress.write_text("{}")
     checkpointer = Checkpointer(tmp_path, CkptConfig(interval=2), model_dir, None)
     frames = Frames(1, batches[:2])
     with pytest.raises(IndexError) as caught:  # there is no third batch
         train(make_trainer(model_dir), frames, tmp_path, 1, Status(None), checkpointer)
-    threading.Timer(0.05, failed.set).start()
+    threading.Timer(0.05, proceed.set).start()
     checkpointer.rescue(caught.value)
     assert whole_steps(tmp_path) == [2]
 

@@ -195,12 +195,6 @@ class Attendance:
             self._group = group
 
 
-def backends(device: torch.device) -> list[str]:
-    """What an engine on ``device`` can receive by: its ``receives.backends`` in ``GET /health``."""
-    nccl = device.type == "cuda" and dist.is_nccl_available()
-    return ["gloo", "nccl"] if nccl else ["gloo"]
-
-
 def language(backend: str) -> str:
     """What members must have in common: NCCL of one version talks to no other."""
     if backend != "nccl":

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from prime_rl.plugins.errors import WeightsError
+from prime_rl.run.status import replace_text
 
 Backend = Literal["gloo", "nccl"]
 
@@ -58,7 +59,7 @@ class Meeting(msgspec.Struct, kw_only=True, frozen=True):
         not come, comes in another way, or the orchestrator has called it off."""
         folder, deadline = Path(self.directory), time.monotonic() + self.timeout
         try:
-            _write(folder / f"here_{self.rank}", comes_by)
+            replace_text(folder / f"here_{self.rank}", comes_by)
             while missing := self._missing(folder):
                 if reason := _read(folder / _END):
                     raise WeightsError(f"the broadcast was called off: {reason}")
@@ -82,9 +83,14 @@ class Meeting(msgspec.Struct, kw_only=True, frozen=True):
         return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]
 
 
+def backends(on_gpu: bool) -> list[Backend]:
+    """What an engine can receive by: its ``receives.backends`` in ``GET /health``."""
+    return ["gloo", "nccl"] if on_gpu else ["gloo"]
+
+
 def call_off(directory: Path, reason: str) -> None:
     """Nobody waits for those that are missing any more."""
-    _write(directory / _END, reason or "no reason was given")
+    replace_text(directory / _END, reason or "no reason was given")
 
 
 def invite(directory: Path, meeting: Meeting) -> bool:
@@ -127,13 +133,6 @@ def _claim(path: Path, content: bytes) -> bool:
     finally:
         temporary.unlink()
     return True
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(text)
-    temporary.replace(path)
 
 
 def _read(path: Path) -> str:

@@ -36,13 +36,12 @@ from prime_rl.broadcast.meeting import (
 from prime_rl.inference.client import EngineGone, Weights
 from prime_rl.inference.replica import Replica
 from prime_rl.plugins.errors import EngineError
+from prime_rl.run.addresses import LOCAL
+from prime_rl.wire.transport import DISK_WAITS
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
-DISK_WAITS: Sequence[float] = (1, 2, 5, 10, 20, *[30] * 18)
-"""Seconds between attempts at a disk that refuses: ten minutes, as for the weights."""
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Meetings:
@@ -156,7 +155,7 @@ class Meetings:
             rank=0,
             world_size=1 + sum(workers),
             timeout=self.timeout,
-            loopback=all(urlsplit(r.url).hostname in LOOPBACK for r in replicas),
+            loopback=all(urlsplit(r.url).hostname in LOCAL for r in replicas),
         )
         if not invite(weights.directory, invitation):
             self._end()

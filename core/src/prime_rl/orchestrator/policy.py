@@ -10,15 +10,13 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.broadcast.meeting import STABLE
 from prime_rl.inference.client import EngineGone
 from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.errors import EngineError
 from prime_rl.run.tail import Tail
 
 log = logging.getLogger(__name__)
-
-STABLE = "STABLE"
-"""Marker file in a broadcast folder whose weights are whole."""
 
 POLL_SECONDS = 0.02
 

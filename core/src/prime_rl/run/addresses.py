@@ -8,6 +8,8 @@ import socket
 from prime_rl.plugins.errors import ConfigError
 
 AUTO = "auto"
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine that lead nowhere else."""
 ANYWHERE_ELSE = ("192.0.2.1", 9)
 """An address kept for documentation: nothing is sent to it, only the way there is looked up."""
 

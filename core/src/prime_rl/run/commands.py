@@ -14,13 +14,13 @@ from urllib.parse import urlsplit
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import Engine, EngineLaunch
 from prime_rl.plugins.launchers import ProcessCommand, Task
+from prime_rl.run.addresses import LOCAL
 from prime_rl.run.directory import log_dir
 from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
 from prime_rl.run.trainer_command import trainer_command
 
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 """The modules that are these processes."""
-LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True)

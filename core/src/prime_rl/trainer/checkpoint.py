@@ -28,13 +28,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from prime_rl.broadcast.meeting import STABLE
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.plugins.errors import ConfigError, WeightsError
 from prime_rl.run.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
 from prime_rl.run.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.disk import CHECKPOINT_WAITS, persist
-from prime_rl.trainer.weights import STABLE, copy_model_files
+from prime_rl.trainer.weights import copy_model_files
 
 if TYPE_CHECKING:
     from prime_rl.trainer.loop import Trainer

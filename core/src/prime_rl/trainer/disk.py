@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 
 from prime_rl.plugins.errors import WeightsError
 from prime_rl.run.status import Status
+from prime_rl.wire.transport import DISK_WAITS
 
 logger = logging.getLogger(__name__)
 
-PUBLISH_WAITS: Sequence[float] = (1, 2, 5, 10, 20, *[30] * 18)
+PUBLISH_WAITS = DISK_WAITS
 """Seconds between attempts to publish: without the weights nobody can go on. Ten minutes."""
 CHECKPOINT_WAITS: Sequence[float] = (1, 5, 30)
 """Between attempts at a checkpoint: a run can do without one."""

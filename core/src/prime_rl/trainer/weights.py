@@ -21,14 +21,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.adapter import ADAPTER_WEIGHTS, merged_tensors
+from prime_rl.broadcast.meeting import STABLE
 from prime_rl.model_files import ModelFiles
 from prime_rl.plugins.errors import WeightsError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.lora import adapter_tensors, lora_of
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
 
-STABLE = "STABLE"
-"""Marker file of a version that is complete."""
 WEIGHTS = "model.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 

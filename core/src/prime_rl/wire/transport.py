@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DISK_WAITS: Sequence[float] = (1, 2, 5, 10, 20, *[30] * 18)
-"""Seconds between attempts at a disk that refuses: ten minutes, as for the weights."""
+"""Seconds between attempts at a disk that refuses what a run cannot do without: ten minutes."""
 POLL_SECONDS = 0.01
 """How often a file transport looks again."""
 

@@ -11,7 +11,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from prime_rl.broadcast.group import backends
+from prime_rl.broadcast.meeting import backends
 from prime_rl.serving.errors import RequestError
 from prime_rl.serving.keys import Keys
 from prime_rl.serving.requests import GenerateBody, decode
@@ -37,7 +37,7 @@ class Api:
         if self.engine.closed is not None or not self.engine.alive:
             raise RequestError(self.engine.closed or "the engine's thread has ended", 503)
         scheduler = self.engine.scheduler
-        receives = {"workers": 1, "backends": backends(scheduler.model.device)}
+        receives = {"workers": 1, "backends": backends(scheduler.model.device.type == "cuda")}
         return JSONResponse({"status": "ok", "version": scheduler.version, "receives": receives})
 
     async def models(self, _: HTTPRequest) -> Response:

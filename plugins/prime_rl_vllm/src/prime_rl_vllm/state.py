@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from prime_rl.broadcast.meeting import backends
 from prime_rl.run.status import Status
 from prime_rl.serving.keys import Keys
 
@@ -53,8 +54,7 @@ class State:
         if parallel.data_parallel_size > 1:
             return None
         on_gpu = self.engine.vllm_config.device_config.device_type == "cuda"
-        backends = ["gloo", "nccl"] if on_gpu else ["gloo"]
-        return {"workers": parallel.world_size, "backends": backends}
+        return {"workers": parallel.world_size, "backends": backends(on_gpu)}
 
     def salt(self, client: str | None) -> str:
         """The prefix cache's salt: what old weights computed is never found by new requests,
