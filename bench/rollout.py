@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from prime_rl.orchestrator.env import (
+from prime_rl.env.environment import (
     Environment,
     EnvSettings,
     ModelEndpoint,

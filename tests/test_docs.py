@@ -21,7 +21,12 @@ import msgspec
 import pytest
 import torch
 from pydantic import BaseModel
+from tools.docs.__main__ import main as docs_main
+from tools.docs.__main__ import outdated
+from tools.docs.config_page import TABLES, tables_of
+from tools.docs.hooks_page import hooks_page
 from typer.testing import CliRunner
+from waiting import LIMIT
 
 from prime_rl import (
     CONTRACT_VERSION,
@@ -33,23 +38,19 @@ from prime_rl import (
     Rollout,
     hookimpl,
 )
-from prime_rl.broadcast.group import Attendance, header_of
-from prime_rl.broadcast.meeting import Meeting
 from prime_rl.cli.app import app
-from prime_rl.config.load import load_config, merge, read_toml
+from prime_rl.config.load import build_config, load_config, merge, read_toml
 from prime_rl.config.run import RunConfig
-from prime_rl.docs.__main__ import main as docs_main
-from prime_rl.docs.__main__ import outdated
-from prime_rl.docs.config_page import TABLES, tables_of
-from prime_rl.docs.hooks_page import hooks_page
 from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
-from prime_rl.run.directory import SUBFOLDERS
 from prime_rl.run.resolve import check
-from prime_rl.serving.requests import GenerateBody, GenerateSampling, UpdateBody
+from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
 from prime_rl.testing.report import promise_of
+from prime_rl_broadcast.group import Attendance, header_of
+from prime_rl_broadcast.meeting import Meeting
+from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling, UpdateBody
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -98,7 +99,7 @@ def test_a_page_that_differs_is_named_with_the_command_that_mends_it(
     assert docs_main(["--check", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert "hooks.md differs from the code" in said
-    assert "python -m prime_rl.docs" in said
+    assert "python -m tools.docs" in said
     assert "config.md" not in said
 
 
@@ -253,7 +254,7 @@ def test_toml_in_the_docs_fits_the_schema(page: Path) -> None:
     for block in blocks(page, "toml"):
         fragment = tomllib.loads(block)
         if "project" not in fragment:
-            RunConfig.model_validate(merge(whole, fragment))
+            build_config(merge(whole, fragment))
 
 
 # -- the engine's contract -------------------------------------------------------------------
@@ -288,7 +289,7 @@ def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> Non
     cpu, tensors = torch.device("cpu"), {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
     meeting = Meeting(
         directory=str(tmp_path), group=str(tmp_path), backend="gloo", rank=0, world_size=2,
-        timeout=20.0, loopback=True,
+        timeout=LIMIT, loopback=True,
     )  # fmt: skip
     received: dict[str, torch.Tensor] = {}
     told = msgspec.structs.replace(meeting, rank=1)
@@ -334,7 +335,7 @@ def test_every_declaration_of_an_algorithm_is_listed_with_its_default() -> None:
 
 def test_the_readme_counts_the_promises() -> None:
     assert len(CHECKS) == 16
-    assert "sixteen [promises]" in (ROOT / "README.md").read_text()
+    assert "sixteen [conformance checks]" in (ROOT / "README.md").read_text()
 
 
 def test_the_page_names_the_version_of_the_contract() -> None:
@@ -389,7 +390,7 @@ def test_every_page_is_in_the_sites_menu_and_the_site_builds_without_a_warning(
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
     )
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
     for page in (ROOT / "docs").glob("*.md"):

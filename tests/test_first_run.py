@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from waiting import LIMIT, eventually
 
 from prime_rl.orchestrator.store import read_rollouts
 
@@ -102,7 +103,7 @@ def pair(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     sync = ("--orchestrator.max_off_policy_steps", "0", "--rollout_transport.type", "filesystem")
     with starting(model_cache, folder) as start:
         both = {"first": start("first", *four), "sync": start("sync", *four, *sync)}
-        output = {name: process.communicate(timeout=300)[0] for name, process in both.items()}
+        output = {name: process.communicate(timeout=LIMIT)[0] for name, process in both.items()}
         assert [each.returncode for each in both.values()] == [0, 0], output
     return Finished(folder, output)
 
@@ -174,7 +175,7 @@ def test_a_child_that_dies_ends_the_run_with_its_name_and_no_orphan(
     wait_for_step(run_dir, 1, process)
     pid = json.loads((run_dir / "status" / f"{victim}.json").read_text())["pid"]
     os.kill(pid, signal.SIGKILL)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 1
     assert f"{victim} was ended by SIGKILL" in output
     assert f"{victim}.log" in output
@@ -211,23 +212,11 @@ def test_an_algorithm_that_fails_ends_the_run_with_its_reason(
     (package / "faulty-0.1.dist-info" / "entry_points.txt").write_text(entry_points)
     monkeypatch.setenv("PYTHONPATH", str(package))
     process = start("faulty", "--orchestrator.algo.type", "faulty", "--max_steps", "3")
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 1
     assert "orchestrator exited with code 1" in output
     assert "advantages: got nan, expected a finite number" in output
     assert not processes_of(tmp_path / "faulty")
-
-
-def test_ctrl_c_is_clean(start, tmp_path, processes_of) -> None:
-    """SIGTERM: test_observed_run.py."""
-    process = start("stopped", "--max_steps", "1000")
-    run_dir = tmp_path / "stopped"
-    wait_for_step(run_dir, 1, process)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=30)[0]
-    assert process.returncode == 130
-    assert f"stopped; what was done so far is in {run_dir}" in output.replace("\n", "")
-    assert not processes_of(run_dir)
 
 
 def test_killing_the_supervisor_takes_every_child_with_it(start, tmp_path, processes_of) -> None:
@@ -235,7 +224,4 @@ def test_killing_the_supervisor_takes_every_child_with_it(start, tmp_path, proce
     run_dir = tmp_path / "killed"
     wait_for_step(run_dir, 1, process)
     process.kill()
-    deadline = time.monotonic() + 30
-    while processes_of(run_dir) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not processes_of(run_dir)
+    eventually(lambda: not processes_of(run_dir))

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT, eventually
 
 from prime_rl.orchestrator.store import read_rollouts
 from prime_rl.run.children import free_ports
@@ -55,25 +55,15 @@ def start(model_cache: Path) -> Iterator[Callable[..., subprocess.Popen]]:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             try:
-                process.communicate(timeout=20)
+                process.communicate(timeout=LIMIT)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.communicate()
 
 
-def wait_until(what: Callable[[], bool], process: subprocess.Popen[str], seconds: float) -> None:
-    """Until ``what`` holds. Fails if the process ends first, or it takes too long."""
-    deadline = time.monotonic() + seconds
-    while not what():
-        if process.poll() is not None:
-            pytest.fail(f"it ended early:\n{process.stdout.read()}")
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.05)
-
-
 def answers(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=LIMIT) as reply:
             return reply.status == 200
     except OSError:
         return False
@@ -81,7 +71,7 @@ def answers(port: int) -> bool:
 
 def serve(start: Callable[..., subprocess.Popen[str]], port: int) -> subprocess.Popen[str]:
     teacher = start("serve", "tiny-chat", *HALF, "--served-model-name", "teacher", "--port", port)
-    wait_until(lambda: answers(port), teacher, 120)
+    eventually(lambda: answers(port), teacher)
     return teacher
 
 
@@ -110,12 +100,12 @@ def test_four_algorithms_share_micro_batches_and_survive_the_teachers_absence(
         *("--trainer.token_export.enabled", "true"),
     )
     run_dir = tmp_path / "mixed"
-    wait_until(lambda: (run_dir / "rollouts" / "step_1.msgpack").exists(), run, 240)
+    eventually(lambda: (run_dir / "rollouts" / "step_1.msgpack").exists(), run)
     teacher.send_signal(signal.SIGINT)
-    teacher.communicate(timeout=30)
-    wait_until(lambda: f"127.0.0.1:{port}" in waiting_for(run_dir), run, 60)
+    teacher.communicate(timeout=LIMIT)
+    eventually(lambda: f"127.0.0.1:{port}" in waiting_for(run_dir), run)
     serve(start, port)
-    output = run.communicate(timeout=240)[0]
+    output = run.communicate(timeout=LIMIT)[0]
     assert run.returncode == 0, output
     check_components(run_dir)
     check_rollouts(run_dir)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from waiting import LIMIT
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +39,10 @@ FOLDERS = {
     "prime_rl_losses": "plugins/prime_rl_losses",
     "prime_rl_embedded": "plugins/prime_rl_embedded",
     "prime_rl_environments": "plugins/prime_rl_environments",
+    "prime_rl_tools": "plugins/prime_rl_tools",
+    "prime_rl_devkit": "plugins/prime_rl_devkit",
+    "prime_rl_engine_kit": "plugins/prime_rl_engine_kit",
+    "prime_rl_broadcast": "plugins/prime_rl_broadcast",
 }
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {
@@ -46,6 +51,8 @@ APART = {
     "prime-rl-vllm",
 }
 """First-party distributions that a user adds by name."""
+INDIRECT = {"prime-rl-engine-kit"}
+"""What the default engine requires."""
 HEAVY = {"torch", "transformers", "verifiers", "renderers", "vllm", "pyzmq", "matplotlib"}
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -105,7 +112,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(dist, name):
     assert not [entry for entry in files if "tests/" in entry or "/test_" in entry]
     assert not [entry for entry in files if entry.endswith((".safetensors", ".bin", ".pt"))]
     if name == META:
-        assert files == []
+        assert files == ["prime_rl_defaults/defaults.toml"]
     else:
         package = "prime_rl" if name == "prime_rl_core" else name
         assert f"{package}/py.typed" in files
@@ -120,15 +127,16 @@ def test_the_slim_contract_needs_nothing_heavy(dist):
 
 def test_the_batteries_bring_every_first_party_distribution(dist):
     others = {name.replace("_", "-") for name in FOLDERS} - {"prime-rl"}
-    assert requirements(dist, META) == others - APART
+    assert requirements(dist, META) == others - APART - INDIRECT
 
 
 @pytest.fixture(scope="module")
 def bare(dist, tmp_path_factory):
-    """A venv with the wheels of core and the algorithms, and what runs their tests."""
+    """A venv with the wheels of core, the author's kit and the algorithms, and what runs their
+    tests."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     venv.create(folder, with_pip=False)
-    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", *ALGORITHMS)]
+    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "devkit", *ALGORITHMS)]
     tools = ["pytest", "pytest-asyncio", "hypothesis"]
     run(*pip(folder / "bin"), "install", "--quiet", "--disable-pip-version-check",
         "-c", ROOT / "constraints.txt", "--find-links", dist, *wheels, *tools)  # fmt: skip
@@ -300,7 +308,7 @@ def test_the_first_run_works_there(complete, tmp_path):
              "--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0",
              "--run.name", "first"]  # fmt: skip
     run(complete / "prime-rl", "run", ROOT / "configs/reverse_text/grpo.toml", *small,
-        "--output_dir", tmp_path, cwd=tmp_path, timeout=240,
+        "--output_dir", tmp_path, cwd=tmp_path, timeout=LIMIT,
         more={"PRIME_RL_CACHE": str(tmp_path / "models")})  # fmt: skip
     lines = (tmp_path / "first/trainer.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]

@@ -8,20 +8,19 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import LIMIT, eventually
 
-from prime_rl.broadcast.meeting import has_files
 from prime_rl.orchestrator.store import read_rollouts
+from prime_rl.weights.versions import has_files
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
 KEY = "the key of these tests"
-SECONDS = 240
 
 pytestmark = pytest.mark.slow
 
@@ -72,20 +71,13 @@ def rows(run_dir: Path, key: str) -> dict[int, float]:
     return {line["step"]: line[key] for line in lines if key in line}
 
 
-def until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def status_of(run_dir: Path, name: str) -> dict[str, Any]:
     report: dict[str, Any] = json.loads((run_dir / "status" / f"{name}.json").read_text())
     return report
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output = process.communicate(timeout=SECONDS)[0]
+    output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 0, output
     return output
 
@@ -107,13 +99,13 @@ def test_of_two_engines_one_is_killed_and_started_again_and_nothing_is_lost(
 ) -> None:
     process = start(*run_of(tmp_path, "--max_steps", "8", "--inference.replicas", "2"))
     run_dir = tmp_path / "run"
-    until(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
+    eventually(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
     os.kill(status_of(run_dir, "inference")["pid"], signal.SIGKILL)
-    until(lambda: status_of(run_dir, "engines")["state"] == "1 of 2 serve", process)
-    until(lambda: any(v == 0 for v in rows(run_dir, "inference/0/serving").values()), process)
+    eventually(lambda: status_of(run_dir, "engines")["state"] == "1 of 2 serve", process)
+    eventually(lambda: any(v == 0 for v in rows(run_dir, "inference/0/serving").values()), process)
     trainer = status_of(run_dir, "trainer")["pid"]
     os.kill(trainer, signal.SIGSTOP)  # or the run is over before the engine is back
-    until(lambda: status_of(run_dir, "engines")["state"] == "2 of 2 serve", process)
+    eventually(lambda: status_of(run_dir, "engines")["state"] == "2 of 2 serve", process)
     os.kill(trainer, signal.SIGCONT)
     output = finish(process)
     assert "inference was ended by SIGKILL: starting it again (1 of 3 times)" in output
@@ -134,7 +126,7 @@ def test_weights_go_from_memory_and_an_engine_that_comes_back_reads_files(
     words = ("--max_steps", "5", "--weight_broadcast.type", "gloo")
     process = start(*run_of(tmp_path, *words, "--trainer.keep_broadcasts", "9"))
     run_dir = tmp_path / "run"
-    until(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
+    eventually(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
     os.kill(status_of(run_dir, "inference")["pid"], signal.SIGKILL)
     output = finish(process)
     assert "inference was ended by SIGKILL: starting it again (1 of 3 times)" in output

@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -23,21 +22,22 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from waiting import LIMIT, eventually
 
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.packer import pack, truncate
-from prime_rl.orchestrator.producers import Ask
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.sources import RolloutRequest
 from prime_rl.orchestrator.store import read_rollouts
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rollout import Rollout
-from prime_rl.run.checkpoints import finished, whole_steps
 from prime_rl.run.children import Child, end, free_ports, start
 from prime_rl.run.commands import engine_launch
-from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.run.resolve import build_engine
+from prime_rl.rundir.checkpoints import finished, whole_steps
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.trainer.__main__ import make_loss
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
@@ -110,7 +110,7 @@ def straight(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def finish(process: subprocess.Popen[str], code: int = 0) -> str:
-    output = process.communicate(timeout=280)[0]
+    output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == code, output
     return output
 
@@ -155,6 +155,29 @@ def test_ten_steps_are_five_and_a_resume_and_five_bit_for_bit(
     lines = [json.loads(line) for line in (halved / "metrics.jsonl").read_text().splitlines()]
     for key in ("train/agg/all/reward/mean", "optim/grad_norm"):
         assert [line["step"] for line in lines if key in line] == list(range(1, 11))
+
+
+def test_a_run_that_is_stopped_and_goes_on_is_one_without_a_break_bit_for_bit(
+    start_run: Run, tmp_path: Path
+) -> None:
+    """Without a table ``[ckpt]``."""
+    process = start_run("--run.name", "stopped", *EXACT, "--max_steps", "100000")
+    stopped = tmp_path / "stopped"
+    steps = stopped / "trainer.jsonl"
+    eventually(lambda: steps.exists() and steps.read_bytes().count(b"\n") >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    finish(process, code=130)
+    (last,) = whole_steps(stopped)
+    until = ["--max_steps", str(last + 2)]
+    assert f"resuming from step {last} of" in finish(
+        start_run("--run.name", "stopped", "--resume", *EXACT, *until)
+    )
+    finish(start_run("--run.name", "whole", *EXACT, *until))
+    whole = tmp_path / "whole"
+    for step in range(1, last + 3):
+        assert trained(whole, step) == trained(stopped, step), f"step {step}"
+    assert same_weights(whole / "weights", stopped / "weights")
+    assert not same_weights(whole / "weights", finished(stopped, last).weights)
 
 
 def test_an_adapter_is_published_alone_and_a_resume_goes_on_from_it_bit_for_bit(
@@ -209,10 +232,7 @@ def test_killed_amid_asynchronous_training_none_is_skipped_and_none_comes_twice(
     settings = ["--run.name", "killed", "--ckpt.interval", "2", "--ckpt.keep_last", "2"]
     process = start_run(*settings, "--max_steps", "400")
     run_dir = tmp_path / "killed"
-    deadline = time.monotonic() + 200
-    while not [step for step in whole_steps(run_dir) if step >= 6]:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: [step for step in whole_steps(run_dir) if step >= 6], process)
     status = json.loads((run_dir / "status" / "trainer.json").read_text())
     os.kill(status["pid"], signal.SIGKILL)
     output = finish(process, code=1)
@@ -242,7 +262,9 @@ async def group_of(env: build.TrainEnv, asked: tuple[int, int], version: int) ->
     group: list[Rollout] = []
     for member in range(env.group_size):
         seed = group_id * 4096 % 2**31 + member  # of a run with seed 0
-        for rollout in await env.producer.produce(Ask(group_id, example, member, version, seed)):
+        for rollout in await env.source.produce(
+            RolloutRequest(group_id, example, member, version, seed)
+        ):
             await score_rollout(env.hooks, rollout)
             group.append(rollout)
     await score_group(env.hooks, group)
@@ -269,14 +291,14 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
     )
     publisher = Publisher(run_dir / "broadcasts", keep=config.max_steps + 1)
     async with AsyncExitStack() as stack:
-        fleet = build.build_fleet(config, launch, Outages(), run_dir)
+        fleet = build.build_fleet(config, hooks, launch, Outages(), run_dir)
         stack.push_async_callback(fleet.close)
         shared = build.build_shared(config, hooks, launch, fleet, lambda: 0, Outages())
         stack.push_async_callback(shared.policy.close)
         (env,) = build.build_train_envs(shared)
         await stack.enter_async_context(env.environment)
         sampler = build.build_sampler(config, hooks, [env])
-        await fleet.wait_ready(120)
+        await fleet.wait_ready(LIMIT)
         num_groups = 0
         for step in range(1, config.max_steps + 1):
             batch: list[Rollout] = []
@@ -284,9 +306,9 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
                 _, example = sampler.next_example()
                 group = await group_of(env, (num_groups, example), step - 1)
                 num_groups += 1
-                if any(rollout.advantages.any() for rollout in group):  # zero_advantage
-                    batch += group
-            train_on(trainer, step, batch, config)
+                batch += [rollout for rollout in group if rollout.advantages.any()]
+            # What a batch leaves over is stale at the next version.
+            train_on(trainer, step, batch[: config.orchestrator.batch_size], config)
             publisher.write(trainer.model, step)
             await fleet.update_weights(publisher.path(step), step)
 

@@ -19,9 +19,10 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
-from prime_rl.scaffold import write_package
 from prime_rl.testing import make_group, score
+from prime_rl_devkit.scaffold import write_package
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -103,7 +104,7 @@ class Reader:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=180,
+            timeout=LIMIT,
         )
         fails = command.endswith("# fails")
         assert (done.returncode != 0) == fails, f"$ {command}\n{done.stdout}"

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from waiting import LIMIT
 
 pytest.importorskip("in_process", reason="needs the plugin prime-rl-environments")
 import verifiers.v1 as vf
@@ -24,14 +25,14 @@ from aiohttp import web
 
 from in_process import InProcessHarness
 from in_process.turns import Refused, TurnDriver
-from prime_rl.orchestrator.env import (
+from prime_rl.env.environment import (
     Environment,
     EnvSettings,
     ModelEndpoint,
     RolloutResult,
     SamplingSettings,
 )
-from prime_rl.orchestrator.trajectory import build_samples
+from prime_rl.env.trajectory import build_samples
 from prime_rl.rollout import Sample
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
@@ -177,7 +178,13 @@ def settings(renderer: Any, folder: Path, env_id: str = "planned", **tokenizer: 
     made = build_tokenizer(tokenizer.get("phrases", ()))
     made.chat_template = tokenizer.get("chat_template", made.chat_template)
     made.save_pretrained(folder)
-    return EnvSettings(id=env_id, renderer=renderer, tokenizer_path=folder, timeout=30)
+    return EnvSettings(
+        default_harness={"id": "in-process"},
+        id=env_id,
+        renderer=renderer,
+        tokenizer_path=folder,
+        timeout=LIMIT,
+    )
 
 
 def samples_of(results: Iterable[RolloutResult]) -> list[Sample]:

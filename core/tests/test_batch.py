@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Filter, PluginConfig, RunError, hookimpl
-from prime_rl.orchestrator.batch import BatchAssembler
+from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
@@ -27,7 +27,7 @@ PRE, POST, FINE = 1.0, 2.0, 3.0
 
 
 def assembler(size=2, patience=10, lag=8, first_step=1):
-    return BatchAssembler(
+    return Buffer(
         batch_size=size,
         max_off_policy_steps=lag,
         pre=FilterSlot("pre_batch_filters", Hooks(), [(Reject(PRE), True)]),
@@ -122,9 +122,9 @@ def test_a_run_that_trains_nothing_stops_and_says_why():
         one.add(rollouts(POST))
     assert str(caught.value) == (
         "step 1: the last 4 rollouts left nothing to train (3 x post_batch_filters: reject, "
-        "env 'test'; 1 x failed, env 'test'). If zero_advantage drops them, every "
-        "group's rewards are equal: the task is too easy or too hard "
-        "for the policy. orchestrator.max_empty_batches sets the patience."
+        "env 'test'; 1 x failed, env 'test'). A filter that drops every "
+        "rollout often means that the rewards in each group are equal: the task is too easy or too "
+        "hard for the policy. orchestrator.max_empty_batches sets the patience."
     )
 
 

@@ -1,18 +1,9 @@
-"""How one env's settings combine with the group's, and which monitors there are."""
+"""Sampling settings as engines get them, and which monitors there are."""
 
 from prime_rl.config import RunConfig
 from prime_rl.config.orchestrator import EvalSamplingConfig, SamplingConfig
-from prime_rl.orchestrator.build import build_monitors, eval_sampling, merged, train_sampling
+from prime_rl.orchestrator.build import build_monitors, eval_sampling, train_sampling
 from prime_rl.plugins.manager import load_plugins
-
-
-def test_an_env_overrides_only_what_it_sets():
-    group = SamplingConfig(temperature=0.7, max_completion_tokens=32)
-    assert merged(group, None) == group
-    mixed = merged(group, SamplingConfig(max_completion_tokens=64))
-    assert (mixed.temperature, mixed.max_completion_tokens) == (0.7, 64)
-    again = merged(group, SamplingConfig(temperature=1.0))  # set, though it is the default
-    assert (again.temperature, again.max_completion_tokens) == (1.0, 32)
 
 
 def test_training_sends_the_whole_distribution_and_evaluation_what_is_set():

@@ -104,19 +104,19 @@ def test_a_frozen_model_cannot_feed_a_ratio(algo, component):
 
 
 @pytest.mark.parametrize("source", [None, "policy"])
-def test_imitating_oneself_is_refused(source):
+def test_an_algorithm_that_imitates_the_policy_itself_is_refused(source):
     assert refusal("imitate", source) == (
-        "env 'a': algorithm 'imitate' imitates who samples, and sampling.source is 'policy': "
+        "env 'a': algorithm 'imitate' imitates its source, and sampling.source is 'policy': "
         "training on the policy's own tokens would teach it nothing. Set sampling.source to a "
         "frozen model (name and base_url) or to a source of demonstrations "
         '({ type = "dataset", ... }).'
     )
 
 
-def test_imitating_what_oneself_wrote_before_is_refused_too():
+def test_imitating_past_rollouts_of_the_policy_is_refused_too():
     assert refusal("imitate", {"type": "past"}) == (
-        "env 'a': algorithm 'imitate' imitates who samples, and source 'past' gives what the "
-        "policy itself wrote. Use a source of demonstrations or a frozen model."
+        "env 'a': algorithm 'imitate' imitates its source, and source 'past' gives rollouts "
+        "of the policy itself. Use a source of demonstrations or a frozen model."
     )
 
 
@@ -129,8 +129,8 @@ def test_a_temperature_that_the_algorithm_cannot_learn_at():
 
 
 @pytest.mark.parametrize("key", ["group_size", "max_turns"])
-def test_what_nobody_would_read_beside_a_source(key):
-    assert f"{key} is set, and nobody samples for this env" in refusal(
+def test_keys_without_effect_beside_a_source_are_refused(key):
+    assert f"{key} is set, and this env samples nothing" in refusal(
         "imitate", {"type": "shelf"}, env={key: 4}
     )
 
@@ -138,7 +138,7 @@ def test_what_nobody_would_read_beside_a_source(key):
 def test_demonstrations_feed_ce_only():
     assert refusal("reward", {"type": "shelf"}) == (
         "env 'a': algorithm 'reward' trains the rl component, and source 'shelf' can feed ce only: "
-        "nobody sampled its tokens from the policy. Use an algorithm that feeds ce, such as sft, "
+        "its tokens were not sampled from the policy. Use an algorithm that feeds ce, such as sft, "
         "or another source."
     )
 

@@ -28,6 +28,13 @@ def test_files_compose_left_to_right_key_by_key(toml):
     assert load_config([two, one]).orchestrator.group_size == 4
 
 
+def test_a_checkpoint_where_the_run_ends_is_the_default_and_can_be_turned_off(toml):
+    assert load_config([toml(LEAST)]).ckpt.is_due(3, 3)
+    assert not load_config([toml(LEAST + "[ckpt]\nenabled = false\n")]).ckpt.is_due(3, 3)
+    old = load_config([toml(LEAST)]).model_dump(mode="json") | {"ckpt": None}  # of version 0.1
+    assert not RunConfig.model_validate(old).ckpt.enabled
+
+
 def test_lists_are_replaced_whole(toml):
     one = toml(LEAST + "[[orchestrator.train.env]]\nid = 'a'\n[[orchestrator.train.env]]\nid = 'b'")
     two = toml("[[orchestrator.train.env]]\nid = 'c'\n", "two.toml")

@@ -3,7 +3,7 @@
 import pytest
 
 from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
-from prime_rl.config import RunConfig
+from prime_rl.config.load import build_config
 from prime_rl.plugins.manager import Hooks
 from prime_rl.run.resolve import (
     _check_algorithms,
@@ -17,7 +17,7 @@ from prime_rl.run.resolve import (
 def config(orchestrator=None, **tables):
     given = {"train": {"env": [{"id": "reverse-text", "name": "a"}]}} | (orchestrator or {})
     tables = {"model": {"name": "owner/model"}, "max_steps": 1} | tables
-    return RunConfig.model_validate({"orchestrator": given, **tables})
+    return build_config({"orchestrator": given, **tables})
 
 
 def refusal(*args, **kwargs):
@@ -287,3 +287,23 @@ def test_a_taskset_that_is_not_there_is_named_with_the_nearest():
 def test_a_run_name_is_no_path():
     with pytest.raises(ValueError, match=r"run\.name"):
         config(run={"name": "../elsewhere"})
+
+
+def seated(*agents, id="propose-solve", **env):
+    algo = {"type": "hierarchical_grpo", "episode_agents": agents}
+    return {"train": {"env": [{"id": id, "name": "a", "algo": algo} | env]}}
+
+
+def test_an_agent_that_the_env_lacks():
+    assert refusal(seated("solver", id="reverse-text")) == (
+        "env 'a': algo 'hierarchical_grpo': episode_agents names 'solver', and the env has "
+        "'agent'. Name agents of the env, or use grpo where it has only one."
+    )
+    fixed = {"solver": {"model": "other"}}
+    assert "and the env has 'proposer'." in refusal(seated("solver", args=fixed))
+    assert check(config(seated("proposer", "solver"))).has_plugin("core")
+
+
+def test_algorithms_that_check_no_agents_import_no_taskset(monkeypatch):
+    monkeypatch.setattr("prime_rl.run.resolve.find_agents", pytest.fail)
+    check(config())

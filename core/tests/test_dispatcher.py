@@ -7,8 +7,10 @@ from contextlib import suppress
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import LIMIT
 
 from prime_rl import RunError
+from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher, Member, Pace
 from prime_rl.testing import make_rollout
 
@@ -24,17 +26,24 @@ class World:
         self.batch, self.max_steps, self.size = batch, max_steps, size
         self.waiting: dict[tuple[int, int], asyncio.Future[Member]] = {}
         self.most_inflight = 0
-        self.dispatcher = Dispatcher(
-            next_group=lambda: (0, 0, self.size),
-            run_rollout=self.rollout,
-            pace=lambda: Pace(self.step, self.max_steps, self.batch, self.buffered),
-            version=lambda: self.version,
-            max_off_policy_steps=lag,
-            oversampling_factor=over,
-            max_inflight=inflight,
+        settings = OrchestratorConfig(
+            max_off_policy_steps=lag, oversampling_factor=over, max_inflight_rollouts=inflight
         )
+        self.dispatcher = Dispatcher(self, settings)
 
-    async def rollout(self, group, index):
+    def next_group(self):
+        return 0, 0, self.size
+
+    def pace(self):
+        return Pace(self.version, self.step, self.max_steps, self.batch, self.buffered)
+
+    def ages(self, env_index):
+        return True
+
+    def expected_yield(self, env_index):
+        return 1.0
+
+    async def run_rollout(self, group, index):
         future = asyncio.get_running_loop().create_future()
         self.waiting[group.group_id, index] = future
         self.most_inflight = max(self.most_inflight, self.dispatcher.num_inflight)
@@ -300,7 +309,7 @@ async def test_a_plugins_exception_ends_the_run():
     async with World(size=2, batch=2, lag=0) as world:
         await world.end(0, KeyError("judge"))
         with pytest.raises(KeyError, match="judge"):
-            await asyncio.wait_for(world.task, 5)
+            await asyncio.wait_for(world.task, LIMIT)
 
 
 async def test_an_exhausted_sampler_ends_the_run():
@@ -309,16 +318,16 @@ async def test_an_exhausted_sampler_ends_the_run():
     def exhausted():
         raise RunError("no examples left")
 
-    world.dispatcher._next_group = exhausted
+    world.next_group = exhausted
     with pytest.raises(RunError, match="no examples left"):
-        await asyncio.wait_for(world.dispatcher.run(), 5)
+        await asyncio.wait_for(world.dispatcher.run(), LIMIT)
 
 
 async def test_a_cancellation_that_nobody_asked_for_does_not_hang_the_run():
     async with World(size=2, batch=2, lag=0) as world:
         world.waiting[0, 0].cancel()
         with pytest.raises(RunError, match="group 0 was cancelled from inside its environment"):
-            await asyncio.wait_for(world.task, 5)
+            await asyncio.wait_for(world.task, LIMIT)
 
 
 # -- anything at all ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.orchestrator.env import (
+from prime_rl.env.environment import (
     Environment,
     EnvSettings,
     Examples,
@@ -24,11 +24,12 @@ from prime_rl.orchestrator.env import (
     RolloutResult,
     SamplingSettings,
 )
-from prime_rl.orchestrator.traces import node_versions
+from prime_rl.env.traces import node_versions
 
 pytest.importorskip("in_process", reason="needs the plugin prime-rl-environments")
 import verifiers.v1 as vf
 from aiohttp import web
+from loopback import listening
 from renderers import Qwen3RendererConfig
 
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
@@ -87,12 +88,9 @@ async def engine() -> AsyncIterator[FakeEngine]:
     app = web.Application()
     app.router.add_get("/v1/models", fake.models)
     app.router.add_post("/inference/v1/generate", fake.generate)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield fake
-    await runner.cleanup()
+    async with listening(app, handler_cancellation=True) as url:
+        fake.url = f"{url}/v1"
+        yield fake
 
 
 # -- tasksets -------------------------------------------------------------------------------
@@ -199,6 +197,7 @@ def settings(
         monkeypatch.setitem(sys.modules, "adapter_env", module)
         renderer = Qwen3RendererConfig(thinking_retention="all")
         defaults = {"id": "adapter-env", "renderer": renderer, "tokenizer_path": Path(folder)}
+        defaults["default_harness"] = {"id": "in-process"}
         return EnvSettings(**(defaults | fields))
 
     return make
@@ -311,15 +310,10 @@ async def test_the_key_comes_from_the_environment(
 
     app = web.Application()
     app.router.add_post("/inference/v1/generate", generate)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
     monkeypatch.setenv("ADAPTER_KEY", "s3cret")
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    async with Environment(settings(PlainTaskset)) as env:
-        model = ModelEndpoint(MODEL, url, api_key_var="ADAPTER_KEY")
+    async with listening(app) as url, Environment(settings(PlainTaskset)) as env:
+        model = ModelEndpoint(MODEL, f"{url}/v1", api_key_var="ADAPTER_KEY")
         (result,) = await env.run(env.examples[0], model=model, sampling=SamplingSettings())
-    await runner.cleanup()
     assert seen == ["Bearer s3cret"]
     assert "s3cret" not in str(result)
 
@@ -522,7 +516,7 @@ def test_running_an_environment_does_not_import_torch(settings: Any) -> None:
 import asyncio, sys
 from pathlib import Path
 from renderers import Qwen3RendererConfig
-from prime_rl.orchestrator.env import *
+from prime_rl.env.environment import *
 
 async def main():
     path, renderer = Path({str(folder)!r}), Qwen3RendererConfig()
@@ -544,6 +538,6 @@ async def test_a_folder_without_a_tokenizer_is_named(settings: Any, tmp_path: Pa
 
 
 def test_importing_the_adapter_does_not_import_verifiers() -> None:
-    code = "import sys, prime_rl.orchestrator.env; print('verifiers' in sys.modules)"
+    code = "import sys, prime_rl.env.environment; print('verifiers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout.strip().lower()) is False

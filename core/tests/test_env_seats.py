@@ -3,12 +3,14 @@
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.orchestrator.env import Environment, EnvSettings
-from prime_rl.orchestrator.host import EnvHost, Outages
+from prime_rl.env.environment import Environment, EnvSettings
+from prime_rl.orchestrator.host import EnvHost, Outages, RunFacts
 
 
 def environment(id, **args):
-    return Environment(EnvSettings(id=id, name="a", args=args))
+    return Environment(
+        EnvSettings(default_harness={"id": "in-process"}, id=id, name="a", args=args)
+    )
 
 
 def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own():
@@ -35,7 +37,7 @@ async def test_a_reference_that_takes_less_than_a_rollout_may_have_is_refused_at
         async def wait_ready(self, timeout):
             pass
 
-    host = EnvHost("a", None, None, None, Outages(), lambda name: None, ("a",), 16)
+    host = EnvHost("a", None, None, None, Outages(), RunFacts(lambda name: None, ("a",), 16))
     host.connected.append(Pool())
     if fits:
         return await host.wait_ready(1.0)

@@ -5,10 +5,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from waiting import LIMIT, until
 
+from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.env.episode import BranchTokens
 from prime_rl.orchestrator.engines import OneEndpoint
-from prime_rl.orchestrator.env import ModelEndpoint, RolloutResult, SamplingSettings
-from prime_rl.orchestrator.episode import BranchTokens
 from prime_rl.orchestrator.evals import (
     EvalEnv,
     EvalResult,
@@ -19,7 +20,7 @@ from prime_rl.orchestrator.evals import (
     pass_rates,
     standard_error,
 )
-from prime_rl.orchestrator.evaluator import Evaluator, free_slots, jobs_of
+from prime_rl.orchestrator.evaluator import Evaluator, Schedule, free_slots, jobs_of
 
 
 @dataclass
@@ -60,13 +61,13 @@ def env_of(environment, num_examples=100, group_size=1, interval=None, name="hel
     return EvalEnv(name, environment, SamplingSettings(), num_examples, group_size, interval)
 
 
-def evaluator(*envs, slots=lambda: 100, version=0, last_version=100, **more):
+def evaluator(
+    *envs, slots=lambda: 100, version=0, last_version=100, max_hold_seconds=300.0, **more
+):
     results = []
     place = OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
-    made = Evaluator(
-        envs, place, version=version, last_version=last_version, seed=1000, slots=slots,
-        on_result=results.append, **more,
-    )  # fmt: skip
+    schedule = Schedule(version, last_version, 1000, max_hold_seconds)
+    made = Evaluator(envs, place, schedule, slots=slots, on_result=results.append, **more)
     return made, results
 
 
@@ -183,7 +184,8 @@ def test_failed_rollouts_are_in_all_and_not_in_effective():
     assert found["eval/a/effective/reward/mean"] == 1.0
     assert found["eval/a/all/num_turns/mean"] == 3.0
     assert found["eval/a/all/is_truncated/mean"] == 1.0
-    assert found["eval/a/pass@1"] == 0.5
+    # The failed one is a wrong example of two, not left out.
+    assert found["eval/a/pass@1"] == found["eval/a/avg@1"] == 0.5
     assert found["eval/a/all/is_completed/mean"] == 0.5
 
 
@@ -225,6 +227,7 @@ def test_eval_metrics_by_name():
         "eval/held/all/metrics/lcs/mean": 0.5,
         "eval/held/all/reward/mean": 0.25,
         "eval/held/all/has_error/mean": 0.125,
+        "eval/held/num_failed": 1.0,
         "eval/held/policy_version": 3.0,
     }
 
@@ -273,12 +276,12 @@ async def test_the_next_version_waits_until_the_present_one_is_measured():
         assert metrics["dispatcher/inflight/eval"] == 2.0
         assert metrics["dispatcher/queued/eval"] == 2.0
         world.environment.gate.set()
-        await asyncio.wait_for(hold, 5)
+        await asyncio.wait_for(hold, LIMIT)
         assert world.results[0].policy_version == 2 and world.results[0].reward == 0.5
         assert {salt for _, _, salt, _ in world.environment.calls} == {"2"}
         assert world.made.take_metrics()["time/hold_weights_for_eval"] > 0
         assert not world.made.is_running
-        await asyncio.wait_for(world.made.hold(), 1)  # nothing to wait for
+        await asyncio.wait_for(world.made.hold(), LIMIT)  # nothing to wait for
 
 
 async def test_an_evaluation_that_takes_too_long_is_cut_short_and_says_so(caplog):
@@ -290,7 +293,7 @@ async def test_an_evaluation_that_takes_too_long_is_cut_short_and_says_so(caplog
         world.environment.gate.clear()
         while world.environment.inflight != 2 or len(world.environment.calls) != 4:
             await asyncio.sleep(0)  # two are done, two hang
-        await asyncio.wait_for(world.made.hold(), 5)
+        await asyncio.wait_for(world.made.hold(), LIMIT)
         (result,) = world.results
         assert (result.num_rollouts, result.num_failed) == (2, 0)
         assert result.as_metrics()["eval/held/cancelled"] == 2.0
@@ -299,8 +302,9 @@ async def test_an_evaluation_that_takes_too_long_is_cut_short_and_says_so(caplog
             caplog.text
         )
         world.environment.gate.set()
+        world.made._max_hold = LIMIT
         world.made.on_version(4)  # the next one is whole again
-        await asyncio.wait_for(world.made.hold(), 5)
+        await asyncio.wait_for(world.made.hold(), LIMIT)
         assert world.results[1].num_rollouts == 4 and world.results[1].policy_version == 4
 
 
@@ -309,7 +313,7 @@ async def test_versions_between_and_the_last_are_not_evaluated_in_passing():
         world.environment.gate.set()
         for version in (1, 3, 6):
             world.made.on_version(version)
-            await asyncio.wait_for(world.made.hold(), 5)
+            await asyncio.wait_for(world.made.hold(), LIMIT)
         assert [result.policy_version for result in world.results] == [3]
 
 
@@ -319,9 +323,9 @@ async def test_what_fell_due_and_was_cut_off_is_made_up_for_by_a_run_that_goes_o
         world.made.make_up({"held": 4})
         assert not world.made.is_running
         world.made.make_up({"held": 2})
-        await asyncio.wait_for(world.made.hold(), 5)
+        await asyncio.wait_for(world.made.hold(), LIMIT)
         world.made.on_version(5)
-        await asyncio.wait_for(world.made.hold(), 5)
+        await asyncio.wait_for(world.made.hold(), LIMIT)
         assert [result.policy_version for result in world.results] == [4]
 
 
@@ -334,10 +338,9 @@ async def test_more_slots_are_seen_when_training_leaves_them():
     await settle()
     assert environment.inflight == 1
     free = 4
-    while environment.inflight < 4:
-        await asyncio.sleep(0.01)
+    await until(lambda: environment.inflight >= 4)
     environment.gate.set()
-    await asyncio.wait_for(task, 5)
+    await asyncio.wait_for(task, LIMIT)
     assert environment.most <= 6
 
 

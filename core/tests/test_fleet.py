@@ -2,19 +2,21 @@
 
 import asyncio
 import logging
-import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 from aiohttp import web
+from loopback import listening
+from waiting import LIMIT, Clock, skipping, until
 
 from prime_rl import EngineError
 from prime_rl.inference import fleet as fleet_module
 from prime_rl.inference import late
+from prime_rl.inference import replica as replica_module
 from prime_rl.inference.client import EngineGone, RetryPolicy, Weights
-from prime_rl.inference.fleet import Fleet, Unanswered
+from prime_rl.inference.fleet import Fleet, FleetOptions, Unanswered
 
 FIRST = Weights(Path("first"), 0)
 ONCE = RetryPolicy(attempts=1)
@@ -58,13 +60,8 @@ class Engine:
 async def serving(engine):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(app, handler_cancellation=True, shutdown_timeout=0.1) as url:
+        yield url
 
 
 @asynccontextmanager
@@ -73,10 +70,11 @@ async def fleet_of(*engines, ready=True, first=FIRST, **options):
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
         settings = {"model": "m", "retry": ONCE, "poll": 0.02} | options
-        fleet = Fleet(urls, "k", first, **settings)
+        delivery = settings.pop("delivery", None)
+        fleet = Fleet(urls, "k", first, FleetOptions(**settings), delivery)
         stack.push_async_callback(fleet.close)
         if ready:
-            await fleet.wait_ready(10)
+            await fleet.wait_ready(LIMIT)
         keeping = asyncio.create_task(fleet.run())
         fleet.keeping = keeping
         try:
@@ -87,15 +85,20 @@ async def fleet_of(*engines, ready=True, first=FIRST, **options):
                 await keeping
 
 
-async def until(condition, seconds=5.0):
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr(fleet_module, "START_GRACE", 0.1)
+def grace(monkeypatch):
+    """All that can serve do when a test begins; 0: the first to serve waits for no other."""
+    monkeypatch.setattr(fleet_module, "START_GRACE", LIMIT)
+    return lambda seconds: monkeypatch.setattr(fleet_module, "START_GRACE", seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The fleet's: a replica is silent for as long as a test says."""
+    clock = Clock()
+    for module in (fleet_module, replica_module):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 # -- who gets what ----------------------------------------------------------------------------
@@ -195,7 +198,10 @@ async def test_what_work_raises_is_raised_and_who_stops_asking_ends_the_work():
 # -- coming and going -------------------------------------------------------------------------
 
 
-async def test_one_that_is_late_does_not_hold_up_the_start_and_joins_with_the_current_weights():
+async def test_one_that_is_late_does_not_hold_up_the_start_and_joins_with_the_current_weights(
+    grace,
+):
+    grace(0)
     late = Engine()
     late.away = True
     async with fleet_of(Engine(), late) as fleet:
@@ -273,16 +279,16 @@ async def test_our_own_that_do_not_tell_their_version_have_what_they_were_starte
         assert engine.calls == []
 
 
-async def test_one_that_takes_connections_and_says_nothing_is_away_after_a_while(monkeypatch):
-    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.05)
-    monkeypatch.setattr(fleet_module, "PATIENCE_SECONDS", 0.3)
+async def test_one_that_takes_connections_and_says_nothing_is_away_after_a_while(impatient, clock):
     mute = Engine()
     async with fleet_of(mute, Engine()) as fleet:
+        replica = fleet.replicas[0]
         mute.mute = True
-        await asyncio.sleep(0.15)
-        assert fleet.replicas[0].serving  # busy, perhaps
-        await until(lambda: not fleet.replicas[0].serving)
-        assert "ReadTimeout" in fleet.replicas[0].reason
+        await until(lambda: not replica.answers)
+        assert replica.serving  # busy, perhaps
+        clock.now += fleet_module.PATIENCE_SECONDS + 1
+        await until(lambda: not replica.serving)
+        assert "Timeout" in replica.reason
 
 
 async def test_while_nobody_serves_who_asks_waits_and_the_run_says_for_whom():
@@ -320,13 +326,13 @@ async def test_a_start_with_nobody_there_ends_with_who_was_asked_and_what_to_do(
             await fleet.wait_ready(0.3)
 
 
-async def test_a_start_where_no_engine_takes_the_key_ends_at_once_and_says_so():
+async def test_a_start_where_no_engine_takes_the_key_ends_at_once_and_says_so(grace):
+    grace(0)
     locked, open_ = Engine(), Engine()
     locked.refuse["/pause"] = 403
     async with fleet_of(locked, ready=False, own=False) as fleet:
         with pytest.raises(EngineError, match=r"refused /pause: 403 .*inference\.admin_key_var"):
-            async with asyncio.timeout(5):
-                await fleet.wait_ready(60)
+            await fleet.wait_ready(LIMIT)
     async with fleet_of(locked, open_, own=False) as fleet:  # ready without the one
         assert [replica.serving for replica in fleet.replicas] == [False, True]
 
@@ -335,8 +341,7 @@ async def test_a_start_where_one_elsewhere_serves_another_model_ends_at_once_and
     for engines in ([Engine(model="x")], [Engine(), Engine(model="x")]):
         async with fleet_of(*engines, ready=False, own=False) as fleet:
             with pytest.raises(EngineError) as caught:
-                async with asyncio.timeout(5):
-                    await fleet.wait_ready(60)
+                await fleet.wait_ready(LIMIT)
             said = f"engine {fleet.urls[-1]}: it serves 'x', expected 'm' (model.name). Name the"
             assert str(caught.value).startswith(said)
     async with fleet_of(Engine(model="x"), ready=False) as fleet:  # our own may be starting
@@ -349,50 +354,72 @@ async def test_a_start_where_one_elsewhere_serves_another_model_ends_at_once_and
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.1)
+    """Little is waited for an engine that says nothing. One that is only slow to answer counts as
+    silent too, but for no longer than the test's clock says."""
+    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.2)
 
 
-async def test_one_that_answers_nothing_for_long_hangs_until_it_answers(impatient):
+async def test_one_that_answers_nothing_for_long_hangs_until_it_answers(impatient, clock):
     engine, told = Engine(), []
-    async with fleet_of(engine, hang_timeout=0.3) as fleet:
+    async with fleet_of(engine, hang_timeout=10) as fleet:
         (replica,) = fleet.replicas
         fleet.on_change = lambda: told.append((replica.hung, replica.hangs))
         engine.mute = True
-        await asyncio.sleep(0.1)
+        await until(lambda: not replica.answers)
         assert not replica.hung
+        clock.now += 11
         await until(lambda: replica.hung)
         assert told[-1] == (True, 1)
         engine.mute = False
         await until(lambda: replica.serving and not replica.hung)
         assert told[-1] == (False, 1)
         engine.mute = True
+        await until(lambda: not replica.answers)
+        clock.now += 11
         await until(lambda: replica.hangs == 2)
 
 
-async def test_one_that_was_started_anew_does_not_hang_before_it_has_served(impatient):
+async def test_one_that_was_started_anew_does_not_hang_before_it_has_served(impatient, clock):
     """It may be loading: a process that has gone must not get the next one ended."""
     engine = Engine()
-    async with fleet_of(engine, hang_timeout=0.1) as fleet:
+    async with fleet_of(engine, hang_timeout=10) as fleet:
         (replica,) = fleet.replicas
         engine.away = True
         await until(lambda: not replica.listening)
         engine.away, engine.mute = False, True
         await until(lambda: replica.listening)
-        await asyncio.sleep(0.4)
+        clock.now += 11
+        await until(lambda: replica.looked_at == clock.now)
         assert not replica.hung
         engine.mute = False
         await until(lambda: replica.serving)
         engine.mute = True
+        await until(lambda: not replica.answers)
+        clock.now += 11
         await until(lambda: replica.hung)
 
 
-async def test_one_that_sleeps_or_says_that_it_is_not_ready_does_not_hang(impatient):
-    sleeper, busy = Engine(), Engine()
-    async with fleet_of(sleeper, hang_timeout=0.3) as fleet, fleet_of(busy, hang_timeout=0.3) as b:
+async def test_one_that_sleeps_does_not_hang(impatient, clock):
+    engine = Engine()
+    async with fleet_of(engine, hang_timeout=10) as fleet:
+        (replica,) = fleet.replicas
         await fleet.sleep()
-        sleeper.mute, busy.refuse["/health"] = True, 503
-        await asyncio.sleep(0.7)
-        assert not fleet.replicas[0].hung and not b.replicas[0].hung
+        engine.mute = True
+        await until(lambda: not replica.answers)
+        clock.now += 11
+        await until(lambda: replica.looked_at == clock.now)
+        assert not replica.hung
+
+
+async def test_one_that_says_that_it_is_not_ready_does_not_hang(clock):
+    engine = Engine()
+    async with fleet_of(engine, hang_timeout=10) as fleet:
+        (replica,) = fleet.replicas
+        engine.refuse["/health"] = 503
+        await until(lambda: not replica.answers)
+        clock.now += 11
+        await until(lambda: replica.looked_at == clock.now)
+        assert not replica.hung
 
 
 async def test_one_that_never_answers_an_update_hangs_though_it_says_that_it_is_there():
@@ -404,11 +431,13 @@ async def test_one_that_never_answers_an_update_hangs_though_it_says_that_it_is_
         assert fleet.replicas[0].hung and fleet.replicas[0].hangs == 1
 
 
-async def test_one_that_answers_nothing_hangs_also_while_weights_wait_for_it(impatient):
+async def test_one_that_answers_nothing_hangs_also_while_weights_wait_for_it(impatient, clock):
     engine = Engine()
-    async with fleet_of(engine, hang_timeout=0.1) as fleet:
+    async with fleet_of(engine, hang_timeout=10) as fleet:
         engine.mute = True
         updating = asyncio.create_task(fleet.update_weights(Path("v1"), 1))
+        await until(lambda: not fleet.replicas[0].answers)
+        clock.now += 11
         await until(lambda: fleet.replicas[0].hung)
         assert fleet.replicas[0].serving and not updating.done()  # its own time is running
         updating.cancel()
@@ -428,11 +457,11 @@ async def test_an_update_reaches_every_replica():
         assert engines[2].calls == ["/pause", "/update_weights", "/resume"]
 
 
-async def test_an_update_goes_on_without_a_replica_that_dies_in_it_and_says_so(caplog):
+async def test_an_update_goes_on_without_a_replica_that_dies_in_it_and_says_so(caplog, clock):
     engines = Engine(), Engine()
-    async with fleet_of(*engines, poll=5.0) as fleet:
-        before = time.monotonic()  # after these looks, none for five seconds
-        await until(lambda: all(replica.looked_at > before for replica in fleet.replicas))
+    async with fleet_of(*engines, poll=LIMIT) as fleet:
+        clock.now += 1  # after these looks, none
+        await until(lambda: all(replica.looked_at == clock.now for replica in fleet.replicas))
         engines[0].away = True
         with caplog.at_level(logging.WARNING):
             await fleet.update_weights(Path("v1"), 1)
@@ -447,11 +476,12 @@ async def test_one_that_hangs_in_an_update_is_taken_out_and_joins_when_it_is_thr
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].hold.clear()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             await fleet.update_weights(Path("v1"), 1)
         assert [replica.serving for replica in fleet.replicas] == [False, True]
         assert fleet.replicas[0].reason.endswith("is late with new weights that others have loaded")
         assert await fleet.ask(0, lambda r: asyncio.sleep(0, r.number)) == 1
+        await until(lambda: len(engines[0].calls) == 2)
         await asyncio.sleep(0.1)
         assert engines[0].calls == ["/pause", "/update_weights"]  # nobody asks it twice
         engines[0].hold.set()
@@ -465,7 +495,7 @@ async def test_one_that_is_late_loads_what_has_come_out_meanwhile_before_it_serv
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].hold.clear()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(LIMIT):
             await fleet.update_weights(Path("v1"), 1)
             await fleet.update_weights(Path("v2"), 2)
         engines[0].hold.set()
@@ -486,28 +516,31 @@ async def test_alone_none_is_late(monkeypatch):
         assert fleet.serving
 
 
-async def test_late_is_ten_times_what_the_slowest_success_took_and_failures_set_no_pace(
-    monkeypatch,
-):
+def test_late_is_ten_times_what_the_slowest_success_took_and_failures_set_no_pace(monkeypatch):
+    clock = Clock()
     monkeypatch.setattr(late, "LATE_SECONDS", 0.0)
-
-    async def waited(*tasks):
-        tasks = [asyncio.ensure_future(task) for task in tasks]
-        async with asyncio.timeout(10):
-            await late.all_but_the_late(tasks)
-        done = [task.done() for task in tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return done
+    monkeypatch.setattr(late, "time", clock)
 
     async def failing():
         raise EngineError("no")
 
-    sleep = asyncio.sleep
-    assert await waited(sleep(0.02), sleep(0.1), sleep(60)) == [True, True, False]
-    assert await waited(failing(), sleep(0.2)) == [True, True]
-    assert await waited(failing(), sleep(0.01), sleep(60)) == [True, True, False]
+    async def waited(*tasks):
+        began = clock.now
+        tasks = [asyncio.ensure_future(task) for task in tasks]
+        await late.all_but_the_late(tasks)
+        done = [task.done() for task in tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done, pytest.approx(clock.now - began)
+
+    async def main():
+        sleep = asyncio.sleep
+        assert await waited(sleep(2), sleep(10), sleep(3600)) == ([True, True, False], 100)
+        assert await waited(failing(), sleep(20)) == ([True, True], 20)
+        assert await waited(failing(), sleep(1), sleep(3600)) == ([True, True, False], 10)
+
+    skipping(clock, main)
 
 
 async def test_one_that_refuses_what_the_others_load_is_out_until_it_takes_it(monkeypatch):

@@ -24,7 +24,7 @@ from interleaving import (
 from interleaving import settings as env_settings
 from renderers import DefaultRendererConfig, Qwen3RendererConfig
 
-from prime_rl.orchestrator.env import Environment
+from prime_rl.env.environment import Environment
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()

@@ -26,7 +26,7 @@ from interleaving import (
 from interleaving import settings as env_settings
 from renderers import DefaultRendererConfig, Qwen3RendererConfig
 
-from prime_rl.orchestrator.env import Environment
+from prime_rl.env.environment import Environment
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 PHRASE = "jsonp"

@@ -1,131 +1,307 @@
-"""The loop's own waiting: it never waits for the dead, nor for ever."""
+"""The loop itself, over several steps: real sampling, scoring, buffer, packer and watcher; an
+environment, a wire and engines that the test steers."""
+
+from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from prime_rl import EngineError, RunError
-from prime_rl.orchestrator.evals import EvalResult
+from prime_rl import Algorithm, EngineError, PluginConfig, RunError, hookimpl
+from prime_rl.config.load import build_config
+from prime_rl.orchestrator.buffer import Batch, Buffer
+from prime_rl.orchestrator.context import Engines, RunContext
+from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
-from prime_rl.run.launch import Launch
-from prime_rl.run.status import Status
+from prime_rl.orchestrator.observers import Observer
+from prime_rl.orchestrator.packer import Packer
+from prime_rl.orchestrator.policy import Policy, WeightWatcher
+from prime_rl.orchestrator.reporter import Reporter
+from prime_rl.orchestrator.sampler import StandardSampler
+from prime_rl.orchestrator.sampling import Sampling
+from prime_rl.orchestrator.sources import RolloutRequest
+from prime_rl.orchestrator.watchdog import Watchdog
+from prime_rl.plugins.base import SampledEnv
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import Status
+from prime_rl.testing import make_rollout
+from prime_rl.wire.micro_batch import decode_batch
+
+STEPS = 3
 
 
-@pytest.fixture
-def loop():
-    """An orchestrator that holds only what waiting needs."""
-    orchestrator = object.__new__(Orchestrator)
-    settings = SimpleNamespace(weights_timeout=0.05)
-    orchestrator.config = SimpleNamespace(orchestrator=settings)
-    orchestrator.dispatcher = SimpleNamespace(num_inflight=0)
-    orchestrator.evals = SimpleNamespace(inflight=0)
-    orchestrator.fleet = SimpleNamespace(asleep=False)
-    orchestrator.policy = SimpleNamespace(version=3)
-    orchestrator.status = Status(None)
-    return orchestrator
+class AboveMean(Algorithm):
+    """Credit is the reward above the group's mean."""
+
+    name = "above_mean"
+
+    @hookimpl
+    def score_group(self, group: Any) -> None:
+        mean = sum(rollout.reward for rollout in group) / len(group)
+        for rollout in group:
+            rollout.assign_advantages(rollout.reward - mean)
 
 
-async def never():
-    await asyncio.Event().wait()
+class Waits(Algorithm):
+    """Scores when a model answers that never does."""
+
+    name = "waits"
+
+    @hookimpl
+    async def score_group(self, group: Any) -> None:
+        await asyncio.Event().wait()
 
 
-async def test_where_nothing_moves_the_run_is_stuck_and_says_at_what(loop):
-    loop.status.report("sampling batch 5", waiting_for="trainer (weights of step 4)")
+class Rollouts:
+    """An environment: rollouts of five tokens, with the member's number as reward."""
+
+    is_live, whole_group, num_examples, is_ready = True, False, 10, True
+
+    def __init__(self, produce: Callable[[RolloutRequest], Awaitable[None]] | None = None) -> None:
+        self.asked: list[RolloutRequest] = []
+        self._produce = produce
+
+    async def produce(self, ask: RolloutRequest) -> Sequence[Any]:
+        self.asked.append(ask)
+        if self._produce is not None:
+            await self._produce(ask)
+        rollout = make_rollout(float(ask.member), group_id=ask.group_id)
+        rollout.policy_version = ask.policy_version
+        return [rollout]
+
+    def observe(self, group: Any) -> None:
+        pass
+
+
+class Trainer:
+    """The wire and what is behind it: publishes a version for each batch that it gets."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.frames = run_dir, []
+
+    async def send(self, step: int, frames: Sequence[bytes]) -> None:
+        number, rows = decode_batch(frames[0])
+        assert number == step
+        self.frames.append((step, sum(map(len, rows))))
+        if rows:
+            folder = self.run_dir / "broadcasts" / f"step_{step}"
+            folder.mkdir(parents=True)
+            with (self.run_dir / "trainer.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "time": 0.0, "metrics": {"loss": 0.5}}) + "\n")
+            (folder / "STABLE").touch()
+
+    async def drain(self) -> None:
+        pass
+
+
+class Fleet:
+    """Engines that load whatever is published."""
+
+    asleep = False
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    async def update_weights(self, folder: Path, version: int) -> float:
+        self.loaded.append(version)
+        return 0.0
+
+
+class Diary(Observer):
+    """Writes down what the loop announces, in its order."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def before_training(self) -> None:
+        self.lines.append("before")
+
+    async def after_training(self) -> None:
+        self.lines.append("after")
+
+    async def stopping(self, last: int) -> None:
+        self.lines.append(f"stopping {last}")
+
+    async def batch_taken(self, batch: Batch) -> None:
+        self.lines.append(f"taken {batch.step}")
+
+    async def batch_leaves(self, step: int) -> None:
+        self.lines.append(f"leaves {step}")
+
+    def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
+        self.lines.append(f"sent {batch.step}")
+
+    def version_served(self, version: int) -> None:
+        self.lines.append(f"version {version}")
+
+    def step_trained(self, step: int, metrics: Any) -> None:
+        self.lines.append(f"trained {step} {metrics['loss']}")
+
+
+class World:
+    """A run of three batches of four rollouts, two to a group."""
+
+    def __init__(self, run_dir: Path, produce: Any = None, algorithm: type = AboveMean) -> None:
+        config = build_config(
+            {
+                "model": {"name": "m"},
+                "max_steps": STEPS,
+                "seq_len": 64,
+                "orchestrator": {
+                    "batch_size": 4, "group_size": 2, "max_off_policy_steps": 0,
+                    "weights_timeout": 5, "train": {"env": [{"id": "e"}]},
+                },
+            }
+        )  # fmt: skip
+        launch = Launch(
+            model_path="m", served_model_name="m", engine_urls=[], transport_type="zmq",
+            transport_host="", transport_ports=[],
+        )  # fmt: skip
+        hooks = Hooks()
+        self.context = RunContext(config, launch, run_dir, hooks, Status(None))
+        self.fleet, self.trainer, self.diary = Fleet(), Trainer(run_dir), Diary()
+        self.engines = Engines(self.fleet, Policy(0), Outages())  # type: ignore[arg-type]
+        self.source, built = Rollouts(produce), algorithm(PluginConfig())
+        env = SimpleNamespace(
+            name="e", source=self.source, algorithm=built, hooks=scope("e", hooks, [built]),
+            group_size=2, host=SimpleNamespace(agents=("agent",)),
+        )  # fmt: skip
+        sampler = StandardSampler(PluginConfig(), [SampledEnv("e", 10, None)], 0)
+        slots = [FilterSlot(name, hooks, []) for name in ("pre", "post")]
+        buffer = Buffer(
+            batch_size=4, max_off_policy_steps=0, pre=slots[0], post=slots[1], max_empty_batches=9
+        )
+        reporter = Reporter(run_dir, [], STEPS, save_rollouts=False)
+        self.sampling = Sampling(
+            self.context,
+            self.engines,
+            [env],
+            sampler,
+            buffer,
+            reporter,  # type: ignore[list-item]
+        )
+        observers = [self.diary, reporter, self.sampling]
+        weights = WeightWatcher(
+            run_dir,
+            self.engines.policy,
+            self.fleet,
+            observers,  # type: ignore[arg-type]
+        )
+        packer = Packer(config, 1, hooks)
+        self.loop = Orchestrator(
+            self.context, self.sampling, buffer, packer, self.trainer, weights, observers
+        )
+
+
+async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    assert await world.loop.run() is None
+    assert world.trainer.frames == [(1, 20), (2, 20), (3, 20)]  # four rollouts of five tokens
+    assert world.fleet.loaded == [1, 2, 3]
+    events = ("taken {}", "leaves {}", "sent {}", "trained {} 0.5", "version {}")
+    steps = [event.format(step) for step in (1, 2, 3) for event in events]
+    assert world.diary.lines == ["before", *steps, "after"]
+    asked = [(ask.group_id, ask.example_id, ask.policy_version) for ask in world.source.asked[::2]]
+    assert asked == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 4, 2), (5, 5, 2)]
+    assert world.sampling.num_inflight == 0
+
+
+async def test_a_stop_ends_with_the_batch_in_training_and_tells_the_trainer(tmp_path: Path) -> None:
+    stop = asyncio.get_running_loop().create_future()
+
+    async def produce(ask: RolloutRequest) -> None:
+        if ask.policy_version == 1:  # batch 1 is trained, batch 2 is being sampled
+            stop.set_result(None) if not stop.done() else None
+            await asyncio.Event().wait()
+
+    world, asked = World(tmp_path, produce), []
+
+    class Saves(Observer):
+        async def stopping(self, last: int) -> None:
+            waiting = world.sampling.dispatcher.asked.groups
+            asked.extend(group.group_id for group in waiting)
+
+    world.loop.observers.append(Saves())  # type: ignore[attr-defined]
+    assert await world.loop.run(stop) == 1
+    assert world.trainer.frames == [(1, 20), (2, 0)]  # an empty batch ends the training
+    assert world.diary.lines[-1] == "stopping 1"
+    assert asked == [2, 3]  # a resumed run asks for the groups in flight again
+    assert world.sampling.num_inflight == 0
+
+
+async def test_an_error_of_a_plugin_ends_the_run_with_that_very_error(tmp_path: Path) -> None:
+    async def produce(ask: RolloutRequest) -> None:
+        if ask.policy_version == 1:
+            raise KeyError("oops")
+
+    world = World(tmp_path, produce)
+    with pytest.raises(KeyError, match="oops"):
+        await world.loop.run()
+    assert world.trainer.frames == [(1, 20)] and world.sampling.num_inflight == 0
+
+
+@pytest.mark.parametrize("algorithm", [AboveMean, Waits])
+async def test_engines_that_are_gone_for_good_end_whatever_the_loop_waits_for(
+    tmp_path: Path, algorithm: type
+) -> None:
+    begun = asyncio.Event()
+
+    async def produce(ask: RolloutRequest) -> None:
+        begun.set()
+        if algorithm is AboveMean:
+            await asyncio.Event().wait()
+
+    class Gone(Observer):
+        async def run(self) -> None:
+            await begun.wait()
+            raise EngineError("no engine serves after 600 s")
+
+    world = World(tmp_path, produce, algorithm)
+    world.loop.observers.append(Gone())  # type: ignore[attr-defined]
+    with pytest.raises(EngineError, match="no engine serves"):
+        await world.loop.run()
+
+
+async def watched(world: World, monkeypatch: pytest.MonkeyPatch, looks: int = 20) -> None:
+    """Run the watchdog for some looks of a second each, on a clock of its own."""
+    monkeypatch.setattr("prime_rl.orchestrator.watchdog.LOOK_SECONDS", 0)
+    clock = iter(float(second) for second in range(10_000))
+    watchdog = Watchdog(world.context, world.engines, world.sampling, lambda: next(clock))
+    task = asyncio.create_task(watchdog.run())
+    for _ in range(looks):
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_where_nothing_moves_the_run_ends_and_says_at_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path)
+    world.context.status.report("sampling batch 5", waiting_for="trainer (weights of step 4)")
     with pytest.raises(RunError) as caught:
-        await loop._or_crash(asyncio.create_task(never()), [])
+        await watched(world, monkeypatch)
     assert str(caught.value) == (
-        "nothing has moved for 0 s (orchestrator.weights_timeout): sampling batch 5, waiting for "
-        "trainer (weights of step 4). The engines have version 3. See logs/latest/trainer.log."
+        "nothing has moved for 5 s (orchestrator.weights_timeout): sampling batch 5, waiting for "
+        "trainer (weights of step 4). The engines have version 0. See logs/latest/trainer.log."
     )
 
 
-async def test_while_rollouts_are_sampled_it_waits(loop):
-    loop.dispatcher.num_inflight = 1
-    task = asyncio.create_task(asyncio.sleep(1.2))
-    await loop._or_crash(task, [])
-    assert task.done()
-
-
-async def test_an_evaluation_whose_engines_are_gone_for_good_ends_with_their_error(loop):
-    """The fleet's own task gives up; what it says must not wait for rollouts that never end."""
-
-    async def gone():
-        raise EngineError("no engine serves after 600 s")
-
-    loop.evals = SimpleNamespace(envs=[], inflight=1, evaluate=lambda envs, version: never())
-    with pytest.raises(EngineError, match="no engine serves"):
-        async with asyncio.timeout(5):
-            await loop._evaluate("before", [asyncio.create_task(gone())])
-    assert loop._phase == ""
-
-
-async def test_a_group_scored_by_engines_that_are_gone_for_good_ends_with_their_error(loop):
-    """An algorithm may score groups under the live policy, and the fleet alone knows it is gone."""
-
-    async def gone():
-        await asyncio.sleep(1.1)  # longer than ``weights_timeout``: scoring may take its time
-        raise EngineError("no engine serves after 600 s")
-
-    hooks = SimpleNamespace(score_group=lambda group: never())
-    loop.envs = [SimpleNamespace(name="e", hooks=hooks)]
-    rollout = SimpleNamespace(reward=1.0)
-    group = SimpleNamespace(env_index=0, size=1, survivors=[rollout], members={})
-    loop.assembler = SimpleNamespace(note_failed=lambda number, env: None)
-    with pytest.raises(EngineError, match="no engine serves"):
-        async with asyncio.timeout(5):
-            await loop._take_in(group, [asyncio.create_task(gone())])
-
-
-def evaluated(env, version):
-    return EvalResult(env, version, reward=0.5, num_rollouts=1, num_failed=0)
-
-
-def goes_on(loop, run_dir, *, first_step, before=(), during=(), skip=False):
-    """Which envs of two are evaluated before training, and where each was measured last."""
-    loop.config.orchestrator.eval = SimpleNamespace(skip_first_step=skip)
-    loop.launch = launch_of(first_step)
-    loop._began_with = loop.launch.began_with(run_dir)
-    loop.evals.envs = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
-    loop.evaluated = {"before": list(before), "during": list(during)}
-    return [env.name for env in loop._unmeasured()], loop._last_measured()
-
-
-def launch_of(first_step):
-    return Launch(
-        model_path="m", served_model_name="m", engine_urls=[], transport_type="zmq",
-        transport_host="", transport_ports=[], first_step=first_step,
-    )  # fmt: skip
-
-
-def test_a_new_run_measures_the_model_it_begins_with_also_another_runs_checkpoint(loop, tmp_path):
-    assert goes_on(loop, tmp_path, first_step=1) == (["a", "b"], {"a": 0, "b": 0})
-    assert goes_on(loop, tmp_path, first_step=1, skip=True) == ([], {"a": 0, "b": 0})
-    assert goes_on(loop, tmp_path, first_step=8) == (["a", "b"], {"a": 7, "b": 7})
-    measured = [evaluated("a", 7)]  # and the machine went down before the other
-    assert goes_on(loop, tmp_path, first_step=8, before=measured)[0] == ["b"]
-
-
-def test_a_run_that_goes_on_measures_its_first_model_no_more_and_knows_what_it_lacks(
-    loop, tmp_path
-):
-    (tmp_path / "configs").mkdir()
-    for attempt, first_step in ((1, 1), (2, 3), (10, 5)):
-        launch_of(first_step).write(tmp_path)
-        path = tmp_path / "configs" / "launch.json"
-        path.rename(path.with_name(f"launch.attempt_{attempt}.json"))
-    before = [evaluated("a", 0), evaluated("b", 0)]
-    found = goes_on(loop, tmp_path, first_step=8, before=before, during=[evaluated("a", 4)])
-    assert found == ([], {"a": 4, "b": 0})
-    assert goes_on(loop, tmp_path, first_step=8) == ([], {"a": 0, "b": 0})
-
-
-async def test_a_background_task_that_dies_ends_the_wait_with_its_error(loop):
-    async def die():
-        raise ValueError("the engine is gone")
-
-    waiting = asyncio.create_task(never())
-    with pytest.raises(ValueError, match="the engine is gone"):
-        await loop._or_crash(waiting, [asyncio.create_task(die())])
-    await asyncio.sleep(0)
-    assert waiting.cancelled()
+@pytest.mark.parametrize("busy", ["scoring", "evaluating", "sampling"])
+async def test_while_something_is_under_way_the_watchdog_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    world = World(tmp_path)
+    world.sampling.is_scoring = busy == "scoring"
+    world.engines.policy.evaluated = 0.5 if busy == "evaluating" else None
+    if busy == "sampling":
+        monkeypatch.setattr(Sampling, "num_inflight", 1)
+    await watched(world, monkeypatch)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
-from prime_rl.orchestrator.packer import pack, plan_rows, truncate
+from prime_rl.orchestrator.packer import batch_frames, pack, plan_rows, truncate
 from prime_rl.rollout import STREAMS
 
 FILLS = {"advantages": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0,
@@ -246,3 +246,12 @@ def test_truncation_leaves_what_fits_and_what_is_absent():
     sample = plain(3)
     assert truncate(sample, 3) is sample
     assert truncate(sample, 2).advantages is None
+
+
+def test_what_the_orchestrator_alone_needs_stays_off_the_wire():
+    bare = {"token_ids": [1, 2], "loss_mask": [0, 1], "inference_logprobs": [0, -1],
+            "advantages": [0, 0.5]}  # fmt: skip
+    known = {"roles": [1, 2], "is_content": [1, 1], "is_repeat": [0, 0], "policy_versions": [-1, 3],
+             "node_ids": [0, 1]}  # fmt: skip
+    frames = [batch_frames(1, [Sample(**bare, **more)] * 2, ["a", "b"], 8) for more in ({}, known)]
+    assert frames[0] == frames[1]

@@ -4,13 +4,17 @@ import asyncio
 import json
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
+from loopback import listening
+from waiting import LIMIT, until
 
 from prime_rl import EngineError
 from prime_rl.inference.client import RetryPolicy, Weights
-from prime_rl.inference.fleet import Fleet
+from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.policy import Policy, TrainerLog, WeightWatcher, newest_version
 
 ONCE = RetryPolicy(attempts=1)
@@ -62,24 +66,22 @@ class Engine:
 async def serving(engine):
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with listening(app) as url:
+        yield url
 
 
 @asynccontextmanager
 async def connected(engine, key="k", version=0):
     async with serving(engine) as url:
-        fleet = Fleet([url], key, Weights(Path("first"), version), retry=ONCE, poll=0.02)
-        await fleet.wait_ready(10)
-        engine.calls.clear()
-        yield fleet
-        await fleet.close()
+        fleet = Fleet(
+            [url], key, Weights(Path("first"), version), FleetOptions(retry=ONCE, poll=0.02)
+        )
+        try:
+            await fleet.wait_ready(LIMIT)
+            engine.calls.clear()
+            yield fleet
+        finally:
+            await fleet.close()
 
 
 # -- which version --------------------------------------------------------------------------
@@ -112,24 +114,23 @@ async def test_waiting_for_a_version_ends_when_it_or_a_later_one_is_there():
 # -- the watcher ----------------------------------------------------------------------------
 
 
-class Watch:
+class Watch(Observer):
     """A watcher over a real engine that notes in which order things happen."""
 
     def __init__(self, run_dir, fleet, engine, version=0):
         self.events = []
         engine.on_update = lambda: self.events.append("update")
         self.policy = Policy(version)
-        self.watcher = WeightWatcher(
-            run_dir,
-            self.policy,
-            fleet,
-            on_pending=self.pending,
-            on_version=lambda v: self.events.append(f"version {v} ({self.policy.version})"),
-            on_step=lambda step: self.events.append(f"step {step.step}"),
-        )
+        self.watcher = WeightWatcher(run_dir, self.policy, fleet, [self])
 
-    async def pending(self, version):
+    async def version_pending(self, version):
         self.events.append(f"pending {version}")
+
+    def version_served(self, version):
+        self.events.append(f"version {version} ({self.policy.version})")
+
+    def step_trained(self, step, metrics):
+        self.events.append(f"step {step}")
 
     async def until(self, version):
         task = asyncio.create_task(self.watcher.run())
@@ -169,7 +170,9 @@ async def test_each_step_of_an_update_in_its_order(tmp_path):
         ("/resume", {}, None),
     ]
     assert engine.key == "Bearer k"
-    assert watch.watcher.update_count == 1 and watch.watcher.update_seconds > 0
+    metrics = watch.watcher.take_metrics()
+    assert metrics["watcher/update_count"] == 1
+    assert metrics["watcher/last_update_weights_time"] > 0
 
 
 async def test_versions_are_skipped_and_steps_are_not(tmp_path):
@@ -225,8 +228,7 @@ async def test_with_no_engine_there_the_watcher_tries_on_until_one_is_back(tmp_p
         watch = Watch(tmp_path, fleet, engine)
         keeping = asyncio.create_task(fleet.run())
         engine.away = True
-        while fleet.serving:
-            await asyncio.sleep(0.01)
+        await until(lambda: not fleet.serving)
         publish(tmp_path, 1)
         waiting = asyncio.create_task(watch.until(1))
         await asyncio.sleep(0.1)
@@ -235,3 +237,45 @@ async def test_with_no_engine_there_the_watcher_tries_on_until_one_is_back(tmp_p
         await waiting
         keeping.cancel()
     assert watch.events.count("update") == 1 and watch.events[-1] == "version 1 (1)"
+
+
+# -- a stop ---------------------------------------------------------------------------------
+
+
+def drained(tmp_path, version):
+    """A watcher that waits for the last version of a run, and the steps it has read of."""
+    (tmp_path / "broadcasts").mkdir(exist_ok=True)
+    steps = []
+    observer = SimpleNamespace(step_trained=lambda step, metrics: steps.append(step))
+    watcher = WeightWatcher(tmp_path, Policy(0), None, [observer])
+    return asyncio.create_task(watcher.drain(version)), steps
+
+
+async def eventually(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_the_last_version_of_a_stopped_run_needs_no_engine(tmp_path):
+    draining, steps = drained(tmp_path, 2)
+    (publish(tmp_path, 1) / "model.safetensors").touch()
+    line = json.dumps({"step": 2, "time": 0.0, "metrics": {}})
+    (tmp_path / "trainer.jsonl").write_text(f"{line}\n")
+    (publish(tmp_path, 2) / "model.safetensors").touch()
+    await asyncio.wait_for(draining, 60)
+    assert steps == [2]
+
+
+async def test_versions_that_wait_in_the_trainers_memory_are_wanted_as_files(tmp_path):
+    draining, _ = drained(tmp_path, 2)
+    wanted = tmp_path / "broadcasts" / "FILES_WANTED"
+    for version in (1, 2):
+        folder = publish(tmp_path, version, stable=False)
+        (folder / "MEMORY").touch()
+        (folder / "STABLE").touch()
+        await eventually(wanted.exists)
+        assert not draining.done()
+        (folder / "model.safetensors").touch()
+        wanted.unlink()
+    await asyncio.wait_for(draining, 60)

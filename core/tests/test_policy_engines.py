@@ -5,17 +5,18 @@ import json
 
 import pytest
 from aiohttp import web
-from test_fleet import Engine, fleet_of, until
+from test_fleet import Engine, fleet_of
+from waiting import LIMIT, until
 
 from prime_rl import EngineError
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.fleet import Unanswered
 from prime_rl.inference.policy_scores import PolicyScores
 from prime_rl.orchestrator.build import report_engines
 from prime_rl.orchestrator.engines import PolicyEngines
-from prime_rl.orchestrator.episode import ModelEndpoint, RolloutResult
-from prime_rl.run.launch import Launch
+from prime_rl.rundir.launch import Launch
 
 GOOD = RolloutResult(ok=True, reward=1.0)
 AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)
@@ -135,7 +136,7 @@ def launch_of(urls):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, monkeypatch):
-    monkeypatch.setattr("prime_rl.inference.fleet.START_GRACE", 0.1)
+    monkeypatch.setattr("prime_rl.inference.fleet.START_GRACE", 0.0)
     (tmp_path / "status").mkdir()
     engines = Engine(), Engine()
 
@@ -150,7 +151,7 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
         engines[1].away = True
         report_engines(config, launch_of(fleet.urls), fleet, tmp_path)
         assert told() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
-        await fleet.wait_ready(10)
+        await fleet.wait_ready(LIMIT)
         await fleet.update_weights("v1", 1)
         assert told() == ("1 of 2 serve", two, {one: "version 1", two: "starting"})
         engines[1].away = False

@@ -10,8 +10,8 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.config.ckpt import CkptConfig
-from prime_rl.run import checkpoints
-from prime_rl.run.checkpoints import (
+from prime_rl.rundir import checkpoints
+from prime_rl.rundir.checkpoints import (
     Checkpoint,
     complete,
     copy,
@@ -33,20 +33,24 @@ def write(run_dir: Path, step: int, text: str = "state") -> Checkpoint:
 
 
 def test_a_checkpoint_is_due_every_interval_and_after_the_last_step() -> None:
-    every_third, bare = CkptConfig(interval=3), CkptConfig()
+    every_third, bare, off = CkptConfig(interval=3), CkptConfig(), CkptConfig(enabled=False)
     assert [n for n in range(1, 9) if every_third.is_due(n, 8)] == [3, 6, 8]
     assert [n for n in range(1, 9) if bare.is_due(n, 8)] == [8]
+    assert not any(off.is_due(n, 8) for n in range(1, 9))
 
 
 @pytest.mark.parametrize(
     ("settings", "gone"),
     [
-        ({}, []),
+        ({}, [2, 4, 6, 8]),
+        ({"interval": 2}, []),
+        ({"interval": 4}, [2, 6]),  # written where the run was stopped
         ({"keep_last": 2}, [2, 4, 6]),
         ({"keep_last": 1}, [2, 4, 6, 8]),
         ({"keep_last": 9}, []),
         ({"keep_last": 1, "keep_interval": 4}, [2, 6]),
-        ({"keep_interval": 4}, []),
+        ({"keep_interval": 4}, [2, 6]),
+        ({"interval": 2, "keep_last": 2}, [2, 4, 6]),
     ],
 )
 def test_what_is_superseded_never_includes_the_newest(

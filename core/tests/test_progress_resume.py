@@ -13,11 +13,12 @@ from typer.testing import CliRunner
 from prime_rl import ConfigError
 from prime_rl.cli.app import app
 from prime_rl.cli.run import split_resume
+from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
-from prime_rl.run.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
-from prime_rl.run.directory import held, log_dir, make_run_dir, runs_of
 from prime_rl.run.drift import check_optimizer, config_drift, installed_versions, version_drift
 from prime_rl.run.resume import begin, plan, rewind
+from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
+from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
 
 
 def config(parent: Path, **changes: Any) -> RunConfig:
@@ -27,7 +28,7 @@ def config(parent: Path, **changes: Any) -> RunConfig:
         "output_dir": str(parent),
         "orchestrator": {"train": {"env": [{"id": "reverse-text"}]}},
     }
-    return RunConfig.model_validate(table | changes)
+    return build_config(table | changes)
 
 
 def checkpoint(run_dir: Path, step: int, asked: RunConfig) -> Checkpoint:
@@ -86,7 +87,7 @@ def test_where_there_is_none_it_says_what_there_is(tmp_path: Path) -> None:
         plan(asked, "latest")
     run_dir = make_run_dir(asked)
     checkpoint(run_dir, 4, asked)
-    with pytest.raises(ConfigError, match=r"of step 5: .*mine has steps \[4\].*table \[ckpt\]"):
+    with pytest.raises(ConfigError, match=r"of step 5: .*mine has steps \[4\].*\[ckpt\] interval"):
         plan(asked, "5")
     with pytest.raises(ConfigError, match=r"expected 'latest', a step, or the folder of a whole"):
         plan(asked, str(tmp_path))
@@ -244,7 +245,7 @@ def test_rewinding_twice_is_the_same_as_once(tmp_path: Path) -> None:
 
 def test_two_attempts_at_one_run_are_refused(tmp_path: Path) -> None:
     with held(tmp_path):  # noqa: SIM117 - the second one must fail while the first goes on
-        with pytest.raises(ConfigError, match="a process is at this run already"), held(tmp_path):
+        with pytest.raises(ConfigError, match="another process runs this run"), held(tmp_path):
             pass
     with held(tmp_path):
         pass

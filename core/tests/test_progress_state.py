@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from prime_rl import ConfigError, PluginConfig
-from prime_rl.orchestrator.batch import BatchAssembler
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher, Member, Pace
 from prime_rl.orchestrator.progress import State
 from prime_rl.orchestrator.sampler import StandardSampler
@@ -57,12 +58,12 @@ class World:
         self.lag, self.version = lag, 0
         self.algorithms = [Remembers() for _ in names]
         self.envs = [
-            SimpleNamespace(name=name, algorithm=algorithm, producer=None, group_size=2)
+            SimpleNamespace(name=name, algorithm=algorithm, source=None, group_size=2)
             for name, algorithm in zip(names, self.algorithms, strict=True)
         ]
         sampled = [SampledEnv(name, 5, None) for name in names]
         self.sampler = StandardSampler(PluginConfig(), sampled, seed=7)
-        self.assembler = BatchAssembler(
+        self.assembler = Buffer(
             batch_size=4,
             max_off_policy_steps=lag,
             pre=NoOdd(False),
@@ -72,17 +73,24 @@ class World:
         self.asked: list[tuple[int, str, int]] = []
         self.ready: dict[tuple[int, int], asyncio.Event] = {}
         self.dispatcher = Dispatcher(
-            next_group=lambda: (*self.sampler.next_example(), 2),
-            run_rollout=self.rollout,
-            pace=lambda: Pace(self.assembler.batch.step, 100, 4, self.assembler.num_buffered),
-            version=lambda: self.version,
-            max_off_policy_steps=lag,
-            oversampling_factor=1.0,
-            max_inflight=100,
+            self, OrchestratorConfig(max_off_policy_steps=lag, max_inflight_rollouts=100)
         )
         self.state = State(self.sampler, self.envs, self.dispatcher, self.assembler)
 
-    async def rollout(self, group: Any, index: int) -> Member:
+    def next_group(self) -> tuple[int, int, int]:
+        return (*self.sampler.next_example(), 2)
+
+    def pace(self) -> Pace:
+        step, buffered = self.assembler.batch.step, self.assembler.num_buffered
+        return Pace(self.version, step, 100, 4, buffered)
+
+    def ages(self, env_index: int) -> bool:
+        return True
+
+    def expected_yield(self, env_index: int) -> float:
+        return 1.0
+
+    async def run_rollout(self, group: Any, index: int) -> Member:
         if index == 0:
             self.asked.append(
                 (group.group_id, self.envs[group.env_index].name, group.example_index)

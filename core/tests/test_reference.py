@@ -2,14 +2,18 @@
 
 import asyncio
 import logging
-import socket
 from contextlib import asynccontextmanager
+from itertools import chain, repeat
 
 import pytest
 from aiohttp import web
+from loopback import listening
+from waiting import LIMIT, Clock, until
 
 from prime_rl import ConfigError, EngineError, FrozenModel
+from prime_rl.inference import reference
 from prime_rl.inference.reference import ScoringPool
+from prime_rl.run.children import free_ports
 
 WHERE = "env 'a': teacher"
 MODEL = "big"
@@ -25,6 +29,8 @@ class Engine:
         self.inflight = self.most_inflight = 0
         self.names, self.max_model_len, self.healthy = [MODEL], 64, True
         self.delay = lambda ids: 0.0
+        self.hold = asyncio.Event()
+        self.hold.set()
         self.entries = lambda ids: [None, *({str(t): {"logprob": -t / 8}} for t in ids[1:])]
         self.__dict__ |= settings
 
@@ -46,6 +52,7 @@ class Engine:
         self.most_inflight = max(self.most_inflight, self.inflight)
         try:
             await asyncio.sleep(self.delay(body["token_ids"]))
+            await self.hold.wait()
         finally:
             self.inflight -= 1
         return web.json_response({"prompt_logprobs": self.entries(body["token_ids"])})
@@ -58,14 +65,8 @@ async def serving(engine, port=0):
     app.router.add_get("/v1/models", engine.models)
     app.router.add_get("/health", engine.health)
     app.router.add_post("/inference/v1/generate", engine.generate)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port, shutdown_timeout=0.1)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    finally:
-        await runner.cleanup()
+    async with listening(app, port, handler_cancellation=True, shutdown_timeout=0.1) as url:
+        yield f"{url}/v1"
 
 
 @asynccontextmanager
@@ -85,9 +86,7 @@ async def scoring_one(settings=None, **engine_settings):
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
 
 
 # -- what is asked, what is read ---------------------------------------------------------------
@@ -162,8 +161,12 @@ async def test_answers_that_overtake_each_other_reach_who_asked():
 
 
 async def test_no_more_than_max_concurrency_are_in_flight():
-    async with scoring_one({"max_concurrency": 3}, delay=lambda ids: 0.02) as (engine, scoring):
-        await asyncio.gather(*(scoring.logprobs([1, 2]) for _ in range(12)))
+    async with scoring_one({"max_concurrency": 3}) as (engine, scoring):
+        engine.hold.clear()
+        scores = asyncio.gather(*(scoring.logprobs([1, 2]) for _ in range(12)))
+        await until(lambda: engine.inflight == 3)
+        engine.hold.set()
+        await scores
     assert engine.most_inflight == 3
     assert len(engine.asked) == 12
 
@@ -173,10 +176,9 @@ async def test_a_cancelled_score_frees_its_slot_and_its_request():
     settings = {"max_concurrency": 1}
     async with scoring_one(settings, delay=lambda ids: delays[ids[0]]) as (engine, scoring):
         slow = asyncio.create_task(scoring.logprobs([1, 1]))
-        while not engine.inflight:
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.inflight)
         slow.cancel()
-        assert (await asyncio.wait_for(scoring.logprobs([2, 2]), 5)).tolist() == [0.0, -0.25]
+        assert (await asyncio.wait_for(scoring.logprobs([2, 2]), LIMIT)).tolist() == [0.0, -0.25]
         with pytest.raises(asyncio.CancelledError):
             await slow
 
@@ -201,12 +203,11 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends():
     url = f"http://127.0.0.1:{port}"
     async with pool(url, on_waiting=said.append) as scoring:
         scores = [asyncio.create_task(scoring.logprobs([8, 4])) for _ in range(3)]
-        while len(said) < 8:  # every one of them waits, and goes on trying
-            await asyncio.sleep(0.01)
+        await until(lambda: len(said) >= 8)  # every one of them waits, and goes on trying
         assert not any(score.done() for score in scores)
         assert set(said) == {f"env 'a': teacher 'big' at {url} (Connection refused)"}
         async with serving(Engine(), port):
-            columns = await asyncio.wait_for(asyncio.gather(*scores), 10)
+            columns = await asyncio.wait_for(asyncio.gather(*scores), LIMIT)
         assert [column.tolist() for column in columns] == [[0.0, -0.5]] * 3
     assert said[-1] is None
     assert said.count(None) == 1
@@ -216,21 +217,21 @@ async def test_a_wait_that_is_cancelled_is_not_shown_any_longer():
     said = []
     async with pool(f"http://127.0.0.1:{free_port()}", on_waiting=said.append) as scoring:
         score = asyncio.create_task(scoring.logprobs([8, 4]))
-        while not said:
-            await asyncio.sleep(0.01)
+        await until(lambda: said)
         score.cancel()
         await asyncio.gather(score, return_exceptions=True)
     assert said[-1] is None
 
 
 async def test_a_request_without_an_answer_in_time_is_tried_again():
-    waits = iter([60.0, 0.0])
+    """Until one comes in time: on a busy machine that need not be the second."""
+    waits = chain([3600.0], repeat(0.0))
     said = []
     settings = {"timeout": 0.1, "on_waiting": said.append}
     async with scoring_one(settings, delay=lambda ids: next(waits)) as (engine, scoring):
         assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
-    assert len(engine.asked) == 2
-    assert said[0].endswith("(no answer within 0.1 s)")
+    assert len(engine.asked) >= 2
+    assert any(text and text.endswith("(no answer within 0.1 s)") for text in said)
 
 
 async def test_the_pause_between_tries_doubles_up_to_its_bound():
@@ -242,11 +243,16 @@ async def test_the_pause_between_tries_doubles_up_to_its_bound():
         assert asyncio.get_running_loop().time() - start >= 0.69
 
 
-async def test_requests_that_fail_together_are_one_try():
+async def test_requests_that_fail_together_are_one_try(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(reference, "time", clock)
     refusals = [(500, "oops")] * 12
     async with scoring_one({"backoff": (0.1, 100.0)}, refusals=refusals) as (engine, scoring):
-        scores = (scoring.logprobs([8, 4]) for _ in range(12))
-        await asyncio.wait_for(asyncio.gather(*scores), 5)  # twelve doublings would pause for 100 s
+        scores = asyncio.gather(*(scoring.logprobs([8, 4]) for _ in range(12)))
+        await until(lambda: scoring._stranded == 12)
+        assert scoring._replicas[0].retry_at == clock.now + 0.1  # after twelve doublings: 100 s
+        clock.now += 0.1
+        await scores
     assert len(engine.asked) == 24
 
 
@@ -254,9 +260,10 @@ async def test_every_outage_is_logged_and_starts_with_a_short_pause(caplog):
     settings = {"backoff": (0.02, 100.0)}
     with caplog.at_level(logging.WARNING, "prime_rl.inference.reference"):
         async with scoring_one(settings) as (engine, scoring):
-            for _ in range(12):  # one outage that long would pause for a minute
-                engine.refusals = [(500, "oops")]
-                await asyncio.wait_for(scoring.logprobs([8, 4]), 5)
+            async with asyncio.timeout(60):
+                for _ in range(12):  # one outage that long would pause for 82 s in all
+                    engine.refusals = [(500, "oops")]
+                    await scoring.logprobs([8, 4])
     said = [record.getMessage().split("127.0.0.1")[1].split(" ", 2)[1] for record in caplog.records]
     assert said == ["is", "answers"] * 12
 
@@ -301,7 +308,7 @@ async def refused(error=EngineError, ids=(8, 4), settings=None, **engine_setting
     """The message, with the port taken out, and the requests it took."""
     async with scoring_one(settings, **engine_settings) as (engine, scoring):
         with pytest.raises(error) as caught:
-            await asyncio.wait_for(scoring.logprobs(list(ids)), 10)
+            await asyncio.wait_for(scoring.logprobs(list(ids)), LIMIT)
         root = scoring._replicas[0].root
     return str(caught.value).replace(root, "URL"), len(engine.asked)
 
@@ -379,15 +386,13 @@ async def test_nothing_is_guessed_where_a_logprob_is_missing(entries, fault):
 async def test_ready_waits_until_the_server_is_up_and_healthy():
     port, said, engine = free_port(), [], Engine(healthy=False)
     async with pool(f"http://127.0.0.1:{port}", on_waiting=said.append) as scoring:
-        ready = asyncio.create_task(scoring.wait_ready(30))
-        while not said:
-            await asyncio.sleep(0.01)
+        ready = asyncio.create_task(scoring.wait_ready(LIMIT))
+        await until(lambda: said)
         async with serving(engine, port):
-            while not said[-1].endswith("(/health answers 503 loading)"):
-                await asyncio.sleep(0.01)
+            await until(lambda: said[-1].endswith("(/health answers 503 loading)"))
             assert not ready.done()
             engine.healthy = True
-            await asyncio.wait_for(ready, 10)
+            await asyncio.wait_for(ready, LIMIT)
             assert scoring._replicas[0].failures == 0
     assert "(Connection refused)" in said[0]
     assert said[-1] is None
@@ -407,7 +412,7 @@ async def test_ready_gives_up_in_time_and_says_why():
 async def test_ready_refuses_a_server_of_other_models_at_once():
     async with scoring_one(names=["small"]) as (_, scoring):
         with pytest.raises(ConfigError, match=r"serves 'small'\. Mend the name or the base_url\."):
-            await scoring.wait_ready(30)
+            await scoring.wait_ready(LIMIT)
 
 
 async def test_ready_needs_every_replica():
@@ -417,15 +422,15 @@ async def test_ready_needs_every_replica():
 
 
 async def test_a_server_that_comes_back_as_another_model_is_noticed():
-    port, impostor = free_port(), Engine(names=["small"])
-    async with pool(f"http://127.0.0.1:{port}") as scoring:
+    port, said, impostor = free_port(), [], Engine(names=["small"])
+    async with pool(f"http://127.0.0.1:{port}", on_waiting=said.append) as scoring:
         async with serving(Engine(), port):
             await scoring.logprobs([8, 4])
         score = asyncio.create_task(scoring.logprobs([8, 4]))
-        await asyncio.sleep(0.05)
+        await until(lambda: said)
         async with serving(impostor, port):
             with pytest.raises(EngineError, match="serves 'small'"):
-                await asyncio.wait_for(score, 10)
+                await asyncio.wait_for(score, LIMIT)
     assert impostor.asked == []
 
 
@@ -443,7 +448,7 @@ async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_pa
     rows = [torch.randint(9, 265, (n,), generator=generator).tolist() for n in (2, 40, 63, 17)]
     with serve(folder, max_model_len=64) as served:
         scoring = ScoringPool([f"{served.url}/v1"], "tiny", where=WHERE)
-        await scoring.wait_ready(30)
+        await scoring.wait_ready(LIMIT)
         columns = await asyncio.gather(*map(scoring.logprobs, rows))
         await scoring.close()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Rollout, Sample
+from prime_rl.errors import RunError
 from prime_rl.orchestrator.store import (
     RolloutStore,
     read_rollouts,
@@ -15,11 +16,10 @@ from prime_rl.orchestrator.store import (
     step_files,
     write_rollouts,
 )
-from prime_rl.plugins.errors import RunError
 from prime_rl.rollout import STREAMS
 
 COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", "roles", "is_content",
-           "policy_versions", *STREAMS)  # fmt: skip
+           "policy_versions", "node_ids", *STREAMS)  # fmt: skip
 
 
 def back(tmp_path, *rollouts, dropped=None, step=3):
@@ -34,7 +34,7 @@ def full():
     sample = Sample(
         token_ids=[1, 2], loss_mask=[0, 1], inference_logprobs=[0, -third], temperature=0.7,
         roles=[1, 2], is_content=[1, 0], policy_versions=[-1, 4],
-        **{name: [0.0, third * index] for index, name in enumerate(STREAMS)},
+        node_ids=[0, 3], **{name: [0.0, third * index] for index, name in enumerate(STREAMS)},
     )  # fmt: skip
     return Rollout(
         env="e", example_id=1, group_id=2, reward=0.1 + 0.2, samples=[sample], num_turns=2,

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from prime_rl import PluginConfig, SampledEnv
 from prime_rl.orchestrator.evals import EvalResult
-from prime_rl.orchestrator.measured import note, noted
+from prime_rl.orchestrator.evaluation import append_result, read_results
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.summary import _running_mean, read_curve, write_summary
 from prime_rl.run.report import print_summary
@@ -109,9 +109,9 @@ def test_what_was_measured_once_is_not_set_against_itself(tmp_path):
 
 def test_a_run_that_goes_on_knows_what_was_measured_before_its_first_step(tmp_path):
     for when, step in (("before", 0), ("during", 2), ("after", 4)):
-        note(tmp_path, when, result(0.1 * step, step))
+        append_result(tmp_path, when, result(0.1 * step, step))
     rewind(tmp_path, 2)
-    found = noted(tmp_path)
+    found = read_results(tmp_path)
     assert [(r.policy_version, r.reward) for r in found["before"]] == [(0, 0.0)]
     assert [(r.policy_version, r.reward) for r in found["during"]] == [(2, 0.2)]
     assert found["before"] == [result(0.0, 0)] and found["after"] == []
@@ -120,10 +120,10 @@ def test_a_run_that_goes_on_knows_what_was_measured_before_its_first_step(tmp_pa
 
 
 def test_the_end_of_an_attempt_is_in_the_midst_of_a_longer_run(tmp_path):
-    note(tmp_path, "after", result(0.5, 4))
+    append_result(tmp_path, "after", result(0.5, 4))
     rewind(tmp_path, 4)
-    assert noted(tmp_path) == {"before": [], "during": [result(0.5, 4)], "after": []}
-    assert noted(tmp_path / "none") == {"before": [], "during": [], "after": []}
+    assert read_results(tmp_path) == {"before": [], "during": [result(0.5, 4)], "after": []}
+    assert read_results(tmp_path / "none") == {"before": [], "during": [], "after": []}
 
 
 def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):

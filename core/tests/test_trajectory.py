@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import StreamError
-from prime_rl.orchestrator.env import BranchTokens, RolloutResult
-from prime_rl.orchestrator.trajectory import build_rollout, build_samples
+from prime_rl.env.environment import BranchTokens, RolloutResult
+from prime_rl.env.trajectory import build_rollout, build_samples
 
 # A node is (id, role, tokens): sampled by the policy if its role is "assistant".
 Node = tuple[int, str, list[int]]
@@ -203,3 +203,4 @@ def test_what_an_earlier_sample_holds_is_marked_as_repeated():
     )
     assert samples[0].is_repeat is None
     assert samples[1].is_repeat.tolist() == [True, True, True, False, False]
+    assert [sample.node_ids.tolist() for sample in samples] == [[0, 0, 1, 2, 3], [0, 0, 1, 4, 5]]

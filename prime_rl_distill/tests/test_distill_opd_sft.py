@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from waiting import LIMIT
 
 from prime_rl import ConfigError, FrozenModel
 from prime_rl.orchestrator.scoring import stamp
@@ -75,7 +76,7 @@ def test_opd_asks_about_all_samples_at_once_and_keeps_a_group_together():
 
         async def logprobs(self, token_ids, *, group_id=0):
             self.groups.append(group_id)
-            await asyncio.wait_for(self.barrier.wait(), 5)
+            await asyncio.wait_for(self.barrier.wait(), LIMIT)
             return np.full(len(token_ids), -0.5, np.float32)
 
     class Host(FakeHost):

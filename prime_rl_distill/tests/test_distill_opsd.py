@@ -7,6 +7,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from waiting import LIMIT
 
 from prime_rl import ConfigError, OverlongError
 from prime_rl.orchestrator.scoring import stamp
@@ -99,7 +100,7 @@ def test_all_samples_are_asked_about_at_once():
 
         async def logprobs(self, token_ids, *, group_id=0):
             self.groups.append(group_id)
-            await asyncio.wait_for(self.barrier.wait(), 5)
+            await asyncio.wait_for(self.barrier.wait(), LIMIT)
             return np.full(len(token_ids), -0.5, np.float32)
 
     host = FakeHost(policy=Meeting())

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
-from prime_rl.orchestrator.episode import BranchTokens
-from prime_rl.orchestrator.trajectory import build_samples
+from prime_rl.env.episode import BranchTokens
+from prime_rl.env.trajectory import build_samples
 from prime_rl.rollout import ROLES
 from prime_rl.testing import check_algorithm, make_group, make_rollout, score
 from prime_rl_echo import Echo, EchoConfig
@@ -82,6 +82,52 @@ def test_without_attribution_the_whole_span_weighs_but_no_generation_prompt():
     text = sample("U a A+ t T t a A+", attribution=False)
     expected = [[0, 0, 0, 0.1, 0.1, 0.1, 0, 0]]
     assert weights(echo(tool=0.1, assistant=0.5), text) == expected
+
+
+USER, TOOL = "user", "tool"
+
+
+def turns(*nodes):
+    """One branch of ``(role, is_content or None)``: the last token of an action, role ``"action"``,
+    was sampled; a message without attribution has 2 tokens."""
+    rows = [
+        (number, "assistant" if role == "action" else role, role == "action" and last, is_body)
+        for number, (role, content) in enumerate(nodes)
+        for is_body, last in zip(content or [None, None], [False, True], strict=True)
+    ]
+    ids, roles, mask, content = zip(*rows, strict=True)
+    return BranchTokens(
+        list(range(len(rows))), list(mask), [-1.0 * m for m in mask], list(roles), list(content),
+        list(ids), None,
+    )  # fmt: skip
+
+
+def weights_of(algorithm, *branches):
+    return weights(algorithm, *build_samples(branches, 1.0))
+
+
+def test_a_generation_prompt_is_no_observation_where_attribution_is_mixed():
+    """The renderer tells body from scaffold in the tool's message alone."""
+    branch = turns((USER, None), ("action", None), (TOOL, [False, True]), ("action", None))
+    assert weights_of(echo(tool=0.1, assistant=0.5), branch) == [[0, 0, 0, 0, 0, 0.1, 0, 0]]
+
+
+def test_an_injected_message_right_before_an_action_is_an_observation():
+    """Without attribution, and both are an assistant's: their nodes tell them apart."""
+    branch = turns((USER, None), ("action", None), ("assistant", None), ("action", None))
+    assert weights_of(echo(assistant=0.5), branch) == [[0, 0, 0, 0, 0.5, 0.5, 0, 0]]
+
+
+def test_an_action_that_an_earlier_sample_trains_is_no_observation():
+    shared = [(USER, None), ("action", None)]
+    first = turns(*shared, (TOOL, None), ("action", None))
+    second = turns(*shared, (USER, None), ("action", None))
+    second.node_ids[4:] = [4, 4, 5, 5]
+    second.token_ids[4:] = [9] * 4
+    assert weights_of(echo(user=0.5, assistant=0.25), first, second) == [
+        None,
+        [0, 0, 0, 0, 0.5, 0.5, 0, 0],
+    ]
 
 
 def test_actions_keep_the_credit_of_grpo():

@@ -176,6 +176,27 @@ def fork(*parts):
 USER, ASSISTANT, TOOL = 1, 2, 3
 
 
+def test_a_weight_goes_to_the_message_that_was_kept_not_to_its_double(keepers):
+    """Two siblings say the same and hear the same; the third sample goes on from the second, and
+    the filter keeps what that one heard in the third sample alone."""
+    new, old = (True, False), (False, True)
+    asked, heard = (0, 2, USER, False), (3, 2, TOOL, False)
+    rollout = make_rollout(1.0)
+    rollout.samples = [
+        fork((*asked, False), (2, 1, ASSISTANT, *new), (*heard, False)),
+        fork((*asked, True), (2, 1, ASSISTANT, *new), (*heard, False), (8, 1, ASSISTANT, *new)),
+        fork((*asked, True), (2, 1, ASSISTANT, *old), (*heard, True), (9, 1, ASSISTANT, *new)),
+    ]
+    nodes = ([0, 0, 1, 2, 2], [0, 0, 3, 4, 4, 5], [0, 0, 3, 4, 4, 6])
+    for sample, column in zip(rollout.samples, nodes, strict=True):
+        sample.node_ids = np.array(column, np.int32)
+    keepers.answers[:] = [[[False] * 5, [False] * 6, [True] * 6]]
+    score(filtered("answer"), [rollout])
+    first, second, third = (sample.ce_weights for sample in rollout.samples)
+    assert first is None and third is None
+    assert second.tolist() == pytest.approx([0, 0, 0, 0.1, 0.1, 0])
+
+
 def test_a_shared_observation_keeps_the_largest_weight(keepers):
     """Kept in the last of three branches only, each part is trained where it stands first."""
     new, old = (True, False), (False, True)

@@ -1,6 +1,16 @@
 """The names a plugin author imports. Importing this brings in neither torch nor verifiers."""
 
 from prime_rl.config.models import FrozenModel as FrozenModel
+from prime_rl.errors import ConfigError as ConfigError
+from prime_rl.errors import EngineError as EngineError
+from prime_rl.errors import EngineGone as EngineGone
+from prime_rl.errors import OverlongError as OverlongError
+from prime_rl.errors import PluginError as PluginError
+from prime_rl.errors import PrimeRLError as PrimeRLError
+from prime_rl.errors import RunError as RunError
+from prime_rl.errors import StreamError as StreamError
+from prime_rl.errors import WeightsError as WeightsError
+from prime_rl.errors import WireError as WireError
 from prime_rl.plugins.base import Algorithm as Algorithm
 from prime_rl.plugins.base import Engine as Engine
 from prime_rl.plugins.base import EngineCommand as EngineCommand
@@ -22,15 +32,6 @@ from prime_rl.plugins.base import Source as Source
 from prime_rl.plugins.base import SourceRequest as SourceRequest
 from prime_rl.plugins.base import TokenMetric as TokenMetric
 from prime_rl.plugins.checks import CONTRACT_VERSION as CONTRACT_VERSION
-from prime_rl.plugins.errors import ConfigError as ConfigError
-from prime_rl.plugins.errors import EngineError as EngineError
-from prime_rl.plugins.errors import OverlongError as OverlongError
-from prime_rl.plugins.errors import PluginError as PluginError
-from prime_rl.plugins.errors import PrimeRLError as PrimeRLError
-from prime_rl.plugins.errors import RunError as RunError
-from prime_rl.plugins.errors import StreamError as StreamError
-from prime_rl.plugins.errors import WeightsError as WeightsError
-from prime_rl.plugins.errors import WireError as WireError
 from prime_rl.plugins.hookspecs import hookimpl as hookimpl
 from prime_rl.plugins.import_path import import_function as import_function
 from prime_rl.plugins.launchers import Launcher as Launcher
@@ -39,6 +40,13 @@ from prime_rl.plugins.launchers import Place as Place
 from prime_rl.plugins.launchers import Process as Process
 from prime_rl.plugins.launchers import ProcessCommand as ProcessCommand
 from prime_rl.plugins.launchers import Task as Task
+from prime_rl.plugins.weight_transports import Header as Header
+from prime_rl.plugins.weight_transports import ReceivingEngine as ReceivingEngine
+from prime_rl.plugins.weight_transports import TensorInfo as TensorInfo
+from prime_rl.plugins.weight_transports import WeightDelivery as WeightDelivery
+from prime_rl.plugins.weight_transports import Weights as Weights
+from prime_rl.plugins.weight_transports import WeightSender as WeightSender
+from prime_rl.plugins.weight_transports import WeightTransport as WeightTransport
 from prime_rl.rollout import ROLES as ROLES
 from prime_rl.rollout import Group as Group
 from prime_rl.rollout import Rollout as Rollout

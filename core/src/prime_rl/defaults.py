@@ -1,5 +1,5 @@
-"""Core's own plugins, loaded by the same road as anyone's: the standard sampler, the file monitor
-and the launchers of one machine and of machines that join by hand."""
+"""Core's own plugins, loaded like any other: the sampler ``standard``, the monitor ``file`` and the
+launcher ``local``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.plugins.base import Monitor, Sampler
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.plugins.launchers import Launcher
-from prime_rl.run.join import JoinLauncher
 from prime_rl.run.local import LocalLauncher
 
 
@@ -26,5 +25,5 @@ def register_monitors() -> list[type[Monitor]]:
 
 @hookimpl
 def register_launchers() -> list[type[Launcher]]:
-    """Offer ``local`` and ``join``."""
-    return [LocalLauncher, JoinLauncher]
+    """Offer ``local``."""
+    return [LocalLauncher]

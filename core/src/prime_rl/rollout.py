@@ -8,15 +8,15 @@ Shapes: T = tokens of one sample, env-provided and sampled ones interleaved;
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from prime_rl.errors import StreamError
 from prime_rl.plugins.base import LossComponent
-from prime_rl.plugins.errors import StreamError
 
 FloatColumn: TypeAlias = npt.NDArray[np.float32]
 BoolColumn: TypeAlias = npt.NDArray[np.bool_]
@@ -29,6 +29,42 @@ ROLES = ("system", "user", "assistant", "tool")
 STREAMS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
 """The optional per-token streams. Absent: rl weighs 1.0 on every trainable token, the others
 nothing."""
+
+
+COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
+
+NEEDS: Mapping[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
+"""The stream that the members of a component cannot do without."""
+
+
+class Columns(Protocol):
+    """A sample, or a packed row of them: columns of one length T."""
+
+    @property
+    def loss_mask(self) -> BoolColumn: ...
+
+    def __len__(self) -> int: ...
+
+
+def members(columns: Columns, component: LossComponent) -> BoolColumn:
+    """[T] the tokens that train in a component: those its weight stream does not leave at zero.
+
+    Without a weight stream, rl trains every sampled token and the others nothing. This is the one
+    rule: scoring, packing and the trainer's counts use it.
+    """
+    weights: FloatColumn | None = getattr(columns, f"{component}_weights")
+    if component == "rl":
+        return columns.loss_mask if weights is None else columns.loss_mask & (weights != 0)
+    return np.zeros(len(columns), np.bool_) if weights is None else weights != 0
+
+
+def missing_stream(columns: Columns) -> tuple[LossComponent, str, int] | None:
+    """A component that lacks the stream its members need: its name, the stream, the number of
+    members. None if all is there."""
+    for component, stream in NEEDS.items():
+        if getattr(columns, stream) is None and (number := int(members(columns, component).sum())):
+            return component, stream, number
+    return None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,6 +88,9 @@ class Sample:
     is_repeat: BoolColumn | None = None
     """True where an earlier sample of the rollout holds the same token of the same message: it
     trains there and not here. None: nowhere."""
+    node_ids: IntColumn | None = None
+    """The message each token belongs to: equal ids in two samples of a rollout are the same message
+    of its trajectory. It stays in the orchestrator. None: not known."""
     advantages: FloatColumn | None = None
     rl_weights: FloatColumn | None = None
     ce_weights: FloatColumn | None = None
@@ -92,6 +131,7 @@ _OPTIONAL: Mapping[str, type] = {
     "is_content": np.bool_,
     "policy_versions": np.int32,
     "is_repeat": np.bool_,
+    "node_ids": np.int32,
     **dict.fromkeys(STREAMS, np.float32),
 }
 
@@ -151,11 +191,7 @@ class Rollout:
     @property
     def has_members(self) -> bool:
         """Whether any token trains in any component, as the streams stand."""
-        return any(
-            bool((s.loss_mask if s.rl_weights is None else s.loss_mask & (s.rl_weights != 0)).any())
-            or any(w is not None and bool(w.any()) for w in (s.ce_weights, s.ref_kl_weights))
-            for s in self.samples
-        )
+        return any(members(s, name).any() for s in self.samples for name in COMPONENTS)
 
     @property
     def num_tokens(self) -> int:
@@ -168,6 +204,35 @@ class Rollout:
     @property
     def num_input_tokens(self) -> int:
         return self.num_tokens - self.num_trainable_tokens
+
+    @property
+    def trains_beside_rl(self) -> bool:
+        """Whether any token trains in ce or ref_kl, as the streams stand."""
+        others = [name for name in COMPONENTS if name != "rl"]
+        return any(members(s, name).any() for s in self.samples for name in others)
+
+    @property
+    def shared_prefixes(self) -> Iterator[tuple[int, int, int]]:
+        """Per sample that repeats tokens: its index, the index of an earlier sample that holds them
+        too, and how many. They are the first tokens of both: samples are paths of one tree."""
+        columns = [s.token_ids if s.node_ids is None else s.node_ids for s in self.samples]
+        for later, sample in enumerate(self.samples):
+            length = 0 if sample.is_repeat is None else int(sample.is_repeat.sum())
+            shared = columns[later][:length]
+            for earlier in range(later if length else 0):
+                if np.array_equal(columns[earlier][:length], shared):
+                    yield later, earlier, length
+                    break
+
+    @property
+    def sampled_paths(self) -> list[tuple[BoolColumn, FloatColumn]]:
+        """Per sample, what the policy sampled on the whole path, repeated tokens included: the mask
+        and log μ, [T] each."""
+        paths = [(s.loss_mask.copy(), s.inference_logprobs.copy()) for s in self.samples]
+        for later, earlier, length in self.shared_prefixes:
+            for ours, theirs in zip(paths[later], paths[earlier], strict=True):
+                ours[:length] = theirs[:length]
+        return paths
 
     @property
     def advantages(self) -> FloatColumn | None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import LIMIT
 
 SOURCE = """
 import asyncio
@@ -25,7 +26,7 @@ def register_algorithms():
     return [Mine]
 """
 
-PLUGIN = "prime_rl.testing.pytest_plugin"
+PLUGIN = "prime_rl_devkit.pytest_plugin"
 OPTIONS = ("-p", PLUGIN, "-p", "no:cacheprovider", "-W", "ignore")
 
 
@@ -40,7 +41,7 @@ def run(install, tmp_path):
             env=os.environ | {"PYTHONPATH": path},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=LIMIT,
         )
 
     return run_pytest

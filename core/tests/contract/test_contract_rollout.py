@@ -201,3 +201,51 @@ def test_the_two_list_forms_agree(masks, data):
     assert full.advantages.tolist() == values
     compact.assign_advantages(values)
     assert columns(compact) == columns(full)
+
+
+def path(ids, nodes, sampled, repeated=0):
+    """A sample whose first ``repeated`` tokens an earlier sample holds; log μ is minus the node."""
+    mask = [s and place >= repeated for place, s in enumerate(sampled)]
+    return Sample(
+        token_ids=ids,
+        loss_mask=mask,
+        inference_logprobs=[-float(node) * own for node, own in zip(nodes, mask, strict=True)],
+        is_repeat=[place < repeated for place in range(len(ids))],
+        node_ids=nodes,
+    )
+
+
+def test_a_path_has_what_was_sampled_before_its_fork():
+    one = rollout()
+    one.samples = [
+        path([9, 5, 6], [0, 1, 1], [False, True, True]),
+        path([9, 5, 6, 8, 7], [0, 1, 1, 2, 3], [False, True, True, False, True], repeated=3),
+    ]
+    assert list(one.shared_prefixes) == [(1, 0, 3)]
+    masks, logprobs = zip(*one.sampled_paths, strict=True)
+    assert [mask.tolist() for mask in masks] == [
+        [False, True, True],
+        [False, True, True, False, True],
+    ]
+    assert [column.tolist() for column in logprobs] == [[0, -1, -1], [0, -1, -1, 0, -3]]
+    assert not one.samples[1].loss_mask[:3].any()  # the samples stay as they are
+
+
+def test_siblings_with_the_same_tokens_are_told_apart_by_their_nodes():
+    """Node 2 says what node 1 says; the third sample goes on from node 2."""
+    sampled = [False, True, True]
+    one = rollout()
+    one.samples = [
+        path([9, 5, 5], [0, 1, 1], sampled),
+        path([9, 5, 5], [0, 2, 2], sampled, repeated=1),
+        path([9, 5, 5, 7], [0, 2, 2, 3], [*sampled, True], repeated=3),
+    ]
+    assert list(one.shared_prefixes) == [(1, 0, 1), (2, 1, 3)]
+    assert one.sampled_paths[2][1].tolist() == [0, -2, -2, -3]
+
+
+def test_without_nodes_a_prefix_is_found_by_its_tokens():
+    one = rollout("..#", "...#")
+    one.samples[1].is_repeat = np.array([True, True, True, False])
+    assert list(one.shared_prefixes) == [(1, 0, 3)]
+    assert one.sampled_paths[1][0].tolist() == [False, False, True, True]

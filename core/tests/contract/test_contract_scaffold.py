@@ -3,7 +3,7 @@
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.scaffold.names import names_for
+from prime_rl_devkit.scaffold.names import names_for
 
 
 def test_the_name_of_an_installed_plugin_is_taken(install):

@@ -62,6 +62,39 @@ def test_ref_kl_trains_the_sampled_tokens_against_the_reference():
     assert stream(rollout, "ref_logprobs") == [0, -1, -2]
 
 
+def test_a_rollout_without_credit_that_ce_trains_leaves_rl():
+    rollout = make_rollout(prompt=1, completion=2, tool=1)
+    rollout.assign_weights("ce", [0, 0, 0, 0.25])
+    rollout.assign_advantages(0.0)
+    stamp(rollout, "rl")
+    assert stream(rollout, "rl_weights") == [0, 0, 0, 0]
+    assert stream(rollout, "ce_weights") == [0, 0, 0, 0.25]
+
+
+def test_one_token_with_credit_keeps_the_rollout_in_rl():
+    rollout = make_rollout(prompt=1, completion=2, tool=1)
+    rollout.assign_weights("ce", [0, 0, 0, 0.25])
+    rollout.assign_advantages([0.0, 0.5])
+    stamp(rollout, "rl")
+    assert stream(rollout, "rl_weights") is None
+
+
+def test_a_rollout_without_credit_that_nothing_else_trains_is_left_to_the_filters():
+    rollout = make_rollout(prompt=1, completion=2)
+    rollout.assign_advantages(0.0)
+    stamp(rollout, "rl")
+    assert stream(rollout, "rl_weights") is None
+
+
+def test_rl_weights_of_the_algorithm_stay_without_credit_too():
+    rollout = make_rollout(prompt=1, completion=2, tool=1)
+    rollout.assign_weights("ce", [0, 0, 0, 0.25])
+    rollout.assign_weights("rl", [1.0, 0.0])
+    rollout.assign_advantages(0.0)
+    stamp(rollout, "rl")
+    assert stream(rollout, "rl_weights") == [0, 1, 0, 0]
+
+
 def test_rl_tokens_without_advantages_are_refused():
     with pytest.raises(StreamError) as caught:
         stamp(make_rollout(group_id=4), "rl")

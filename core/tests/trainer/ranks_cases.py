@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
-from prime_rl.broadcast.meeting import FILES_WANTED, Meeting, invite
-from prime_rl.config.broadcast import WeightBroadcastConfig
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import pack_ranks
-from prime_rl.run.checkpoints import Checkpoint, unfinished
-from prime_rl.run.status import Status
+from prime_rl.rundir.checkpoints import Checkpoint, unfinished
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.place import STORE, Place
+from prime_rl.weights.versions import FILES_WANTED
 from prime_rl.wire import encode_batch
+from prime_rl_broadcast.meeting import Meeting, invite
+from prime_rl_broadcast.transport import GlooTransport
 
 VOCAB, CAPACITY, LAST = 61, 48, 5
 
@@ -139,11 +140,11 @@ def do(job: dict[str, Any]) -> None:
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
     frames = Frames(first, place, bad_batch if job.get("bad") else batch)
     status = Status(None)
-    way = WeightBroadcastConfig(type=job.get("broadcast", "filesystem"))
-    if way.backend and place.rank == 0:
+    transport = GlooTransport(PluginConfig()) if "broadcast" in job else None
+    if transport and place.rank == 0:
         threading.Thread(target=take_from_memory, args=(run_dir,), daemon=True).start()
     try:
-        train(trainer, frames, run_dir, first, status, checkpointer, way)
+        train(trainer, frames, run_dir, first, status, checkpointer, transport)
         finish(trainer, model_dir, run_dir, status)
     except RunError as error:
         (run_dir / f"error_{place.rank}").write_text(str(error))
@@ -155,7 +156,7 @@ def take_from_memory(run_dir: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from prime_rl.broadcast.group import Attendance
+    from prime_rl_broadcast.group import Attendance
 
     broadcasts = run_dir / "broadcasts"
     one, three = broadcasts / "step_1", broadcasts / "step_3"
@@ -165,7 +166,7 @@ def take_from_memory(run_dir: Path) -> None:
         backend="gloo",
         rank=0,
         world_size=2,
-        timeout=60.0,
+        timeout=600.0,
         loopback=True,
     )
     Path(meeting.directory).mkdir()

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Llama4ForCausalLM, Llama4TextConfig, PreTrainedModel
 
 from prime_rl import ConfigError
-from prime_rl.trainer.attention import Documents
+from prime_rl.trainer.attention import NAMES, Documents, register
 from prime_rl.trainer.row import make_row
 
 CPU = torch.device("cpu")
@@ -72,3 +72,25 @@ def test_attention_that_the_kernels_lack_is_refused(
             documents=row.layout.documents,
             softcap=30.0,
         )
+
+
+def test_attention_within_chunks_is_refused_whatever_the_length_of_the_row() -> None:
+    """Chunks of 8,192 tokens, as Llama 4 has them, do not show in a row of three."""
+    register()
+    model = Llama4ForCausalLM(
+        Llama4TextConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=64,
+            intermediate_size_mlp=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=2,
+            attention_chunk_size=8192,
+        )
+    )
+    model.set_attn_implementation(NAMES["varlen"])
+    with pytest.raises(ConfigError, match="Llama4TextAttention attends within chunks"):
+        model.model(input_ids=torch.tensor([[1, 2, 3]]), documents=Documents((3,), CPU))

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from prime_rl.config.trainer import LoraConfig
 from prime_rl.trainer.attention import Continuation, Documents
@@ -51,7 +57,8 @@ def test_it_counts_what_torch_counts(
         out = model(input_ids=row.token_ids[None], use_cache=False).logits
         torch.autograd.backward(out.sum())
     counted = cost.of(row) + cost.per_target  # here the last token goes through the head, too
-    causal_half = cost.per_pair * 2 * (9 * 9 - 9 * 10 / 2)
+    ((_, per_pair),) = cost.per_pair
+    causal_half = per_pair * (9 * 9 - 9 * 10 / 2)
     rotary = counter.get_total_flops() - counted - causal_half
     assert 0 <= rotary < 0.01 * counted
 
@@ -107,11 +114,59 @@ def test_a_layer_with_a_window_costs_less(make_model: Callable[..., PreTrainedMo
     model = make_model(use_sliding_window=True, sliding_window=4, max_window_layers=1)
     cost = model_cost(model)
     assert cost is not None
-    assert sorted(cost.windows, key=str) == [(4, 1), (None, 1)]
+    assert dict(cost.per_pair) == {4: 12 * 4 * 8, None: 12 * 4 * 8}
 
 
-def test_a_mixture_of_experts_gets_no_figure(model: PreTrainedModel) -> None:
+def test_a_mixture_of_experts_gets_no_figure_and_the_log_says_why(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     model.config.num_experts = 8
+    assert model_cost(model) is None
+    assert caplog.messages == [
+        "no perf/mfu for Qwen3ForCausalLM: it has experts, and a token meets only some of the "
+        "weights"
+    ]
+
+
+def test_layers_may_differ_in_head_size() -> None:
+    """Gemma 4: 4 heads of 8 within a window, then 4 of 16; embeddings by layer are looked up."""
+    config = Gemma4TextConfig(
+        vocab_size=61,
+        vocab_size_per_layer_input=61,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention"],
+    )
+    cost = model_cost(Gemma4ForCausalLM(config))
+    assert cost is not None
+    assert dict(cost.per_pair) == {4: 12 * 4 * 8, None: 12 * 4 * 16}
+    attention = [32 * size * (4 + 2 + 2 + 4) for size in (8, 16)]  # q, k, v and o
+    by_layer = 32 * 8 * 2  # into the blocks' own inputs, and for each block a gate and a way out
+    blocks = sum(attention) + 2 * (3 * 32 * 64 + 2 * 32 * 8) + by_layer
+    assert cost.per_token == 6 * blocks
+
+
+def test_a_config_that_raises_gets_no_figure_and_stops_nothing(
+    model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model.config.num_attention_heads, model.config.head_dim = 0, 0
+    assert model_cost(model) is None
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("no perf/mfu for Qwen3ForCausalLM: ")
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "full_attention"], ["conv"] * 2])
+def test_layers_without_attention_get_no_figure(model: PreTrainedModel, kinds: list[str]) -> None:
+    model.config.layer_types = kinds
     assert model_cost(model) is None
 
 
@@ -142,8 +197,9 @@ def test_upstreams_published_mfu_comes_out() -> None:
     with torch.device("meta"):
         cost = model_cost(Qwen3ForCausalLM(config))
     assert cost is not None
-    pairs = num_pairs(Documents((16_384,), CPU), None) * 28
-    per_token = cost.per_token + cost.per_target + cost.per_pair * pairs / 16_384
+    ((_, per_pair),) = cost.per_pair
+    pairs = num_pairs(Documents((16_384,), CPU), None)
+    per_token = cost.per_token + cost.per_target + per_pair * pairs / 16_384
     assert per_token == pytest.approx(9.21e9, rel=1e-3)
     found = perf_metrics(11_896, 11_896 * per_token, 1.0, 1, 989e12)
     assert found["perf/mfu"] == pytest.approx(11.1, abs=0.05)

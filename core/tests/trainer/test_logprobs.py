@@ -232,3 +232,39 @@ def test_a_row_without_targets_still_has_a_graph(
     assert found.tolist() == pytest.approx([-log(VOCAB)] * 7)
     torch.autograd.backward(found.sum())
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "factor", "cap"),
+    [
+        ({"logit_scale": 0.25}, 0.25, None),  # Cohere
+        ({"logits_scaling": 8.0}, 1 / 8, None),  # Granite
+        ({"lm_head_multiplier": 3.0}, 3.0, None),  # Falcon-H1
+        ({"final_logit_softcapping": 2.0}, 1.0, 2.0),  # Gemma 2 and 4
+        ({"logits_scaling": 2.0, "logits_soft_cap": 1.5}, 0.5, 1.5),
+    ],
+)
+def test_a_factor_and_a_cap_on_the_logits_apply(
+    make_model: MakeModel,
+    pack: Any,
+    random_documents: Any,
+    keys: dict[str, float],
+    factor: float,
+    cap: float | None,
+    fused: bool,
+) -> None:
+    """log softmax of factor * z, or of cap * tanh(factor * z / cap), each divided by 0.5."""
+    (document,) = random_documents([9])
+    model, plain = make_model(), make_model("sdpa")
+    vars(model.config).update(keys)
+    row = make_row(pack([document], temperatures=[0.5]), CPU)
+    found, _ = token_logprobs(model, row, fused=fused)
+    logits = plain(torch.tensor([document])).logits[0, :-1] * factor
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    chosen = torch.tensor(document[1:])[:, None]
+    expected = (logits / 0.5).log_softmax(-1).gather(1, chosen)[:, 0]
+    torch.testing.assert_close(found[1:], expected, atol=1e-6, rtol=0)
+    torch.autograd.backward([found.sum(), expected.sum()])
+    for (name, got), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, other.grad, atol=1e-6, rtol=0, msg=name)

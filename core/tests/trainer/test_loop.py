@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, WireError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.run.status import Status
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train, wait_for_batch
 from prime_rl.trainer.metrics import MetricsFile

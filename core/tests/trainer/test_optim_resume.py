@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.run.checkpoints import Checkpoint
+from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from waiting import LIMIT, eventually
 
-from prime_rl.config import RunConfig
-from prime_rl.run.launch import Launch
-from prime_rl.run.status import StatusReport, read_status
+from prime_rl.config.load import build_config
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import StatusReport, read_status
 from prime_rl.wire import MicroBatch, encode_batch
 from prime_rl.wire.transport import make_sender
 
@@ -43,7 +43,7 @@ def start(run_dir: Path, model_dir: Path) -> Iterator[Start]:
     def start(
         transport: str, wait_for_model: bool = False, **trainer: Any
     ) -> tuple[Launch, subprocess.Popen[str]]:
-        config = RunConfig.model_validate(
+        config = build_config(
             {"model": {"name": "tiny"}, "max_steps": 3, "trainer": {"device": "cpu"} | trainer}
         )
         (run_dir / "configs/run.json").write_text(config.model_dump_json())
@@ -75,15 +75,16 @@ def start(run_dir: Path, model_dir: Path) -> Iterator[Start]:
         process.communicate()
 
 
-def wait_for(run_dir: Path, what: Callable[[StatusReport], bool], seconds: float = 60) -> None:
+def wait_for(
+    run_dir: Path, what: Callable[[StatusReport], bool], process: subprocess.Popen[str]
+) -> None:
     """Until the trainer's status says so."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+
+    def said() -> bool:
         report = read_status(run_dir / "status/trainer.json")
-        if report is not None and what(report):
-            return
-        time.sleep(0.02)
-    pytest.fail(f"still {read_status(run_dir / 'status/trainer.json')}")
+        return report is not None and what(report)
+
+    eventually(said, process)
 
 
 async def send_three(
@@ -93,7 +94,7 @@ async def send_three(
     sender = make_sender(launch, run_dir)
     for step in (1, 2, 3):
         await sender.send(step, [encode_batch(step, [row])])
-    await asyncio.to_thread(process.wait, 60)
+    await asyncio.to_thread(process.wait, LIMIT)
     sender.close()
 
 
@@ -130,11 +131,11 @@ def test_sigterm_while_waiting_ends_it_with_code_zero(
     start: Start, run_dir: Path, model_dir: Path
 ) -> None:
     _, process = start("zmq", wait_for_model=True)
-    wait_for(run_dir, lambda report: report.waiting_for == "model folder model")
+    wait_for(run_dir, lambda report: report.waiting_for == "model folder model", process)
     (model_dir / ".ready").touch()
-    wait_for(run_dir, lambda report: report.waiting_for == "orchestrator (batch 1)")
+    wait_for(run_dir, lambda report: report.waiting_for == "orchestrator (batch 1)", process)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 0
+    assert process.wait(timeout=LIMIT) == 0
     assert process.stderr is not None
     assert "Traceback" not in process.stderr.read()
 
@@ -151,7 +152,7 @@ def test_sigterm_ends_it_even_from_within_one_long_call() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=LIMIT) == 0
     finally:
         process.kill()
         process.communicate()
@@ -161,7 +162,7 @@ def test_a_loss_that_is_not_installed_fails_at_once_and_is_named(
     start: Start, run_dir: Path
 ) -> None:
     _, process = start("zmq", loss={"type": "defualt"})
-    assert process.wait(timeout=60) == 1
+    assert process.wait(timeout=LIMIT) == 1
     report = read_status(run_dir / "status/trainer.json")
     assert report is not None
     assert report.state == "failed"

@@ -15,12 +15,24 @@ import pytest
 import ranks_cases
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+    StableLmConfig,
+    StableLmForCausalLM,
+)
 
 TIED, UNTIED = "tied", "untied"
+RECURRENT = "recurrent"
+"""Its documents go through the model apart: ranks with fewer of them make calls for nothing."""
+WITHHOLDING = "withholding"
+"""It fails in the midst of a block when its rows are packed, and then trains apart."""
 EXPORT = {"token_export": {"enabled": True}}
 # A small rate: of a gradient near zero, Adam makes a step of that size whose sign is rounding.
 LORA = {"lora": {"rank": 4}, "optim": {"lr": 2e-3, "max_norm": 0.5}}
+SMALL = {"optim": {"lr": 2e-3, "max_norm": 0.5}}
 MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
 
 pytestmark = pytest.mark.slow
@@ -34,6 +46,11 @@ def runs(
     folder = tmp_path_factory.mktemp("ranks")
     for name, tied in ((TIED, True), (UNTIED, False)):
         model = make_qwen3(num_hidden_layers=3, tie_word_embeddings=tied)
+        model.save_pretrained(folder / name)
+        (folder / name / "tokenizer.json").write_text("{}")
+
+    models = {RECURRENT: recurrent(), WITHHOLDING: withholding()}
+    for name, model in models.items():
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text("{}")
 
@@ -54,6 +71,8 @@ def runs(
                 job("one_untied", UNTIED),
                 job("one_lora", trainer=LORA),
                 job("one_muon", trainer=MUON),
+                job("one_recurrent", RECURRENT, trainer=SMALL),
+                job("one_withholding", WITHHOLDING, trainer=SMALL),
             ],
         ),
         (4, [job("four", trainer=EXPORT), job("two_by_two", trainer={"dp_replicate": 2})]),
@@ -66,6 +85,8 @@ def runs(
                 job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
                 job("two_lora", trainer=LORA),
                 job("two_muon", trainer=MUON),
+                job("two_recurrent", RECURRENT, trainer=SMALL),
+                job("two_withholding", WITHHOLDING, trainer=SMALL),
                 job("two_from_one", resume=checkpoint("one")),
                 job("two_from_four", resume=checkpoint("four")),
                 job("two_bad", bad=True, checkpoints=False),
@@ -84,6 +105,33 @@ def runs(
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     subprocess.run([sys.executable, ranks_cases.__file__, str(path)], env=env, check=True)
     return folder
+
+
+ENDS = {"vocab_size": ranks_cases.VOCAB, "hidden_size": 32, "intermediate_size": 48}
+BLOCKS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def recurrent() -> PreTrainedModel:
+    """Qwen3.5: a layer of the gated delta rule, and one of attention."""
+    torch.manual_seed(0)
+    config = Qwen3_5TextConfig(
+        **ENDS,
+        **BLOCKS,
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        initializer_range=0.3,
+    )
+    return Qwen3_5ForCausalLM(config)
+
+
+def withholding() -> PreTrainedModel:
+    """StableLM's blocks do not hand on where documents begin."""
+    torch.manual_seed(0)
+    return StableLmForCausalLM(StableLmConfig(**ENDS, **BLOCKS, initializer_range=0.3))
 
 
 def curve(run: Path) -> dict[int, dict[str, float]]:
@@ -106,7 +154,7 @@ COMPARED = ("loss/", "entropy/", "mismatch_kl/", "optim/", "tokens/", "nll", "re
 
 MANY = [
     *("four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"),
-    "two_by_memory",
+    *("two_by_memory", "two_recurrent", "two_withholding"),
 ]
 RESUMED = ["two_from_one", "two_from_four", "one_from_two", "one_from_replicas"]
 
@@ -125,7 +173,8 @@ def test_the_curve_is_that_of_one_rank(runs: Path, name: str) -> None:
         differences = {
             key: (metrics[key], expected[step][key])
             for key in own
-            if metrics[key] != pytest.approx(expected[step][key], rel=tolerance(name), abs=1e-5)
+            if metrics[key]
+            != pytest.approx(expected[step][key], rel=tolerance(name), abs=tolerance(name))
         }
         assert not differences, f"step {step}"
 

@@ -10,15 +10,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError
-from prime_rl.run.status import Status, read_status
+from prime_rl.rundir.status import Status, read_status
 from prime_rl.trainer.__main__ import GONE, tell
 from prime_rl.trainer.place import FAILED, FOLLOWED, Place
 
@@ -79,7 +79,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def test_a_rank_that_fails_ends_the_trainer_with_its_error(start: Start) -> None:
     run_dir, process = start("fails")
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=LIMIT)[1]
     assert process.returncode == 1
     lines = said.strip().splitlines()
     assert any("no such key" in line for line in lines)
@@ -90,12 +90,9 @@ def test_a_rank_that_fails_ends_the_trainer_with_its_error(start: Start) -> None
 
 def test_a_rank_that_alone_is_asked_to_end_has_not_done_its_part(start: Start) -> None:
     run_dir, process = start("waits")
-    deadline = time.monotonic() + 60
-    while not (run_dir / "pid").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.02)
+    eventually((run_dir / "pid").exists, process)
     os.kill(int((run_dir / "pid").read_text()), signal.SIGTERM)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=LIMIT)[1]
     assert process.returncode == 1
     assert said.strip().splitlines()[-1] == "trainer rank 1 of 2 was ended by SIGTERM"
 

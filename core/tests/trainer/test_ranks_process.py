@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from prime_rl.config import RunConfig
+from prime_rl.config.load import build_config
 from prime_rl.run.children import free_ports
-from prime_rl.run.launch import Launch
-from prime_rl.run.status import read_status
-from prime_rl.run.trainer_command import trainer_command
+from prime_rl.run.commands import trainer_command
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import read_status
 from prime_rl.wire import encode_batch
 from prime_rl.wire.transport import make_sender
 
@@ -41,9 +41,7 @@ def start(run_dir: Path, model_dir: Path) -> Iterator[Start]:
 
     def start(nodes: int = 1) -> tuple[Launch, list[subprocess.Popen[str]]]:
         trainer = {"device": "cpu", "optim": {"lr": 1e-2}}
-        config = RunConfig.model_validate(
-            {"model": {"name": "tiny"}, "max_steps": 2, "trainer": trainer}
-        )
+        config = build_config({"model": {"name": "tiny"}, "max_steps": 2, "trainer": trainer})
         (run_dir / "configs/run.json").write_text(config.model_dump_json())
         *wire, meeting = free_ports(3)
         launch = Launch(

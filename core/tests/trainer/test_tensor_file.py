@@ -13,6 +13,7 @@ import pytest
 import tensor_file_cases as cases
 import torch
 from safetensors.torch import load_file
+from waiting import LIMIT
 
 MANY = [name for name, (num_ranks, _) in cases.MESHES.items() if num_ranks > 1]
 
@@ -22,7 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What 1, 2, 4 and 2 x 2 ranks wrote."""
     folder = tmp_path_factory.mktemp("files")
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    subprocess.run([sys.executable, cases.__file__, str(folder)], env=env, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, cases.__file__, str(folder)], env=env, check=True, timeout=LIMIT
+    )
     return folder
 
 

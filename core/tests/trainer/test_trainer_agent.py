@@ -9,24 +9,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError
-from prime_rl.run.launch import Launch
-from prime_rl.run.trainer_command import trainer_command
+from prime_rl.run.commands import trainer_command
+from prime_rl.rundir.control import exists
+from prime_rl.rundir.launch import Launch
 from prime_rl.trainer import agent
 from prime_rl.trainer.place import STORE, Place
 
 RANK = """
 import os, pathlib, signal, sys, time
-from prime_rl.run.processes import exit_with_parent
+from prime_rl.rundir.processes import exit_with_parent
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 exit_with_parent()
 path = pathlib.Path(sys.argv[1], os.environ["RANK"])
@@ -51,7 +52,7 @@ def ranks(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         start_new_session=True,
     )
     files = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(path.exists() for path in files))
+    eventually(lambda: all(path.exists() for path in files), process)
     assert [path.read_text().split()[1] for path in files] == ["2", "2"]
     yield process, [int(path.read_text().split()[0]) for path in files]
     with suppress(ProcessLookupError):
@@ -59,34 +60,19 @@ def ranks(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     process.communicate()
 
 
-def wait_until(what: Callable[[], object], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "nothing came of it"
-        time.sleep(0.02)
-
-
-def lives(pid: int) -> bool:
-    """A zombie that nobody has reaped is dead."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 def test_when_all_ranks_are_done_so_is_the_agent(ranks: tuple, tmp_path: Path) -> None:
     process, _ = ranks
     (tmp_path / "done").touch()
-    assert process.communicate(timeout=30) == (None, "")
+    assert process.communicate(timeout=LIMIT) == (None, "")
     assert process.returncode == 0
 
 
 def test_a_rank_that_is_killed_ends_the_others_and_is_named(ranks: tuple) -> None:
     process, (first, second) = ranks
     os.kill(second, signal.SIGKILL)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=LIMIT)
     assert (process.returncode, said) == (1, "trainer rank 1 of 2 was ended by SIGKILL\n")
-    assert not lives(first)
+    assert not exists(first)
 
 
 class Ended:
@@ -144,14 +130,14 @@ def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: tuple) -> None:
     process, pids = ranks
     process.kill()
     process.wait()
-    wait_until(lambda: not any(map(lives, pids)))
+    eventually(lambda: not any(map(exists, pids)))
 
 
 def test_sigterm_ends_the_agent_and_its_ranks_with_code_zero(ranks: tuple) -> None:
     process, pids = ranks
     process.terminate()
-    assert process.wait(30) == 0
-    assert not any(map(lives, pids))
+    assert process.wait(LIMIT) == 0
+    assert not any(map(exists, pids))
 
 
 def launch(num_ranks: int, nodes: int = 1) -> Launch:

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from waiting import LIMIT
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig, WeightsError
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.run.checkpoints import finished, unfinished, whole_steps
-from prime_rl.run.status import Status
+from prime_rl.rundir.checkpoints import finished, unfinished, whole_steps
+from prime_rl.rundir.status import Status
 from prime_rl.trainer import checkpoint, disk
 from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
 from prime_rl.wire import MicroBatch, encode_batch
+
+OFF = CkptConfig(enabled=False)
 
 
 class PolicyGradient(Loss):
@@ -71,15 +74,14 @@ def run(
     batches: Sequence[MicroBatch],
     *,
     first: int = 1,
-    ckpt: CkptConfig | None = None,
+    ckpt: CkptConfig = OFF,
 ) -> None:
     """As the process does it; the orchestrator's part of every checkpoint is there already."""
-    if ckpt is not None:
-        for step in range(first, first + len(batches)):
-            if ckpt.is_due(step, trainer.max_steps):
-                part = unfinished(run_dir, step)
-                part.orchestrator.mkdir(parents=True)
-                part.progress.write_text("{}")
+    for step in range(first, first + len(batches)):
+        if ckpt.is_due(step, trainer.max_steps):
+            part = unfinished(run_dir, step)
+            part.orchestrator.mkdir(parents=True)
+            part.progress.write_text("{}")
     checkpointer = Checkpointer(run_dir, ckpt, model_dir, None)
     trainer.max_steps = first + len(batches) - 1
     train(trainer, Frames(first, batches), run_dir, first, Status(None), checkpointer)
@@ -115,13 +117,40 @@ def test_three_steps_and_three_more_after_a_resume_are_six_bit_for_bit(
     assert not same(without, straight)
 
 
+@pytest.mark.parametrize("published", ["float32", "bfloat16"])
+@pytest.mark.parametrize("interval", [None, 3])
+def test_a_run_that_is_stopped_after_three_steps_saves_them_unrounded(
+    tmp_path: Path,
+    model_dir: Path,
+    batches: list[MicroBatch],
+    published: str,
+    interval: int | None,
+) -> None:
+    straight = make_trainer(model_dir)
+    run(straight, tmp_path / "straight", model_dir, batches)
+    first, run_dir = make_trainer(model_dir, publish_dtype=published), tmp_path / "run"
+    unfinished(run_dir, 3).orchestrator.mkdir(parents=True)
+    unfinished(run_dir, 3).progress.write_text("{}")
+    frames = Frames(1, batches[:3])
+    frames.frames.append(memoryview(encode_batch(4, [])))
+    checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
+    train(first, frames, run_dir, 1, Status(None), checkpointer)
+    assert whole_steps(run_dir) == [3]
+    saved = finished(run_dir, 3)
+    resumed = make_trainer(saved.weights)
+    assert same(resumed, first)
+    restore(resumed, saved)
+    run(resumed, run_dir, saved.weights, batches[3:], first=4)
+    assert same(resumed, straight)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_a_checkpoint_before_the_first_step_that_trains_changes_nothing(
     tmp_path: Path, model_dir: Path, batches: list[MicroBatch], pack: Any, kind: str
 ) -> None:
     """To save what an optimizer has not yet, torch has it take a step of nothing."""
     ends = []
-    for name, ckpt in (("without", None), ("with", CkptConfig(interval=1))):
+    for name, ckpt in (("without", OFF), ("with", CkptConfig(interval=1))):
         ends.append(make_trainer(model_dir, optim={"type": kind, "lr": 1e-2}))
         steps = [pack([[1, 2, 3]], prompt=3), *batches[:2]]
         run(ends[-1], tmp_path / name, model_dir, steps, ckpt=ckpt)
@@ -168,7 +197,7 @@ def proceed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event, real = threading.Event(), Checkpointer._attempt
 
     def held(self: Checkpointer, *arguments: Any) -> None:
-        assert event.wait(30)
+        assert event.wait(LIMIT)
         real(self, *arguments)
 
     monkeypatch.setattr(Checkpointer, "_attempt", held)

@@ -18,8 +18,8 @@ from prime_rl.adapter import is_adapter, merged_tensors
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
 from prime_rl.model_files import ModelFiles
-from prime_rl.run.checkpoints import finished, unfinished
-from prime_rl.run.status import Status
+from prime_rl.rundir.checkpoints import finished, unfinished
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train

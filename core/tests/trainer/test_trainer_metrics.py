@@ -133,6 +133,8 @@ SPLITS = [[[0, 1], [2, 3]], [[3], [2, 0, 1]]]
 
 def test_two_ranks_tell_what_one_tells(tmp_path: Path) -> None:
     """Real processes over gloo."""
+    from waiting import LIMIT  # the ranks run this file outside of pytest
+
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path)],
@@ -141,9 +143,14 @@ def test_two_ranks_tell_what_one_tells(tmp_path: Path) -> None:
         )
         for rank in range(2)
     ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors.decode()
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=LIMIT)
+            assert rank.returncode == 0, errors.decode()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     one = observe([0, 1, 2, 3], count_members(rows_of_the_step())).result()
     for number in range(2):
         for found in json.loads((tmp_path / f"{number}.json").read_text()):

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.run.launch import Launch
-from prime_rl.run.status import Status
+from prime_rl.run.chat_template import ChatTemplate
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.model import load_model, model_folder
 from prime_rl.trainer.weights import Publisher, export
 
@@ -119,6 +120,19 @@ def test_the_exported_folder_loads_and_has_the_tokenizer(
     ids = torch.tensor([[1, 2, 3]])
     model.set_attn_implementation("sdpa")
     torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+def test_the_exported_folder_has_the_chat_template_of_the_run(
+    tmp_path: Path, model_dir: Path, make_model: MakeModel
+) -> None:
+    (model_dir / "chat_template.jinja").write_text("the model's own")
+    (tmp_path / "configs").mkdir()
+    ChatTemplate("the run's", None).write(tmp_path)
+    export(make_model(), model_dir, tmp_path / "weights")
+    assert (tmp_path / "weights/chat_template.jinja").read_text() == "the run's"
+    ChatTemplate(None, None).write(tmp_path)
+    export(make_model(), model_dir, tmp_path / "again")
+    assert (tmp_path / "again/chat_template.jinja").read_text() == "the model's own"
 
 
 def make_launch(model_path: str, wait_for_model: bool = False) -> Launch:

@@ -3,34 +3,42 @@
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
 #SBATCH --output=%x-%j.log
 # sbatch slurm.sh CONFIG.toml [--dotted.key VALUE]...
 #
-# Two nodes are engines and two train; the supervisor and the orchestrator are on the first of them.
-# The directory this is submitted from must be on a disk that all nodes share.
+# Starts one Ray cluster on all nodes of the job and `prime-rl run` on the first node. Ray stops
+# when the run ends. Submit the script from a directory on a disk that all nodes share, with an
+# environment active that has prime-rl and prime-rl-ray.
 set -euo pipefail
 
 config=${1:?usage: sbatch slurm.sh CONFIG.toml [--dotted.key VALUE]...}
 shift
-engines=${ENGINES:-2}
-trainers=${TRAINERS:-2}
-ranks=${RANKS:-$((trainers * 8))}
-outputs=${OUTPUTS:-outputs}
-run=${RUN:-slurm-$SLURM_JOB_ID}
-address=${ADDRESS:-auto} # where each node listens: at its own address
+read -r head < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+address=${ADDRESS:-$head:6379} # HOST:PORT of Ray on the first node
 
-# The run's key. srun hands the environment on; no file holds it.
-PRIME_RL_ADMIN_KEY=$(head -c 24 /dev/urandom | base64)
-export PRIME_RL_ADMIN_KEY
+# By default, the first node waits 30 seconds for the others, and they wait 60 seconds for it: too
+# little where Python starts from a cold disk. The second limit also applies at the end: the others
+# leave that long after the first node has stopped Ray.
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=${RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT:-600}
+export RAY_gcs_rpc_server_reconnect_timeout_s=${RAY_gcs_rpc_server_reconnect_timeout_s:-120}
 
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-srun --nodes="$engines" --ntasks="$engines" \
-    prime-rl join "$outputs/$run" inference --address "$address" &
-srun --nodes="$trainers" --ntasks="$trainers" \
-    prime-rl join "$outputs/$run" trainer --address "$address" &
+# The exit code of the run comes by this file: that of `ray symmetric-run` (Ray 2.60) is 0 if Ray does
+# not start, and 1 after a run that succeeds.
+code_file=$PWD/slurm-$SLURM_JOB_ID.exit
+trap 'rm -f "$code_file"' EXIT
 
-prime-rl run "$config" --launcher join --launcher.address "$address" \
-    --output-dir "$outputs" --run.name "$run" \
-    --inference.replicas "$engines" \
-    --deployment.trainer_nodes "$trainers" --trainer.num-ranks "$ranks" "$@"
-wait # the machines leave by themselves when the run is over
+# Without --cpu-bind=none, Slurm may bind the single task of a node, with all its children, to one
+# core.
+# shellcheck disable=SC2016 # the inner bash expands it
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+    --cpu-bind=none --kill-on-bad-exit=1 \
+    ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" \
+    ${SLURM_CPUS_PER_TASK:+--num-cpus "$SLURM_CPUS_PER_TASK"} -- \
+    bash -c '"$@"; code=$?; echo $code >"$0"; exit $code' "$code_file" \
+    prime-rl run "$config" --launcher ray --run.name "slurm-$SLURM_JOB_ID" "$@" || true
+if [[ ! -e $code_file ]]; then
+    echo "error: the run did not start on $head, or was killed: see Ray's messages above" >&2
+    exit 1
+fi
+exit "$(<"$code_file")"

@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from waiting import eventually
 
 from prime_rl_embedded.testing import Served
 
@@ -94,6 +95,7 @@ def test_a_client_that_leaves_a_stream_frees_its_slot(
     with ask(client, stream=True, max_tokens=480) as stream:
         next(iter(stream))
         server.post("/pause", admin=True)
+    eventually(lambda: server.metric("vllm:num_requests_running") == 0)
     server.post("/resume", admin=True)
     server.wait_for("vllm:request_success_total", before + 1, 'finished_reason="abort"')
 

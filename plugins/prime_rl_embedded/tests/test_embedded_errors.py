@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 from typing import Any
 
 import pytest
+from waiting import eventually
 
 from prime_rl_embedded.testing import Served
 
@@ -102,7 +102,7 @@ def leave_early(server: Served, params: dict[str, Any]) -> float:
         server.wait_for("vllm:num_requests_running", 1)
         server.post("/pause", admin=True)
         running = server.metric("vllm:num_requests_running")
-    time.sleep(0.05)
+    eventually(lambda: server.metric("vllm:num_requests_running") == 0)
     server.post("/resume", admin=True)
     return running
 

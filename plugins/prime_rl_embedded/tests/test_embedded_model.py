@@ -15,13 +15,34 @@ from prime_rl_embedded.fused import FusedForward
 from prime_rl_embedded.model import load_model
 from prime_rl_embedded.requests import Request, SamplingParams
 from prime_rl_embedded.scheduler import Scheduler
-from prime_rl_embedded.testing import write_model
+from prime_rl_embedded.testing import VOCAB_SIZE, write_model
 
 SLIDING = {
     "use_sliding_window": True,
     "sliding_window": 6,
     "max_window_layers": 1,
     "layer_types": ["sliding_attention", "full_attention"],
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+GEMMA4 = {
+    "config": "Gemma4TextConfig",
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 8,
 }
 ARCHITECTURES: list[tuple[str, dict[str, Any], bool]] = [
     ("Qwen3", {"tie_word_embeddings": True}, True),
@@ -34,6 +55,9 @@ ARCHITECTURES: list[tuple[str, dict[str, Any], bool]] = [
     ("Mistral", {"sliding_window": 6}, False),
     ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, False),
     ("Gemma", {}, False),
+    ("Gemma4", GEMMA4, False),  # layers differ in head size
+    ("DeepseekV3", LATENT, False),  # keys and values differ in head size
+    ("StableLm", {}, False),  # passes no keyword arguments on
 ]
 
 
@@ -90,16 +114,47 @@ def run(scheduler: Scheduler, requests: list[Request]) -> None:
         scheduler.step()
 
 
-@pytest.mark.parametrize(
-    ("architecture", "config"), [("Gemma2", {}), ("GptOss", {"num_local_experts": 4})]
-)
-def test_attention_that_slots_cannot_compute_is_refused(
-    tmp_path: Path, architecture: str, config: dict[str, Any]
+LLAMA4 = {"config": "Llama4TextConfig", "num_local_experts": 2, "intermediate_size_mlp": 64}
+MAMBA = {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    # Scores are capped, or have sinks: samples would follow another distribution.
+    ("Gemma2", {}, "Gemma2Attention asks for softcap"),
+    ("GptOss", {"num_local_experts": 4}, "GptOssAttention asks for s_aux"),
+    ("Llama4", LLAMA4, "it attends within chunks"),  # of 8,192 tokens: the probe has 24
+    ("Mamba2", MAMBA, "Mamba2Mixer has a state or an attention of its own"),
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}, "Lfm2ShortConv has a state or"),
+    ("RecurrentGemma", {"block_types": ["recurrent", "attention"]}, "part of its layers has a"),
+    ("GPTNeo", {"attention_types": [[["global"], 2]], "num_layers": 2, "num_heads": 4}, "every"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "config", "reason"), REFUSED)
+def test_what_slots_of_keys_and_values_cannot_serve_is_refused_by_name(
+    tmp_path: Path, architecture: str, config: dict[str, Any], reason: str
 ) -> None:
-    """Gemma2 caps scores, gpt-oss has sinks: samples would follow another distribution."""
     folder = write_model(tmp_path, architecture, **config)
-    with pytest.raises(EngineError, match=f"{architecture}ForCausalLM"):
+    with pytest.raises(
+        EngineError, match=rf"can't serve {architecture}ForCausalLM: .*{reason}.*Use another engine"
+    ):
         load_model(folder, max_len=64)
+
+
+def test_a_rotary_embedding_that_depends_on_the_longest_sequence_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Long RoPE changes beyond 32 tokens; the probe has 24."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    }
+    folder = write_model(
+        tmp_path, "Phi3", original_max_position_embeddings=32, rope_parameters=rope
+    )
+    load_model(folder, max_len=32)
+    with pytest.raises(EngineError, match="beyond 32 tokens, and max_model_len is 33"):
+        load_model(folder, max_len=33)
 
 
 def test_a_checkpoint_with_tensors_missing_is_refused(tmp_path: Path) -> None:

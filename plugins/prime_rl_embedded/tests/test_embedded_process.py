@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,13 +14,15 @@ from typing import Any
 
 import httpx
 import pytest
+from waiting import LIMIT, eventually
 
 from prime_rl import Engine, EngineLaunch
-from prime_rl.serving import process
+from prime_rl.rundir.control import exists
 from prime_rl_embedded import Embedded, EmbeddedConfig, register_engines, server
 from prime_rl_embedded.scheduler import Scheduler
 from prime_rl_embedded.server import parse
 from prime_rl_embedded.testing import Served, free_port, start, wait_healthy, write_model
+from prime_rl_engine_kit import process
 
 
 def launch(**changes: object) -> EngineLaunch:
@@ -77,7 +78,7 @@ def test_it_waits_for_the_model_serves_and_ends_cleanly_on_sigterm(tmp_path: Pat
         write_model(folder)
         wait_healthy(url, process)
         wait_for_state(status, "idle", process)
-        with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(1) as pool:
+        with httpx.Client(base_url=url, timeout=LIMIT) as http, ThreadPoolExecutor(1) as pool:
             served = Served(url, process, http)
             body = {"token_ids": [1], "sampling_params": {"n": 64}}
             running = pool.submit(served.post, "/inference/v1/generate", body)
@@ -87,7 +88,7 @@ def test_it_waits_for_the_model_serves_and_ends_cleanly_on_sigterm(tmp_path: Pat
             answer = running.result()
         assert answer.status_code == 503
         assert answer.json()["error"]["message"] == "the engine is shutting down"
-        assert process.wait(30) == 0
+        assert process.wait(LIMIT) == 0
         assert json.loads(status.read_text())["state"] == "stopped"
     finally:
         process.kill()
@@ -95,10 +96,7 @@ def test_it_waits_for_the_model_serves_and_ends_cleanly_on_sigterm(tmp_path: Pat
 
 
 def wait_for_state(path: Path, state: str, process: subprocess.Popen[Any]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() or json.loads(path.read_text())["state"] != state:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    eventually(lambda: path.exists() and json.loads(path.read_text())["state"] == state, process)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
@@ -107,6 +105,7 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from pathlib import Path
+from prime_rl.rundir.control import exists
 from prime_rl_embedded.testing import start
 start(Path({str(tmp_path)!r}), 1, status_path=Path({str(status)!r}), wait_for_model=True,
       env={{"PRIME_RL_PARENT_PID": str(os.getpid())}})
@@ -119,18 +118,7 @@ time.sleep(600)
         parent.kill()
         parent.wait()
     child = json.loads(status.read_text())["pid"]
-    deadline = time.monotonic() + 30
-    while runs(child):
-        assert time.monotonic() < deadline, "the server outlives its parent"
-        time.sleep(0.05)
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
+    eventually(lambda: not exists(child))
 
 
 @pytest.fixture
@@ -185,10 +173,13 @@ def test_an_engine_that_dies_ends_the_process_with_its_traceback(
     url = f"http://127.0.0.1:{port}"
     with ThreadPoolExecutor(1) as pool:
         code = pool.submit(main, model_folder, port, status)
-        deadline = time.monotonic() + 60
-        while not status.exists() or json.loads(status.read_text())["state"] != "idle":
-            assert not code.done() and time.monotonic() < deadline
-        answer = httpx.post(f"{url}/inference/v1/generate", json={"token_ids": [1]}, timeout=60)
+        eventually(
+            lambda: (
+                code.done()
+                or (status.exists() and json.loads(status.read_text())["state"] == "idle")
+            )
+        )
+        answer = httpx.post(f"{url}/inference/v1/generate", json={"token_ids": [1]}, timeout=LIMIT)
         assert code.result() == 1
     assert answer.status_code == 503
     assert answer.json()["error"]["message"] == "the engine died: MemoryError: boom"

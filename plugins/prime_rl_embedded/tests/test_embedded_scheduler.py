@@ -193,10 +193,10 @@ def test_kv_computed_under_old_weights_is_not_shared(scheduler: Scheduler) -> No
 
 
 def test_the_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
-    cache = KVCache(1, 2, 4, max_slots=20, max_len=300)
+    cache = KVCache({0: (2, 4)}, max_slots=20, max_len=300)
     assert (cache.slots, cache.capacity) == (8, 128)
     keys = torch.arange(16.0).view(2, 2, 4)
-    index = cache.write_index(torch.tensor([0, 7]), torch.tensor([127, 5]))
+    index = cache.write_index(torch.tensor([0, 7]), torch.tensor([127, 5]), 2)
     cache.write(0, index, keys, -keys)
     cache.reserve(9, 129)
     assert (cache.slots, cache.capacity) == (16, 256)

@@ -231,13 +231,13 @@ def test_scoring_takes_no_slot_and_no_cache(model: ServedModel, inference_mode: 
     scheduler.add(running)
     scheduler.step()
     requests = [scoring_request(prompt) for prompt in sequences([40] * 20)]
-    before = [layer.clone() for layer in scheduler.cache.layers]
+    before = [layer.clone() for layer in scheduler.cache.layers.values()]
     for request in requests:
         scheduler.add(request)
     scheduler.step()
     assert [r.finish_reason for r in requests] == ["length"] * 20
     assert scheduler.active == [running] and len(running.token_ids) == 2
-    for old, new in zip(before, scheduler.cache.layers, strict=True):
+    for old, new in zip(before, scheduler.cache.layers.values(), strict=True):
         changed = (old != new).any(-1).nonzero()  # of one token: key and value, of 2 heads
         assert {int(position) for position in changed[:, 3]} == {3}
         assert old.shape == new.shape

@@ -19,7 +19,7 @@ PROMPT = [11, 22, 33, 44]
 
 
 def bytes_held(scheduler: Scheduler) -> int:
-    tensors = [*scheduler.model.module.state_dict().values(), *scheduler.cache.layers]
+    tensors = [*scheduler.model.module.state_dict().values(), *scheduler.cache.layers.values()]
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -87,7 +87,7 @@ def test_an_idle_engine_forgets_its_cache_and_wakes_to_zeros(scheduler: Schedule
     scheduler.cache.layers[0].fill_(3.0)
     scheduler.sleep()
     scheduler.wake()
-    assert all((layer == 0).all() for layer in scheduler.cache.layers)
+    assert all((layer == 0).all() for layer in scheduler.cache.layers.values())
 
 
 def test_weights_that_arrive_in_sleep_are_in_place_after_waking(

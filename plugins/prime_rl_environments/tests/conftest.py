@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from loopback import listening
 
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
@@ -65,13 +66,9 @@ async def engine() -> AsyncIterator[ScriptedEngine]:
     app = web.Application()
     app.router.add_get("/v1/models", scripted.models)
     app.router.add_post("/inference/v1/generate", scripted.generate)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    scripted.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield scripted
-    await runner.cleanup()
+    async with listening(app) as url:
+        scripted.base_url = f"{url}/v1"
+        yield scripted
 
 
 @pytest.fixture(scope="session")

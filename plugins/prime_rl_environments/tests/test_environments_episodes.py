@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 from renderers import Qwen3RendererConfig
+from waiting import LIMIT
 
-from prime_rl.orchestrator.env import (
+from prime_rl.env.environment import (
     Environment,
     EnvSettings,
     ModelEndpoint,
     RolloutResult,
     SamplingSettings,
 )
-from prime_rl.orchestrator.trajectory import build_samples
+from prime_rl.env.trajectory import build_samples
 from prime_rl.rollout import ROLES
 from prime_rl_environments.tasks import book_entry
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
@@ -32,10 +33,11 @@ def play(engine: Any, tokenizer_path: Path) -> Play:
 
     async def episode(env_id: str, seed: int | None = None, **fields: Any) -> list[RolloutResult]:
         settings = EnvSettings(
+            default_harness={"id": "in-process"},
             id=env_id,
             renderer=Qwen3RendererConfig(enable_thinking=False),
             tokenizer_path=tokenizer_path,
-            timeout=30,
+            timeout=LIMIT,
             **fields,
         )
         async with Environment(settings) as env:
@@ -247,7 +249,9 @@ IDS = ("reverse-text", "reverse-retry", "word-lookup", "reverse-relay", "propose
 @pytest.mark.parametrize("env_id", IDS)
 def test_rows_are_seeded_and_no_split_knows_the_other_s_words(env_id: str) -> None:
     def words(**args: Any) -> list[str]:
-        settings = EnvSettings(id=env_id, args={"num_examples": 150} | args)
+        settings = EnvSettings(
+            default_harness={"id": "in-process"}, id=env_id, args={"num_examples": 150} | args
+        )
         examples = Environment(settings).examples
         prompts = [str(examples[index].task.data.prompt) for index in range(150)]
         return [word for prompt in prompts for word in prompt.lstrip("+").split()]
@@ -255,15 +259,28 @@ def test_rows_are_seeded_and_no_split_knows_the_other_s_words(env_id: str) -> No
     train = words()
     assert train == words() != words(seed=1)
     assert not set(words(seed=2)) & set(words(split="held_out"))
-    assert Environment(EnvSettings(id=env_id, args={"num_examples": None})).num_examples is None
+    assert (
+        Environment(
+            EnvSettings(
+                default_harness={"id": "in-process"}, id=env_id, args={"num_examples": None}
+            )
+        ).num_examples
+        is None
+    )
 
 
 def test_a_row_of_reverse_text_says_what_an_expert_would_reply() -> None:
-    data = Environment(EnvSettings(id="reverse-text")).examples[0].task.data
+    data = (
+        Environment(EnvSettings(default_harness={"id": "in-process"}, id="reverse-text"))
+        .examples[0]
+        .task.data
+    )
     assert data.demonstration == data.answer == data.prompt[::-1]
 
 
 def test_lengths_the_wrong_way_round_are_refused_with_the_env_s_name() -> None:
-    settings = EnvSettings(id="word-lookup", args={"min_letters": 9})
+    settings = EnvSettings(
+        default_harness={"id": "in-process"}, id="word-lookup", args={"min_letters": 9}
+    )
     with pytest.raises(Exception, match="word-lookup: min_letters = 9 exceeds max_letters = 3"):
         Environment(settings)

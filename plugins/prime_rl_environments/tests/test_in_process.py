@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 import verifiers.v1 as vf
+from loopback import listening
 from renderers import Qwen3RendererConfig
+from waiting import LIMIT
 
 from in_process import InProcessHarness, seam
 from in_process.engine import version_spans, with_token_names
@@ -289,19 +291,16 @@ async def test_cancelling_a_rollout_reaches_the_engine_and_leaves_nothing_regist
 
     app = web.Application()
     app.router.add_post("/inference/v1/generate", wait_for_ever)
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    task = asyncio.create_task(run("in-process"))
-    await started.wait()
-    assert len(seam._servers) == 1
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.wait_for(gone.wait(), 5)
-    assert not seam._servers
-    await runner.cleanup()
+    async with listening(app, handler_cancellation=True) as url:
+        engine.base_url = f"{url}/v1"
+        task = asyncio.create_task(run("in-process"))
+        await started.wait()
+        assert len(seam._servers) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(gone.wait(), LIMIT)
+        assert not seam._servers
 
 
 def test_a_secret_nobody_registered_is_refused() -> None:

@@ -14,9 +14,10 @@ import httpx
 import numpy as np
 import pytest
 from renderers import Qwen3RendererConfig
+from waiting import LIMIT
 
 from prime_rl import EngineLaunch
-from prime_rl.orchestrator.env import (
+from prime_rl.env.environment import (
     BranchTokens,
     Environment,
     EnvSettings,
@@ -61,7 +62,7 @@ def engine(model_path: Path) -> Iterator[ModelEndpoint]:
         yield ModelEndpoint("tiny", f"http://127.0.0.1:{port}/v1")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(LIMIT)
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -80,11 +81,12 @@ async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
     model_path: Path, engine: ModelEndpoint
 ) -> None:
     settings = EnvSettings(
+        default_harness={"id": "in-process"},
         id="reverse-text",
         args={"split": "held_out", "num_examples": 64},
         renderer=Qwen3RendererConfig(thinking_retention="all"),
         tokenizer_path=model_path,
-        timeout=60,
+        timeout=LIMIT,
     )
     sampling = SamplingSettings(temperature=0.8, max_completion_tokens=12)
     async with Environment(settings) as env:

@@ -105,6 +105,41 @@ def test_a_run_restarts_with_each_sample():
     assert repetition(run(UNSURE), run(SURE, SURE, SURE), window=3)
 
 
+def fork(shared, *tails):
+    """Samples of ``(token id, log μ)`` that share a sampled prefix; all but the first repeat it."""
+    for number, tail in enumerate(tails):
+        ids, logprobs = zip(*shared, *tail, strict=True)
+        repeat = [bool(number) and place < len(shared) for place in range(len(ids))]
+        mask = [not repeated for repeated in repeat]
+        logprobs = [logprob * own for logprob, own in zip(logprobs, mask, strict=True)]
+        yield tokens(ids, logprobs, mask, is_repeat=repeat)
+
+
+def test_a_run_goes_on_across_a_fork():
+    # 2 shared tokens, then 1 on the second branch: 3 in a row there, 2 on the first.
+    branches = fork([(1, SURE)] * 2, [(2, UNSURE)], [(3, SURE)])
+    assert repetition(*branches, window=3) == "3 sampled tokens in a row with p > 0.99"
+
+
+def test_repeated_tokens_count_with_the_logprob_they_were_sampled_at():
+    """Masked, they hold 0.0, which would be certain."""
+    branches = fork([(1, UNSURE)] * 3, [(2, UNSURE)], [(3, SURE)])
+    assert repetition(*branches, window=2) is None
+
+
+def test_a_run_of_a_forks_own_branch_is_not_that_of_its_sibling():
+    branches = fork([(1, UNSURE)], [(2, SURE)] * 2, [(3, SURE)] * 2)
+    assert repetition(*branches, window=3) is None
+
+
+def test_ngrams_are_counted_across_a_fork():
+    # The second branch is 1 2 | 1 2: 12, 21, 12, one of three occurred before.
+    branches = list(fork([(1, -1.0), (2, -1.0)], [(3, -1.0)], [(1, -1.0), (2, -1.0)]))
+    assert repetition(*branches, ngram_threshold=0.33, ngram_size=2) == (
+        "0.33 of its 2-grams are repeated, more than 0.33"
+    )
+
+
 def ngrams(ids, threshold, size=2, mask=None):
     sample = tokens(ids, [-1.0] * len(ids), mask)
     return repetition(sample, ngram_threshold=threshold, ngram_size=size)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.testing.engines import EngineSubject, started
+from prime_rl_devkit.engines import EngineSubject, started
 from prime_rl_vllm import Vllm, VllmConfig
 
 PYTHON = Path(__file__).parents[3] / ".venv-vllm" / "bin" / "python"

@@ -5,10 +5,10 @@ import signal
 
 import pytest
 
-from prime_rl.broadcast.meeting import Meeting
-from prime_rl.run.status import Status
-from prime_rl.serving.errors import RequestError
-from prime_rl.serving.keys import Keys
+from prime_rl.rundir.status import Status
+from prime_rl_broadcast.meeting import Meeting
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.keys import Keys
 from prime_rl_vllm.admin import Admin
 from prime_rl_vllm.state import State
 

@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 import torch
+from waiting import LIMIT
 
-from prime_rl.testing.engines.checkpoints import changed
+from prime_rl_devkit.engines.checkpoints import changed
 
 pytestmark = pytest.mark.vllm
 
@@ -33,7 +34,7 @@ print(json.dumps({
 def facts(vllm):
     """Of the vLLM that is installed, with nothing of ours in it."""
     python = vllm.argv[0]
-    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=LIMIT)
     return json.loads(done.stdout.splitlines()[-1])
 
 

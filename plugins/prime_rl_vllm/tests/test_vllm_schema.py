@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from prime_rl.run.status import Status
-from prime_rl.serving.errors import RequestError
-from prime_rl.serving.keys import Keys
-from prime_rl.serving.requests import GenerateBody, GenerateSampling, Limits
+from prime_rl.rundir.status import Status
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.keys import Keys
+from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling, Limits
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.front import Front
 from prime_rl_vllm.schema import plan

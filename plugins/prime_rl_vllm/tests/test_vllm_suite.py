@@ -5,7 +5,7 @@ The last file by name: the last promise is that the server ends.
 
 import pytest
 
-from prime_rl.testing.engines import CHECKS, hold
+from prime_rl_devkit.engines import CHECKS, hold
 
 pytestmark = pytest.mark.vllm
 

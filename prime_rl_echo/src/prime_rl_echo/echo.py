@@ -2,10 +2,13 @@
 
     L = L_GRPO(sampled tokens) + sum_t alpha[role(t)] (-log pi(t)) / N_ce     t in the observations
 
-An observation is a token that no model sampled, after the branch's first sampled token, of a
-message whose role is in ``roles``, on the message's body where the renderer tells body from
+An observation is a token of a message that no model sampled, after the branch's first sampled
+token, of a role that is in ``roles``, on the message's body where the renderer tells body from
 scaffold, and kept by ``filter`` if there is one. So the initial prompt is never trained. alpha is
 the paper's lambda.
+
+A rollout whose advantage is 0 trains by its observations alone: core takes it out of the tokens
+that L_GRPO is divided by (``stamp``), as grpo's filter ``zero_advantage`` drops it.
 
 Changed from the paper: 1. N_ce is the number of such tokens in the whole optimizer step, not in
 one rollout: every observed token counts alike; 2. the paper trains terminal output alone, we any
@@ -16,19 +19,17 @@ starts a new branch, counts as that branch's initial prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from prime_rl import PluginConfig, Rollout, Sample, StreamError, hookimpl
-from prime_rl_echo.branches import (
-    BoolColumn,
-    FloatColumn,
-    generation_prompts,
-    move_to_trained,
-    sampled_tokens,
-)
-from prime_rl_echo.filter import TokenFilter
-from prime_rl_echo.roles import ASSISTANT, RoleWeight, RoleWeights
+from prime_rl_echo.filter import BoolColumn, TokenFilter
+from prime_rl_echo.roles import RoleWeight, RoleWeights
 from prime_rl_grpo import GRPO, GRPOConfig
+
+FloatColumn = npt.NDArray[np.float32]
 
 
 class EchoConfig(GRPOConfig):
@@ -59,12 +60,11 @@ class Echo(GRPO):
     @hookimpl
     def observation_weights(self, rollout: Rollout) -> list[FloatColumn | None]:
         """Alpha on every observed token, 0.0 elsewhere: [T] per sample, None where all is 0.0."""
-        sampled = sampled_tokens(rollout.samples)
-        pairs = zip(rollout.samples, sampled, strict=True)
-        weights = [self._weights(rollout, sample, ours) for sample, ours in pairs]
+        pairs = zip(rollout.samples, rollout.sampled_paths, strict=True)
+        weights = [self._weights(rollout, sample, sampled) for sample, (sampled, _) in pairs]
         if self.filter is not None:
             weights = [w * keep for w, keep in zip(weights, self.filter(rollout), strict=True)]
-        move_to_trained(rollout.samples, weights)
+        _move_to_trained(rollout, weights)
         return [column if column.any() else None for column in weights]
 
     def _weights(self, rollout: Rollout, sample: Sample, sampled: BoolColumn) -> FloatColumn:
@@ -74,8 +74,30 @@ class Echo(GRPO):
                 "role of their message, and a sample has no roles. Choose a renderer that gives "
                 "attribution (orchestrator.renderer.name), or a source whose samples carry roles."
             )
-        body = sample.is_content
-        if body is None:
-            body = ~generation_prompts(sampled, sample.roles == ASSISTANT)
-        observed = np.logical_or.accumulate(sampled) & ~sampled & body
+        messages = _messages(sample)
+        observed = np.logical_or.accumulate(sampled) & ~np.isin(messages, messages[sampled])
+        if sample.is_content is not None:
+            observed &= sample.is_content
         return np.where(observed, self.alphas[sample.roles], np.float32(0.0))
+
+
+def _messages(sample: Sample) -> npt.NDArray[np.integer]:
+    """Which message each token belongs to, [T]. A message with a sampled token is an action: what
+    the template wrote around it (the generation prompt) is no observation.
+
+    Without ``node_ids``, each run of tokens of one role counts as a message. With ``is_content``,
+    which leaves out the template's own tokens, each token does.
+    """
+    if sample.node_ids is not None:
+        return sample.node_ids
+    if sample.is_content is not None or sample.roles is None:
+        return np.arange(len(sample))
+    return np.cumsum(np.diff(sample.roles, prepend=sample.roles[:1]) != 0)
+
+
+def _move_to_trained(rollout: Rollout, weights: Sequence[FloatColumn]) -> None:
+    """Give a shared token the largest of its weights, in the sample that trains it; in place."""
+    for later, earlier, length in reversed([*rollout.shared_prefixes]):
+        ours, theirs = weights[later][:length], weights[earlier][:length]
+        np.maximum(ours, theirs, out=theirs)
+        ours[:] = 0.0

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import model_validator
 
 from prime_rl import PluginConfig, Rollout, StreamError, import_function
-from prime_rl_echo.branches import BoolColumn
+
+BoolColumn = npt.NDArray[np.bool_]
 
 
 class TokenFilter(PluginConfig):

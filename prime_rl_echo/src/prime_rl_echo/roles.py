@@ -45,7 +45,3 @@ class RoleWeights(PluginConfig):
         0.0."""
         weights = [getattr(self, role) for role in type(self).model_fields]
         return np.array([*(w.alpha if w else 0.0 for w in weights), 0.0], np.float32)
-
-
-ASSISTANT = list(RoleWeights.model_fields).index("assistant")
-"""The index of the role in ``Sample.roles``."""

@@ -35,15 +35,18 @@ class HierarchicalGRPO(Algorithm):
     config: HierarchicalGRPOConfig
     # Not group_relative: one episode is enough of a cohort for the agents that repeat within it.
 
-    async def setup(self, host: Host) -> None:
+    def check_agents(self, env: str, agents: tuple[str, ...]) -> None:
         """Raises ``ConfigError`` if an agent is configured that the env does not have."""
-        if missing := sorted(set(self.config.episode_agents) - set(host.agents)):
+        if missing := sorted(set(self.config.episode_agents) - set(agents)):
             raise ConfigError(
-                f"env {host.env!r}: algo 'hierarchical_grpo': episode_agents names "
-                f"{', '.join(map(repr, missing))}, and the env has "
-                f"{', '.join(map(repr, host.agents))}. Name agents of the env, or use grpo where "
-                "it has only one."
+                f"env {env!r}: algo 'hierarchical_grpo': episode_agents names "
+                f"{', '.join(map(repr, missing))}, and the env has {', '.join(map(repr, agents))}. "
+                "Name agents of the env, or use grpo where it has only one."
             )
+
+    async def setup(self, host: Host) -> None:
+        """Check the agents again: a replay's host has those that were recorded."""
+        self.check_agents(host.env, host.agents)
 
     @hookimpl
     def score_group(self, group: Group) -> None:

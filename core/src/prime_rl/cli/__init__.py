@@ -1,5 +1,4 @@
-"""The command line, one module a command group. Nothing heavy is imported before a command needs
-it."""
+"""The command line. Heavy imports wait for the command that needs them."""
 
 from __future__ import annotations
 
@@ -8,10 +7,10 @@ import sys
 
 
 def main() -> None:
-    """``prime-rl``: errors we raise on purpose end as one clear message, without a traceback. So
-    does a disk that is full."""
+    """``prime-rl``. Our own errors, and a full or read-only disk, end in one message without a
+    traceback."""
     from prime_rl.cli.app import app
-    from prime_rl.plugins.errors import PrimeRLError
+    from prime_rl.errors import PrimeRLError
 
     try:
         app()
@@ -21,5 +20,5 @@ def main() -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
-        print(f"error: the disk refuses: {error}", file=sys.stderr)
+        print(f"error: the disk is full or read-only: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,18 +1,17 @@
-"""What is known of a plugin without running it: where it is from, what it offers, which settings
-that takes."""
+"""Facts about plugins that need no run: origin, offered classes and their settings."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, metadata, requires
 from typing import Any
 
+from prime_rl.errors import ConfigError
 from prime_rl.plugins import manager
 from prime_rl.plugins.checks import CONTRACT_VERSION, marked_hooks
-from prime_rl.plugins.errors import ConfigError
 from prime_rl.plugins.manager import GROUPS, Hooks, Source, installed_entries
 from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
 
@@ -20,9 +19,20 @@ Row = dict[str, Any]
 
 CORE = "prime-rl-core"
 
+Schema = Mapping[str, Any]
+TYPES = {
+    "integer": "int",
+    "number": "float",
+    "string": "str",
+    "boolean": "bool",
+    "object": "table",
+    "null": "None",
+}
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
 
 def inventory() -> list[Row]:
-    """One entry a plugin, of both entry-point groups, with the names of what it offers."""
+    """One entry per plugin of both entry-point groups, with the names of its offers."""
     return [row for group in GROUPS for row in _of_group(manager.load_plugins(group))]
 
 
@@ -49,7 +59,7 @@ def _of_group(hooks: Hooks) -> list[Row]:
 
 
 def offers_by_plugin(hooks: Hooks) -> dict[str, list[tuple[Kind[Any], Offered[Any]]]]:
-    """What each plugin of a group registers."""
+    """The classes that each plugin of a group registers."""
     found: dict[str, list[tuple[Kind[Any], Offered[Any]]]] = {}
     for kind in KINDS:
         for offered in collect(hooks, kind).values():
@@ -58,7 +68,7 @@ def offers_by_plugin(hooks: Hooks) -> dict[str, list[tuple[Kind[Any], Offered[An
 
 
 def _hooks_of(hooks: Hooks, name: str) -> tuple[list[str], list[str]]:
-    """Hooks a plugin implements beyond registration, and hooks it wraps."""
+    """The hooks that a plugin implements beyond registration, and those that it wraps."""
     implements: list[str] = []
     wraps: list[str] = []
     for caller in hooks.get_hookcallers(hooks.get_plugin(name)) or []:
@@ -69,8 +79,8 @@ def _hooks_of(hooks: Hooks, name: str) -> tuple[list[str], list[str]]:
 
 
 def described(name: str) -> list[Row]:
-    """Everything about the plugins called ``name``: an entry point, a distribution, or something
-    offered. Raises ``ConfigError`` if there is none."""
+    """Everything about the plugins called ``name``: an entry point, a distribution, or an offered
+    class. Raises ``ConfigError`` if there is none."""
     rows = [row for group in GROUPS for row in _described_group(manager.load_plugins(group))]
     found = [*_matching(rows, name)]
     if not found:
@@ -161,14 +171,14 @@ def _offer(kind: Kind[Any], offered: Offered[Any]) -> Row:
 
 
 def _select(kind: Kind[Any], name: str) -> str:
-    """What a user writes in the TOML."""
+    """The TOML that selects it."""
     if "<name>" in kind.key:
         return f"[{kind.key.replace('<name>', name)}]"
     return f'{kind.key} = "{name}"'
 
 
 def _declares(kind: Kind[Any], cls: type[Any]) -> Row:
-    """Class attributes of the contract that this class sets otherwise than its base."""
+    """Class attributes of the contract whose values differ from the base class."""
     declared = [key for key in kind.base.__annotations__ if key not in ("name", "config_class")]
     found = {key: getattr(cls, key, None) for key in declared}
     changed = {k: v for k, v in found.items() if v != getattr(kind.base, k, None)}
@@ -176,10 +186,7 @@ def _declares(kind: Kind[Any], cls: type[Any]) -> Row:
 
 
 def settings(model: Any) -> list[Row]:
-    """Key, type, default and doc of every setting; a required one has the default None and says
-    so."""
-    from prime_rl.docs.config_page import type_name
-
+    """Key, type, default and doc of every setting; a required setting has the default None."""
     schema = model.model_json_schema()
     required = schema.get("required", ())
     return [
@@ -195,7 +202,33 @@ def settings(model: Any) -> list[Row]:
 
 
 def default_text(row: Row) -> str:
-    """A setting's default as TOML would write it."""
+    """A setting's default in TOML notation."""
     if row["required"]:
         return "required"
     return "none" if row["default"] is None else json.dumps(row["default"])
+
+
+def type_name(prop: Schema) -> str:
+    """A property's type in words: ``int > 0``, ``"zmq" or "filesystem"``, ``list of tables``."""
+    if "$ref" in prop:
+        return "table"
+    if choices := prop.get("anyOf", prop.get("oneOf")):
+        return " or ".join(dict.fromkeys(type_name(choice) for choice in choices))
+    if "enum" in prop or "const" in prop:
+        return " or ".join(f"`{toml(each)}`" for each in prop.get("enum", [prop.get("const")]))
+    if prop.get("type") == "array":
+        return f"list of {type_name(prop['items'])}s"
+    bounds = ", ".join(f"{sign} {prop[name]:g}" for name, sign in BOUNDS.items() if name in prop)
+    return f"{TYPES.get(prop.get('type', ''), 'any')} {bounds}".strip()
+
+
+def toml(value: Any) -> str:
+    """A JSON value as TOML writes it; null is ``None``."""
+    if value is None:
+        return "None"
+    if isinstance(value, dict):
+        pairs = ", ".join(f"{key} = {toml(item)}" for key, item in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml, value))}]"
+    return json.dumps(value)

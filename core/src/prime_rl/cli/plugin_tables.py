@@ -20,7 +20,7 @@ STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
-    """One row a plugin."""
+    """Print one row per plugin."""
     table = Table(title="prime-rl plugins", title_justify="left", box=SIMPLE_HEAD)
     for title in ("plugin", "distribution", "version"):
         table.add_column(title, no_wrap=True)
@@ -46,7 +46,7 @@ def _some(names: list[str], most: int = 8) -> str:
 
 
 def print_described(rows: Sequence[dict[str, Any]]) -> None:
-    """A block a plugin, and below it one of each thing it offers."""
+    """Print a block per plugin, and below it one per offered class."""
     console = Console()
     for row in rows:
         console.print(_head(row))
@@ -109,7 +109,7 @@ def _settings(rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def print_reports(reports: Sequence[Report], *, everything: bool) -> None:
-    """A line a report; below it what did not pass, or ``everything``."""
+    """Print a line per report, and below it the failures, or ``everything``."""
     console = Console()
     for report in reports:
         style = "green" if report.ok else "bold red"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+NAME = "prime-rl"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -17,7 +21,7 @@ def run(
         typer.Argument(
             metavar="CONFIG.toml... [--resume [latest | STEP | DIR]] [--dotted.key VALUE]...",
             help="TOML files, composed left to right, then overrides: --trainer.optim.lr 1e-4. "
-            "--resume goes on from a checkpoint: the run's newest one, that of a step, or (in a "
+            "--resume continues from a checkpoint: the run's newest one, that of a step, or (in a "
             "new run) that in a folder.",
         ),
     ],
@@ -27,14 +31,15 @@ def run(
     ] = False,
     launcher: Annotated[
         str | None,
-        typer.Option(help="Who starts the processes, and where; short for --launcher.type."),
+        typer.Option(help="The launcher that starts the processes; short for --launcher.type."),
     ] = None,
 ) -> None:
-    """Train: start every process of a run, show what they do, and say what came of it."""
+    """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
+    SIGTERM) saves and stops the run; a second one ends it at once."""
     from prime_rl.config.load import load_config
-    from prime_rl.run.directory import make_run_dir
-    from prime_rl.run.lora_names import check_lora_names
+    from prime_rl.run.models import check_lora_names
     from prime_rl.run.resolve import check
+    from prime_rl.rundir.directory import make_run_dir
 
     arguments, resume = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
@@ -42,25 +47,32 @@ def run(
     config = load_config([Path(path) for path in paths], overrides)
     check(config)
     check_lora_names(config)
+    again = shlex.join([_program(), "run", *paths, *overrides])
     if resume is not None:
-        _resume(config, resume, dry_run)
+        _resume(config, resume, dry_run, again)
         return
     run_dir = make_run_dir(config, dry=dry_run)
     if dry_run:
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
         return
-    _train(config, run_dir)
+    _train(config, run_dir, again)
+
+
+def _program() -> str:
+    """This program as a shell finds it."""
+    typed = sys.argv[0]
+    return typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Files come first; everything from the first ``--key`` on is an override."""
+    """Split into files, which come first, and overrides, which start at the first ``--key``."""
     first = next((i for i, a in enumerate(arguments) if a.startswith("--")), len(arguments))
     return arguments[:first], arguments[first:]
 
 
 def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Take ``--resume [WHAT]`` or ``--resume=WHAT`` out; ``latest`` if it has no value. Typer knows
-    no option whose value may be left out."""
+    """Extract ``--resume [WHAT]`` or ``--resume=WHAT``; ``latest`` if it has no value. Typer has no
+    options with an optional value."""
     for index, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name != "--resume":
@@ -74,11 +86,11 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
     return arguments, None
 
 
-def _resume(config, what: str, dry_run: bool) -> None:  # type: ignore[no-untyped-def]
+def _resume(config, what: str, dry_run: bool, again: str) -> None:  # type: ignore[no-untyped-def]
     from contextlib import nullcontext
 
-    from prime_rl.run.directory import held
     from prime_rl.run.resume import begin, plan
+    from prime_rl.rundir.directory import held
 
     chosen = plan(config, what)
     for note in chosen.notes:
@@ -87,19 +99,20 @@ def _resume(config, what: str, dry_run: bool) -> None:  # type: ignore[no-untype
         return
     with nullcontext() if chosen.run_dir is None else held(chosen.run_dir):
         run_dir, checkpoint = begin(config, chosen)
-        _train(config, run_dir, checkpoint, lock=chosen.run_dir is None)
+        _train(config, run_dir, again, checkpoint, lock=chosen.run_dir is None)
 
 
-def _train(config, run_dir: Path, checkpoint=None, lock: bool = True) -> None:  # type: ignore[no-untyped-def]
+def _train(config, run_dir: Path, again: str, checkpoint=None, lock: bool = True) -> None:  # type: ignore[no-untyped-def]
     from contextlib import nullcontext
 
     from rich.console import Console
 
-    from prime_rl.plugins.errors import RunError
+    from prime_rl.errors import RunError
     from prime_rl.run import supervisor
-    from prime_rl.run.directory import held
-    from prime_rl.run.report import print_summary
+    from prime_rl.run.report import print_stop, print_summary
     from prime_rl.run.view import View
+    from prime_rl.rundir.directory import held
+    from prime_rl.rundir.stop import Stopped
 
     console = Console()
     try:
@@ -108,8 +121,10 @@ def _train(config, run_dir: Path, checkpoint=None, lock: bool = True) -> None:  
             View(console, run_dir, config.max_steps) as view,
         ):
             supervisor.run(config, run_dir, view, checkpoint)
-    except KeyboardInterrupt:
-        console.print(f"stopped; what was done so far is in {run_dir}", markup=False)
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt if isinstance(interrupt, Stopped) else None
+        named = "" if config.run.name else shlex.join(["--run.name", run_dir.name])
+        print_stop(console, run_dir, config.max_steps, stopped, f"{again} {named}".strip())
         raise typer.Exit(130) from None
     except RunError as error:
         typer.echo(f"error: {error}", err=True)

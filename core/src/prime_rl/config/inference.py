@@ -46,8 +46,8 @@ class InferenceConfig(Settings):
 
     model_config = Settings.model_config | {"extra": "allow"}
 
-    engine: str = "embedded"
-    """Name of an installed engine."""
+    engine: str = ""
+    """Name of an installed engine. Needed unless ``base_url`` is set."""
     host: str = "127.0.0.1"
     """Address the server binds. Nothing listens beyond loopback unless told."""
     port: int | None = Field(default=None, ge=1, le=65535)

@@ -1,14 +1,16 @@
 """From TOML files and command-line overrides to a ``RunConfig``.
 
-Files compose left to right: tables merge key by key, lists are replaced whole. ``--dotted.key
-value`` comes last; a number in the path (``--orchestrator.train.env.0.group_size 4``) names an
-entry of a list.
+The installed defaults come first. Files compose left to right: tables merge key by key, lists are
+replaced whole. ``--dotted.key value`` comes last; a number in the path
+(``--orchestrator.train.env.0.group_size 4``) names an entry of a list.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
+from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,10 @@ from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
+
+DEFAULTS = "prime_rl.defaults"
+"""Entry-point group of the TOML file with the defaults: ``package:file.toml``."""
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConfig:
@@ -27,10 +32,42 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConf
         table = merge(table, read_toml(file))
     for path, value in parse_overrides(overrides):
         set_at(table, path, value)
+    return build_config(table)
+
+
+def build_config(table: Mapping[str, Any]) -> RunConfig:
+    """One table over the installed defaults, validated. Raises ``ConfigError``."""
+    defaults = installed_defaults()
+    whole = merge(defaults, table)
+    inference = whole.get("inference")
+    if isinstance(inference, dict) and inference.get("base_url"):
+        # The run starts no engine, so the config refuses to name one.
+        below = defaults.get("inference", {})
+        whole["inference"] = {
+            key: value
+            for key, value in inference.items()
+            if key != "engine" or value != below.get(key)
+        }
     try:
-        return RunConfig.model_validate(table)
+        return RunConfig.model_validate(whole)
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig)) from error
+
+
+def installed_defaults() -> dict[str, Any]:
+    """The table that an installed distribution offers as defaults; empty if there is none. Raises
+    ``ConfigError`` if there are several."""
+    entries = list(entry_points(group=DEFAULTS))
+    if len(entries) > 1:
+        names = ", ".join(
+            sorted(entry.dist.name if entry.dist else entry.name for entry in entries)
+        )
+        raise ConfigError(
+            f"{len(entries)} installed distributions offer defaults ({names}), expected one. "
+            "Uninstall the others."
+        )
+    tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in entries]
+    return tables[0] if tables else {}
 
 
 def read_toml(file: Path) -> dict[str, Any]:

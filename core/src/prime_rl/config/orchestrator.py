@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     Discriminator,
@@ -11,6 +11,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     Tag,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -69,8 +70,8 @@ class AlgoSamplingConfig(Settings):
 class AlgoConfig(PluginTable):
     """``[orchestrator.algo]`` or one env's ``algo``: the per-token training signal."""
 
-    type: str = "grpo"
-    """Name of an installed algorithm."""
+    type: str = ""
+    """Name of an installed algorithm. Needed, in an env's own ``algo`` too."""
     sampling: AlgoSamplingConfig = AlgoSamplingConfig()
 
 
@@ -148,7 +149,8 @@ class SourceConfig(Settings):
     args: dict[str, Any] = {}
     """The taskset's own settings."""
     harness: dict[str, Any] | None = None
-    """The verifiers harness (``id`` and its settings). None: the one the taskset brings."""
+    """The verifiers harness (``id`` and its settings). None: the one the taskset brings, else
+    the ``harness`` of ``[orchestrator.train]`` or ``[orchestrator.eval]``."""
     timeout: PositiveFloat | None = 600.0
     """Seconds one rollout may take before it counts as failed. None: no bound."""
     max_turns: PositiveInt | None = None
@@ -183,29 +185,66 @@ class EvalEnvConfig(SourceConfig):
     """How many examples are evaluated, from the first."""
     group_size: PositiveInt = 1
     """Rollouts an example: the reward reported is their mean; where every reward is 0 or 1, pass@k
-    and pass^k are reported for k = 1, 2, 4 ... up to this."""
+    and pass^k are reported for k = 1, 2, 4 ... up to this. A failed rollout counts as 0."""
     sampling: EvalSamplingConfig | None = None
     """Laid over ``[orchestrator.eval.sampling]``, key by key."""
+
+
+AnyEnv = TypeVar("AnyEnv", EnvConfig, EvalEnvConfig)
+
+
+def with_sampling_of(group: Settings | None, envs: tuple[AnyEnv, ...]) -> tuple[AnyEnv, ...]:
+    """The envs, each own ``sampling`` table completed by the group's; None: the group's is invalid.
+
+    Done at validation: ``run.json`` writes every key of a table, so a later reader cannot know
+    which keys the env set itself.
+    """
+    return tuple(
+        env.model_copy(update={"sampling": group.model_copy(update=own)})
+        if group is not None and (own := _set_keys(env.sampling)) is not None
+        else env
+        for env in envs
+    )
+
+
+def _set_keys(table: Settings | None) -> dict[str, Any] | None:
+    return None if table is None else {key: getattr(table, key) for key in table.model_fields_set}
 
 
 class TrainConfig(Settings):
     """``[orchestrator.train]``"""
 
-    env: tuple[EnvConfig, ...] = ()
     sampling: SamplingConfig = SamplingConfig()
+    harness: dict[str, Any] | None = None
+    """The verifiers harness of tasksets that bring none, where the env names none either."""
+    env: tuple[EnvConfig, ...] = ()
+
+    @field_validator("env")
+    @classmethod
+    def _complete(cls, envs: tuple[EnvConfig, ...], info: ValidationInfo) -> tuple[EnvConfig, ...]:
+        return with_sampling_of(info.data.get("sampling"), envs)
 
 
 class EvalConfig(Settings):
     """``[orchestrator.eval]``"""
 
-    env: tuple[EvalEnvConfig, ...] = ()
     sampling: EvalSamplingConfig = EvalSamplingConfig()
+    harness: dict[str, Any] | None = None
+    """The verifiers harness of tasksets that bring none, where the env names none either."""
     skip_first_step: bool = False
     """True: do not evaluate the model that training starts from."""
     max_hold_seconds: PositiveFloat = 300.0
     """Seconds an evaluation between two steps may keep new weights waiting: it measures one
     version, so the engines get the next when it is done. What is unfinished then is left out, and
     counted."""
+    env: tuple[EvalEnvConfig, ...] = ()
+
+    @field_validator("env")
+    @classmethod
+    def _complete(
+        cls, envs: tuple[EvalEnvConfig, ...], info: ValidationInfo
+    ) -> tuple[EvalEnvConfig, ...]:
+        return with_sampling_of(info.data.get("sampling"), envs)
 
 
 class RendererConfig(Settings):
@@ -213,8 +252,8 @@ class RendererConfig(Settings):
 
     model_config = Settings.model_config | {"extra": "allow"}
 
-    name: str = "auto"
-    """Name of an installed renderer; ``auto`` resolves it from the model."""
+    name: str = ""
+    """Name of an installed renderer. Needed."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -239,22 +278,16 @@ class OrchestratorConfig(Settings):
     algo: AlgoConfig = AlgoConfig()
     sampler: SamplerConfig = SamplerConfig()
     buffer: dict[str, Any] | None = None
-    """Short for ``[orchestrator.sampler] type = "difficulty_pools"`` with these settings."""
+    """Short for ``[orchestrator.sampler]`` with these settings and the type ``buffer_sampler``."""
+    buffer_sampler: str = ""
+    """Name of the installed sampler that ``buffer`` selects."""
     renderer: RendererConfig = RendererConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    pre_batch_filters: tuple[FilterConfig, ...] = (
-        FilterConfig(type="gibberish", enforce=False),
-        FilterConfig(type="repetition", enforce=False),
-        FilterConfig(type="zero_advantage", enforce=False),
-    )
+    pre_batch_filters: tuple[FilterConfig, ...] = ()
     """Asked when a group is scored; what they enforce takes no place in the batch. Setting it
     replaces it."""
-    post_batch_filters: tuple[FilterConfig, ...] = (
-        FilterConfig(type="gibberish", enforce=False),
-        FilterConfig(type="repetition", enforce=False),
-        FilterConfig(type="zero_advantage", enforce=True),
-    )
+    post_batch_filters: tuple[FilterConfig, ...] = ()
     """Asked of the batch; what they drop is back-filled. Setting it replaces it."""
     max_empty_batches: PositiveInt = 10
     """Stop the run after so many batches' worth of rollouts in a row left nothing to train."""
@@ -267,14 +300,19 @@ class OrchestratorConfig(Settings):
     def _one_sampler(self) -> OrchestratorConfig:
         if self.buffer is not None and self.sampler != SamplerConfig():
             raise ValueError(
-                "[orchestrator.buffer] is short for a sampler of type difficulty_pools, and "
+                "[orchestrator.buffer] is short for a sampler with these settings, and "
                 "[orchestrator.sampler] is set too. Keep one of them."
             )
         return self
+
+    @property
+    def max_inflight(self) -> int:
+        """Bound on rollouts being sampled at once."""
+        return self.max_inflight_rollouts or int(self.batch_size * self.oversampling_factor)
 
     @property
     def sampler_table(self) -> SamplerConfig:
         """The sampler, whichever way it was written."""
         if self.buffer is None:
             return self.sampler
-        return SamplerConfig(type="difficulty_pools", **self.buffer)
+        return SamplerConfig(type=self.buffer_sampler, **self.buffer)

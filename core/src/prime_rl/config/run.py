@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from prime_rl.config.base import Settings
 from prime_rl.config.broadcast import WeightBroadcastConfig
@@ -78,9 +78,8 @@ class RunConfig(Settings):
     plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""
-    ckpt: CkptConfig | None = None
-    """Checkpoints to resume from. None: none are written; an empty table: one, after the last
-    step."""
+    ckpt: CkptConfig = CkptConfig()
+    """Checkpoints to resume from. None, as in runs of version 0.1, is ``enabled = false``."""
     log: LogConfig = LogConfig()
     run: RunDirConfig = RunDirConfig()
     seq_len: PositiveInt = 2048
@@ -91,6 +90,11 @@ class RunConfig(Settings):
     """Seeds model making, the sampler and the engine."""
     output_dir: str = "outputs"
     """Run directories are made in here."""
+
+    @field_validator("ckpt", mode="before")
+    @classmethod
+    def _none_disables(cls, value: object) -> object:
+        return {"enabled": False} if value is None else value
 
     @property
     def row_tokens(self) -> int:

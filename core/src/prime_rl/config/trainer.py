@@ -15,7 +15,7 @@ from pydantic import (
 )
 
 from prime_rl.config.base import Settings
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 
 
 class OptimConfig(Settings):
@@ -112,8 +112,8 @@ class LossConfig(Settings):
 
     model_config = Settings.model_config | {"extra": "allow"}
 
-    type: str = "default"
-    """Name of an installed loss."""
+    type: str = ""
+    """Name of an installed loss. Needed."""
     normalize_by: NormalizeBy = "tokens"
     """What each component's sum is divided by. ``tokens``: its trained tokens in the batch.
     ``env``: each env's part by that env's own, so that no env dilutes another."""
@@ -194,7 +194,9 @@ class TrainerConfig(Settings):
     """Capacity of one packed row, in tokens. None: ``seq_len``."""
     attention: Literal["auto", "varlen", "mask"] = "auto"
     """How documents of a packed row are kept apart: ``varlen`` computes each document by itself,
-    ``mask`` builds a dense block mask. ``auto`` takes the faster one for the device."""
+    ``mask`` builds a dense block mask. ``auto`` takes the faster one for the device. A model for
+    which neither is exact (checked at start-up) gets its documents apart, with transformers'
+    attention."""
     fused_lm_head: Literal["auto"] | bool = "auto"
     """Compute logits block by block, going forward and again going backward, and never keep them:
     memory for a quarter of the head's arithmetic. ``auto``: where a row's logits are many. With
@@ -209,7 +211,8 @@ class TrainerConfig(Settings):
     compiler, and triton on a GPU."""
     share_prompts: bool = True
     """Compute a prompt that several rollouts of a row start from once: the same numbers for less
-    work. On CPU, with ``varlen`` attention."""
+    work. On CPU, with ``varlen`` attention, for models whose log π stays the same (checked at
+    start-up)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``auto`` takes CUDA if there is one."""
     num_ranks: PositiveInt | None = None

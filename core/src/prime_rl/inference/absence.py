@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from prime_rl.errors import EngineError
 from prime_rl.inference.replica import Replica
-from prime_rl.plugins.errors import EngineError
 
 
 def outage(replicas: Sequence[Replica]) -> str:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 
-from prime_rl.broadcast.meeting import Meeting
-from prime_rl.plugins.errors import EngineError
+from prime_rl.errors import EngineError, EngineGone
+from prime_rl.plugins.weight_transports import Receives
+from prime_rl.weights.versions import Weights
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +51,6 @@ class RetryPolicy:
         return min(self.first_wait * 2.0 ** (attempt - 1), self.longest_wait)
 
 
-@dataclass(frozen=True)
-class Weights:
-    """A published version: what an engine loads."""
-
-    directory: Path
-    version: int
-
-
-class EngineGone(EngineError):
-    """No answer came: the engine is dead, cut off, or not there yet."""
-
-
 class EngineSilent(EngineGone):
     """It takes connections, and has let all the time go by that an answer may take."""
 
@@ -89,14 +78,6 @@ class _Failed(Exception):
     def __init__(self, reason: str, passing: bool, kind: type[EngineError] = EngineError) -> None:
         super().__init__(reason)
         self.passing, self.kind = passing, kind
-
-
-class Receives(msgspec.Struct):
-    """What an engine says of weights from the trainer's memory."""
-
-    workers: int
-    """Processes that each take all of them."""
-    backends: list[str]
 
 
 class _Health(msgspec.Struct):
@@ -159,10 +140,10 @@ class EngineAdmin:
         return told.version
 
     async def update(
-        self, weights: Weights, *, asleep: bool = False, meeting: Meeting | None = None
+        self, weights: Weights, *, asleep: bool = False, meeting: Mapping[str, Any] | None = None
     ) -> None:
         """Load published weights while requests wait; from sleep, it is woken instead of paused.
-        ``meeting``: where the trainer passes them on from its memory.
+        ``meeting``: what a weight transport tells the engine that receives.
         However it ends, the engine is resumed if it can be reached."""
         try:
             await (self.wake() if asleep else self.pause())
@@ -171,7 +152,7 @@ class EngineAdmin:
                 "weight_dir": str(weights.directory),
             }
             if meeting is not None:
-                body["meeting"] = msgspec.to_builtins(meeting)
+                body["meeting"] = dict(meeting)
             once = meeting is not None  # it takes place once
             await self._persist("/update_weights", timeout=self._timeout, once=once, json=body)
         except BaseException as error:

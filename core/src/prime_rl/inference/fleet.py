@@ -17,27 +17,26 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from prime_rl.broadcast.meeting import Meeting
+from prime_rl.errors import EngineError, EngineGone
 from prime_rl.inference.absence import check_start, nobody_serves, outage
 from prime_rl.inference.client import (
     EngineAdmin,
-    EngineGone,
     EngineLocked,
     EngineSilent,
     NotReady,
     OtherModel,
     RetryPolicy,
-    Weights,
 )
 from prime_rl.inference.late import all_but_the_late
-from prime_rl.inference.meetings import Meetings
 from prime_rl.inference.replica import Replica
-from prime_rl.plugins.errors import EngineError
+from prime_rl.plugins.weight_transports import WeightDelivery
+from prime_rl.weights.versions import Weights, only_in_memory, wait_for_files
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +76,25 @@ class _Lost(Exception):
     """The replica went away under a request."""
 
 
+@dataclass(frozen=True)
+class FleetOptions:
+    """How a fleet treats its replicas."""
+
+    model: str | None = None
+    """The name they serve the policy under; None: any."""
+    own: bool = True
+    """The run started them. Others get the first weights pushed, whatever version they report."""
+    have_first: bool = True
+    """Our own were started with the first weights, and not with earlier ones."""
+    timeout: float = 600.0
+    """Seconds that the run continues while no replica serves."""
+    hang_timeout: float = math.inf
+    """Seconds without any answer after which a replica counts as hung."""
+    update_timeout: float = 720.0
+    retry: RetryPolicy | None = None
+    poll: float = POLL_SECONDS
+
+
 class Fleet:
     """Replicas of one engine, each at the live policy's current version while it serves."""
 
@@ -85,25 +103,15 @@ class Fleet:
         urls: Sequence[str],
         admin_key: str,
         first: Weights,
-        *,
-        model: str | None = None,
-        own: bool = True,
-        have_first: bool = True,
-        timeout: float = 600.0,
-        hang_timeout: float = math.inf,
-        update_timeout: float = 720.0,
-        retry: RetryPolicy | None = None,
-        poll: float = POLL_SECONDS,
-        meetings: Meetings | None = None,
+        options: FleetOptions | None = None,
+        delivery: WeightDelivery | None = None,
     ) -> None:
-        """``first``: what they sample from at the start. ``own``: we have started them; others get
-        it pushed, whatever they say they have. ``have_first``: our own were started with it, and
-        not with what came before. ``timeout``: how long the run goes on with nobody serving.
-        ``hang_timeout``: how long a replica may answer nothing at all before it counts as hung.
-        ``meetings``: the trainer passes weights on from its memory."""
+        """``first``: the weights they sample from at the start. ``delivery``: how new weights
+        arrive, if not as files."""
+        options = options or FleetOptions()
         one_of_many = RetryPolicy(attempts=3, first_wait=0.5)  # the others wait for it meanwhile
-        policy = retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
-        admins = [EngineAdmin(url, admin_key, update_timeout, policy) for url in urls]
+        policy = options.retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
+        admins = [EngineAdmin(url, admin_key, options.update_timeout, policy) for url in urls]
         self.replicas = [Replica(number, admin) for number, admin in enumerate(admins)]
         self.on_waiting: Callable[[str | None], None] = lambda text: None
         """Told whom requests wait for when nobody serves, and None when that is over."""
@@ -111,10 +119,12 @@ class Fleet:
         """Called when a replica comes or goes."""
         self.asleep = False
         self._first = self._target = first
-        self._model, self._own, self._have_first = model, own, own and have_first
-        self._timeout, self._hang_timeout, self._poll = timeout, hang_timeout, poll
+        self._model, self._own = options.model, options.own
+        self._have_first = options.own and options.have_first
+        self._timeout, self._hang_timeout = options.timeout, options.hang_timeout
+        self._poll = options.poll
         self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
-        self._meetings = meetings
+        self._delivery = delivery
         self._late: set[asyncio.Task[None]] = set()
         self._serves = asyncio.Event()
         self._since = time.monotonic()
@@ -167,8 +177,8 @@ class Fleet:
     def _check_start(self) -> None:
         check_start(self.replicas, self._own)
         for replica in self.replicas:
-            if self._meetings is not None and replica.answers:
-                self._meetings.check(replica)
+            if self._delivery is not None and replica.answers:
+                self._delivery.check(replica)
 
     async def run(self) -> None:
         """Look after the replicas until cancelled. Raises ``EngineError`` when nobody has served
@@ -254,11 +264,11 @@ class Fleet:
             return
         target = self._target
         try:
-            if self._meetings is not None:
-                self._meetings.check(replica)
+            if self._delivery is not None:
+                self._delivery.check(replica)
             if not self._is_current(replica, version):
-                if self._meetings is not None:
-                    await self._meetings.files(lambda: self._target, self._meetings.timeout)
+                if self._delivery is not None:
+                    await wait_for_files(lambda: self._target, self._delivery.timeout)
                     target = self._target
                 log.info("bringing engine %s to version %d", replica.url, target.version)
                 await self._update(replica, target)
@@ -379,9 +389,9 @@ class Fleet:
         left: Sequence[Replica] = asked
         missed: dict[Replica, BaseException] = {}
         try:
-            if self._meetings is not None and self._meetings.applies(weights):
-                left, missed = await self._meetings.hold(weights, asked, self._update)
-            # One that went away while others met: ``_join`` may be at it already.
+            if self._delivery is not None and only_in_memory(weight_dir):
+                left, missed = await self._delivery.deliver(weights, asked, self._update)
+            # One that went away during the delivery: ``_join`` may be at it already.
             here = [replica for replica in left if replica.serving]
             tasks = {r: asyncio.create_task(self._update(r, weights)) for r in here}
             await all_but_the_late(list(tasks.values()))
@@ -416,7 +426,7 @@ class Fleet:
             task.exception()  # the next attempt to join tells, should it fail as well
 
     async def _update(
-        self, replica: Replica, weights: Weights, meeting: Meeting | None = None
+        self, replica: Replica, weights: Weights, meeting: Mapping[str, Any] | None = None
     ) -> None:
         replica.busy, replica.in_doubt = True, True
         try:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from prime_rl.errors import EngineError
 from prime_rl.inference.fleet import Fleet, Unanswered
 from prime_rl.inference.replica import Replica
 from prime_rl.inference.scorer import Scorer, Unavailable
-from prime_rl.plugins.errors import EngineError
 from prime_rl.rollout import FloatColumn
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.config.models import FrozenModel
+from prime_rl.errors import ConfigError, EngineError
 from prime_rl.inference.scorer import Endpoint, Scorer, Unavailable
-from prime_rl.plugins.errors import ConfigError, EngineError
 from prime_rl.rollout import FloatColumn
 
 log = logging.getLogger(__name__)

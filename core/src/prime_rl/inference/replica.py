@@ -6,6 +6,7 @@ import asyncio
 import time
 
 from prime_rl.inference.client import EngineAdmin
+from prime_rl.plugins.weight_transports import Receives
 
 
 class Replica:
@@ -57,6 +58,16 @@ class Replica:
     def url(self) -> str:
         """Without ``/v1``."""
         return self.admin.url
+
+    @property
+    def receives(self) -> Receives | None:
+        """How it can receive weights, as of the last look."""
+        return self.admin.receives
+
+    @property
+    def session(self) -> object:
+        """Another object each time it joins."""
+        return self.lost
 
     def rejoin(self, version: int) -> float | None:
         """It serves now; the seconds it was away, None at the start."""

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 import numpy as np
 
-from prime_rl.plugins.errors import ConfigError, EngineError, OverlongError
+from prime_rl.errors import ConfigError, EngineError, OverlongError
 from prime_rl.rollout import FloatColumn
 
 IMPOSSIBLE = -9999.0

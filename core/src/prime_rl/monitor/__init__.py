@@ -1,1 +1,1 @@
-"""What a run reports: metric names and reductions, and the monitors that keep them."""
+"""Metric names and reductions, and the monitors that record them."""

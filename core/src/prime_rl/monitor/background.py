@@ -1,5 +1,4 @@
-"""A monitor in a thread of its own: however slow or broken it is, the loop neither waits nor
-fails."""
+"""A monitor in its own thread: if it is slow or broken, the loop neither waits nor fails."""
 
 from __future__ import annotations
 
@@ -15,29 +14,29 @@ from prime_rl.rollout import Rollout
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 1000
-"""Lines of metrics that may wait for a slow monitor; a line is a few kilobytes."""
+"""Queued lines of metrics per monitor; a line has a few kilobytes."""
 
 MAX_WAITING_ROLLOUTS = 4
-"""Batches of rollouts that may wait: each keeps a whole batch in memory."""
+"""Queued batches of rollouts: each keeps a whole batch in memory."""
 
 CLOSE_SECONDS = 15.0
-"""How long a monitor may take over what waits when the run ends; less than the time that the
-orchestrator gives all its closing."""
+"""Seconds for a monitor to process its queue at the end; shorter than the orchestrator's limit for
+closing everything."""
 
 
 def in_background(monitor: Monitor) -> Monitor:
-    """The monitor as the loop should hold it: behind a queue, unless it wants to be waited for."""
+    """Put a monitor behind a queue, unless it opts out (``Monitor.in_background``)."""
     return Background(monitor) if monitor.in_background else monitor
 
 
 class Background(Monitor):
-    """Stands for another monitor; its calls are queued, and done by one thread in their order."""
+    """Wraps a monitor: queues its calls, which one thread runs in order."""
 
     in_background = False
 
     def __init__(self, monitor: Monitor, max_waiting: int = MAX_WAITING) -> None:
         super().__init__(monitor.config, monitor.run_dir)
-        self.name = monitor.name  # type: ignore[misc]  # it goes by the name of whom it stands for
+        self.name = monitor.name  # type: ignore[misc]  # the wrapped monitor's name
         self._monitor = monitor
         self._max_waiting = max_waiting
         self._calls: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -55,13 +54,13 @@ class Background(Monitor):
         self._calls.put((f"step {step}", partial(self._monitor.log, step, metrics)))
 
     def wants_rollouts(self, step: int) -> bool:
-        """As the monitor says."""
+        """The monitor's own answer."""
         return self._monitor.wants_rollouts(step)
 
     def log_rollouts(
         self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
     ) -> None:
-        """Queue a batch of rollouts; a busy monitor misses some."""
+        """Queue a batch of rollouts; a busy monitor skips batches."""
         if not self._room.acquire(blocking=False):
             log.info("monitor %r is busy: it misses the rollouts of step %d", self.name, step)
         else:
@@ -69,7 +68,7 @@ class Background(Monitor):
             self._calls.put((f"rollouts of step {step}", call))
 
     def close(self) -> None:
-        """Let it finish what waits and close it, within ``CLOSE_SECONDS``."""
+        """Process the queue and close the monitor, within ``CLOSE_SECONDS``."""
         self._calls.put(None)
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
@@ -105,14 +104,13 @@ class Background(Monitor):
 
 
 class Failures:
-    """What monitors failed at: the first failure of each is told in full, the others are
-    counted."""
+    """Failures of monitors: logs the first of each with its traceback, and counts the others."""
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
 
     def guard(self, name: str, when: str, call: Callable[[], None]) -> None:
-        """Call; a failure is noted, never raised."""
+        """Call; a failure is recorded, never raised."""
         try:
             call()
         except Exception:
@@ -121,7 +119,7 @@ class Failures:
                 log.exception("monitor %r failed at %s; the run goes on", name, when)
 
     def summarise(self) -> None:
-        """Say how often a monitor failed, if it was more than once."""
+        """Log how often each monitor failed, if more than once."""
         for name, count in self.counts.items():
             if count > 1:
                 log.warning("monitor %r failed %d times in all", name, count)

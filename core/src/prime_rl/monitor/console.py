@@ -1,4 +1,4 @@
-"""The orchestrator's own log: one line a step and one an env, for people and for grep."""
+"""The orchestrator's log: one line per step and one per env."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Console:
         self._max_steps = max_steps
 
     def step(self, step: int, metrics: Mapping[str, float], envs: Sequence[str] = ()) -> None:
-        """One finished batch; each env has a line of its own where there are several."""
+        """Log one finished batch; several envs get a line each."""
         log.info(
             "Step %d/%d | %.2fs | %s | Max Off-Policy %.0f | %s",
             step,
@@ -48,6 +48,6 @@ def _credit(env: str, metrics: Mapping[str, float]) -> str:
 
 
 def _endings(env: str, metrics: Mapping[str, float], *keys: str) -> str:
-    """Shares of rollouts, in percent."""
+    """Fractions of rollouts, in percent."""
     shares = {key: 100 * metrics.get(f"train/{env}/all/{key}/mean", 0.0) for key in keys}
     return " | ".join(f"{LABELS[key]} {share:.1f}%" for key, share in shares.items())

@@ -1,21 +1,22 @@
-"""What the engines say of themselves: their Prometheus pages, looked at every few seconds.
+"""Metrics of the engines, from their Prometheus pages, polled every few seconds.
 
-    gauge      inference/<name>/{mean,median,min,max,sum}   over the engines, at the last look
+    gauge      inference/<name>/{mean,median,min,max,sum}   over the engines, at the last poll
     counter    inference/<name>:rate     per second over all engines, since the last step
-    histogram  inference/<name>:mean     of what was observed on all engines since the last step
+    histogram  inference/<name>:mean     of the observations on all engines since the last step
 
-Names are vLLM's, without their ``vllm:`` and ``_total``. A metric that labels split is summed.
+Names are vLLM's, without ``vllm:`` and ``_total``. Samples that differ only in labels are summed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from prime_rl.monitor.metrics import Reduced
 
@@ -23,16 +24,13 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 
-ENDINGS = re.compile("_(total|sum|count|bucket)$")
-"""What a sample's name has beyond its metric's."""
-
 Scrape = Callable[[], Awaitable[Sequence[str]]]
 """The pages of the engines that answered."""
 
 
 @dataclass
 class Page:
-    """One engine's metrics at one look."""
+    """One engine's metrics at one poll."""
 
     gauges: dict[str, float] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
@@ -41,7 +39,7 @@ class Page:
 
 
 class EngineWatch:
-    """Polls until cancelled; a page that cannot be had, or read, is told once and passed over."""
+    """Polls until cancelled. The first page that cannot be fetched or parsed is logged."""
 
     def __init__(self, scrape: Scrape, poll: float = POLL_SECONDS) -> None:
         self._scrape = scrape
@@ -49,23 +47,23 @@ class EngineWatch:
         self._pages: list[Page] = []
         self._before: tuple[float, Mapping[str, float]] | None = None
         self._now: tuple[float, Mapping[str, float]] | None = None
-        self._told = False
+        self._warned = False
 
     async def run(self) -> None:
-        """Look, and look again."""
+        """Poll forever."""
         while True:
             try:
                 self.note(time.monotonic(), await self._scrape())
-            except Exception as error:  # only a look: the run does not hang on it
-                if not self._told:
+            except Exception as error:  # metrics must not end the run
+                if not self._warned:
                     log.warning(
                         "engine metrics cannot be read: %s: %s", type(error).__name__, error
                     )
-                self._told = True
+                self._warned = True
             await asyncio.sleep(self._poll)
 
     def note(self, seconds: float, texts: Sequence[str]) -> None:
-        """One look at all engines, at a time of a monotonic clock."""
+        """Record one poll of all engines. ``seconds``: on a monotonic clock."""
         self._pages = [parse(text) for text in texts]
         totals: dict[str, float] = {}
         for page in self._pages:
@@ -75,7 +73,7 @@ class EngineWatch:
         self._before = self._before or self._now
 
     def take(self) -> Reduced:
-        """Gauges of the last look, and rates between the last look of the step before and it."""
+        """Gauges of the last poll, and rates since the last poll of the previous step."""
         metrics: Reduced = {}
         for name in sorted({name for page in self._pages for name in page.gauges}):
             values = [page.gauges[name] for page in self._pages if name in page.gauges]
@@ -90,9 +88,9 @@ class EngineWatch:
         return metrics
 
     def _grown(self, elapsed: float) -> Reduced:
-        """Rates of counters and means of histograms since the step before."""
+        """Rates of counters and means of histograms since the previous step."""
         assert self._before and self._now
-        # A counter that has fallen: an engine was started anew, or did not answer.
+        # A sum falls if an engine restarted or did not answer.
         grown = {
             name: max(0.0, value - self._before[1].get(name, value))
             for name, value in self._now[1].items()
@@ -107,24 +105,14 @@ class EngineWatch:
 
 
 def parse(text: str) -> Page:
-    """What a page holds, in Prometheus' text format. Raises ``ValueError`` on a
-    line that is none."""
-    kinds: dict[str, str] = {}
+    """Read a page in Prometheus' text format. Raises ``ValueError`` if it is malformed."""
     page = Page()
-    for line in text.splitlines():
-        if line.startswith("# TYPE "):
-            name, kind = line.split()[2:4]
-            kinds[name] = kind
-        elif line and not line.startswith("#"):
-            head, _, value = line.rpartition(" ")
-            full = head.partition("{")[0]
-            kind = kinds.get(full) or kinds.get(ENDINGS.sub("", full), "")
-            table = {
-                "gauge": page.gauges,
-                "counter": page.counters,
-                "histogram": page.histograms,
-            }.get(kind)
-            if table is not None and not full.endswith(("_info", "_created", "_bucket")):
-                name = full.rpartition(":")[2].removesuffix("_total")
-                table[name] = table.get(name, 0.0) + float(value)
+    tables = {"gauge": page.gauges, "counter": page.counters, "histogram": page.histograms}
+    for family in text_string_to_metric_families(text):
+        if (table := tables.get(family.type)) is None:
+            continue
+        for sample in family.samples:
+            if not sample.name.endswith(("_info", "_created", "_bucket")):
+                name = sample.name.rpartition(":")[2].removesuffix("_total")
+                table[name] = table.get(name, 0.0) + sample.value
     return page

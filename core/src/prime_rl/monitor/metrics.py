@@ -1,7 +1,7 @@
-"""Names and reductions of what the orchestrator reports: ``group/name``, per env and over all.
+"""Names and reductions of the orchestrator's metrics: ``group/name``, per env and over all envs.
 
-``train/A/all`` is every rollout that was decided on, ``train/A/effective`` those that train; A is
-an env's label, or ``agg`` for all envs together.
+``train/A/all`` covers every rollout considered for the batch, ``train/A/effective`` those that
+train; A is an env's label, or ``agg`` for all envs together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reduced = dict[str, float]
 
 
 def describe(values: Sequence[float], name: str) -> Reduced:
-    """``name/{mean,max,min,p10,p90}`` of some values; nothing of none."""
+    """``name/{mean,max,min,p10,p90}`` of some values; empty without values."""
     if not values:
         return {}
     column = np.sort(np.asarray(values, np.float64))
@@ -32,8 +32,8 @@ def describe(values: Sequence[float], name: str) -> Reduced:
 
 
 def _percentile(column: npt.NDArray[np.float64], share: float) -> float:
-    """Of a sorted column, linear between its neighbours: ``np.percentile`` at a tenth of its
-    cost."""
+    """Percentile of a sorted column, by linear interpolation, at a tenth of the cost of
+    ``np.percentile``."""
     place = share * (len(column) - 1)
     below = int(place)
     above = min(below + 1, len(column) - 1)
@@ -41,8 +41,7 @@ def _percentile(column: npt.NDArray[np.float64], share: float) -> float:
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], subset: str, prefix: str = "train") -> Reduced:
-    """Reward, lengths and turns of some rollouts, over all envs (``agg``) and each env by
-    itself."""
+    """Reward, lengths and turns of some rollouts, over all envs (``agg``) and per env."""
     by_env: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
         by_env[rollout.env].append(rollout)
@@ -53,7 +52,7 @@ def rollout_metrics(rollouts: Sequence[Rollout], subset: str, prefix: str = "tra
 
 
 def describe_rollouts(rollouts: Sequence[Rollout], name: str) -> Reduced:
-    """Reward, lengths, turns and endings of some rollouts, by ``name/...``."""
+    """Reward, lengths, turns and stop conditions of some rollouts, as ``name/...``."""
     rewarded = _rewarded(rollouts)
     totals = [rollout.num_tokens for rollout in rollouts]
     outputs = [rollout.num_trainable_tokens for rollout in rollouts]
@@ -80,15 +79,15 @@ def describe_rollouts(rollouts: Sequence[Rollout], name: str) -> Reduced:
 
 
 def _rewarded(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Those whose reward says how well the policy does: what it sampled now. A frozen model's count
-    where there are no others; demonstrations and past experience never."""
+    """Rollouts whose reward measures the policy: those it has just sampled. Those of a frozen model
+    count if there are no others; demonstrations and replayed rollouts never count."""
     live = [rollout for rollout in rollouts if rollout.is_live]
     return live or [rollout for rollout in rollouts if rollout.source == "frozen"]
 
 
 def _named(rollouts: Sequence[Rollout], kind: str, name: str) -> Reduced:
-    """The env's own terms: ``rewards/<term>/...`` and ``metrics/<term>/...``, each over those that
-    have it."""
+    """The env's own terms, ``rewards/<term>/...`` and ``metrics/<term>/...``, over the rollouts
+    that have each term."""
     terms: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         for term, value in getattr(rollout, kind).items():
@@ -102,12 +101,12 @@ def _named(rollouts: Sequence[Rollout], kind: str, name: str) -> Reduced:
 def outcome_metrics(
     counts: Mapping[str, Mapping[str, int]], cancelled: Mapping[str, int] | None = None
 ) -> Reduced:
-    """What became of the rollouts that ended since the last step.
+    """Outcomes of the rollouts that ended since the last step.
 
-    ``counts`` holds, by env, how many ``finished``, and failures by class as ``error/<class>``;
-    ``cancelled``, by env, how many were. Gives shares of those that ended,
-    ``.../is_completed/mean``, ``.../has_error/mean`` and ``.../cancelled/mean``, and failures as
-    numbers, ``.../error/<class>``.
+    ``counts`` has, by env, the number ``finished`` and the failures by class, ``error/<class>``;
+    ``cancelled`` the number cancelled by env. Returns fractions of the rollouts that ended,
+    ``.../is_completed/mean``, ``.../has_error/mean`` and ``.../cancelled/mean``, and the number of
+    failures, ``.../error/<class>``.
     """
     total: Counter[str] = Counter()
     by_env: dict[str, Counter[str]] = {}
@@ -135,7 +134,7 @@ def _outcomes(ended: Mapping[str, int], name: str) -> Reduced:
 
 
 def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = "all") -> Reduced:
-    """``group_metrics`` of ``(env, rewards)`` over all envs, and of each env by itself."""
+    """``group_metrics`` of ``(env, rewards)``, over all envs and per env."""
     by_env: dict[str, list[Sequence[float]]] = defaultdict(list)
     for env, rewards in groups:
         by_env[env].append(rewards)
@@ -146,7 +145,7 @@ def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = 
 
 
 def group_metrics(groups: Iterable[Sequence[float]], name: str) -> Reduced:
-    """Shares of groups whose rewards are all zero, all one, or neither."""
+    """Fractions of groups whose rewards are all zero, all one, or neither."""
     kinds: Counter[str] = Counter()
     for rewards in groups:
         kinds[
@@ -162,11 +161,11 @@ def group_metrics(groups: Iterable[Sequence[float]], name: str) -> Reduced:
 
 
 def off_policy_metrics(staleness: Sequence[int], in_flight: Sequence[int | None] = ()) -> Reduced:
-    """How many versions behind the weights they train the batch's rollouts are.
+    """Staleness of the batch's rollouts: versions between sampling and training.
 
-    ``in_flight``: by rollout, how many of those versions came while it was sampled (None: nobody
-    knows); the rest came while it waited in the queue. ``off_policy/behind/N``: the share of the
-    batch that is N versions behind.
+    ``in_flight``: versions published while each rollout was sampled (None: unknown); the others
+    were published while it waited in the queue. ``off_policy/behind/N``: the fraction of the batch
+    that is N versions behind.
     """
     if not staleness:
         return {}
@@ -181,8 +180,8 @@ def off_policy_metrics(staleness: Sequence[int], in_flight: Sequence[int | None]
 
 
 def batch_metrics(seen: Sequence[Rollout], kept: Sequence[Rollout]) -> Reduced:
-    """What the batch is made of: ``batch/A`` is env A's share of the rollouts that train,
-    ``batch/A/seen`` and ``batch/A/trainable`` are numbers."""
+    """Composition of the batch: ``batch/A`` is env A's fraction of the rollouts that train,
+    ``batch/A/seen`` and ``batch/A/trainable`` are counts."""
     seen_by, kept_by = (Counter(r.env for r in rollouts) for rollouts in (seen, kept))
     metrics = {"batch/agg/seen": float(len(seen)), "batch/agg/trainable": float(len(kept))}
     for env in sorted(seen_by | kept_by):
@@ -210,15 +209,15 @@ def timing_metrics(
 
 
 class Progress:
-    """``progress/...``: what went by in this step, and since the start."""
+    """``progress/...``: counts of this step, and totals since the start."""
 
     def __init__(self) -> None:
         self._totals: Counter[str] = Counter()
         self._examples: set[tuple[str, int]] = set()
 
     def step(self, seen: Sequence[Rollout]) -> Reduced:
-        """Count the rollouts that were decided on for one batch. A task is an example of an env;
-        the total counts each once."""
+        """Count the rollouts considered for one batch. A task is an example of an env; the total
+        counts each once."""
         examples = {(rollout.env, rollout.example_id) for rollout in seen}
         self._examples |= examples
         tokens = sum(rollout.num_tokens for rollout in seen)
@@ -238,7 +237,7 @@ class Progress:
 
 
 def mean_and_max(values: Sequence[float], name: str) -> Reduced:
-    """``name/{mean,max}`` of some values; nothing of none."""
+    """``name/{mean,max}`` of some values; empty without values."""
     return {f"{name}/mean": _mean(values), f"{name}/max": float(max(values))} if values else {}
 
 

@@ -1,4 +1,4 @@
-"""Where the time goes: seconds spent waiting, and how late the event loop is."""
+"""Seconds spent waiting, and the delay of the event loop."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import numpy as np
 from prime_rl.monitor.metrics import Reduced
 
 LAG_SECONDS = 0.05
-"""Between two looks at the event loop: 20 wake-ups a second, some 40 us each."""
+"""Seconds between two samples: 20 wake-ups per second, about 40 us each."""
 
 
 class Stopwatch:
-    """Seconds by name since they were last taken."""
+    """Seconds by name since the last ``take``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     def add(self, name: str, started: float) -> None:
-        """Note that something has gone on since ``started`` (``time.perf_counter``)."""
+        """Add the time since ``started`` (``time.perf_counter``)."""
         elapsed = time.perf_counter() - started
         self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
 
     def take(self) -> dict[str, float]:
-        """Every name's seconds; counting starts anew, and a name once seen stays, at 0."""
+        """Return the seconds of every name and reset them to 0."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
 
 class EventLoopLag:
-    """How much later than asked a sleeping task wakes: what blocks the loop delays every
-    rollout."""
+    """How much later than requested a sleeping task wakes. Code that blocks the event loop delays
+    every rollout."""
 
     def __init__(self) -> None:
         self._lags: list[float] = []
@@ -45,7 +45,7 @@ class EventLoopLag:
             self._lags.append(max(0.0, time.perf_counter() - due))
 
     def take(self) -> Reduced:
-        """``event_loop_lag/...`` in seconds, since the last call; nothing if there was no look."""
+        """``event_loop_lag/...`` in seconds since the last call; empty without samples."""
         lags, self._lags = self._lags, []
         if not lags:
             return {}

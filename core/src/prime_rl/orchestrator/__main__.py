@@ -8,23 +8,28 @@ import os
 import signal
 import sys
 import threading
-from contextlib import AsyncExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import PrimeRLError
 from prime_rl.orchestrator import build
+from prime_rl.orchestrator.chat_template import write_chat_template
+from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
+from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.policy import Policy
-from prime_rl.orchestrator.producers import SampledFrozen, Supplied
-from prime_rl.orchestrator.reporter import Reporter
+from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
 from prime_rl.orchestrator.summary import write_summary
-from prime_rl.plugins.errors import PrimeRLError
-from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.run.launch import Launch, wait_for_model
-from prime_rl.run.processes import exit_with_parent, lasting_imports
-from prime_rl.run.status import DONE, Status
+from prime_rl.orchestrator.versions import write_versions
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.rundir.launch import Launch, wait_for_model
+from prime_rl.rundir.processes import exit_with_parent, lasting_imports
+from prime_rl.rundir.status import DONE, Status
+from prime_rl.rundir.stop import report_stopped, stop_asked
 from prime_rl.wire.transport import make_sender
 
 log = logging.getLogger("prime_rl")
@@ -83,24 +88,54 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         hooks = load_plugins(disabled=config.plugins.disabled)
         import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
 
-    if launch.wait_for_model:
-        status.report("waiting", waiting_for="model (being made)")
-        await wait_for_model(Path(launch.model_path))
+    run = RunContext(config, launch, run_dir, hooks, status)
+    stop = asyncio.create_task(stop_asked(run_dir))
     async with AsyncExitStack() as stack:
         try:
-            orchestrator = await _build(stack, run_dir, config, launch, hooks, status)
-            if launch.checkpoint is not None:
-                orchestrator.restore(launch.checkpoint)
-            results = await orchestrator.run()
-            status.report("writing the summary")
-            write_summary(run_dir, config, results)
-            status.report(DONE)
+            with _cancelled_by(stop, launch, status):
+                orchestrator, evaluation = await _build(stack, run)
+            await _train(orchestrator, evaluation, stop)
             _end_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
             if isinstance(error, PrimeRLError):
                 _say(error, status)  # before closing, which may take its time
             _end_within(TEARDOWN_SECONDS, 1)
             raise
+
+
+@contextmanager
+def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> Iterator[None]:
+    """Before there is an orchestrator a stop just cancels: no step was trained."""
+    task, is_building = asyncio.current_task(), True
+
+    def cancel(stop: asyncio.Task[None]) -> None:
+        if is_building and task is not None:
+            task.cancel()
+
+    stop.add_done_callback(cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if stop.done():
+            report_stopped(status, launch.first_step - 1)
+        raise
+    finally:
+        is_building = False
+
+
+async def _train(
+    orchestrator: Orchestrator, evaluation: Evaluation, stop: asyncio.Task[None]
+) -> None:
+    """The run itself, and its summary."""
+    run = orchestrator.context
+    last = await orchestrator.run(stop)
+    if last is None or last >= run.launch.first_step:
+        run.status.report("writing the summary")
+        write_summary(run.run_dir, run.config, evaluation.results, last)
+    if last is None:
+        run.status.report(DONE)
+    else:
+        report_stopped(run.status, last)
 
 
 def _say(error: PrimeRLError, status: Status) -> None:
@@ -115,60 +150,54 @@ def _end_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-async def _build(
-    stack: AsyncExitStack,
-    run_dir: Path,
-    config: RunConfig,
-    launch: Launch,
-    hooks: Hooks,
-    status: Status,
-) -> Orchestrator:
+async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, Evaluation]:
+    """Everything the loop holds, ready to run; ``stack`` closes it."""
+    config, launch, run_dir = run.config, run.launch, run.run_dir
+    if launch.wait_for_model:
+        run.status.report("waiting", waiting_for="model (being made)")
+        await wait_for_model(Path(launch.model_path))
+    write_versions(run_dir, run.hooks, config.plugins.disabled)
     policy, outages = Policy(launch.first_step - 1), Outages()
-    fleet = build.build_fleet(config, launch, outages, run_dir)
+    fleet = build.build_fleet(config, run.hooks, launch, outages, run_dir)
     stack.push_async_callback(fleet.close)
     build.report_engines(config, launch, fleet, run_dir)
-    shared = build.build_shared(config, hooks, launch, fleet, lambda: policy.version, outages)
+    engines = Engines(fleet, policy, outages)
+    shared = build.build_shared(config, run.hooks, launch, fleet, lambda: policy.version, outages)
     stack.push_async_callback(shared.policy.close)
-    envs = build.build_train_envs(shared)
-    eval_envs = build.build_eval_envs(shared)
+    write_chat_template(config, run.hooks, shared.renderer, Path(launch.model_path), run_dir)
+    envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
     for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
         await stack.enter_async_context(environment)
     for env in envs:
         stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
         await env.algorithm.setup(env.host)
-        if isinstance(env.producer, Supplied):
-            await env.producer.source.setup(env.host)
-    monitors = build.build_monitors(config, hooks, run_dir)
+        if isinstance(env.source, ExternalSource):
+            await env.source.source.setup(env.host)
+    monitors = build.build_monitors(config, run.hooks, run_dir)
     for monitor in monitors:
         stack.callback(monitor.close)
-    sender = make_sender(launch, run_dir)
-    stack.callback(sender.close)
-    status.report("waiting", waiting_for="inference (engine start)")
-    await fleet.wait_ready(config.inference.ready_timeout)
-    outages.changed = lambda: status.report("waiting", waiting_for=outages.waiting_for or "models")
-    for env in envs:
-        await env.host.wait_ready(config.inference.ready_timeout)
-        if isinstance(env.producer, SampledFrozen):
-            stack.push_async_callback(env.producer.close)
-            await env.producer.wait_ready(config.inference.ready_timeout)
-    return Orchestrator(
-        config=config,
-        launch=launch,
-        run_dir=run_dir,
-        hooks=hooks,
-        envs=envs,
-        eval_envs=eval_envs,
-        sampler=build.build_sampler(config, hooks, envs),
-        assembler=build.build_assembler(config, hooks, launch),
-        reporter=Reporter(run_dir, monitors, config.max_steps, config.orchestrator.save_rollouts),
-        sender=sender,
-        fleet=fleet,
-        place=shared.place,
-        status=status,
-        policy=policy,
-        outages=outages,
+    wire = make_sender(launch, run_dir)
+    stack.callback(wire.close)
+    await _wait_for_models(stack, run, engines, envs)
+    return build.build_orchestrator(run, engines, shared.place, envs, eval_envs, monitors, wire)
+
+
+async def _wait_for_models(
+    stack: AsyncExitStack, run: RunContext, engines: Engines, envs: Sequence[TrainEnv]
+) -> None:
+    """Until the policy and every frozen model can be asked."""
+    timeout, outages = run.config.inference.ready_timeout, engines.outages
+    run.status.report("waiting", waiting_for="inference (engine start)")
+    await engines.fleet.wait_ready(timeout)
+    outages.changed = lambda: run.status.report(
+        "waiting", waiting_for=outages.waiting_for or "models"
     )
+    for env in envs:
+        await env.host.wait_ready(timeout)
+        if isinstance(env.source, SampledFrozen):
+            stack.push_async_callback(env.source.close)
+            await env.source.wait_ready(timeout)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from prime_rl.config.base import Settings
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
     AlgoSamplingConfig,
@@ -20,20 +19,36 @@ from prime_rl.config.orchestrator import (
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.inference.client import Weights
-from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.meetings import Meetings
+from prime_rl.env.environment import Environment, EnvSettings, SamplingSettings
+from prime_rl.env.rendering import Rendering
+from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.inference.policy_scores import PolicyScores
 from prime_rl.monitor.background import in_background
-from prime_rl.orchestrator.batch import BatchAssembler
+from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.engines import EnginesStatus, PolicyEngines
-from prime_rl.orchestrator.env import Environment, EnvSettings, SamplingSettings
 from prime_rl.orchestrator.evals import EvalEnv
+from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.filters import FilterSlot, build_filters
-from prime_rl.orchestrator.host import EnvHost, Outages
-from prime_rl.orchestrator.producers import Producer, Sampled, SampledFrozen, Supplied
-from prime_rl.orchestrator.rendering import Rendering
-from prime_rl.plugins.base import Algorithm, Monitor, SampledEnv, Sampler
+from prime_rl.orchestrator.host import EnvHost, Outages, RunFacts
+from prime_rl.orchestrator.keeper import EngineKeeper
+from prime_rl.orchestrator.loop import Orchestrator
+from prime_rl.orchestrator.observers import HookCalls
+from prime_rl.orchestrator.packer import Packer
+from prime_rl.orchestrator.policy import WeightWatcher
+from prime_rl.orchestrator.progress import Checkpointing, State
+from prime_rl.orchestrator.reporter import Reporter
+from prime_rl.orchestrator.sampling import Sampling
+from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
+from prime_rl.orchestrator.watchdog import Watchdog
+from prime_rl.plugins.base import (
+    Algorithm,
+    Monitor,
+    PluginConfig,
+    RendererOffer,
+    SampledEnv,
+    Sampler,
+)
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.offers import (
     ALGORITHM,
@@ -46,26 +61,57 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
-from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.run.restarts import ENGINES, engine_names
-from prime_rl.run.status import Status
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
+from prime_rl.rundir.status import Status
+from prime_rl.weights.transports import make_transport
+from prime_rl.weights.versions import Weights
+from prime_rl.wire.transport import Sender
 
-AnySettings = TypeVar("AnySettings", bound=Settings)
 
-
-@dataclass(frozen=True, eq=False)
-class TrainEnv:
-    """One training environment: where rollouts come from, and who credits them."""
-
-    name: str
-    environment: Environment
-    producer: Producer
-    algorithm: Algorithm
-    hooks: Hooks
-    """This env's scope: every installed plugin and its own algorithm."""
-    host: EnvHost
-    group_size: int
-    """Asks a group: 1 where one ask brings the whole group."""
+def build_orchestrator(
+    run: RunContext,
+    engines: Engines,
+    place: PolicyEngines,
+    envs: Sequence[TrainEnv],
+    eval_envs: Sequence[EvalEnv],
+    monitors: Sequence[Monitor],
+    wire: Sender,
+) -> tuple[Orchestrator, Evaluation]:
+    """The loop with its observers, in the order in which they are called; and the one of them that
+    has the results."""
+    config, hooks = run.config, run.hooks
+    save_rollouts = config.orchestrator.save_rollouts
+    reporter = Reporter(run.run_dir, monitors, config.max_steps, save_rollouts)
+    sampler, buffer = build_sampler(config, hooks, envs), build_buffer(config, hooks, run.launch)
+    sampling = Sampling(run, engines, envs, sampler, buffer, reporter)
+    evaluation = Evaluation(run, engines, eval_envs, place, reporter, sampling.free_slots)
+    keeper = EngineKeeper(run, engines, evaluation)
+    state = State(sampler, envs, sampling.dispatcher, buffer)
+    observers = [
+        reporter,
+        HookCalls(hooks),
+        evaluation,
+        Checkpointing(run, state),
+        sampling,
+        keeper,
+        Watchdog(run, engines, sampling),
+    ]
+    packer = Packer(config, run.launch.num_ranks, hooks)
+    weights = WeightWatcher(run.run_dir, engines.policy, engines.fleet, observers)
+    reporter.sources += [
+        run.waited.take,
+        packer.take_metrics,
+        buffer.take_metrics,
+        sampling.take_metrics,
+        evaluation.evaluator.take_metrics,
+        keeper.watch.take,
+        engines.fleet.take_metrics,
+        weights.take_metrics,
+    ]
+    if run.launch.checkpoint is not None:
+        state.restore(run.launch.checkpoint.orchestrator)
+    return Orchestrator(run, sampling, buffer, packer, wire, weights, observers), evaluation
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,30 +129,28 @@ class Shared:
     outages: Outages
 
 
-def build_fleet(config: RunConfig, launch: Launch, outages: Outages, run_dir: Path) -> Fleet:
+def build_fleet(
+    config: RunConfig, hooks: Hooks, launch: Launch, outages: Outages, run_dir: Path
+) -> Fleet:
     """The engines of the live policy: those of this run, or ``inference.base_url``."""
-    inference = config.inference
+    inference, table = config.inference, config.weight_broadcast
+    transport = make_transport(table, hooks)
+    broadcasts = run_dir / "broadcasts"
     fleet = Fleet(
         launch.engine_urls,
         os.environ.get(ADMIN_KEY, ""),
         Weights(launch.first_weights, launch.first_step - 1),
-        model=launch.served_model_name,
-        own=inference.base_url is None,
-        have_first=launch.engine_version == launch.first_step - 1,
-        timeout=inference.ready_timeout,
-        hang_timeout=inference.hang_timeout,
-        meetings=make_meetings(config, run_dir),
+        FleetOptions(
+            model=launch.served_model_name,
+            own=inference.base_url is None,
+            have_first=launch.engine_version == launch.first_step - 1,
+            timeout=inference.ready_timeout,
+            hang_timeout=inference.hang_timeout,
+        ),
+        delivery=None if transport is None else transport.delivery(broadcasts, table.timeout),
     )
     fleet.on_waiting = outages.reporter()
     return fleet
-
-
-def make_meetings(config: RunConfig, run_dir: Path) -> Meetings | None:
-    """Where weights go from memory to memory; None where they go as files."""
-    table = config.weight_broadcast
-    if table.backend is None:
-        return None
-    return Meetings(run_dir / "broadcasts", table.backend, table.timeout)
 
 
 def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
@@ -148,13 +192,21 @@ def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
     return built
 
 
-def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> Any:
-    """The ``renderers`` config object every env renders with; ``name`` asks for another one."""
+def renderer_offer(
+    config: RunConfig, hooks: Hooks, name: str | None = None
+) -> tuple[RendererOffer, PluginConfig]:
+    """The component that ``[orchestrator.renderer]`` names, or ``name``, and its settings."""
     table = config.orchestrator.renderer
     cls = select(RENDERER, name or table.name, collect(hooks, RENDERER), "orchestrator.renderer")
     fields = table.settings if name is None else {}
     settings = settings_of(cls, RENDERER, fields, "orchestrator.renderer")
-    return cls(settings).build(config.model.name, settings.model_dump())
+    return cls(settings), settings
+
+
+def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> Any:
+    """The ``renderers`` config object every env renders with; ``name`` asks for another one."""
+    offer, settings = renderer_offer(config, hooks, name)
+    return offer.build(config.model.name, settings.model_dump())
 
 
 def build_train_envs(shared: Shared) -> list[TrainEnv]:
@@ -166,12 +218,12 @@ def build_train_envs(shared: Shared) -> list[TrainEnv]:
 
 def _train_env(shared: Shared, env: EnvConfig, algorithm: Algorithm) -> TrainEnv:
     config = shared.config.orchestrator
-    environment = _environment(env, shared.renderer, shared.launch)
-    producer = build_producer(shared, env, environment)
+    environment = _environment(shared, env, config.train.harness)
+    source = build_source(shared, env, environment)
     return TrainEnv(
         name=env.label,
         environment=environment,
-        producer=producer,
+        source=source,
         algorithm=algorithm,
         hooks=scope(env.label, shared.hooks, [algorithm]),
         host=EnvHost(
@@ -180,24 +232,26 @@ def _train_env(shared: Shared, env: EnvConfig, algorithm: Algorithm) -> TrainEnv
             shared.rendering,
             shared.policy,
             shared.outages,
-            lambda name: build_renderer(shared.config, shared.hooks, name),
-            tuple(other.label for other in config.train.env),
-            shared.config.inference.max_model_len or shared.config.seq_len,
+            RunFacts(
+                renderer_named=lambda name: build_renderer(shared.config, shared.hooks, name),
+                envs=tuple(other.label for other in config.train.env),
+                context=shared.config.inference.max_model_len or shared.config.seq_len,
+            ),
         ),
-        group_size=1 if producer.whole_group else env.group_size or config.group_size,
+        group_size=1 if source.whole_group else env.group_size or config.group_size,
     )
 
 
-def build_producer(shared: Shared, env: EnvConfig, environment: Environment) -> Producer:
+def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> RolloutSource:
     """Where the env's rollouts come from, by its algorithm's ``sampling.source``."""
     config = shared.config.orchestrator
     table: AlgoSamplingConfig = (env.algo or config.algo).sampling
     source, where = table.source, f"env {env.label!r}: algo.sampling.source"
-    sampling = train_sampling(merged(config.train.sampling, env.sampling))
+    sampling = train_sampling(env.sampling or config.train.sampling)
     if isinstance(source, SourceTable):
         cls = select(SOURCE, source.type, collect(shared.hooks, SOURCE), where)
         built = cls(settings_of(cls, SOURCE, source.settings, where))
-        return Supplied(env.label, environment, built)
+        return ExternalSource(env.label, environment, built)
     if isinstance(source, FrozenModel):
         return SampledFrozen(
             env.label,
@@ -213,40 +267,36 @@ def build_producer(shared: Shared, env: EnvConfig, environment: Environment) -> 
 
 def build_eval_envs(shared: Shared) -> list[EvalEnv]:
     """Every held-out env."""
-    config = shared.config
+    evaluation = shared.config.orchestrator.eval
     return [
         EvalEnv(
             name=env.label,
-            environment=_environment(env, shared.renderer, shared.launch),
-            sampling=eval_sampling(merged(config.orchestrator.eval.sampling, env.sampling)),
+            environment=_environment(shared, env, evaluation.harness),
+            sampling=eval_sampling(env.sampling or evaluation.sampling),
             num_examples=env.num_examples,
             group_size=env.group_size,
             interval=env.interval,
         )
-        for env in config.orchestrator.eval.env
+        for env in evaluation.env
     ]
 
 
-def _environment(env: SourceConfig, renderer: Any, launch: Launch) -> Environment:
+def _environment(
+    shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
+) -> Environment:
     return Environment(
         EnvSettings(
             id=env.id,
             name=env.label,
             args=env.args,
             harness=env.harness,
+            default_harness=default_harness,
             timeout=env.timeout,
             max_turns=env.max_turns,
-            renderer=renderer,
-            tokenizer_path=Path(launch.model_path),
+            renderer=shared.renderer,
+            tokenizer_path=Path(shared.launch.model_path),
         )
     )
-
-
-def merged(group: AnySettings, env: AnySettings | None) -> AnySettings:
-    """The group's settings with what one env sets for itself laid over them."""
-    if env is None:
-        return group
-    return group.model_copy(update={name: getattr(env, name) for name in env.model_fields_set})
 
 
 def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
@@ -275,17 +325,17 @@ def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> 
     known = [
         SampledEnv(
             name=env.name,
-            num_examples=env.producer.num_examples,
+            num_examples=env.source.num_examples,
             ratio=configured.ratio,
-            is_ready=partial(getattr, env.producer, "is_ready"),
-            task=env.producer.task,
+            is_ready=partial(getattr, env.source, "is_ready"),
+            task=env.source.task,
         )
         for env, configured in zip(envs, config.orchestrator.train.env, strict=True)
     ]
     return cls(settings, known, config.seed)
 
 
-def build_assembler(config: RunConfig, hooks: Hooks, launch: Launch) -> BatchAssembler:
+def build_buffer(config: RunConfig, hooks: Hooks, launch: Launch) -> Buffer:
     """Both filter slots and the batch they guard."""
     offers = collect(hooks, FILTER)
     slots = [
@@ -295,7 +345,7 @@ def build_assembler(config: RunConfig, hooks: Hooks, launch: Launch) -> BatchAss
             ("post_batch_filters", config.orchestrator.post_batch_filters),
         )
     ]
-    return BatchAssembler(
+    return Buffer(
         batch_size=config.orchestrator.batch_size,
         max_off_policy_steps=config.orchestrator.max_off_policy_steps,
         pre=slots[0],

@@ -17,11 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Protocol
 
-from prime_rl.plugins.errors import RunError
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.errors import RunError
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -98,51 +100,51 @@ class Asked:
 class Pace:
     """What the loop needs next, as the dispatcher asks for it."""
 
+    version: int
+    """The policy's now."""
     step: int
     """The batch being assembled."""
     max_steps: int
     batch_size: int
     buffered: int
     """Rollouts that wait for a batch."""
+    is_closed: bool = False
+    """The engines sleep: no group is opened."""
 
 
-RunRollout = Callable[[OpenGroup, int], Awaitable[Member]]
-"""Sample member ``index`` of a group. Failures come back as data."""
+class Source(Protocol):
+    """Where the dispatcher gets its groups, and what it may know of them."""
+
+    def pace(self) -> Pace: ...
+
+    def next_group(self) -> tuple[int, int, int]:
+        """Env index, example index and group size of the next group."""
+        ...
+
+    async def run_rollout(self, group: OpenGroup, index: int) -> Member:
+        """Sample member ``index`` of a group. Failures come back as data."""
+        ...
+
+    def ages(self, env_index: int) -> bool:
+        """Whether the env's rollouts grow stale."""
+        ...
+
+    def expected_yield(self, env_index: int) -> float:
+        """Rollouts that one member is expected to bring, until one has come back."""
+        ...
 
 
 class Dispatcher:
     """Opens groups, runs their rollouts, hands complete groups to ``arrivals``."""
 
-    def __init__(
-        self,
-        *,
-        next_group: Callable[[], tuple[int, int, int]],
-        run_rollout: RunRollout,
-        pace: Callable[[], Pace],
-        version: Callable[[], int],
-        max_off_policy_steps: int,
-        oversampling_factor: float,
-        max_inflight: int,
-        ages: Callable[[int], bool] = lambda env_index: True,
-        yields: Callable[[int], float] = lambda env_index: 1.0,
-        is_closed: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """``ages(env index)``: whether the env's rollouts grow stale: a frozen model's never do.
-        ``yields(env index)``: rollouts one member is expected to bring, until one has come back: an
-        episode of several agents brings several. ``is_closed()``: no group is opened now, since
-        nobody could sample it; who opens again, wakes us."""
-        self._next_group = next_group
-        self._run_rollout = run_rollout
-        self._pace = pace
-        self._version = version
-        self._lag = min(max_off_policy_steps, LEAD)
-        self._max_off_policy = max_off_policy_steps
-        self._in_order = max_off_policy_steps == 0
-        self._oversampling = oversampling_factor
-        self._max_inflight = max_inflight
-        self._ages = ages
-        self._expected_yield = yields
-        self._is_closed = is_closed
+    def __init__(self, source: Source, config: OrchestratorConfig) -> None:
+        """Whatever lets ``source.pace`` allow more groups calls ``wake``."""
+        self._source = source
+        self._lag = min(config.max_off_policy_steps, LEAD)
+        self._max_off_policy = config.max_off_policy_steps
+        self._in_order = config.max_off_policy_steps == 0
+        self._oversampling = config.oversampling_factor
+        self._max_inflight = config.max_inflight
         self._yields: dict[int, float] = {}
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
@@ -167,8 +169,9 @@ class Dispatcher:
     def versions_behind(self) -> list[int]:
         """Of each rollout being sampled now that grows stale: versions since its group was
         opened."""
-        aging = [group for group in self._open.values() if self._ages(group.env_index)]
-        return [self._version() - g.policy_version for g in aging for _ in g.tasks]
+        aging = [group for group in self._open.values() if self._source.ages(group.env_index)]
+        version = self._source.pace().version
+        return [version - g.policy_version for g in aging for _ in g.tasks]
 
     def wake(self) -> None:
         """Something changed that may let more groups open: a version, a batch shipped, a rollout
@@ -213,10 +216,10 @@ class Dispatcher:
     def room(self) -> int:
         """How many more rollouts may be dispatched now (a group is opened while this is
         positive)."""
-        pace = self._pace()
-        last_batch = min(self._version() + 1 + self._lag, pace.max_steps)
+        pace = self._source.pace()
+        last_batch = min(pace.version + 1 + self._lag, pace.max_steps)
         batches = last_batch - pace.step + 1
-        if batches <= 0 or self._is_closed():
+        if batches <= 0 or pace.is_closed:
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
         # its batch.
@@ -228,7 +231,9 @@ class Dispatcher:
     def _rollouts_of(self, group: OpenGroup) -> float:
         """How many rollouts a group is expected to bring."""
         known = self._yields.get(group.env_index)
-        return group.size * (self._expected_yield(group.env_index) if known is None else known)
+        return group.size * (
+            self._source.expected_yield(group.env_index) if known is None else known
+        )
 
     def _open_groups(self) -> None:
         while self.room() > 0:
@@ -236,9 +241,8 @@ class Dispatcher:
 
     def _open_group(self) -> None:
         asked = self._reopen.popleft() if self._reopen else self._ask()
-        group = OpenGroup(
-            asked.group_id, asked.env_index, asked.example_index, asked.size, self._version()
-        )
+        version = self._source.pace().version
+        group = OpenGroup(asked.group_id, asked.env_index, asked.example_index, asked.size, version)
         self._open[group.group_id] = group
         self.counts["dispatched"] += group.size
         for index in range(group.size):
@@ -247,13 +251,13 @@ class Dispatcher:
             task.add_done_callback(group.tasks.discard)
 
     def _ask(self) -> AskedGroup:
-        group = AskedGroup(self._opened, *self._next_group())
+        group = AskedGroup(self._opened, *self._source.next_group())
         self._opened += 1
         return group
 
     async def _member(self, group: OpenGroup, index: int) -> None:
         try:
-            member = await self._run_rollout(group, index)
+            member = await self._source.run_rollout(group, index)
         except Exception as error:
             self._crash = error
             self._wake.set()
@@ -287,7 +291,7 @@ class Dispatcher:
         stale = [
             group
             for group in self._open.values()
-            if group.policy_version < oldest and self._ages(group.env_index)
+            if group.policy_version < oldest and self._source.ages(group.env_index)
         ]
         await self._cancel(stale)
         self._hand_on()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any, Protocol
 
+from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.fleet import Fleet, Unanswered
 from prime_rl.inference.replica import Replica
-from prime_rl.orchestrator.episode import ModelEndpoint, RolloutResult
 from prime_rl.run.restarts import HUNG, STARTING
-from prime_rl.run.status import Status
+from prime_rl.rundir.status import Status
 
 PROVIDER_ERROR = "ProviderError"
 """verifiers' class for a model call that failed."""

@@ -10,8 +10,8 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+from prime_rl.env.environment import Environment, RolloutResult, SamplingSettings
 from prime_rl.monitor.metrics import Reduced, describe
-from prime_rl.orchestrator.env import Environment, RolloutResult, SamplingSettings
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ class EvalResult:
             | {
                 f"{name}/all/reward/mean": self.reward,
                 f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
+                f"{name}/num_failed": float(self.num_failed),
                 f"{name}/policy_version": float(self.policy_version),
             }
         )
@@ -195,6 +196,9 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
     With c of n right: pass@k = 1 - C(n - c, k) / C(n, k), at least one of k is right (Chen et al.
     2021, arXiv 2107.03374, eq. 1); pass^k = C(c, k) / C(n, k), all k are (Yao et al. 2024, arXiv
     2406.12045, section 4). Examples with fewer than k rollouts are left out of k.
+
+    A failed rollout counts as wrong (``Finished.reward``): without it, a policy that times out on
+    its hard examples would score better. ``eval/<env>/num_failed`` is their number.
     """
     if not groups:
         return {}

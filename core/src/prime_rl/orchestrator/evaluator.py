@@ -60,6 +60,18 @@ def free_slots(max_inflight: int, training: int) -> int:
     return max(1, ceil(max_inflight * SHARE), max_inflight - training)
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Between which versions evaluations fall due, and how they are sampled."""
+
+    version: int
+    """The policy's at the start."""
+    last_version: int
+    """The run's last one: it is evaluated after training only."""
+    seed: int
+    max_hold_seconds: float = 300.0
+
+
 class Evaluator:
     """Samples held-out examples, each time at one version."""
 
@@ -67,22 +79,17 @@ class Evaluator:
         self,
         envs: Sequence[EvalEnv],
         place: Place,
+        schedule: Schedule,
         *,
-        version: int,
-        last_version: int,
-        seed: int,
         slots: Callable[[], int],
         on_result: Callable[[EvalResult], None],
         on_progress: Callable[[], None] = lambda: None,
-        max_hold_seconds: float = 300.0,
     ) -> None:
-        """``version`` is the policy's now; ``last_version``, the run's last, is not evaluated in
-        passing. ``slots()``: rollouts that may be in flight now."""
+        """``slots()``: rollouts that may be in flight now."""
         self.envs = envs
-        self._place, self._seed, self._slots = place, seed, slots
-        self._last_seen, self._last_version = version, last_version
+        self._place, self._schedule, self._slots = place, schedule, slots
+        self._last_seen = schedule.version
         self._on_result, self._on_progress = on_result, on_progress
-        self._max_hold = max_hold_seconds
         self._due: tuple[int, list[EvalEnv]] | None = None
         self._wake, self._idle, self._cut = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._idle.set()
@@ -121,7 +128,7 @@ class Evaluator:
         self._begin([env for env in self.envs if env.is_due(self._last_seen, last[env.name])])
 
     def _begin(self, due: list[EvalEnv]) -> None:
-        if due and self._last_seen < self._last_version:
+        if due and self._last_seen < self._schedule.last_version:
             self._due = self._last_seen, due
             self._idle.clear()
             self._wake.set()
@@ -133,7 +140,7 @@ class Evaluator:
             return
         started = time.perf_counter()
         try:
-            await asyncio.wait_for(self._idle.wait(), self._max_hold)
+            await asyncio.wait_for(self._idle.wait(), self._schedule.max_hold_seconds)
         except TimeoutError:
             self._cut.set()
             await self._idle.wait()
@@ -150,6 +157,7 @@ class Evaluator:
                 await self.evaluate(envs, version)
                 self._idle.set()
                 self._cut.clear()
+                self._on_progress()
 
     # -- one evaluation -------------------------------------------------------------------------
 
@@ -204,7 +212,7 @@ class Evaluator:
                     sampling=job.env.sampling,
                     group_id=job.example,
                     cache_salt=str(version),
-                    seed=self._seed + job.example * job.env.group_size + job.member,
+                    seed=self._schedule.seed + job.example * job.env.group_size + job.member,
                 ),
             )
         finally:
@@ -224,7 +232,7 @@ class Evaluator:
         log.warning(
             "the evaluation of version %d is cut short: %d of %d rollouts are left out "
             "(orchestrator.eval.max_hold_seconds = %.0f)%s",
-            *(version, self.total - self.finished, self.total, self._max_hold),
+            *(version, self.total - self.finished, self.total, self._schedule.max_hold_seconds),
             f"; {len(stuck)} of them do not end" if stuck else "",
         )
 

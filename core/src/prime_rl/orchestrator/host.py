@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.config.models import FrozenModel
+from prime_rl.env.environment import Environment
+from prime_rl.env.rendering import Rendering
+from prime_rl.errors import ConfigError
 from prime_rl.inference.reference import ScoringPool
-from prime_rl.orchestrator.env import Environment
-from prime_rl.orchestrator.rendering import Rendering
 from prime_rl.plugins.base import ReferenceModel
-from prime_rl.plugins.errors import ConfigError
 from prime_rl.rollout import Sample
 
 
@@ -41,6 +42,18 @@ class Outages:
         return "; ".join(dict.fromkeys(self.texts.values())) or None
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What a host knows of the whole run."""
+
+    renderer_named: Callable[[str], Any]
+    """The config object of another renderer. Raises ``ConfigError`` for an unknown name."""
+    envs: tuple[str, ...]
+    """The labels of every training env."""
+    context: int
+    """Tokens that a rollout may have."""
+
+
 class EnvHost:
     """``prime_rl.Host`` for one env."""
 
@@ -51,18 +64,14 @@ class EnvHost:
         rendering: Rendering,
         policy: ReferenceModel,
         outages: Outages,
-        renderer_named: Callable[[str], Any],
-        envs: tuple[str, ...],
-        context: int,
+        run: RunFacts,
     ) -> None:
         self._env = env
         self._environment = environment
         self._rendering = rendering
         self._policy = policy
         self._outages = outages
-        self._renderer_named = renderer_named
-        self._envs = envs
-        self._context = context
+        self._run = run
         self.connected: list[ScoringPool] = []
 
     @property
@@ -90,7 +99,7 @@ class EnvHost:
         add_generation_prompt: bool = False,
     ) -> list[int]:
         """Tokens of a conversation. Raises ``ConfigError`` for a renderer nobody offers."""
-        config = None if renderer is None else self._renderer_named(renderer)
+        config = None if renderer is None else self._run.renderer_named(renderer)
         return self._rendering.ids(
             messages, config=config, add_generation_prompt=add_generation_prompt
         )
@@ -111,7 +120,7 @@ class EnvHost:
     @property
     def envs(self) -> tuple[str, ...]:
         """The labels of every training env of the run."""
-        return self._envs
+        return self._run.envs
 
     @property
     def num_examples(self) -> int | None:
@@ -125,11 +134,11 @@ class EnvHost:
         """
         for pool in self.connected:
             await pool.wait_ready(timeout)
-            if pool.max_model_len is not None and pool.max_model_len < self._context:
+            if pool.max_model_len is not None and pool.max_model_len < self._run.context:
                 raise ConfigError(
                     f"{pool.where} {pool.model!r} takes {pool.max_model_len} tokens (its "
-                    f"max_model_len), and a rollout may have {self._context}. Serve it with more, "
-                    "or lower inference.max_model_len (default: seq_len)."
+                    f"max_model_len), and a rollout may have {self._run.context}. Serve it with "
+                    "more, or lower inference.max_model_len (default: seq_len)."
                 )
 
     async def close(self) -> None:

@@ -20,15 +20,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import StreamError
 from prime_rl.orchestrator.balance import plan_ranks
-from prime_rl.plugins.errors import StreamError
-from prime_rl.rollout import COLUMNS, STREAMS, Rollout, Sample
+from prime_rl.orchestrator.buffer import Batch
+from prime_rl.plugins.manager import Hooks
+from prime_rl.rollout import COLUMNS, STREAMS, Rollout, Sample, missing_stream
 from prime_rl.wire import MicroBatch, encode_batch
 
 FILL = {"rl_weights": 1.0}
 """What an absent stream means where a neighbour carries it; every other stream means 0.0."""
-NEEDS = {"rl": "advantages", "ref_kl": "ref_logprobs"}
-"""The stream that a component's tokens cannot do without."""
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -101,21 +102,13 @@ def pack_ranks(
 
 def _check_complete(sample: Sample, env: str) -> None:
     """Nothing trains on a guess: the fill is for tokens on which no component reads the stream."""
-    for component, stream in NEEDS.items():
-        if getattr(sample, stream) is None and (number := _num_members(sample, component)):
-            raise StreamError(
-                f"env {env!r}: {number} tokens of a sample train in the {component} component, but "
-                f"it has no stream {stream!r}. The env's algorithm has to assign it, or to leave "
-                f"the tokens out of {component}."
-            )
-
-
-def _num_members(sample: Sample, component: str) -> int:
-    weights = getattr(sample, f"{component}_weights")
-    if component == "rl":
-        members = sample.loss_mask if weights is None else sample.loss_mask & (weights != 0)
-        return int(members.sum())
-    return 0 if weights is None else int((weights != 0).sum())
+    if (missing := missing_stream(sample)) is not None:
+        component, stream, number = missing
+        raise StreamError(
+            f"env {env!r}: {number} tokens of a sample train in the {component} component, but it "
+            f"has no stream {stream!r}. The env's algorithm has to assign it, or to leave the "
+            f"tokens out of {component}."
+        )
 
 
 def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:
@@ -161,6 +154,30 @@ def cut_samples(rollouts: Sequence[Rollout], limit: int) -> tuple[list[Sample], 
     """Every sample of a batch, cut to ``limit`` tokens, and the env of each."""
     pairs = [(sample, rollout.env) for rollout in rollouts for sample in rollout.samples]
     return [truncate(sample, limit) for sample, _ in pairs], [env for _, env in pairs]
+
+
+class Packer:
+    """Packs every batch of one run: cut to ``seq_len``, laid in rows, spread over the ranks."""
+
+    def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks) -> None:
+        self._config, self._num_ranks, self._hooks = config, num_ranks, hooks
+        self._num_truncated = 0
+
+    def pack(self, batch: Batch) -> list[bytes]:
+        """The batch as one frame per trainer rank. Plugins see its samples first."""
+        limit = self._config.seq_len
+        lengths = (len(sample) for rollout in batch.kept for sample in rollout.samples)
+        self._num_truncated += sum(length > limit for length in lengths)
+        samples, envs = cut_samples(batch.kept, limit)
+        self._hooks.batch_packed(batch.step, samples)
+        flops = self._config.trainer.attention_flops
+        capacity = self._config.row_tokens
+        return batch_frames(batch.step, samples, envs, capacity, self._num_ranks, flops)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Samples that were cut to ``seq_len`` since the last call."""
+        found, self._num_truncated = self._num_truncated, 0
+        return {"batch/truncated_samples": float(found)}
 
 
 def batch_frames(

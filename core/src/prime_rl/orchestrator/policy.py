@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from prime_rl.broadcast.meeting import STABLE
-from prime_rl.inference.client import EngineGone
+from prime_rl.errors import EngineError, EngineGone
 from prime_rl.inference.fleet import Fleet
-from prime_rl.plugins.errors import EngineError
-from prime_rl.run.tail import Tail
+from prime_rl.orchestrator.observers import Observer
+from prime_rl.rundir.tail import Tail
+from prime_rl.weights.versions import newest_version, only_in_memory, want_files
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class Policy:
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
+        self.evaluated: float | None = None
+        """How much of an evaluation of this version is done, 0 to 1; None: none is under way."""
         self._changed = asyncio.Condition()
 
     async def advance(self, version: int) -> None:
@@ -55,33 +58,40 @@ class WeightWatcher:
     """Takes the newest published version to the engines, as soon as it is whole."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        policy: Policy,
-        fleet: Fleet,
-        *,
-        on_pending: Callable[[int], Awaitable[None]],
-        on_version: Callable[[int], None],
-        on_step: Callable[[TrainerStep], None],
+        self, run_dir: Path, policy: Policy, fleet: Fleet, observers: Sequence[Observer]
     ) -> None:
         self._broadcasts = run_dir / "broadcasts"
         self._steps = TrainerLog(run_dir / "trainer.jsonl")
-        self._policy = policy
-        self._fleet = fleet
-        self._on_pending = on_pending
-        self._on_version = on_version
-        self._on_step = on_step
-        self.update_seconds = 0.0
-        self.update_count = 0
+        self.policy, self._fleet, self._observers = policy, fleet, observers
+        self._first_step = policy.version + 1
+        self._update_seconds = 0.0
+        self._num_updates = 0
 
     async def run(self) -> None:
         """Poll until cancelled. Versions may be skipped: the newest one counts."""
         while True:
             newest = newest_version(self._broadcasts)
-            if newest is not None and newest > self._policy.version:
+            if newest is not None and newest > self.policy.version:
                 await self._update_or_skip(newest)
             else:
                 await asyncio.sleep(POLL_SECONDS)
+
+    async def drain(self, version: int) -> None:
+        """Instead of ``run``, where a run is stopped: until the trainer has published ``version``.
+        No engine takes it: what the trainer would pass on from memory it writes as files."""
+        while not self._has_files(version):
+            newest = newest_version(self._broadcasts)
+            if newest is not None and not self._has_files(newest):
+                want_files(self._broadcasts)
+            await asyncio.sleep(POLL_SECONDS)
+        self._read_steps()
+
+    def _has_files(self, version: int) -> bool:
+        """Whether ``version`` or a later one is published, and waits for no engine."""
+        newest = newest_version(self._broadcasts)
+        if newest is None or newest < version:
+            return False
+        return not only_in_memory(self._broadcasts / f"step_{newest}")
 
     async def _update_or_skip(self, version: int) -> None:
         """A version that a newer one has replaced while it was being loaded is skipped. While no
@@ -97,15 +107,31 @@ class WeightWatcher:
             log.warning("version %d was not loaded, going on with %d", version, newest)
 
     async def _update(self, version: int) -> None:
-        for step in self._steps.read_new():
-            self._on_step(step)
-        await self._on_pending(version)
-        self.update_seconds = await self._fleet.update_weights(
+        self._read_steps()
+        for observer in self._observers:
+            await observer.version_pending(version)
+        self._update_seconds = await self._fleet.update_weights(
             self._broadcasts / f"step_{version}", version
         )
-        self.update_count += 1
-        await self._policy.advance(version)
-        self._on_version(version)
+        self._num_updates += 1
+        await self.policy.advance(version)
+        for observer in self._observers:
+            observer.version_served(version)
+
+    def take_metrics(self) -> dict[str, float]:
+        """The version that samples, how many updates there were, and the seconds of the last."""
+        return {
+            "watcher/policy_version": float(self.policy.version),
+            "watcher/update_count": float(self._num_updates),
+            "watcher/last_update_weights_time": self._update_seconds,
+        }
+
+    def _read_steps(self) -> None:
+        for step in self._steps.read_new():
+            if step.step >= self._first_step:  # earlier ones are of the attempt before
+                metrics = {name: math.nan if v is None else v for name, v in step.metrics.items()}
+                for observer in self._observers:
+                    observer.step_trained(step.step, metrics)
 
 
 class TrainerLog:
@@ -117,17 +143,3 @@ class TrainerLog:
     def read_new(self) -> list[TrainerStep]:
         """Steps written since the last call."""
         return [msgspec.json.decode(line, type=TrainerStep) for line in self._tail.new_lines()]
-
-
-def newest_version(broadcasts: Path) -> int | None:
-    """The highest version whose folder is whole; None if there is none. Stray names are passed
-    over."""
-    try:
-        names = [entry.name for entry in broadcasts.iterdir()]
-    except FileNotFoundError:
-        return None
-    versions = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
-    for version in sorted(versions, reverse=True):
-        if (broadcasts / f"step_{version}" / STABLE).exists():
-            return version
-    return None

@@ -1,10 +1,11 @@
 """The orchestrator's part of a checkpoint, and going on from it.
 
-Written when batch N has been cut and before it leaves for the trainer, at an instant at which no
-group is half taken in. Then each group asked for so far is in exactly one place: decided on, for a
-batch up to N; scored and buffered (saved as it is, with its credit); or on its way (asked for
-again, under its own number, so that its seeds are the same). So a resumed run asks for the examples
-that the first one would have: none skipped, none twice.
+Written when batch N has been cut and before it leaves for the trainer, or, where the run is stopped
+after it, before the trainer hears of that; at an instant at which no group is half taken in. Then
+each group asked for so far is in exactly one place: decided on, for a batch up to N; scored and
+buffered (saved as it is, with its credit); or on its way (asked for again, under its own number, so
+that its seeds are the same). So a resumed run asks for the examples that the first one would have:
+none skipped, none twice.
 
     orchestrator/sampler files           Sampler.save
     orchestrator/sources/ENV/            Source.save
@@ -15,26 +16,33 @@ that the first one would have: none skipped, none twice.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from prime_rl.orchestrator.batch import BatchAssembler
-from prime_rl.orchestrator.build import TrainEnv
+from prime_rl.errors import ConfigError
+from prime_rl.orchestrator.buffer import Batch, Buffer
+from prime_rl.orchestrator.context import RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher
-from prime_rl.orchestrator.producers import Supplied
+from prime_rl.orchestrator.observers import Observer
+from prime_rl.orchestrator.sources import ExternalSource
 from prime_rl.orchestrator.store import read_rollouts, write_rollouts
 from prime_rl.plugins.base import Offer, Sampler
-from prime_rl.plugins.errors import ConfigError
-from prime_rl.run.checkpoints import PROGRESS
+from prime_rl.run.drift import installed_versions
+from prime_rl.rundir.checkpoints import PROGRESS, unfinished
 
 log = logging.getLogger(__name__)
 
 BUFFERED = "buffered.msgpack"
+
+RETRY_SECONDS = 5.0
+"""Before the second and last attempt at a checkpoint that the disk refused."""
 
 
 class Waiting(msgspec.Struct):
@@ -77,7 +85,7 @@ class State:
         sampler: Sampler,
         envs: Sequence[TrainEnv],
         dispatcher: Dispatcher,
-        assembler: BatchAssembler,
+        assembler: Buffer,
     ) -> None:
         self.sampler, self.envs = sampler, envs
         self.dispatcher, self.assembler = dispatcher, assembler
@@ -159,9 +167,44 @@ class State:
         offers: dict[str, Offer] = {"sampler": self.sampler}
         for env in self.envs:
             offers[f"algorithms/{env.name}"] = env.algorithm
-            if isinstance(env.producer, Supplied):
-                offers[f"sources/{env.name}"] = env.producer.source
+            if isinstance(env.source, ExternalSource):
+                offers[f"sources/{env.name}"] = env.source.source
         return offers
+
+
+class Checkpointing(Observer):
+    """Writes the orchestrator's part of each checkpoint that is due: before its batch leaves, so
+    that the trainer, which completes the checkpoint, finds it."""
+
+    def __init__(self, run: RunContext, state: State) -> None:
+        self.context, self.state = run, state
+
+    async def batch_taken(self, batch: Batch) -> None:
+        """Write the part if the checkpoint of this step is due."""
+        started = time.perf_counter()
+        if self.context.config.ckpt.is_due(batch.step, self.context.config.max_steps):
+            await self._write(batch.step)
+        self.context.waited.add("time/save_ckpt", started)
+
+    async def stopping(self, last: int) -> None:
+        """Write the part of the last step, unless it was due anyway."""
+        ckpt = self.context.config.ckpt
+        if ckpt.is_due(last, last) and not ckpt.is_due(last, self.context.config.max_steps):
+            await self._write(last)
+
+    async def _write(self, step: int) -> None:
+        part = unfinished(self.context.run_dir, step).orchestrator
+        facts = installed_versions(), self.context.config.model_dump(mode="json")
+        for wait in (RETRY_SECONDS, None):
+            try:
+                return self.state.save(part, step, *facts)
+            except OSError as error:
+                shutil.rmtree(part, ignore_errors=True)
+                log.error("cannot write the checkpoint of step %d to %s: %s", step, part, error)
+                if wait is not None:
+                    self.context.status.report("waiting", waiting_for=f"disk ({error})")
+                    await asyncio.sleep(wait)
+        log.error("step %d: no checkpoint; the run goes on", step)
 
 
 def _folder(directory: Path, name: str) -> Path:

@@ -6,11 +6,13 @@ import logging
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from prime_rl.env.episode import RolloutResult
+from prime_rl.env.traces import timing_of
 from prime_rl.monitor.background import Failures
 from prime_rl.monitor.console import Console
 from prime_rl.monitor.metrics import (
@@ -22,12 +24,11 @@ from prime_rl.monitor.metrics import (
     solved_metrics,
     timing_metrics,
 )
-from prime_rl.monitor.waiting import EventLoopLag, Stopwatch
-from prime_rl.orchestrator.batch import Batch
+from prime_rl.monitor.waiting import EventLoopLag
+from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.dispatcher import OpenGroup
-from prime_rl.orchestrator.episode import RolloutResult
+from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.store import RolloutStore
-from prime_rl.orchestrator.traces import timing_of
 from prime_rl.plugins.base import Monitor
 from prime_rl.rollout import Group, Rollout
 
@@ -52,16 +53,16 @@ class SinceLastStep:
     """Env and seconds by stage of each rollout that was sampled."""
     cancelled: Counter[str] = field(default_factory=Counter)
     """Rollouts voided in flight, by env, because new weights made them too old."""
-    truncated: int = 0
-    """Samples cut to ``seq_len``."""
 
 
-class Reporter:
-    """Collects what happened and tells the monitors."""
+class Reporter(Observer):
+    """Collects what happened, and hands it to the monitors."""
 
     def __init__(
         self, run_dir: Path, monitors: Sequence[Monitor], max_steps: int, save_rollouts: bool
     ) -> None:
+        self.sources: list[Callable[[], Mapping[str, float]]] = []
+        """What other pieces measured since the last step, asked once per step."""
         self._monitors = monitors
         self._store = RolloutStore(run_dir) if save_rollouts else None
         self._console = Console(max_steps)
@@ -69,13 +70,20 @@ class Reporter:
         self._progress = Progress()
         self._arrived: dict[int, int] = {}
         self._failures = Failures()
-        self.waited = Stopwatch()
-        """Seconds by ``wait/WHO/WHOM``."""
         self.lag = EventLoopLag()
         self.recent = SinceLastStep()
 
+    async def run(self) -> None:
+        """Measure how late the event loop is, until cancelled."""
+        await self.lag.run()
+
     def group_scored(self, group: Group, version: int | None = None) -> None:
-        """A group came back and has its credit; ``version`` is the policy's now."""
+        """A group has its credit; ``version`` is the policy's now. Groups that no live policy
+        sampled are saved, and leave the statistics as they are."""
+        if self._store is not None:
+            self._store.group_scored(group)
+        if not all(rollout.is_live for rollout in group):
+            return
         env = group[0].env
         self.recent.rewards.append((env, [rollout.reward for rollout in group]))
         self.recent.ended[env]["finished"] += len(group)
@@ -83,11 +91,6 @@ class Reporter:
             if version is not None:
                 self._arrived[id(rollout)] = version
         self.recent.timings += _timings(group)
-
-    def note_place(self, group: Group) -> None:
-        """A group has just been scored: its rollouts are saved with when that was."""
-        if self._store is not None:
-            self._store.group_scored(group)
 
     def rollout_failed(self, env: str, group: OpenGroup, result: RolloutResult) -> None:
         """A rollout came to nothing."""
@@ -98,8 +101,8 @@ class Reporter:
             env, group.example_index, group.group_id, kind, result.error,
         )  # fmt: skip
 
-    def step(self, batch: Batch, more: Mapping[str, float], frames: Sequence[bytes] = ()) -> None:
-        """A batch has left for the trainer as ``frames``; ``more`` is what only the loop knows."""
+    def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
+        """A batch has left for the trainer as ``frames``: log its metrics, save its rollouts."""
         recent, now = self.recent, time.perf_counter()
         live = [rollout for rollout in batch.kept if rollout.is_live]
         staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
@@ -119,14 +122,14 @@ class Reporter:
             **off_policy_metrics(staleness, in_flight),
             **batch_metrics(batch.seen, batch.kept),
             "off_policy/dropped": float(recent.cancelled.total() + batch.num_stale),
-            "batch/truncated_samples": float(recent.truncated),
             **self._progress.step(batch.seen),
             **self.lag.take(),
-            **self.waited.take(),
             "progress/seconds": now - self._started,
             "time/step": now - recent.started,
-            **more,
+            "wire/bytes": float(sum(map(len, frames))),
         }
+        for source in self.sources:
+            metrics |= source()
         self.log(batch.step, metrics)
         self._console.step(batch.step, metrics, sorted({rollout.env for rollout in batch.seen}))
         self._log_rollouts(batch)
@@ -137,7 +140,7 @@ class Reporter:
                 log.error("step %d: its rollouts are not kept: %s", batch.step, error)
         self.recent = SinceLastStep()
 
-    def trained(self, step: int, metrics: Mapping[str, float]) -> None:
+    def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """The trainer's own numbers of a step: its ``time/...`` as ``time/trainer/...``, apart from
         the orchestrator's."""
         apart = {RENAMED.sub("time/trainer/", k): value for k, value in metrics.items()}

@@ -7,8 +7,8 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
+from prime_rl.errors import ConfigError, RunError
 from prime_rl.plugins.base import PluginConfig, SampledEnv, Sampler
-from prime_rl.plugins.errors import ConfigError, RunError
 
 STATE = "sampler.json"
 """Its file in a checkpoint."""

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from prime_rl.errors import StreamError
 from prime_rl.plugins.base import LossComponent
-from prime_rl.plugins.errors import StreamError
 from prime_rl.plugins.manager import Hooks
-from prime_rl.rollout import Group, Rollout, Sample
+from prime_rl.rollout import Group, Rollout, Sample, members, missing_stream
 
 FACTS = ("reward", "rewards", "metrics", "info")
 """What a plugin that scores a rollout may change of it, apart from its streams."""
@@ -80,8 +80,10 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
     """Route sampled tokens to ``action_loss`` and freeze the streams.
 
     rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
-    1.0 on the trainable tokens and take them out of rl. Weights the algorithm has assigned itself
-    stay as they are. Raises ``StreamError`` where rl tokens have no advantage or ref_kl tokens no
+    1.0 on the trainable tokens and take them out of rl. A rollout that another component trains
+    leaves rl if its every advantage is zero: its tokens would only dilute the others' mean. (The
+    filters drop one that trains nowhere else.) Weights the algorithm has assigned itself stay as
+    they are. Raises ``StreamError`` where rl tokens have no advantage or ref_kl tokens no
     reference: nothing trains on a guess.
     """
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
@@ -90,7 +92,16 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
         if action_loss != "rl":
             _route(rollout, sample, action_loss)
         _check_complete(rollout, sample)
+    if action_loss == "rl" and "rl_weights" not in rollout.assigned and _only_dilutes(rollout):
+        for sample in rollout.samples:
+            sample.rl_weights = np.zeros(len(sample), np.float32)
     rollout.freeze()
+
+
+def _only_dilutes(rollout: Rollout) -> bool:
+    """Whether rl has nothing to learn from a rollout that another component trains."""
+    advantages = rollout.advantages
+    return advantages is not None and not advantages.any() and rollout.trains_beside_rl
 
 
 def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
@@ -103,31 +114,27 @@ def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
         sample.rl_weights = np.zeros(len(sample), np.float32)
 
 
+FIXES = {
+    "rl": "no advantages were assigned. Assign them in score_rollout or score_group, or set the "
+    "algorithm's action_loss.",
+    "ref_kl": "no ref_logprobs were assigned. Call rollout.assign_ref_logprobs in score_rollout.",
+}
+
+
 def _check_complete(rollout: Rollout, sample: Sample) -> None:
-    rl_members = sample.loss_mask if sample.rl_weights is None else sample.rl_weights != 0
-    if sample.advantages is None and bool((rl_members & sample.loss_mask).any()):
+    where = f"env {rollout.env!r}, group {rollout.group_id}"
+    if (missing := missing_stream(sample)) is not None:
         raise StreamError(
-            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the rl component but "
-            "no advantages were "
-            "assigned. Assign them in score_rollout or score_group, or set the algorithm's "
-            "action_loss."
+            f"{where}: tokens train in the {missing[0]} component but {FIXES[missing[0]]}"
         )
-    if sample.ref_kl_weights is not None and sample.ref_kl_weights[~sample.loss_mask].any():
+    if members(sample, "ref_kl")[~sample.loss_mask].any():
         raise StreamError(
-            f"env {rollout.env!r}, group {rollout.group_id}: ref_kl_weights weigh tokens that the "
-            "policy did not sample, which have no sampling logprob to compare with; expected 0.0 "
-            "there"
+            f"{where}: ref_kl_weights weigh tokens that the policy did not sample, which have no "
+            "sampling logprob to compare with; expected 0.0 there"
         )
-    compared = bool(rl_members.any()) or sample.ref_kl_weights is not None
+    compared = members(sample, "rl").any() or members(sample, "ref_kl").any()
     if compared and not rollout.has_logprobs:
         raise StreamError(
-            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the rl or ref_kl "
-            f"component, and who produced them ({rollout.source!r}) gave no sampling logprobs. Use "
-            "an algorithm that feeds ce."
-        )
-    if sample.ref_kl_weights is not None and sample.ref_logprobs is None:
-        raise StreamError(
-            f"env {rollout.env!r}, group {rollout.group_id}: tokens train in the ref_kl component "
-            "but no "
-            "ref_logprobs were assigned. Call rollout.assign_ref_logprobs in score_rollout."
+            f"{where}: tokens train in the rl or ref_kl component, and their source "
+            f"({rollout.source!r}) gave no sampling logprobs. Use an algorithm that feeds ce."
         )

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from prime_rl.plugins.errors import RunError
+from prime_rl.errors import RunError
 from prime_rl.rollout import COLUMNS, Group, Rollout, Sample
 
 Place: TypeAlias = tuple[int, int, int, int]

@@ -16,14 +16,19 @@ WINDOW = 10
 
 
 def write_summary(
-    run_dir: Path, config: RunConfig, results: Mapping[str, Sequence[EvalResult]]
+    run_dir: Path,
+    config: RunConfig,
+    results: Mapping[str, Sequence[EvalResult]],
+    stopped_at: int | None = None,
 ) -> None:
-    """Write ``summary.json`` and ``learning_curve.png`` into the run directory."""
+    """Write ``summary.json`` and ``learning_curve.png`` into the run directory. ``stopped_at``: the
+    last step of a run that the user stopped."""
     rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
     values = [value for _, value in rewards]
     window = min(WINDOW, (len(values) + 1) // 2)
     summary = {
         "steps": len(values),
+        "stopped_at": stopped_at,
         "sampled_reward": {
             "first": _mean(values[:window]),
             "last": _mean(values[-window:]),
@@ -34,7 +39,8 @@ def write_summary(
         "plot": "learning_curve.png",
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_curve(run_dir / "learning_curve.png", rewards, results, title=run_dir.name)
+    title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
+    plot_curve(run_dir / "learning_curve.png", rewards, results, title=title)
 
 
 def read_versions(run_dir: Path) -> dict[str, str]:

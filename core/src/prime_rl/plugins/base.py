@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -142,6 +142,14 @@ class Algorithm(Offer):
 
     order_dependent: ClassVar[bool] = False
     """Credit depends on the rollouts that came before: a running baseline."""
+
+    def check_agents(self, env: str, agents: tuple[str, ...]) -> None:
+        """Raise ``ConfigError`` if the settings do not fit the env's agents.
+
+        Core calls it before any process is started, in a ``--dry-run`` too. For an algorithm that
+        overrides it, core imports verifiers and the taskset to learn the agents, which takes
+        seconds.
+        """
 
     async def setup(self, host: Host) -> None:
         """Connect what the algorithm owns (a teacher, a judge) before the first rollout."""
@@ -330,7 +338,7 @@ class EngineLaunch:
     admin_key: str
     """Bearer key of the admin routes. Pass it by the environment: argument lists are public."""
     status_path: Path | None = None
-    """Where the server reports what it is doing (``prime_rl.run.status.Status``)."""
+    """Where the server reports what it is doing (``prime_rl.rundir.status.Status``)."""
     policy_version: int = 0
     wait_for_model: bool = False
     """The folder is still being made: wait for the file ``.ready`` in it."""
@@ -353,7 +361,7 @@ class Engine(Offer):
 
     lacks: ClassVar[Mapping[str, str]] = {}
     """What it does not do of that contract's optional parts, and why: ``{"sleep": "no GPU"}``. The
-    suite ``prime_rl.testing.engines`` then skips the checks of it, with the reason."""
+    suite ``prime_rl_devkit.engines`` then skips the checks of it, with the reason."""
 
     def check(self, python: Path | None) -> None:
         """Refuse what the server would fail on, before any process is started. ``python`` is
@@ -398,6 +406,12 @@ class RendererOffer(Offer):
         """The ``renderers`` config object for a tokenizer folder. Raises ``ConfigError`` if nothing
         fits."""
         raise NotImplementedError
+
+    def chat_templates(self, own: str | None, renderer: Any) -> Sequence[str]:
+        """Jinja chat templates that may render what ``renderer`` (which ``build`` returned)
+        renders, the best first. A run writes the first that does into the model folders that it
+        leaves. ``own`` is the template of the run's model."""
+        return [] if own is None else [own]
 
 
 # -- trainer side: entry-point group `prime_rl.trainer` --------------------------------

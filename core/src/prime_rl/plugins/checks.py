@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.deprecation import deprecations, warn_of_deprecated
-from prime_rl.plugins.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
 CONTRACT_VERSION = 1
@@ -21,6 +21,8 @@ SPECS: dict[str, Callable[..., Any]] = {
 }
 ASYNC_HOOKS = {name for name, spec in SPECS.items() if inspect.iscoroutinefunction(spec)}
 TRAINER_HOOKS = {"register_losses"}
+SHARED_HOOKS = {"register_weight_transports"}
+"""Hooks of both entry-point groups."""
 
 _MARK = f"{PROJECT}_impl"
 
@@ -87,7 +89,7 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
         hint = f"; did you mean {close[0]!r}?" if close else f". Hooks: {', '.join(SPECS)}."
         raise PluginError(f"plugin {where}: {name!r} is not a hook{hint}")
     wanted = TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT
-    if wanted != group:
+    if wanted != group and name not in SHARED_HOOKS:
         raise PluginError(
             f"plugin {where}: {name!r} is never called from the entry-point group {group!r}. "
             f'Offer it under [project.entry-points."{wanted}"].'

@@ -30,6 +30,8 @@ import numpy as np
 import pluggy
 
 if TYPE_CHECKING:
+    import typer
+
     from prime_rl.plugins.base import (
         Algorithm,
         Engine,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         Source,
     )
     from prime_rl.plugins.launchers import Launcher
+    from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
 
 PROJECT = "prime_rl"
@@ -100,10 +103,26 @@ def register_launchers() -> Iterable[type[Launcher]]:
 
 
 @hookspec
+def register_commands(cli: typer.Typer, plugins: typer.Typer) -> None:
+    """Add commands to ``prime-rl`` (``cli``) and to ``prime-rl plugins``.
+
+    Called whenever the command line starts: import what a command needs inside it.
+    """
+
+
+@hookspec
 def register_losses() -> Iterable[type[Loss]]:
     """Offer losses of the rl component, selected by ``trainer.loss.type``.
 
     Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
+    """
+
+
+@hookspec
+def register_weight_transports() -> Iterable[type[WeightTransport]]:
+    """Offer weight transports, selected by ``weight_broadcast.type``.
+
+    Called in the orchestrator and in the trainer: name the plugin under both entry-point groups.
     """
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,

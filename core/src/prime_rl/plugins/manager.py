@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pluggy
 
+from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.checks import check_plugin
-from prime_rl.plugins.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.trace import trace_calls, wanted
 from prime_rl.rollout import Group, Rollout, Sample

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
+from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.base import (
     Algorithm,
     Engine,
@@ -27,9 +28,9 @@ from prime_rl.plugins.base import (
     Source as RolloutSource,
 )
 from prime_rl.plugins.checks import check_plugin, marked_hooks
-from prime_rl.plugins.errors import ConfigError, PluginError
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import Hooks, Source
+from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
 
@@ -68,6 +69,9 @@ MONITOR = Kind("monitor", "register_monitors", Monitor, "monitors.<name>")
 MODEL = Kind("model", "register_models", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", "register_launchers", Launcher, "launcher.type")
 LOSS = Kind("loss", "register_losses", Loss, "trainer.loss.type")
+WEIGHT_TRANSPORT = Kind(
+    "weight_transport", "register_weight_transports", WeightTransport, "weight_broadcast.type"
+)
 
 KINDS: tuple[Kind[Any], ...] = (
     ALGORITHM,
@@ -80,6 +84,7 @@ KINDS: tuple[Kind[Any], ...] = (
     MODEL,
     LAUNCHER,
     LOSS,
+    WEIGHT_TRANSPORT,
 )
 
 
@@ -156,6 +161,11 @@ def select(
     if name in offers:
         return offers[name].cls
     installed = ", ".join(offers) or "none"
+    if not name:
+        raise ConfigError(
+            f"{where}: no {kind.name} is set, and no installed distribution brings a default. Set "
+            f"{kind.key} (installed: {installed}), or pip install prime-rl, which brings defaults."
+        )
     close = difflib.get_close_matches(name, offers, n=1)
     way_out = f"Did you mean {close[0]!r}?" if close else _bringer(kind.name, name)
     raise ConfigError(
@@ -177,13 +187,17 @@ def settings_of(
         raise ConfigError(explain(error, cls.config_class, place)) from error
 
 
-def _bringer(kind: str, name: str) -> str:
-    """Which package brings it, as installed index packages declare under ``prime_rl.known``; else
-    by convention."""
+def bringer(kind: str, name: str) -> str | None:
+    """The distribution that brings it, as index packages declare under ``prime_rl.known``."""
     for entry in entry_points(group="prime_rl.known"):
         if entry.name == f"{kind}.{name}":
-            return (
-                f"Install the package that brings it: pip install {entry.value.replace('_', '-')}"
-            )
+            return str(entry.value).replace("_", "-")
+    return None
+
+
+def _bringer(kind: str, name: str) -> str:
+    """Which package brings it, as declared; else by convention."""
+    if (package := bringer(kind, name)) is not None:
+        return f"Install the package that brings it: pip install {package}"
     guess = f"prime-rl-{name.replace('_', '-')}"
     return f"Check the spelling, or install the package that brings it (by convention {guess})."

@@ -1,1 +1,1 @@
-"""What surrounds a run: its directory, its processes, what a user sees of them."""
+"""The supervisor's side of a run: config checks, processes, restarts, resuming, the live view."""

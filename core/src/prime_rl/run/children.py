@@ -8,17 +8,17 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from prime_rl.plugins.launchers import Process
-from prime_rl.run.launch import PARENT_PID
+from prime_rl.rundir.launch import PARENT_PID
 
 QUIET_CPU = {
-    # One thread a process: spinning OpenMP threads of several processes on few cores cost up to
+    # One thread per process: spinning OpenMP threads of several processes on few cores cost up to
     # 30x.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -26,26 +26,27 @@ QUIET_CPU = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONUNBUFFERED": "1",
 }
-"""Defaults of every child's environment; what the user has set stays."""
+"""Defaults of every child's environment. The user's environment overrides them."""
 
 FIRST_PORT = 20000
-"""Of those that runs choose: above what services are known by."""
+"""Lowest port that a run chooses, above the ports of well-known services."""
 TRIES = 100
+"""Random ports to try before the kernel chooses."""
 
 STDERR = 2
 
 GRACE_SECONDS = 10.0
-"""Between asking a child to end and making it."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True, eq=False)
 class Child(Process):
-    """One running process of this machine."""
+    """A child process on this machine."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path | None
-    """None: it writes to our own stderr."""
+    """None: the child writes to our stderr."""
 
     @property
     def exit_code(self) -> int | None:
@@ -60,9 +61,9 @@ def start(
     log: Path | None = None,
     cwd: Path | None = None,
 ) -> Child:
-    """Start a child in its own session, so that Ctrl-C reaches it through us only, in order.
+    """Start a child in its own session: Ctrl-C reaches only us, and we end the children in order.
 
-    ``log`` takes what it writes; None: our stderr does. ``cwd``: None: our own.
+    ``log`` receives stdout and stderr; None: our stderr. ``cwd``: None for our own.
     """
     with nullcontext(STDERR) if log is None else log.open("ab") as file:
         process = subprocess.Popen(
@@ -78,7 +79,7 @@ def start(
 
 
 def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
-    """Ask every child to end; after ``grace`` seconds, make them, with whatever they started."""
+    """Send SIGTERM to every child, and after ``grace`` seconds SIGKILL to its whole session."""
     for child in children:
         if child.exit_code is None:
             _signal(child, signal.SIGTERM)
@@ -97,10 +98,10 @@ def _signal(child: Child, number: signal.Signals) -> None:
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports nobody listens on now, all different.
+    """Distinct ports without a listener.
 
-    Whoever binds one does so seconds later. So they are none of those that the system hands out
-    meanwhile, to connections that go out for instance, and two runs hardly choose the same.
+    The caller binds them seconds later. They are therefore outside the kernel's ephemeral range,
+    and random, so that two runs hardly choose the same.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -110,14 +111,14 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def _bind(each: socket.socket, host: str) -> None:
-    numbers = range(FIRST_PORT, _first_handed_out())
+    numbers = range(FIRST_PORT, _first_ephemeral())
     for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):
         with suppress(OSError):
             return each.bind((host, number))
-    each.bind((host, 0))  # any; or the error that all had
+    each.bind((host, 0))  # any port; or raise why none can be bound
 
 
-def _first_handed_out() -> int:
+def _first_ephemeral() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):  # not Linux
@@ -126,24 +127,48 @@ def _first_handed_out() -> int:
 
 @contextmanager
 def sigterm_is_ctrl_c() -> Iterator[None]:
-    """Being asked to end is treated like Ctrl-C: clean up, leave nobody behind."""
+    """Treat SIGTERM like Ctrl-C, so that the clean-up runs."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
+    with _handled_by(interrupt, signal.SIGTERM):
         yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def first_signal_asks() -> Iterator[Callable[[], bool]]:
+    """The first SIGINT or SIGTERM requests a stop, the second raises ``KeyboardInterrupt``. Yields
+    a function that returns whether the first has arrived."""
+    heard: list[int] = []
+
+    def hear(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) > 1:
+            raise KeyboardInterrupt
+
+    with _handled_by(hear, signal.SIGINT, signal.SIGTERM):
+        yield lambda: bool(heard)
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C does not cut the clean-up short."""
-    before = [signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)]
+    """Ignore SIGINT and SIGTERM during the clean-up."""
+    with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+        yield
+
+
+@contextmanager
+def _handled_by(
+    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *numbers: signal.Signals
+) -> Iterator[None]:
+    """Handle signals, except those that are ignored: shells make background jobs ignore Ctrl-C."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number, old in before.items() if old is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
-            signal.signal(number, handler)
+        for number in heard:
+            signal.signal(number, before[number])

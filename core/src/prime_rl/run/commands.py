@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import sys
@@ -14,37 +13,35 @@ from urllib.parse import urlsplit
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import Engine, EngineLaunch
 from prime_rl.plugins.launchers import ProcessCommand, Task
-from prime_rl.run.addresses import LOCAL
-from prime_rl.run.directory import log_dir
-from prime_rl.run.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
-from prime_rl.run.trainer_command import trainer_command
+from prime_rl.rundir.addresses import LOCAL
+from prime_rl.rundir.directory import log_dir
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
 
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
-"""The modules that are these processes."""
+TRAINER, AGENT = "prime_rl.trainer", "prime_rl.trainer.agent"
+"""The modules that these processes run. The agent starts the trainer's ranks of one node."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The run's secrets. They go by the environment: argument lists are public."""
+    """The run's secrets. They are passed by the environment because argument lists are public."""
 
     admin: str
     engine: str
-    """Of the sampling routes; empty: they need none."""
+    """Key of the sampling routes; empty: they need none."""
 
     @classmethod
     def of_run(cls, config: RunConfig, is_remote: bool) -> Keys:
-        """Those of the environment, else new ones. Beyond this machine sampling needs one too: who
-        has the one, has both."""
+        """Keys from the environment, else new ones. Remote launchers protect sampling too."""
         given = os.environ.get(config.inference.admin_key_var)
         if config.inference.base_url:
             return cls(given or "", os.environ.get(ENGINE_KEY, ""))
-        admin = given or secrets.token_urlsafe(24)
-        derived = hmac.new(admin.encode(), b"sampling", "sha256").hexdigest() if is_remote else ""
-        return cls(admin, os.environ.get(ENGINE_KEY) or derived)
+        new = secrets.token_urlsafe(24) if is_remote else ""
+        return cls(given or secrets.token_urlsafe(24), os.environ.get(ENGINE_KEY) or new)
 
     @property
     def env(self) -> dict[str, str]:
-        """The variables that carry them."""
+        """The environment variables that carry the keys."""
         return {ADMIN_KEY: self.admin, **({ENGINE_KEY: self.engine} if self.engine else {})}
 
 
@@ -61,12 +58,16 @@ class Commands:
     def of(self, task: Task) -> ProcessCommand:
         """The command of one task."""
         log = log_dir(self.run_dir) / f"{task.name}.log"
-        env = {"HF_HUB_OFFLINE": "1"}  # the model is, or will be, a folder here
+        env = {"HF_HUB_OFFLINE": "1"}  # the model is, or will be, a local folder
         needs = [self.run_dir / "configs" / "launch.json"]
-        if task.part == "model":  # the only one that may ask the hub
+        if task.part == "model":  # the only process that may access the hub
             return ProcessCommand(self._module(MODEL), log, {}, needs)
-        needs.append(self._model_marker)
-        env |= self.keys.env | unproxied(self._own_engines)
+        model = Path(self.launch.model_path)
+        # A machine must see the model's folder, or its parent until the folder exists.
+        needs.append(model.parent if self.launch.wait_for_model else model)
+        # For engines elsewhere the user's own proxy settings apply.
+        engines = [] if self.config.inference.base_url else self.launch.engine_urls
+        env |= self.keys.env | unproxied(engines)
         if task.part == "inference":
             command = self.engine.command(
                 engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
@@ -80,21 +81,26 @@ class Commands:
     def _module(self, module: str) -> list[str]:
         return [sys.executable, "-m", module, str(self.run_dir)]
 
-    @property
-    def _own_engines(self) -> list[str]:
-        """Not those elsewhere: whether a proxy leads there, the user's environment says."""
-        return [] if self.config.inference.base_url else self.launch.engine_urls
 
-    @property
-    def _model_marker(self) -> Path:
-        """What a machine must see to see the model: the folder, or the one it is being made in."""
-        path = Path(self.launch.model_path)
-        return path.parent if self.launch.wait_for_model else path
+def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
+    """The argument list of one trainer node, the same on all nodes.
+
+    To start the trainer manually on each of two machines, once ``configs/launch.json`` exists::
+
+        python -m prime_rl.trainer.agent RUN_DIR --ranks 16 --nodes 2 --endpoint trainer-0:29500
+    """
+    if launch.num_ranks == 1:
+        return [sys.executable, "-m", TRAINER, str(run_dir)]
+    command = [sys.executable, "-m", AGENT, str(run_dir), "--ranks", str(launch.num_ranks)]
+    if launch.trainer_nodes > 1:
+        command += ["--nodes", str(launch.trainer_nodes), "--endpoint", launch.rendezvous]
+        command += ["--id", run_dir.name]
+    return command
 
 
 def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
-    """``NO_PROXY`` with the run's engines and this machine: the site's proxy does not reach them,
-    and has no business with their keys."""
+    """``NO_PROXY`` with the run's engines and this machine: a site's proxy cannot reach them and
+    must not see their keys."""
     given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
     hosts = [*given.split(","), *LOCAL, *(urlsplit(url).hostname or "" for url in engine_urls)]
     value = ",".join(dict.fromkeys(host.strip() for host in hosts if host.strip()))
@@ -104,7 +110,7 @@ def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
 def engine_launch(
     config: RunConfig, launch: Launch, run_dir: Path, admin_key: str, number: int = 0
 ) -> EngineLaunch:
-    """What one engine of a run is told."""
+    """The launch settings of one engine."""
     host, _, port = launch.engine_urls[number].removeprefix("http://").rpartition(":")
     name = f"inference_{number}" if number else "inference"
     return EngineLaunch(

@@ -1,4 +1,4 @@
-"""What has changed between a checkpoint and the run that goes on from it."""
+"""Differences between a checkpoint and the run that resumes from it."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.manager import installed_entries
 
 CORE = "prime-rl-core"
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
-"""Keys of a model's ``config.json`` that say nothing about its weights."""
+"""Keys of a model's ``config.json`` that do not affect its weights."""
 
 
 def installed_versions() -> dict[str, str]:
-    """Version by distribution: core and every one that brings plugins. Imports none of them."""
+    """Version of core and of every distribution with plugins. Imports none of them."""
     entries = [*installed_entries(PROJECT), *installed_entries(TRAINER_GROUP)]
     found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
     return {CORE: version(CORE)} | dict(sorted(found.items()))
 
 
 def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One line a distribution that is another one now."""
+    """One line per distribution whose version has changed."""
     return [
         f"plugin {name}: {before.get(name, 'not installed')} then, "
         f"{now.get(name, 'not installed')} now"
@@ -36,7 +36,7 @@ def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def config_drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line a key that has another value now."""
+    """One line per key whose value has changed."""
     flat_before, flat_now = dict(_leaves(before)), dict(_leaves(now))
     missing = object()
     return [
@@ -63,10 +63,10 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
-    """Refuse another model than the checkpoint's ``weights``, from which the run goes on.
+    """Refuse a model that differs from the checkpoint's ``weights``.
 
-    ``before`` and ``now`` are the ``[model]`` tables. Raises ``ConfigError`` if the model that the
-    config names is of another shape, or cannot be compared because it is no folder.
+    ``before`` and ``now`` are the ``[model]`` tables. Raises ``ConfigError`` if the new model has
+    another architecture, or cannot be compared because it is not a folder.
     """
     changed = config_drift(before, now)
     if not changed:
@@ -87,7 +87,7 @@ def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path
 
 
 def check_lora(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse another adapter than the checkpoint's: its matrices mean nothing elsewhere.
+    """Refuse an adapter that differs from the checkpoint's: its matrices fit no other one.
 
     ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if ``[trainer.lora]`` has
     changed.
@@ -106,10 +106,10 @@ def check_lora(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
-    """Refuse an optimizer whose state the checkpoint does not hold.
+    """Refuse an optimizer whose state the checkpoint does not contain.
 
-    ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if it is another one, or has
-    come to a momentum. ``sign_sgd`` needs no state, and a momentum may be given up.
+    ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if the optimizer differs or has
+    gained a momentum. ``sign_sgd`` needs no state, and a momentum may be dropped.
     """
     theirs, ours = (_kind(config.get("trainer", {}).get("optim", {})) for config in (before, now))
     given_up = (theirs, ours) == ("sgd with momentum", "sgd")
@@ -123,7 +123,7 @@ def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: 
 
 
 def _kind(optim: Mapping[str, Any]) -> str:
-    """Whose state it is."""
+    """The kind of optimizer state."""
     kind = str(optim.get("type", "adamw"))
     return "sgd with momentum" if kind == "sgd" and optim.get("momentum") else kind
 

@@ -1,5 +1,5 @@
-"""Which GPUs this machine has, and which of them each process gets. Nothing here imports torch: it
-would hold a CUDA context in a process that only watches others."""
+"""The GPUs of this machine, and their division among the processes. This module does not import
+torch, which would hold a CUDA context in the supervisor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 
 from prime_rl.config.deployment import DeploymentConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import Launcher
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -20,19 +20,19 @@ ASK_SECONDS = 30.0
 
 
 def visible_gpus() -> list[str]:
-    """CUDA's names of the GPUs that this process may use, in CUDA's order: what
-    ``CUDA_VISIBLE_DEVICES`` says, else every one that ``nvidia-smi`` counts. Empty: none."""
+    """CUDA's names of the GPUs that this process may use, in CUDA's order: those of
+    ``CUDA_VISIBLE_DEVICES``, else all that ``nvidia-smi`` lists. Empty: none."""
     told = os.environ.get(VISIBLE)
     if told is None:
         return list(_counted(os.environ.get("PATH", "")))
     names = [name.strip() for name in told.split(",") if name.strip()]
-    # CUDA reads up to the first that it cannot use: -1 hides all that follow.
+    # CUDA stops at the first invalid entry: -1 hides all that follow.
     return names[: names.index("-1")] if "-1" in names else names
 
 
 @cache
 def _counted(path: str) -> tuple[str, ...]:
-    """Asked once for each search path: the driver takes a second to answer."""
+    """Cached for each search path, because the driver takes a second to answer."""
     try:
         done = subprocess.run(ASK, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -42,10 +42,10 @@ def _counted(path: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Numbers into the GPUs that are visible. None: nobody is told anything."""
+    """Indices into the visible GPUs. None: the process gets no ``CUDA_VISIBLE_DEVICES``."""
 
     engines: tuple[tuple[int, ...], ...] | None
-    """One entry an engine."""
+    """One entry per engine."""
     trainer: tuple[int, ...] | None
 
     def of_engine(self, number: int) -> tuple[int, ...] | None:
@@ -57,7 +57,7 @@ NOTHING = GpuPlan(None, None)
 
 
 def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
-    """Which GPU goes to whom on this machine. Raises ``ConfigError``."""
+    """The GPUs of each process on this machine. Raises ``ConfigError``."""
     deployment = config.deployment
     if not launcher.is_remote:
         return plan_gpus(
@@ -87,7 +87,7 @@ def num_engines(config: RunConfig) -> int:
 
 
 def check_shares(gpus: GpuPlan, needed: int) -> None:
-    """Raises ``ConfigError`` if an engine that spreads over ``needed`` GPUs has fewer."""
+    """Raises ``ConfigError`` if an engine that needs ``needed`` GPUs has fewer."""
     for number, share in enumerate(gpus.engines or ()):
         if len(share) < needed:
             raise ConfigError(
@@ -98,7 +98,7 @@ def check_shares(gpus: GpuPlan, needed: int) -> None:
 
 
 def num_ranks(config: RunConfig, gpus: GpuPlan) -> int:
-    """Trainer ranks: as configured, else one a GPU of the trainer. Raises ``ConfigError``."""
+    """Trainer ranks: as configured, else one per GPU of the trainer. Raises ``ConfigError``."""
     ranks = config.trainer.num_ranks or len(gpus.trainer or ()) or config.deployment.trainer_nodes
     if ranks % config.deployment.trainer_nodes:
         raise ConfigError(
@@ -113,12 +113,12 @@ def num_ranks(config: RunConfig, gpus: GpuPlan) -> int:
 def plan_gpus(
     config: DeploymentConfig, num_gpus: int, num_engines: int, ranks: int, on_cpu: bool = False
 ) -> GpuPlan:
-    """Split ``num_gpus`` visible GPUs between the engines, first, and the trainer, last.
+    """Split ``num_gpus`` visible GPUs: the engines get the first, the trainer the last.
 
-    ``num_engines``: engines this run starts; 0 if they are elsewhere. ``ranks``: of the trainer, 0
-    if the config does not say. ``on_cpu``: the trainer uses no GPU. Nothing is handed out where
-    there is none, or one for both and no word of who gets it. Raises ``ConfigError`` for numbers
-    that do not exist, that both have, or that do not divide.
+    ``num_engines``: engines that this run starts; 0 if they run elsewhere. ``ranks``: trainer
+    ranks; 0 if the config does not set them. ``on_cpu``: the trainer uses no GPU. Nothing is
+    assigned without a GPU, or with a single one that the config assigns to neither side. Raises
+    ``ConfigError`` for GPUs that do not exist, that both sides have, or that do not divide.
     """
     _check_lists(config, num_gpus, num_engines, on_cpu)
     given = (config.inference_gpus, config.trainer_gpus)
@@ -139,7 +139,7 @@ def plan_gpus(
 def _shared(
     config: DeploymentConfig, everything: tuple[int, ...], num_engines: int, ranks: int
 ) -> GpuPlan:
-    """Both have the same: those of either list, which must agree; else all."""
+    """Engines and trainer share the GPUs of either list, which must agree; else all GPUs."""
     inference, trainer = config.inference_gpus, config.trainer_gpus
     if inference and trainer and set(inference) != set(trainer):
         raise ConfigError(
@@ -153,7 +153,7 @@ def _shared(
 def _separate(
     config: DeploymentConfig, everything: tuple[int, ...], ranks: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The engines' GPUs and the trainer's, which have none in common."""
+    """Disjoint GPUs for the engines and the trainer."""
     inference, trainer = config.inference_gpus, config.trainer_gpus
     if inference is None and trainer is None:
         trainer = everything[-(ranks or 1) :]
@@ -189,7 +189,7 @@ def _trainer(gpus: Sequence[int], ranks: int) -> tuple[int, ...]:
 def _split(
     config: DeploymentConfig, gpus: Sequence[int], num_engines: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Equal shares, in order. What we chose ourselves may leave a rest; a list must not."""
+    """Equal shares, in order. A list of the config must divide; our own choice may leave a rest."""
     gpus = config.inference_gpus or gpus
     share, rest = divmod(len(gpus), max(num_engines, 1))
     if share == 0 or (rest and config.inference_gpus):

@@ -1,4 +1,4 @@
-"""The launcher ``local``: every process on this machine, as a child of this one."""
+"""The launcher ``local``: every process is a child of this one."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ class LocalLauncher(Launcher):
         self._children: dict[str, Child] = {}
 
     def num_gpus(self) -> int:
-        """See ``Launcher.num_gpus``: those that ``nvidia-smi`` counts and CUDA_VISIBLE_DEVICES
-        leaves."""
+        """See ``Launcher.num_gpus``: the visible GPUs of this machine."""
         return len(visible_gpus())
 
     def place(
         self, tasks: Sequence[Task], run_dir: Path, tell: Callable[[str], None]
     ) -> Mapping[str, Place]:
-        """See ``Launcher.place``: here, each with free ports of its own."""
+        """See ``Launcher.place``: this machine, with free ports for each task."""
         ports = iter(free_ports(sum(task.num_ports for task in tasks)))
         return {
             task.name: Place(None, tuple(next(ports) for _ in range(task.num_ports)))
@@ -39,15 +38,15 @@ class LocalLauncher(Launcher):
         }
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
-        """See ``Launcher.start``. What an engine that died has left running holds its GPU's
-        memory: it is ended first."""
+        """See ``Launcher.start``. Processes that a dead engine left behind hold its GPU memory, so
+        they are ended first."""
         if task.name in self._children:
             end([self._children[task.name]])
         env = dict(command.env)
         if task.gpus is not None:
             devices = visible_gpus()
             env[VISIBLE] = ",".join(devices[number] for number in task.gpus)
-            if VISIBLE not in os.environ:  # nvidia-smi counts along the bus, CUDA by speed
+            if VISIBLE not in os.environ:  # nvidia-smi orders by bus, CUDA by speed
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         self._children[task.name] = start(task.name, command.argv, env, command.log)
         return self._children[task.name]

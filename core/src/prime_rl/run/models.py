@@ -1,7 +1,7 @@
 """``python -m prime_rl.run.models RUN_DIR``: make or fetch a run's model, unless it is cached.
 
-Models that a plugin makes are kept under the user's cache folder, one folder for each set of
-settings and seed; models of the hub likewise, one folder for each id. A folder is used as it is.
+The user's cache has one folder for each set of settings and seed of a model that a plugin makes,
+and one for each id of the hub. A local folder is used as it is.
 """
 
 from __future__ import annotations
@@ -14,27 +14,30 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from itertools import accumulate
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.model_files import read_headers
 from prime_rl.plugins.base import ModelMaker
-from prime_rl.plugins.errors import ConfigError, PrimeRLError
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import MODEL, collect
-from prime_rl.run.launch import READY, Launch
-from prime_rl.run.processes import exit_with_parent
 from prime_rl.run.resolve import build_model_maker
-from prime_rl.run.status import DONE, Status
+from prime_rl.rundir.launch import READY, Launch
+from prime_rl.rundir.processes import exit_with_parent
+from prime_rl.rundir.status import DONE, Status
 
 log = logging.getLogger("prime_rl.models")
 
 CACHE = "PRIME_RL_CACHE"
-"""Environment variable that names the folder of models."""
+"""Environment variable with the folder of cached models."""
 
 
 def cached_path(maker: ModelMaker, version: str, seed: int, cache: Path | None = None) -> Path:
-    """Where a maker's model lives: the same settings, seed and plugin version share one folder."""
+    """Folder of a maker's model: equal settings, seed and plugin version share one."""
     key = json.dumps([maker.name, version, maker.config.model_dump(mode="json"), seed])
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     return (cache or cache_dir()) / f"{maker.name}-{digest}"
@@ -49,8 +52,8 @@ def cache_dir() -> Path:
 
 
 def model_path(config: RunConfig, cache: Path | None = None) -> tuple[str, bool]:
-    """Where the run's model is, and whether the model process must still put it there. ``cache``:
-    instead of the user's, unless ``$PRIME_RL_CACHE`` says where."""
+    """The path of the run's model, and whether the model process must still create it. ``cache``
+    replaces the user's cache, unless ``$PRIME_RL_CACHE`` is set."""
     cache = cache if cache and CACHE not in os.environ else cache_dir()
     hooks = load_plugins(disabled=config.plugins.disabled)
     maker = build_model_maker(config, hooks)
@@ -64,8 +67,50 @@ def model_path(config: RunConfig, cache: Path | None = None) -> tuple[str, bool]
     return str(path), not (path / READY).exists()
 
 
+def check_lora_names(config: RunConfig) -> None:
+    """Raises ``ConfigError`` for a name in ``[trainer.lora]`` that no module of the model has.
+
+    Reads the headers of the model's safetensors. A model that is not local yet, or has another
+    format, is checked by the trainer, which also knows the type of each module.
+    """
+    lora = config.trainer.lora
+    if lora is None:
+        return
+    folder = Path(model_path(config)[0])
+    if not any(folder.glob("model*.safetensors")):
+        return
+    shapes = {name: entry.shape for name, entry in read_headers(folder).items()}
+    matrices = {
+        name.removesuffix(".weight")
+        for name, shape in shapes.items()
+        if len(shape) == 2 and name.endswith(".weight")
+    }
+    modules = {module for name in shapes for module in _modules(name)}
+    for target in lora.target_modules or ():
+        if not any(f".{name}".endswith(f".{target}") for name in matrices):
+            raise _unknown("target_modules", target, matrices, folder)
+    for end in lora.modules_to_save:
+        if not any(name.endswith(end) for name in modules):
+            raise _unknown("modules_to_save", end, modules, folder)
+
+
+def _modules(tensor: str) -> Iterator[str]:
+    """``a.b.weight`` belongs to the modules a and a.b."""
+    return accumulate(tensor.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
+
+
+def _unknown(key: str, name: str, modules: set[str], folder: Path) -> ConfigError:
+    ends = sorted({module.rpartition(".")[2] for module in modules} - set(map(str, range(1000))))
+    close = get_close_matches(name, ends, 1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return ConfigError(
+        f"trainer.lora.{key}: no module of the model in {folder} is called {name!r}. {hint}"
+        f"There are {', '.join(ends)}."
+    )
+
+
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-"""What a model folder needs: weights, configs, tokenizer."""
+"""Files to download: weights, configs, tokenizer."""
 
 
 def fetch(name: str, directory: Path, status: Status) -> None:
@@ -75,15 +120,15 @@ def fetch(name: str, directory: Path, status: Status) -> None:
     status.report(f"downloading {name}", waiting_for="Hugging Face hub")
     try:
         snapshot_download(name, local_dir=directory, allow_patterns=FETCHED)
-    except Exception as error:  # the hub's and the network's own kinds
+    except Exception as error:  # errors of the hub and of the network
         raise ConfigError(
             f"model.name: {name!r} is no folder here, and fetching it from the hub failed: {error}"
         ) from error
 
 
 def make(fill: Callable[[Path], None], target: Path) -> None:
-    """Let ``fill`` write a model beside ``target`` and move it there whole; another process may
-    have been faster."""
+    """Let ``fill`` write a model to a temporary folder, then rename it to ``target``. Another
+    process may have been faster."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -101,7 +146,7 @@ def make(fill: Callable[[Path], None], target: Path) -> None:
 def main() -> int:
     """Make or fetch the model that the run's config names; 1 if that fails."""
     exit_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwind: leave nothing half made
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # run the clean-up
     logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     run_dir = Path(sys.argv[1])
     status = Status(run_dir / "status" / "model.json")

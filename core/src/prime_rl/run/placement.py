@@ -1,4 +1,4 @@
-"""What a run consists of, and what each process must know once everyone has a place.
+"""The tasks of a run, and the launch facts once the launcher has placed them.
 
 config -> tasks -> (a launcher places them) -> Launch, which every process reads
 """
@@ -13,19 +13,19 @@ from prime_rl.adapter import is_adapter
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import Engine
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
-from prime_rl.run.checkpoints import Checkpoint
 from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
-from prime_rl.run.launch import Launch
 from prime_rl.run.models import model_path
+from prime_rl.rundir.checkpoints import Checkpoint
+from prime_rl.rundir.launch import Launch
 
 LOOPBACK = "127.0.0.1"
 MODELS = ".models"
-"""Folder of models that are made or fetched, in ``output_dir``: other machines must see it too."""
+"""Folder of made or fetched models, in ``output_dir``, which other machines see too."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Who is there, before anybody knows where."""
+    """The tasks of a run before they are placed."""
 
     tasks: tuple[Task, ...]
     num_ranks: int
@@ -40,10 +40,10 @@ class Layout:
 def lay_out(
     config: RunConfig, launcher: Launcher, engine: Engine, checkpoint: Checkpoint | None = None
 ) -> Layout:
-    """The processes of a run and what each needs. Raises ``ConfigError``.
+    """The processes of a run and their resources. Raises ``ConfigError``.
 
-    A run that goes on takes its model from the checkpoint, with the tokenizer that came along; if
-    that is an adapter, the base is where the run had it from.
+    A resumed run loads model and tokenizer from the checkpoint. If the checkpoint is an adapter,
+    it loads the original base model.
     """
     whole = checkpoint is not None and not is_adapter(checkpoint.weights)
     cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
@@ -53,11 +53,12 @@ def lay_out(
     gpus = gpus_of(config, launcher)
     ranks = num_ranks(config, gpus)
     on_gpu = launcher.is_remote and launcher.num_gpus() > 0
+    wire_ports = ranks if config.rollout_transport.type == "zmq" else 0
     tasks = [
         *([Task("model", "model")] if to_make else []),
         *_engine_tasks(config, gpus, engine.num_gpus if on_gpu else 0),
         *_trainer_tasks(config, gpus, ranks, on_gpu and config.trainer.device != "cpu"),
-        Task("orchestrator", "orchestrator", num_ports=_wire_ports(config, ranks)),
+        Task("orchestrator", "orchestrator", num_ports=wire_ports),
     ]
     return Layout(tuple(tasks), ranks, path, to_make)
 
@@ -75,8 +76,8 @@ def _engine_tasks(config: RunConfig, gpus: GpuPlan, num_gpus: int) -> Iterator[T
 
 
 def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -> Iterator[Task]:
-    """One a node, each with its share. They listen on one port: that of the first is where ranks
-    meet."""
+    """One task per node with an equal share of the ranks. The port of the first node is the
+    process group's store."""
     nodes = config.deployment.trainer_nodes
     share = ranks // nodes
     for number in range(nodes):
@@ -93,17 +94,13 @@ def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -
         )
 
 
-def _wire_ports(config: RunConfig, ranks: int) -> int:
-    return ranks if config.rollout_transport.type == "zmq" else 0
-
-
 def plan(
     config: RunConfig,
     layout: Layout,
     places: Mapping[str, Place],
     checkpoint: Checkpoint | None = None,
 ) -> Launch:
-    """Addresses, paths and names of this launch."""
+    """The launch facts for the chosen places."""
     inference, transport = config.inference, config.rollout_transport
     engines = [places[task.name] for task in layout.of("inference")]
     engine_ports = _ports(inference.port, [each.ports[0] for each in engines])
@@ -136,5 +133,5 @@ def _host(address: str) -> str:
 
 
 def _ports(first: int | None, free: Sequence[int]) -> list[int]:
-    """As many as are free: those from the configured one on, else the free ones."""
+    """Consecutive ports from the configured one, else the free ports."""
     return list(free) if first is None else [first + number for number in range(len(free))]

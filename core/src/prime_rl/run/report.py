@@ -1,4 +1,4 @@
-"""What a run says when it is over."""
+"""The summary that a run prints at its end."""
 
 from __future__ import annotations
 
@@ -10,38 +10,71 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prime_rl.run.chat_template import read_chat_template
+from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl.rundir.stop import Stopped
+
 
 def print_summary(console: Console, run_dir: Path) -> None:
-    """Reward before and after, a few rollouts before and after, and where everything is."""
+    """Print rewards and sample rollouts before and after training, and the paths of the results."""
     path = run_dir / "summary.json"
     if not path.exists():
         return
     summary = json.loads(path.read_text())
     sampled = summary["sampled_reward"]
     console.print()
+    if summary.get("stopped_at") is not None:
+        console.print(f"[yellow]Stopped at step {summary['stopped_at']}[/]")
     if sampled["first"] is not None:
+        steps = sampled["window"]
+        window = (
+            "first and last step" if steps == 1 else f"mean of the first and last {steps} steps"
+        )
         console.print(
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
-            f"[dim]{_window(sampled['window'])}[/]"
+            f"[dim]{window}[/]"
         )
     for after in summary["eval"]["after"]:
         _print_eval(console, _first_of(summary["eval"], after), after)
-    console.print(f"Run directory   {run_dir}", markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"Learning curve  {run_dir / summary['plot']}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    _print_template(console, run_dir)
+    _print_line(console, f"Run directory   {run_dir}")
+    _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
 
 
-def _window(steps: int) -> str:
-    return "first and last step" if steps == 1 else f"mean of the first and last {steps} steps"
+def print_stop(
+    console: Console, run_dir: Path, max_steps: int, stopped: Stopped | None, command: str
+) -> None:
+    """Print the results of a run that the user has stopped, and how to resume it. ``stopped``: None
+    if the run ended at once. ``command``: the command line of the run, with its name."""
+    if stopped is None:
+        _print_line(console, f"stopped; what was done so far is in {run_dir}")
+    elif not stopped.trained:
+        _print_line(console, f"stopped before a step was trained: no weights in {run_dir}")
+    else:
+        print_summary(console, run_dir)
+        _print_line(console, f"Weights         {run_dir / 'weights'}")
+    steps = whole_steps(run_dir)
+    if steps and steps[-1] < max_steps:
+        _print_line(console, f"Resume with     {command} --resume")
+    elif stopped is not None and stopped.trained and not steps:
+        _print_line(console, "No checkpoint to resume from was written (ckpt.enabled = false)")
+
+
+def _print_line(console: Console, text: str) -> None:
+    """Print without wrapping or markup, so that the text can be copied."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_template(console: Console, run_dir: Path) -> None:
+    """Print the warning about the chat template of ``weights/``, if there is one."""
+    chosen = read_chat_template(run_dir)
+    if chosen is not None and chosen.warning is not None:
+        console.print(Text.assemble(("WARNING  ", "bold red"), (chosen.warning, "red")))
 
 
 def _first_of(measured: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    """The env's first measurement: before training, or where that was skipped, the first there
-    is; None if it has been measured once only."""
+    """The env's first evaluation: before training, or if that was skipped, the first one; None if
+    there is only one."""
     earlier: list[dict[str, Any]] = [*measured["before"], *measured.get("during", ())]
     return next((each for each in earlier if each["env"] == after["env"]), None)
 
@@ -73,13 +106,13 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
 
 
 def _failures(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Failed rollouts count as reward 0, so they are said."""
+    """Failed rollouts count as reward 0, so the table shows their number."""
     failed = before["num_failed"], after["num_failed"]
     return f"   [red]failed: {failed[0]} before, {failed[1]} after[/]" if any(failed) else ""
 
 
 def _last(messages: list[list[str]], role: str) -> str:
-    """The last message of a role, on one line and not too long."""
+    """The last message of a role, on one line of at most 60 characters."""
     texts = [text for spoken_by, text in messages if spoken_by == role]
     line = " ".join(texts[-1].split()) if texts else ""
     return line if len(line) <= 60 else line[:57] + "..."

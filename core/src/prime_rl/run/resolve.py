@@ -1,5 +1,4 @@
-"""Everything that can be known to fail before a process is started: names, plugin settings, sizes
-that don't divide."""
+"""Config checks with the plugins loaded, before any process starts: names, settings, resources."""
 
 from __future__ import annotations
 
@@ -10,19 +9,26 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.adapter import is_adapter
+from prime_rl.config.load import installed_defaults
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
     AlgoConfig,
     AlgoSamplingConfig,
     EnvConfig,
     FilterConfig,
-    SourceConfig,
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.orchestrator.env import check_taskset
-from prime_rl.plugins.base import Algorithm, Engine, Filter, ModelMaker, RendererOffer
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.env.environment import EnvSettings, check_taskset, find_agents
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.base import (
+    Algorithm,
+    Engine,
+    Filter,
+    ModelMaker,
+    PluginConfig,
+    RendererOffer,
+)
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
@@ -43,20 +49,19 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
+from prime_rl.run.config_checks import check_envs, check_sizes
 from prime_rl.run.gpus import check_shares, gpus_of, num_ranks
-
-RESERVED_LABELS = ("agg", "all", "effective")
-"""Names that metrics use for what is over all envs."""
+from prime_rl.weights.transports import make_transport
 
 
 def check(config: RunConfig) -> Hooks:
-    """Validate what needs plugins. Returns the loaded plugins; raises ``ConfigError`` or
-    ``PluginError``."""
+    """Check a config against the installed plugins. Returns the loaded plugins; raises
+    ``ConfigError`` or ``PluginError``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check_disabled(config, hooks, trainer)
-    _check_envs(config)
-    _check_sizes(config)
+    check_envs(config)
+    check_sizes(config)
     config.trainer.scheduler.check(config.trainer.optim.lr, config.max_steps)
     _check_algorithms(config, hooks)
     _check_filters(config, hooks)
@@ -70,17 +75,21 @@ def check(config: RunConfig) -> Hooks:
         _check(MONITOR, name, table, hooks, f"monitors.{name}")
     check_engine(config, hooks)
     _check_deployment(config, hooks)
-    _check_broadcast(config)
+    _check_broadcast(config, hooks, trainer)
     _check(LOSS, config.trainer.loss.type, config.trainer.loss.settings, trainer, "trainer.loss")
     for label in ("train", "eval"):
         for number, env in enumerate(getattr(orchestrator, label).env):
             check_taskset(env.id, f"orchestrator.{label}.env.{number}.id")
+    _check_agents(config, hooks)
     return hooks
 
 
 def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
-    """The engine plugin with its settings. Raises ``ConfigError``."""
+    """The engine plugin with its settings; the base class where the run starts none. Raises
+    ``ConfigError``."""
     inference = config.inference
+    if inference.base_url is not None:
+        return Engine(PluginConfig())
     cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
     if inference.unread:
         raise ConfigError(
@@ -93,15 +102,14 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
 
 def check_engine(config: RunConfig, hooks: Hooks) -> None:
     """Whether the engine can be started here, or be steered elsewhere. Raises ``ConfigError``."""
-    engine = build_engine(config, hooks)
     if config.inference.base_url is None:
-        engine.check(config.inference.interpreter)
+        build_engine(config, hooks).check(config.inference.interpreter)
     else:
         _check_elsewhere(config)
 
 
 def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
-    """Launcher, GPUs and ranks fit one another."""
+    """Launcher, GPUs and ranks are consistent."""
     gpus = gpus_of(config, build_launcher(config, hooks))
     num_ranks(config, gpus)
     if config.inference.base_url is None:
@@ -111,7 +119,7 @@ def _check_deployment(config: RunConfig, hooks: Hooks) -> None:
 
 
 def _check_precision(config: RunConfig, served: str | None) -> None:
-    """Weights lose nothing on their way that the engine would keep."""
+    """Published weights have the precision of the engine."""
     if config.trainer.publish_dtype == "bfloat16" and served not in (None, "bfloat16"):
         name = config.inference.engine
         raise ConfigError(
@@ -121,25 +129,28 @@ def _check_precision(config: RunConfig, served: str | None) -> None:
         )
 
 
-def _check_broadcast(config: RunConfig) -> None:
-    """Weights can go the way they should."""
-    way = config.weight_broadcast.type
-    if way == "filesystem":
+def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
+    """The weight transport is installed on both sides, and the trainer can send by it."""
+    table = config.weight_broadcast
+    transports = [make_transport(table, hooks) for hooks in sides]
+    if table.as_files:
         return
     for where, is_so, why in (
         ("trainer.lora", config.trainer.lora is not None, "adapters are published as files"),
         ("deployment.colocated", config.deployment.colocated, "engines that wake read files"),
-        ("trainer.device", way == "nccl" and config.trainer.device == "cpu", "NCCL needs GPUs"),
     ):
         if is_so:
             raise ConfigError(
-                f"weight_broadcast.type is {way!r}, which does not go with {where}: {why}. Set it "
-                "to 'filesystem', or change the other."
+                f"weight_broadcast.type is {table.type!r}, which does not go with {where}: {why}. "
+                "Set it to 'filesystem', or change the other."
             )
+    for transport in transports:
+        if transport is not None:
+            transport.check(config.trainer.device)
 
 
 def _check_elsewhere(config: RunConfig) -> None:
-    """Engines that are running already."""
+    """Engines that run already need an admin key and no colocation."""
     variable = config.inference.admin_key_var
     if not os.environ.get(variable):
         raise ConfigError(
@@ -162,7 +173,7 @@ def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
 
 
 def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
-    """The plugin that makes ``model.name`` here, or None if it is a checkpoint. Raises
+    """The plugin that makes ``model.name``, or None if it is a folder or a hub id. Raises
     ``ConfigError``."""
     offers, model = collect(hooks, MODEL), config.model
     if model.name in offers and not Path(model.name).exists():
@@ -170,7 +181,7 @@ def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
         return cls(settings_of(cls, MODEL, model.settings, "model"))
     if model.settings:
         raise ConfigError(f"model.{next(iter(model.settings))}: unknown key of a checkpoint")
-    # A path to nothing is no hub id, even where it could be one by its form.
+    # A path to a missing folder may look like a hub id.
     is_path = model.name.startswith((".", "/", "~")) or model.name.count("/") > 1
     is_path = is_path or ("/" in model.name and Path(model.name).parent.is_dir())
     if Path(model.name).is_dir():
@@ -179,8 +190,7 @@ def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
         made = ", ".join(offers) or "none"
         raise ConfigError(
             f"model.name: {model.name!r} is no folder, no hub id (owner/name), and no model that "
-            "an "
-            f"installed plugin makes (those are: {made})"
+            f"an installed plugin makes (those are: {made})"
         )
     return None
 
@@ -209,40 +219,6 @@ def _renderer_class(config: RunConfig, hooks: Hooks) -> type[RendererOffer]:
     )
 
 
-def _check_envs(config: RunConfig) -> None:
-    orchestrator = config.orchestrator
-    if not orchestrator.train.env:
-        raise ConfigError(
-            "orchestrator.train.env: the run has no training environment. Add a table "
-            "[[orchestrator.train.env]] with an id."
-        )
-    for label, envs in (("train", orchestrator.train.env), ("eval", orchestrator.eval.env)):
-        _check_labels(label, envs)
-    for env in orchestrator.train.env:
-        size = env.group_size or orchestrator.group_size
-        if orchestrator.batch_size % size:
-            raise ConfigError(
-                f"env {env.label!r}: group_size {size} does not divide orchestrator.batch_size "
-                f"{orchestrator.batch_size}. Make the batch a multiple of every group size."
-            )
-
-
-def _check_sizes(config: RunConfig) -> None:
-    row, inflight = config.trainer.micro_batch_tokens, config.orchestrator.max_inflight_rollouts
-    if row is not None and row < config.seq_len:
-        raise ConfigError(
-            f"trainer.micro_batch_tokens: a row of {row} tokens cannot hold a sample of seq_len = "
-            f"{config.seq_len}. Raise it to seq_len or more, or leave it out."
-        )
-    envs = config.orchestrator.train.env
-    largest = max(env.group_size or config.orchestrator.group_size for env in envs)
-    if inflight is not None and inflight < largest:
-        raise ConfigError(
-            f"orchestrator.max_inflight_rollouts: {inflight} cannot hold one group of {largest}. "
-            "Raise it, or lower group_size."
-        )
-
-
 def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:
     installed = {entry.name for hooks in loaded for entry in installed_entries(hooks.group)}
     for name in config.plugins.disabled:
@@ -253,22 +229,13 @@ def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:
             )
 
 
-def _check_labels(where: str, envs: Sequence[SourceConfig]) -> None:
-    counts = Counter(env.label for env in envs)
-    for label, count in counts.items():
-        if count > 1:
-            raise ConfigError(
-                f"orchestrator.{where}.env: {count} envs are called {label!r}. Give each its own "
-                "name."
-            )
-        if label in RESERVED_LABELS:
-            raise ConfigError(f"orchestrator.{where}.env: the name {label!r} is taken by metrics")
-
-
 def _check_algorithms(config: RunConfig, hooks: Hooks) -> None:
     offers = collect(hooks, ALGORITHM)
     shared = config.orchestrator.algo
-    if shared != AlgoConfig() and all(env.algo for env in config.orchestrator.train.env):
+    default = installed_defaults().get("orchestrator", {}).get("algo", {})
+    if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(
+        env.algo for env in config.orchestrator.train.env
+    ):
         cls = select(ALGORITHM, shared.type, offers, "orchestrator.algo")
         settings_of(cls, ALGORITHM, shared.settings, "orchestrator.algo")
     for env in config.orchestrator.train.env:
@@ -289,19 +256,36 @@ def _check_algorithms(config: RunConfig, hooks: Hooks) -> None:
             )
 
 
+def _check_agents(config: RunConfig, hooks: Hooks) -> None:
+    """Run ``Algorithm.check_agents`` for each env; last, because it takes seconds."""
+    for env in config.orchestrator.train.env:
+        algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
+        cls = select(ALGORITHM, algo.type, collect(hooks, ALGORITHM), where)
+        if cls.check_agents is not Algorithm.check_agents:
+            known = EnvSettings(
+                id=env.id,
+                name=env.label,
+                args=env.args,
+                harness=env.harness,
+                default_harness=config.orchestrator.train.harness,
+            )
+            algorithm = cls(settings_of(cls, ALGORITHM, algo.settings, where))
+            algorithm.check_agents(env.label, find_agents(known))
+
+
 def _check_source(
     where: str, cls: type[Algorithm], sampling: AlgoSamplingConfig, hooks: Hooks
 ) -> None:
-    """Refuse who samples, if the algorithm's component cannot train on it."""
+    """Refuse a sampling source that the algorithm's component cannot train on."""
     source, component = sampling.source, cls.action_loss
     if sampling.client != "tokens" and not isinstance(source, FrozenModel):
         raise ConfigError(
-            f"{where}: sampling.client = {sampling.client!r} says how a frozen model is asked, and "
+            f"{where}: sampling.client = {sampling.client!r} applies to a frozen model, and "
             "sampling.source is none. Leave it out."
         )
     if source == "policy" and cls.needs_frozen_source:
         raise ConfigError(
-            f"{where} imitates who samples, and sampling.source is 'policy': training on the "
+            f"{where} imitates its source, and sampling.source is 'policy': training on the "
             "policy's own tokens would teach it nothing. Set sampling.source to a frozen model "
             '(name and base_url) or to a source of demonstrations ({ type = "dataset", ... }).'
         )
@@ -316,21 +300,20 @@ def _check_source(
         settings_of(offered, SOURCE, source.settings, f"{where}: sampling.source")
         if cls.needs_frozen_source and offered.from_policy:
             raise ConfigError(
-                f"{where} imitates who samples, and source {source.type!r} gives what the policy "
-                "itself wrote. Use a source of demonstrations or a frozen model."
+                f"{where} imitates its source, and source {source.type!r} gives rollouts of the "
+                "policy itself. Use a source of demonstrations or a frozen model."
             )
         if component not in offered.feeds:
             raise ConfigError(
                 f"{where} trains the {component} component, and source {source.type!r} can feed "
-                f"{', '.join(sorted(offered.feeds))} only: nobody sampled its tokens from the "
-                "policy. Use an algorithm that feeds ce, such as sft, or another source."
+                f"{', '.join(sorted(offered.feeds))} only: its tokens were not sampled from "
+                "the policy. Use an algorithm that feeds ce, such as sft, or another source."
             )
 
 
 def _check_temperature(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConfig) -> None:
-    own, wanted = env.sampling, cls.needs_temperature
-    group = config.orchestrator.train.sampling.temperature
-    found = own.temperature if own and "temperature" in own.model_fields_set else group
+    wanted = cls.needs_temperature
+    found = (env.sampling or config.orchestrator.train.sampling).temperature
     if wanted is not None and found != wanted:
         raise ConfigError(
             f"{where} can learn at a sampling temperature of {wanted:g} only, got {found:g}. Set "
@@ -339,11 +322,11 @@ def _check_temperature(where: str, cls: type[Algorithm], env: EnvConfig, config:
 
 
 def _check_unsampled(where: str, env: EnvConfig) -> None:
-    """Nothing samples for an env with a source, so nothing would read these."""
+    """An env with a source samples nothing, so these keys would have no effect."""
     for key in ("group_size", "sampling", "max_turns", "harness"):
         if getattr(env, key) is not None:
             raise ConfigError(
-                f"{where}: {key} is set, and nobody samples for this env: its rollouts come from "
+                f"{where}: {key} is set, and this env samples nothing: its rollouts come from "
                 "sampling.source. Leave it out."
             )
 
@@ -353,17 +336,15 @@ def _check_group_size(config: RunConfig, env: EnvConfig, cls: type[Algorithm]) -
     if cls.group_relative and size == 1:
         raise ConfigError(
             f"env {env.label!r}: algorithm {cls.name!r} credits a rollout relative to its "
-            "siblings, so with "
-            "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 "
-            "or more."
+            "siblings, so with group_size = 1 every advantage is zero and nothing is learned. Set "
+            "group_size to 2 or more."
         )
 
 
 def _check_filters(config: RunConfig, hooks: Hooks) -> None:
-    offers = collect(hooks, FILTER)
     for name in ("pre_batch_filters", "post_batch_filters"):
         slot: tuple[FilterConfig, ...] = getattr(config.orchestrator, name)
-        _check_slot(f"orchestrator.{name}", slot, offers)
+        _check_slot(f"orchestrator.{name}", slot, collect(hooks, FILTER))
 
 
 def _check_slot(

@@ -1,7 +1,7 @@
-"""Engines that die or hang are started again: the run goes on meanwhile with the others, or waits.
+"""Restart engines that die or hang. Meanwhile the run continues with the other engines, or waits.
 
-Who dies, the supervisor sees. Who hangs, the orchestrator does, as it talks to the engines: it says
-so in the status file.
+The supervisor sees that an engine has died. The orchestrator sees that an engine hangs, and reports
+it in a status file.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.run.status import read_status
+from prime_rl.rundir.status import read_status
 
 ENGINES = "engines"
-"""Status file in which the orchestrator says of each engine, by its name, how it is."""
+"""Status file with the orchestrator's state of each engine, by name."""
 STARTING = "starting"
-"""What it says of one that has not served yet."""
+"""State of an engine that has not served yet."""
 HUNG = "hung"
-"""How what it says of one begins that takes connections and answers nothing. How often that has
-happened follows: each time is ended once."""
+"""Prefix of the state of an engine that accepts connections and does not answer. A count follows,
+so that each hang is handled once."""
 
 
 def engine_names(number: int) -> list[str]:
-    """Of the processes that are a run's engines; also of their logs and status files."""
+    """Names of a run's engine processes, logs and status files."""
     return ["inference" if place == 0 else f"inference_{place}" for place in range(number)]
 
 
 class Restarts:
-    """Starts processes, and engines again: each ``limit`` times at most, and only one that has
-    served before. One that cannot even start has a fault that starting will not mend."""
+    """Starts processes, and restarts each engine at most ``limit`` times. An engine that has never
+    served is not restarted: the same failure would follow."""
 
     def __init__(
         self, launcher: Launcher, run_dir: Path, limit: int, tell: Callable[[str], None]
@@ -39,8 +39,8 @@ class Restarts:
         self._limit, self._tell = limit, tell
         self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
         self._used: Counter[str] = Counter()
-        self._dealt_with: dict[str, str] = {}
-        """What was said of an engine when it was last started or given up."""
+        self._handled: dict[str, str] = {}
+        """State of an engine when it was last restarted or given up."""
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
         """Start a process for the first time."""
@@ -48,37 +48,37 @@ class Restarts:
             self._engines[task.name] = (task, command)
         return self._launcher.start(task, command)
 
-    def mend(self, processes: list[Process]) -> None:
-        """Put a new process in the place of each engine that has died or hangs. One that has done
-        so too often is taken off the list, if another engine is left; else it stays, for the caller
-        to see that it has died, or for the orchestrator to wait for."""
-        said = self._what_is_said()
+    def restart(self, processes: list[Process]) -> None:
+        """Replace each engine in the list that has died or hangs by a new process. An engine that
+        has reached the limit is removed if another engine works; else it stays, so that the caller
+        sees its exit code or the orchestrator waits for it."""
+        states = self._states()
         for process in [each for each in processes if each.name in self._engines]:
-            name, how = process.name, said.get(process.name, STARTING)
-            if how == STARTING or (process.exit_code is None and not self._hangs(name, how)):
+            name, state = process.name, states.get(process.name, STARTING)
+            if state == STARTING or (process.exit_code is None and not self._hangs(name, state)):
                 continue
             if self._used[name] < self._limit:
                 self._used[name] += 1
                 count = f"{self._used[name]} of {self._limit} times"
                 self._tell(f"{name} {_end_of(process)}: starting it again ({count})")
                 processes[processes.index(process)] = self._launcher.start(*self._engines[name])
-            elif any(self._goes_on(other, said) for other in processes if other is not process):
+            elif any(self._works(other, states) for other in processes if other is not process):
                 self._tell(f"{name} {_end_of(process)}: going on without it")
-                self._launcher.end([process])  # what it has left running
+                self._launcher.end([process])  # and its remaining children
                 processes.remove(process)
-            self._dealt_with[name] = how
+            self._handled[name] = state
 
-    def _hangs(self, name: str, how: str) -> bool:
-        return how.startswith(HUNG) and how != self._dealt_with.get(name)
+    def _hangs(self, name: str, state: str) -> bool:
+        return state.startswith(HUNG) and state != self._handled.get(name)
 
-    def _goes_on(self, other: Process, said: Mapping[str, str]) -> bool:
-        """Whether it is an engine to go on with."""
-        hangs = self._hangs(other.name, said.get(other.name, STARTING))
+    def _works(self, other: Process, states: Mapping[str, str]) -> bool:
+        """Whether the run can continue with this engine."""
+        hangs = self._hangs(other.name, states.get(other.name, STARTING))
         return other.name in self._engines and other.exit_code is None and not hangs
 
-    def _what_is_said(self) -> dict[str, str]:
+    def _states(self) -> dict[str, str]:
         report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
-        return {} if report is None else {name: str(how) for name, how in report.detail.items()}
+        return {} if report is None else {name: str(state) for name, state in report.detail.items()}
 
 
 def _end_of(process: Process) -> str:

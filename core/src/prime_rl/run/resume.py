@@ -1,11 +1,12 @@
 """``prime-rl run CONFIG --resume [latest | STEP | DIR]``: which checkpoint, in which run directory.
 
-``latest`` and ``STEP`` go on in the run that ``run.name`` names; without a name, in the newest run
-of these environments and this model that has such a checkpoint. ``DIR`` is a checkpoint's folder:
-if it is of the run that ``run.name`` names, that run goes on; else a new one begins with a copy.
+``latest`` and ``STEP`` continue the run that ``run.name`` names; without a name, the newest run of
+these environments and this model that has such a checkpoint. ``DIR`` is a checkpoint's folder: if
+it belongs to the run that ``run.name`` names, that run continues; else a new run starts from a
+copy.
 
-A run that goes on forgets what it did after the checkpoint: metrics, rollouts, broadcasts. Later
-checkpoints are not deleted but moved to ``checkpoints/abandoned_K``.
+A resumed run drops what followed the checkpoint: metrics, rollouts, broadcasts. Later checkpoints
+are moved to ``checkpoints/abandoned_K``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.errors import ConfigError
-from prime_rl.run.checkpoints import (
-    Checkpoint,
-    checkpoints_dir,
-    copy,
-    finished,
-    whole_steps,
-)
-from prime_rl.run.directory import make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.errors import ConfigError
 from prime_rl.run.drift import (
     check_lora,
     check_model,
@@ -35,24 +28,32 @@ from prime_rl.run.drift import (
     installed_versions,
     version_drift,
 )
+from prime_rl.rundir.checkpoints import (
+    Checkpoint,
+    checkpoints_dir,
+    copy,
+    finished,
+    whole_steps,
+)
+from prime_rl.rundir.directory import make_run_dir, new_attempt, runs_of, write_config
 
 LATEST = "latest"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is resumed, decided before anything is touched."""
+    """The checkpoint to resume from, chosen before any file changes."""
 
     checkpoint: Checkpoint
     run_dir: Path | None
-    """The run that goes on; None: a new run begins from a copy."""
+    """The run that continues; None: a new run starts from a copy."""
     notes: list[str] = field(default_factory=list)
-    """What a user should know: which checkpoint, and what has changed since."""
+    """Lines for the user: the checkpoint, and the changes since."""
 
 
 def plan(config: RunConfig, what: str) -> Plan:
     """Find the checkpoint and compare it with the config. Raises ``ConfigError`` if there is none
-    or going on cannot work."""
+    or the config does not fit it."""
     checkpoint, run_dir = _find(config, what)
     if checkpoint.step >= config.max_steps:
         raise ConfigError(
@@ -72,8 +73,8 @@ def plan(config: RunConfig, what: str) -> Plan:
 
 
 def begin(config: RunConfig, chosen: Plan) -> tuple[Path, Checkpoint]:
-    """The run directory, ready to go on from the checkpoint in it. The caller holds its lock.
-    Raises ``ConfigError`` if the disk refuses."""
+    """Prepare the run directory for the next attempt. The caller holds its lock. Raises
+    ``ConfigError`` if a file cannot be written."""
     if chosen.run_dir is None:
         run_dir = make_run_dir(config)
         return run_dir, copy(chosen.checkpoint, run_dir)
@@ -100,7 +101,8 @@ def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None]:
     listed = "; ".join(f"{run} has steps {whole_steps(run) or 'none'}" for run in runs)
     raise ConfigError(
         f"--resume {what}: no run has {wanted}: {listed or f'no such run in {config.output_dir}'}. "
-        "Checkpoints are written where the config has a table [ckpt]; run.name chooses the run."
+        "A run writes one where it ends or is stopped, and every [ckpt] interval steps, unless "
+        "ckpt.enabled is false; run.name chooses the run."
     )
 
 
@@ -124,8 +126,8 @@ def _read_progress(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """Have a run forget what it did after step ``step``. Its later checkpoints first: cut off in
-    between, the next attempt begins where this one was to."""
+    """Remove what a run wrote after step ``step``. Later checkpoints go first: if the process dies
+    in between, ``latest`` is already the right checkpoint."""
     _abandon(run_dir, step)
     for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
@@ -137,7 +139,7 @@ def rewind(run_dir: Path, step: int) -> None:
 
 
 def _cut(path: Path, step: int) -> None:
-    """Keep the lines up to a step; a line that was cut off by a crash goes too."""
+    """Keep the complete lines up to a step."""
     if not path.exists():
         return
     kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
@@ -154,7 +156,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def _remove_steps(folder: Path, gone: Callable[[int], bool]) -> None:
-    """Delete what is named ``step_N``, unfinished ones (``.step_N``) included."""
+    """Delete ``step_N`` if ``gone(N)``, and every unfinished ``.step_N``."""
     for path in [*folder.glob("step_*"), *folder.glob(".step_*")]:
         number = path.name.lstrip(".").removeprefix("step_").split(".")[0]
         if path.name.startswith(".") or (number.isdecimal() and gone(int(number))):
@@ -162,7 +164,7 @@ def _remove_steps(folder: Path, gone: Callable[[int], bool]) -> None:
 
 
 def _abandon(run_dir: Path, step: int) -> None:
-    """Put checkpoints of later steps aside, and delete those that were never completed."""
+    """Move later checkpoints away, and delete incomplete ones."""
     folder = checkpoints_dir(run_dir)
     for leftover in [*folder.glob(".step_*"), *folder.glob(".removed_*")]:
         shutil.rmtree(leftover)

@@ -3,11 +3,12 @@
     model maker (if the model is made here)
     inference engine      HTTP on a free loopback port; admin routes need the run's key
     trainer               receives micro batches, publishes weights
-    orchestrator          everything in between; when it is done, the run is done
+    orchestrator          samples, scores and packs; the run ends when it is done
 
-Who starts them, and on which machines, is the launcher's matter. An engine that dies is started
-again (``restarts.py``); any other process that dies ends the run with its name, exit code and last
-log lines; none is left behind.
+The launcher starts the processes and chooses their machines. An engine that dies is restarted
+(``restarts.py``). Any other process that dies ends the run with its name, exit code and last log
+lines, and all processes are ended. The first Ctrl-C or SIGTERM stops the run gracefully
+(``stop.py``), the second ends it at once.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.errors import RunError
+from prime_rl.errors import RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.run.checkpoints import Checkpoint, whole_steps
-from prime_rl.run.children import sigterm_is_ctrl_c, uninterrupted
+from prime_rl.run.children import first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 from prime_rl.run.commands import Commands, Keys
-from prime_rl.run.control import supervised
 from prime_rl.run.placement import Layout, lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.restarts import Restarts
-from prime_rl.run.status import DONE, Status, read_status
 from prime_rl.run.view import View
+from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
+from prime_rl.rundir.control import supervised
+from prime_rl.rundir.status import DONE, Status, read_status
+from prime_rl.rundir.stop import STOP, Stop
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
@@ -38,15 +40,25 @@ TRAINER_GRACE = 1800.0
 
 def run(config: RunConfig, run_dir: Path, view: View, checkpoint: Checkpoint | None = None) -> None:
     """Train, from a checkpoint if one is given. Raises ``RunError`` when a process dies,
-    ``KeyboardInterrupt`` when the user stops it."""
+    ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
+    (run_dir / STOP).unlink(missing_ok=True)  # left by the previous attempt
+    first_step = 1 if checkpoint is None else checkpoint.step + 1
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     processes: list[Process] = []
+
+    def tell(line: str) -> None:  # printed above the live view
+        view.console.print(line, markup=False, highlight=False)
+
     with supervised(run_dir), sigterm_is_ctrl_c():
         try:
-            tell = _printer(view)
             restarts = Restarts(launcher, run_dir, config.inference.max_restarts, tell)
+            # Extends the list process by process, so a failure ends those that have started.
             processes += _start(config, run_dir, launcher, restarts, tell, checkpoint)
-            _watch(processes, view, restarts.mend)
+            with first_signal_asks() as asked:
+                stop = Stop(run_dir, first_step, asked, tell)
+                _watch(processes, view, restarts.restart, stop)
+            if stopped := stop.result:
+                raise stopped
         finally:
             with uninterrupted():
                 _end(launcher, processes)
@@ -60,8 +72,7 @@ def _start(
     tell: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> Iterator[Process]:
-    """Every process at once: they import and wait for one another, which is quicker than in
-    turn."""
+    """Start all processes at once: they import in parallel and then wait for each other."""
     engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
     layout = lay_out(config, launcher, engine, checkpoint)
     places = _place(launcher, layout, run_dir, tell)
@@ -74,16 +85,10 @@ def _start(
         yield restarts.start(task, commands.of(task))
 
 
-def _printer(view: View) -> Callable[[str], None]:
-    """Prints a line above the live view."""
-    return lambda text: view.console.print(text, markup=False, highlight=False)
-
-
 def _place(
     launcher: Launcher, layout: Layout, run_dir: Path, tell: Callable[[str], None]
 ) -> Mapping[str, Place]:
-    """A place for every task. Whom it waits for is said here and, for others to read, in the
-    launcher's status."""
+    """A place for every task. What the launcher waits for is printed, and written to its status."""
     status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
 
     def say(what: str) -> None:
@@ -96,8 +101,11 @@ def _place(
 
 
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
+    """End the engines last: their clients would report a failure."""
+    engines = [each for each in processes if _is_of("inference", each)]
     try:
-        launcher.end(processes)
+        launcher.end([each for each in processes if each not in engines])
+        launcher.end(engines)
     finally:
         launcher.close()
 
@@ -105,18 +113,24 @@ def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
 def _watch(
     processes: list[Process],
     view: View,
-    mend: Callable[[list[Process]], None] = lambda processes: None,
+    restart: Callable[[list[Process]], None] = lambda processes: None,
+    stop: Stop | None = None,
 ) -> None:
-    """Until the orchestrator and the trainer are done. Raises ``RunError`` if anyone dies
-    before whom ``mend`` does not replace."""
-    awaited = [each for each in processes if each.name in ("orchestrator", *_trainers(processes))]
-    orchestrator = next(each for each in awaited if each.name == "orchestrator")
+    """Return when the orchestrator and the trainer are done. Raises ``RunError`` if a process that
+    is needed dies before, and ``restart`` does not replace it. A stop needs no engines, and no
+    trainer if no step was trained."""
+    orchestrator = next(each for each in processes if each.name == "orchestrator")
+    awaited = [each for each in processes if each is orchestrator or _is_of("trainer", each)]
     deadline: float | None = None
     while any(each.exit_code is None for each in awaited):
-        mend(processes)
-        for process in processes:
+        stopping = stop is not None and stop.is_asked
+        if not stopping:
+            restart(processes)
+        for process in awaited if stopping else processes:
             _check_alive(process, view.run_dir)
         if orchestrator.exit_code == 0:
+            if stop is not None and (stopped := stop.result) and not stopped.trained:
+                return
             deadline = deadline or time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
                 raise RunError(
@@ -129,31 +143,25 @@ def _watch(
     view.refresh()
 
 
-def _trainers(processes: Sequence[Process]) -> list[str]:
-    return [each.name for each in processes if each.name.split("_")[0] == "trainer"]
+def _is_of(part: str, process: Process) -> bool:
+    return process.name.split("_")[0] == part
 
 
 def _check_alive(process: Process, run_dir: Path) -> None:
-    """Raises ``RunError`` if a process has ended without having said that it is done."""
+    """Raises ``RunError`` if a process has ended without reporting that it is done."""
     code = process.exit_code
     if code is None or (code == 0 and _is_done(process, run_dir)):
         return
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     how += " before it was done" if code == 0 else ""
     tail = "\n".join(f"    {line}" for line in process.last_lines())
-    said = f"{process.name} {how}. The end of its log ({process.log}):\n{tail}"
-    raise RunError(f"{said}{_way_on(run_dir)}")
-
-
-def _way_on(run_dir: Path) -> str:
-    """What can be done with what is left."""
     steps = whole_steps(run_dir)
-    return f"\n--resume goes on from the checkpoint of step {steps[-1]}." if steps else ""
+    resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
+    raise RunError(f"{process.name} {how}. The end of its log ({process.log}):\n{tail}{resume}")
 
 
 def _is_done(process: Process, run_dir: Path) -> bool:
-    """Whether one that ended well has said that it is done. Of the trainer's nodes the first says
-    so for all."""
+    """Whether a process has reported that it is done. The trainer's first node reports for all."""
     name = "trainer" if process.name.startswith("trainer_") else process.name
     report = read_status(run_dir / "status" / f"{name}.json")
     return report is not None and (report.state == DONE or name != process.name)

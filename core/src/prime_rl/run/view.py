@@ -1,8 +1,8 @@
-"""What a user sees while a run goes on: step, reward with a sparkline, speed, and what each process
-does or waits for.
+"""The live view of a run: step, reward with a sparkline, speed, and what each process does or waits
+for.
 
-Everything is read from the run directory, so the view can neither slow nor stop a run. On a
-terminal it is drawn in place; elsewhere (a pipe, CI) it prints a line whenever there is news.
+The view reads only the run directory, so it can neither slow nor stop a run. On a terminal it is
+drawn in place; elsewhere (a pipe, CI) it prints a line when something changes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.run.status import DONE, StatusReport, read_status
-from prime_rl.run.tail import Tail
+from prime_rl.rundir.status import DONE, StatusReport, read_status
+from prime_rl.rundir.tail import Tail
 
 PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0
 PRINT_EVERY = 10
-"""Steps between two lines where there is no terminal."""
+"""Steps between two lines without a terminal."""
 BARS = "▁▂▃▄▅▆▇█"
 REWARD = "train/agg/all/reward/mean"
 
@@ -45,7 +45,7 @@ class View:
         self._printed: dict[str, str] = {}
         self.metrics.read_new()
         self._steps_before = self._printed_step = self.metrics.step
-        """Of attempts before this one."""
+        """Steps that previous attempts have trained."""
 
     def __enter__(self) -> View:
         if self._live:
@@ -58,7 +58,7 @@ class View:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Show the present state."""
+        """Show the current state."""
         self.metrics.read_new()
         if self._live:
             self._live.update(self.render(), refresh=True)
@@ -111,7 +111,7 @@ class View:
         return table
 
     def _names(self) -> list[str]:
-        """Processes to show; what is said of the engines as a whole, where it is not one alone."""
+        """Processes to show. Several engines, or remote ones, add the line ``engines``."""
         statuses = self.run_dir / "status"
         others = (path.stem for path in statuses.glob("inference_*.json"))
         more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
@@ -120,16 +120,14 @@ class View:
         engines = [*(["engines"] if together else []), *PROCESSES[before:after], *more]
         return [*PROCESSES[:before], *engines, *PROCESSES[after:]]
 
-    @property
-    def _has_trained(self) -> bool:
-        return self.metrics.step > self._steps_before
-
     def _print_news(self) -> None:
-        """One line for each process that does something new, and one for every few steps."""
+        """Print a line for each process whose state is new, and one for every few steps."""
         for name in self._names():
             report = read_status(self.run_dir / "status" / f"{name}.json")
-            news = _news(report) if report else None
-            if news and self._printed.get(name) != news and not self._has_trained:
+            if report is None or self.metrics.step > self._steps_before:
+                continue  # once this attempt trains, the line per step is enough
+            waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
+            if self._printed.get(name) != (news := f"{report.state}{waits}"):
                 self._printed[name] = news
                 self.console.print(f"{name}: {news}", markup=False, highlight=False)
         step = self.metrics.step
@@ -156,7 +154,7 @@ class MetricsTail:
         self._clock: list[tuple[float, float]] = []
 
     def read_new(self) -> None:
-        """Take in what was written since the last call."""
+        """Read the lines written since the last call."""
         for line in self._tail.new_lines():
             self._take(json.loads(line))
 
@@ -164,16 +162,16 @@ class MetricsTail:
         self.latest |= row
         if row.get(REWARD) is not None:
             self.rewards.append(row[REWARD])
-        if "progress/total_tokens" in row:  # a batch; demonstrations have no reward
+        if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
             self.step = row["step"]
             now = row["progress/seconds"], row["progress/total_tokens"]
-            if self._clock and now < self._clock[-1]:  # another attempt: both begin anew
+            if self._clock and now < self._clock[-1]:  # a new attempt: both start again
                 self._clock.clear()
             self._clock.append(now)
 
     @property
     def headline(self) -> str:
-        """The latest reward; where nothing is rewarded, the loss."""
+        """The latest reward; without rewards, the loss."""
         if self.rewards:
             return f"reward {self.rewards[-1]:.3f}"
         loss = self.latest.get("loss/mean")
@@ -189,8 +187,7 @@ class MetricsTail:
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """Values as bars, averaged down to at most ``width`` of them, scaled between their least and
-    greatest."""
+    """Values as at most ``width`` bars, averaged in chunks, scaled between minimum and maximum."""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
         chunks = [values[a:b] for a, b in pairwise(edges)]
@@ -220,7 +217,7 @@ def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType,
     state = Text(report.state)
     seconds = time.time() - report.time
     if seconds > SLOW_SECONDS and report.state != DONE:
-        state.append(f"  {clock(seconds)}", "dim")  # so that what takes long is seen to take long
+        state.append(f"  {clock(seconds)}", "dim")  # shows how long a slow state lasts
     detail = "  ".join(f"{name} {plain(value)}" for name, value in report.detail.items())
     last: RenderableType = Text(detail, "dim")
     if report.progress is not None and report.progress < 1:
@@ -230,9 +227,5 @@ def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType,
 
 
 def plain(value: float | str) -> str:
-    """A detail of a status: ``13.0`` -> ``13``."""
+    """Format a status detail: ``13.0`` -> ``13``."""
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _news(report: StatusReport) -> str:
-    return f"{report.state}" + (f" (waits for {report.waiting_for})" if report.waiting_for else "")

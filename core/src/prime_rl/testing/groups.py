@@ -6,7 +6,7 @@ from collections.abc import Generator
 
 import numpy as np
 
-from prime_rl.plugins.errors import StreamError
+from prime_rl.errors import StreamError
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.rollout import Group, Rollout
 from prime_rl.testing.report import Broken

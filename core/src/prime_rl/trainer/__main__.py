@@ -24,15 +24,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from prime_rl.config import RunConfig
+from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.base import Loss
-from prime_rl.plugins.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.plugins.offers import LOSS, collect, select, settings_of
-from prime_rl.run.launch import PARENT_PID, Launch
-from prime_rl.run.processes import exit_with_parent, lasting_imports
-from prime_rl.run.status import DONE, Status, read_status
+from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.rundir.launch import PARENT_PID, Launch
+from prime_rl.rundir.processes import exit_with_parent, lasting_imports
+from prime_rl.rundir.status import DONE, Status, read_status
 from prime_rl.trainer.place import ENDED, FAILED, FOLLOWED, Place
+from prime_rl.weights.transports import make_transport
 
 logger = logging.getLogger("prime_rl.trainer")
 
@@ -99,7 +101,9 @@ def run(run_dir: Path, status: Status, place: Place) -> None:
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
     launch = Launch.read(run_dir)
     set_up_logging(config.log.level, place)
-    loss = make_loss(config)  # before the slow import: a wrong table is known at once
+    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    loss = make_loss(config, hooks)  # before the slow import: a wrong table is known at once
+    transport = make_transport(config.weight_broadcast, hooks)
     place.check(launch.num_ranks)
     config.trainer.check_ranks(place.size)
     status.report("importing torch")
@@ -113,12 +117,18 @@ def run(run_dir: Path, status: Status, place: Place) -> None:
     model_path = model_folder(launch, status)
     status.report("loading weights")
     with parallel.joined(place, choose_device(config.trainer.device, place)):
-        train_here(config, launch, loss, model_path, run_dir, status)
+        train_here(config, launch, loss, model_path, run_dir, status, transport)
     status.report(DONE)
 
 
 def train_here(
-    config: RunConfig, launch: Launch, loss: Loss, model_path: Path, run_dir: Path, status: Status
+    config: RunConfig,
+    launch: Launch,
+    loss: Loss,
+    model_path: Path,
+    run_dir: Path,
+    status: Status,
+    transport: WeightTransport | None = None,
 ) -> None:
     """From the loaded model to the exported one."""
     from prime_rl.trainer import parallel
@@ -148,7 +158,7 @@ def train_here(
     try:
         train(
             *(trainer, receiver, run_dir, launch.first_step, status, checkpointer),
-            config.weight_broadcast,
+            transport,
         )
     except Exception as error:
         checkpointer.rescue(error)
@@ -169,10 +179,11 @@ def set_up_logging(level: str, place: Place) -> None:
             handler.addFilter(lambda record: not record.name.startswith(f"{logger.name}."))
 
 
-def make_loss(config: RunConfig) -> Loss:
+def make_loss(config: RunConfig, hooks: Hooks | None = None) -> Loss:
     """The rl loss that ``[trainer.loss]`` selects, from the plugins installed for the trainer."""
     table = config.trainer.loss
-    offers = collect(load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled), LOSS)
+    hooks = hooks or load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    offers = collect(hooks, LOSS)
     loss_class = select(LOSS, table.type, offers, "trainer.loss.type")
     return loss_class(settings_of(loss_class, LOSS, table.settings, "trainer.loss"))
 

@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from prime_rl.run.launch import NODE_ADDRESS, PARENT_PID
-from prime_rl.run.processes import exit_with_parent, lasting_imports
+from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID
+from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.trainer.place import STORE
 
 TICK_SECONDS = 0.1

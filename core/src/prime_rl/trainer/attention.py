@@ -28,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 from prime_rl.trainer.transfer import to_device
 
-Attention = Literal["varlen", "mask"]
-NAMES: dict[Attention, str] = {"varlen": "prime_rl_varlen", "mask": "prime_rl_mask"}
+Attention = Literal["varlen", "mask", "sdpa"]
+NAMES: dict[Attention, str] = {name: f"prime_rl_{name}" for name in ("varlen", "mask", "sdpa")}
 """Under which name transformers knows each."""
 
 
@@ -82,11 +82,23 @@ class Documents:
         """[documents + 1] int32: where each begins, and where the last one ends."""
         return to_device(np.cumsum((0, *self.lengths)), np.int32, self.device)
 
+    @cached_property
+    def document_index(self) -> Tensor:
+        """[T] int32: which document a token belongs to."""
+        index = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return to_device(index, np.int32, self.device)
+
+    @property
+    def boundaries(self) -> dict[str, Tensor]:
+        """Under the names that transformers hands to kernels of recurrent and convolution layers
+        (fla, mamba-ssm, causal-conv1d). Its own code in torch ignores them."""
+        if self.continuations:
+            return {}
+        return {"seq_idx": self.document_index[None], "cu_seq_lens_q": self.offsets.long()}
+
     def block_mask(self, window: int | None = None) -> Tensor:
         """[T, T] bool: query sees key: same document, not later, less than ``window`` back."""
-        document = torch.repeat_interleave(
-            torch.arange(len(self.lengths)), torch.tensor(self.lengths)
-        ).to(self.device)
+        document = self.document_index
         position = torch.arange(len(document), device=self.device)
         distance = position[:, None] - position[None]
         allowed = (document[:, None] == document[None]) & (distance >= 0)
@@ -94,11 +106,23 @@ class Documents:
 
 
 def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
-    """Make both known to transformers; ``wrapper`` goes around them."""
-    from transformers import AttentionInterface
+    """Make them known to transformers; ``wrapper`` goes around ours."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
     AttentionInterface.register(NAMES["varlen"], wrapper(_varlen))
     AttentionInterface.register(NAMES["mask"], wrapper(_mask))
+    AttentionInterface.register(NAMES["sdpa"], _sdpa)
+    AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
+
+
+def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None]:
+    """That of transformers, for batches of whole documents, where it leaves nothing out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _refuse_what_kernels_lack(module, others)
+    output: tuple[Tensor, None] = sdpa_attention_forward(module, *columns, **others)
+    return output
 
 
 def _varlen(
@@ -110,10 +134,11 @@ def _varlen(
     scaling: float | None = None,
     sliding_window: int | None = None,
     *,
-    documents: Documents,
+    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Queries [1, H, T, D], keys and values with as many or fewer heads -> ([1, T, H, D], None)."""
+    documents = _check(module, documents)
     _refuse_what_kernels_lack(module, others)
     query, key, value = _of_one_dtype(query, key, value)
     window = sliding_window
@@ -176,10 +201,11 @@ def _mask(
     scaling: float | None = None,
     sliding_window: int | None = None,
     *,
-    documents: Documents,
+    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """As ``_varlen``, by a dense mask."""
+    documents = _check(module, documents)
     _refuse_what_kernels_lack(module, others)
     query, key, value = _of_one_dtype(query, key, value)
     output = _attend(query, key, value, documents.block_mask(sliding_window), scaling)
@@ -266,6 +292,23 @@ def _varlen_kernel(
     )
     assert isinstance(output, Tensor)
     return output[None]
+
+
+def _check(module: nn.Module, documents: Documents | None) -> Documents:
+    """The documents. Raises ``ConfigError`` if the model withholds them, or attends within chunks,
+    which a row as short as that of the self-check does not show."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds and kinds[getattr(module, "layer_idx", 0)] == "chunked_attention":
+        raise ConfigError(
+            f"model: {type(module).__name__} attends within chunks, which the trainer's attention "
+            "does not compute. Train a model without them."
+        )
+    if documents is None:
+        raise ConfigError(
+            f"model: {type(module).__name__} does not pass on where the documents of a row begin, "
+            "which the trainer's attention needs. Train a model that does."
+        )
+    return documents
 
 
 def _refuse_what_kernels_lack(module: nn.Module, others: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 from prime_rl.trainer import attention
 
 COMPILERS = ("c++", "g++", "clang++")

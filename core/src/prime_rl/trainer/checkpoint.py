@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from prime_rl.broadcast.meeting import STABLE
 from prime_rl.config.ckpt import CkptConfig
-from prime_rl.plugins.errors import ConfigError, WeightsError
-from prime_rl.run.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
-from prime_rl.run.status import Status
+from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.rundir.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
+from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.disk import CHECKPOINT_WAITS, persist
 from prime_rl.trainer.weights import copy_model_files
+from prime_rl.weights.versions import MEETING, MEMORY, STABLE
 
 if TYPE_CHECKING:
     from prime_rl.trainer.loop import Trainer
@@ -57,7 +57,7 @@ class Checkpointer:
     """Completes the checkpoints of a run."""
 
     def __init__(
-        self, run_dir: Path, config: CkptConfig | None, model_path: Path, resumed: int | None
+        self, run_dir: Path, config: CkptConfig, model_path: Path, resumed: int | None
     ) -> None:
         """``resumed``: the step whose checkpoint this process reads its model from; it stays."""
         self._run_dir = run_dir
@@ -68,17 +68,15 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
-    def is_due(self, step: int, max_steps: int) -> bool:
-        """Whether ``save`` will write a checkpoint."""
-        return self._config is not None and self._config.is_due(step, max_steps)
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Whether a checkpoint follows step ``step`` of a run that ends with ``last_step``."""
+        return self._config.is_due(step, last_step)
 
     def save(self, trainer: Trainer, step: int, published: Path, status: Status) -> None:
-        """After step ``step``, if one is due: copy the state and write it in the background.
+        """After step ``step``: copy the state and write it in the background.
 
         ``published`` is the folder with the weights of the step. Waits for the checkpoint before.
         """
-        if self._config is None or not self.is_due(step, trainer.max_steps):
-            return
         self.wait(status)
         keep = partial(parallel.on_main, partial(self._keep_weights, step, published))
         try:
@@ -89,7 +87,7 @@ class Checkpointer:
             return
         state = snapshot(trainer, step)
         config = trainer.model.config
-        self._pending = self._thread.submit(self._write, step, state, config, self._config)
+        self._pending = self._thread.submit(self._write, step, state, config)
 
     def _check_orchestrators_part(self, step: int) -> None:
         target = unfinished(self._run_dir, step)
@@ -104,7 +102,7 @@ class Checkpointer:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
         for file in published.iterdir():
-            if file.name != STABLE:
+            if file.name not in (STABLE, MEMORY, MEETING):
                 link_or_copy(file, kept / file.name)
 
     def wait(self, status: Status) -> None:
@@ -122,7 +120,7 @@ class Checkpointer:
             logger.error("%s. Up to %.0f s for the checkpoint begun", error, RESCUE_SECONDS)
             wait([self._pending], RESCUE_SECONDS)
 
-    def _write(self, step: int, state: dict[str, Any], config: Any, ckpt: CkptConfig) -> None:
+    def _write(self, step: int, state: dict[str, Any], config: Any) -> None:
         try:
             doing = f"write the checkpoint of step {step}"
             persist(lambda: self._attempt(step, state, config), doing, CHECKPOINT_WAITS)
@@ -131,7 +129,7 @@ class Checkpointer:
             return
         try:
             if parallel.rank() == 0:
-                retain(self._run_dir, ckpt, self._in_use)
+                retain(self._run_dir, self._config, self._in_use)
         except OSError as error:
             logger.error("cannot delete old checkpoints: %s", error)
 
@@ -167,7 +165,7 @@ class Checkpointer:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
         if kept.exists():
-            copy_model_files(config, self._model_path, target.weights)
+            copy_model_files(config, self._model_path, target.weights, self._run_dir)
             for file in kept.iterdir():
                 link_or_copy(file, target.weights / file.name)
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, get_args
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.plugins.base import LossComponent
-from prime_rl.rollout import BoolColumn
+from prime_rl.rollout import COMPONENTS, members
 from prime_rl.trainer import parallel
 from prime_rl.wire.micro_batch import MicroBatch
-
-COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -49,17 +47,6 @@ class Counts:
             pairs = zip(self.envs, row, strict=True)
             named |= {f"tokens/{name}/{env}": float(number) for env, number in pairs if number}
         return named
-
-
-def members(micro_batch: MicroBatch, component: LossComponent) -> BoolColumn:
-    """[T] the tokens a component trains: those its weight stream does not leave at zero.
-
-    Without a stream, rl trains every sampled token and the others nothing.
-    """
-    weights = getattr(micro_batch, f"{component}_weights")
-    if component == "rl":
-        return micro_batch.loss_mask if weights is None else micro_batch.loss_mask & (weights != 0)
-    return np.zeros(len(micro_batch), np.bool_) if weights is None else weights != 0
 
 
 def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:

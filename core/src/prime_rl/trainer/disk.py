@@ -9,8 +9,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from prime_rl.plugins.errors import WeightsError
-from prime_rl.run.status import Status
+from prime_rl.errors import WeightsError
+from prime_rl.rundir.status import Status
 from prime_rl.wire.transport import DISK_WAITS
 
 logger = logging.getLogger(__name__)

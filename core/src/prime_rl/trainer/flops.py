@@ -17,16 +17,20 @@ size, both come to the same.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.attention import Documents
 from prime_rl.trainer.row import Row
+
+logger = logging.getLogger(__name__)
 
 PEAK_FLOPS: dict[str, float] = {
     "B200": 2250e12,
@@ -58,48 +62,53 @@ class Cost:
     """6 P, or less where matrices are frozen."""
     per_target: float
     """6 D V, or 4 D V."""
-    per_pair: float
-    """12 * heads * head size, of one layer."""
-    windows: tuple[tuple[int | None, int], ...]
-    """Sliding window (None: all before) and how many layers have it."""
+    per_pair: tuple[tuple[int | None, float], ...]
+    """Sliding window (None: all before), and 12 * heads * head size summed over its layers."""
 
     def of(self, row: Row) -> float:
         """Operations of the row's forward and backward pass."""
         documents = row.layout.documents
-        attention = sum(layers * num_pairs(documents, window) for window, layers in self.windows)
         return (
             self.per_token * len(row.layout.token_ids)
             + self.per_target * len(row.targets)
-            + self.per_pair * attention
+            + sum(cost * num_pairs(documents, window) for window, cost in self.per_pair)
         )
 
 
 def model_cost(model: PreTrainedModel) -> Cost | None:
-    """None for a mixture of experts, where a token meets but some of the weights, and for a model
-    whose config does not tell its heads: no figure is better than a wrong one."""
+    """None, with a line in the log, for a model whose operations this module cannot count: no
+    figure is better than a wrong one, and none stops a run."""
+    try:
+        return _cost(model)
+    except Exception as error:  # a config may raise anything, for attributes that it has or lacks
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        logger.info("no perf/mfu for %s: %s", type(model).__name__, reason)
+        return None
+
+
+def _cost(model: PreTrainedModel) -> Cost:
     config: Any = model.config
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in experts):
-        return None
-    layers, heads = (
-        getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")
-    )
-    if not layers or not heads:
-        return None
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    ends = {id(each) for module in (embedding, head) for each in module.parameters()}
+        raise ValueError("it has experts, and a token meets only some of the weights")
+    if model._is_stateful:
+        raise ValueError("it has recurrent layers")
+    head = model.get_output_embeddings()
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    apart = {id(each) for module in (*tables, head) for each in module.parameters()}
     matrices = [
         each
         for name, each in model.named_parameters()
         # PEFT keeps what it replaced (modules_to_save) beside what takes its place.
-        if each.dim() == 2 and id(each) not in ends and ".original_module." not in name
+        if each.dim() == 2 and id(each) not in apart and ".original_module." not in name
     ]
+    per_pair: Counter[int | None] = Counter()
+    for window, width in _attention(config):
+        per_pair[window] += 12 * width
     return Cost(
         per_token=float(sum(_share(each) * each.numel() for each in matrices)),
         per_target=float(_share(head.weight) * head.weight.numel()),
-        per_pair=12.0 * heads * head_size,
-        windows=tuple(Counter(_windows(config, layers)).items()),
+        per_pair=tuple((window, float(cost)) for window, cost in per_pair.items()),
     )
 
 
@@ -108,13 +117,23 @@ def _share(weight: torch.Tensor) -> int:
     return 6 if weight.requires_grad else 4
 
 
-def _windows(config: Any, layers: int) -> list[int | None]:
-    """The sliding window of every layer."""
+def _attention(config: Any) -> list[tuple[int | None, int]]:
+    """Sliding window, and heads times head size, of every layer. Raises ``ValueError`` for a layer
+    that has no such attention."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        return [window] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+    windows = {"sliding_attention": window, "full_attention": None}
+    if other := set(kinds or ()) - windows.keys():
+        raise ValueError(f"it has layers of another kind ({', '.join(sorted(other))})")
+    layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    reach = [window] * len(layers) if kinds is None else [windows[kind] for kind in kinds]
+    return list(zip(reach, map(_width, layers), strict=True))
+
+
+def _width(config: Any) -> int:
+    """Heads times head size. Gemma 4's layers differ in it."""
+    heads = config.num_attention_heads
+    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
 
 
 def num_pairs(documents: Documents, window: int | None) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.fused_head import fused_logprobs
+from prime_rl.trainer.packing import PackingName, hidden_states
 from prime_rl.trainer.row import Row
 
 FusedHead: TypeAlias = Literal["auto"] | bool
@@ -25,6 +26,11 @@ FusedHead: TypeAlias = Literal["auto"] | bool
 FEW_LOGITS = {"cpu": 2**22, "cuda": 2**26}
 """By device: up to so many logits of a row, keeping them is faster than computing them again. On
 CPU the crossover was measured between 2M and 8M; on a GPU it is a bound on memory, 256 MiB."""
+SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Config keys of a factor on the logits (Cohere, Falcon-H1, Granite), and its power. A model that
+means something else by one does not pass the self-check."""
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Config keys of a cap on the logits: c tanh(z / c) (Gemma, RecurrentGemma, xLSTM)."""
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
 """By device: how many the fused head computes at a time. 4 MiB in float32 stay near a CPU's cache.
 """
@@ -35,36 +41,42 @@ def token_logprobs(
     row: Row,
     fused: FusedHead = "auto",
     block_logits: int | None = None,
+    packing: PackingName = "shared",
 ) -> tuple[Tensor, Tensor]:
     """([T], [T]): log-probabilities given one's own document so far, and entropies (no gradient).
 
     A token that is no target, a document's first token among them, gets log(1/V) and log V, as if
     drawn uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
-    ``trainer.lm_head_block``.
+    ``trainer.lm_head_block``. ``packing``: how the row goes through the model.
     """
-    hidden = model.base_model(
-        input_ids=row.layout.token_ids[None],
-        position_ids=row.layout.position_ids[None],
-        use_cache=False,
-        documents=row.layout.documents,
-    ).last_hidden_state[0]
+    hidden = hidden_states(model, row.layout, packing)
     uniform = math.log(cast(int, model.config.vocab_size))
     logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=_at_least_float32(hidden))
     entropies = torch.full_like(logprobs, uniform)
     head = model.get_output_embeddings()
+    scale, cap = head_rule(model.config)
     if not len(row.targets):  # keeps the graph, so that the backward pass runs here as anywhere
         return logprobs + 0.0 * head(hidden[:1]).sum(), entropies
-    hidden, labels = hidden[row.layout.sources], row.token_ids[row.targets]
-    if _is_fused(fused, head, len(labels)):
+    hidden, labels = hidden[row.layout.sources] * scale, row.token_ids[row.targets]
+    if cap is None and _is_fused(fused, head, len(labels)):
         block = block_logits or BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cpu"])
         chosen, entropy = fused_logprobs(
             hidden, head.weight, head.bias, row.temperatures, labels, block
         )
     else:
         apply: Any = _LogprobAndEntropy.apply
-        chosen, entropy = apply(_call(head, hidden), row.temperatures, labels)
+        chosen, entropy = apply(_call(head, hidden, cap), row.temperatures, labels)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
+
+
+def head_rule(config: Any) -> tuple[float, float | None]:
+    """What logits are besides the head's product: times a factor, capped."""
+    scale = 1.0
+    for key, power in SCALES.items():
+        scale *= (getattr(config, key, None) or 1.0) ** power
+    caps = [getattr(config, key) for key in CAPS if getattr(config, key, None)]
+    return scale, caps[0] if caps else None
 
 
 def _is_fused(fused: FusedHead, head: Any, num_targets: int) -> bool:
@@ -82,15 +94,14 @@ def _is_fused(fused: FusedHead, head: Any, num_targets: int) -> bool:
     return num_targets * head.out_features > few if fused == "auto" else fused
 
 
-def _call(head: Any, hidden: Tensor) -> Tensor:
+def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:
     """[N, V] by the head itself, not rounded under autocast: in float32 throughout."""
     kind = hidden.device.type
-    if not torch.is_autocast_enabled(kind):
-        logits: Tensor = head(hidden)
-        return logits
+    if torch.is_autocast_enabled(kind):
+        hidden = hidden.to(_at_least_float32(hidden))
     with torch.autocast(kind, enabled=False):
-        logits = head(hidden.to(_at_least_float32(hidden)))
-    return logits
+        logits: Tensor = head(hidden)
+        return logits if cap is None else cap * (logits / cap).tanh()
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
     wire -> micro batches of step n -> [forward, loss, backward] each
          -> clip -> optimizer -> weights, version n -> metrics of step n -> version n announced
-         -> checkpoint of step n, if one is due
+         -> checkpoint of step n, if one is due; also if the run is stopped after step n
 
 Weights that make version n are written, then step n's metrics, then the version is announced:
 whoever sees a version can read its metrics.
@@ -17,6 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,11 +25,11 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from prime_rl.config.broadcast import WeightBroadcastConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.errors import RunError, WireError
 from prime_rl.plugins.base import Loss
-from prime_rl.plugins.errors import RunError, WireError
-from prime_rl.run.status import Status
+from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.broadcaster import Broadcaster
 from prime_rl.trainer.checkpoint import Checkpointer
@@ -47,8 +48,10 @@ from prime_rl.trainer.metrics import (
 from prime_rl.trainer.model import choose_device, make_policy
 from prime_rl.trainer.offload import Offload
 from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
+from prime_rl.trainer.packing import packings
 from prime_rl.trainer.place import Place
 from prime_rl.trainer.row import make_row
+from prime_rl.trainer.self_check import find_packing
 from prime_rl.trainer.token_export import TokenExport
 from prime_rl.trainer.weights import Publisher, export
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
@@ -78,9 +81,6 @@ class Trainer:
         on_host = self.colocated and not parallel.several_ranks()
         home = self.model.device if on_host else self.device
         self.policy = make_policy(self.model, home, self.config)
-        # The dense mask and the GPU's kernel know documents only.
-        by_document = self.config.attention == "mask" or self.device.type != "cpu"
-        self.share_prompts = self.config.share_prompts and not by_document
         self.half = self.config.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
@@ -90,6 +90,25 @@ class Trainer:
             self.config.scheduler, self.config.optim.lr, self.max_steps
         )
         self.memory = Offload(self.policy, self.optimizer, self.device, self.colocated)
+        self.checked = False
+        if not self.colocated:  # else it does not have the device yet
+            self.self_check()
+
+    def self_check(self) -> None:
+        """Once: find out how rows have to go through this model (``self_check.py``). Raises
+        ``ConfigError`` if the trainer cannot train it."""
+        if not self.checked:
+            half = self.half and self.device.type != "cpu"  # a CPU takes the same path in both
+            # Blocks are compiled for what they will train on, not for what is tried out here.
+            plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
+            with plain or nullcontext():
+                find_packing(self.policy, packings(self.config, self.device), self.device, half)
+            self.checked = True
+
+    @property
+    def share_prompts(self) -> bool:
+        """Whether a prompt that several samples of a row start from is computed once."""
+        return self.policy.packing.name == "shared"
 
     def train_step(
         self,
@@ -103,6 +122,7 @@ class Trainer:
         leaves the weights alone. So does one whose loss or gradient is not finite: raises
         ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
+        self.self_check()
         started = time.perf_counter()
         counts = count_members(micro_batches)
         sums = self.forward_backward(step, micro_batches, counts, progress)
@@ -216,16 +236,16 @@ def train(
     first_step: int,
     status: Status,
     checkpointer: Checkpointer | None = None,
-    broadcast: WeightBroadcastConfig | None = None,
+    transport: WeightTransport | None = None,
 ) -> None:
-    """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number."""
+    """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number. A
+    batch without rows ends the run before. ``transport``: None where weights go as files."""
     config = trainer.config
     publisher = Publisher(run_dir / "broadcasts", config.keep_broadcasts, config.publish_dtype)
-    broadcaster = Broadcaster(
-        trainer.model, publisher, broadcast or WeightBroadcastConfig(), trainer.device, status
-    )
+    sender = None if transport is None else transport.sender(trainer.device)
+    broadcaster = Broadcaster(trainer.model, publisher, sender, status)
     metrics_file = MetricsFile(run_dir / "trainer.jsonl")
-    slow = SlowSteps()
+    slow, due = SlowSteps(), False
     saving = passing_on = 0.0
     trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
@@ -233,6 +253,9 @@ def train(
         micro_batches = wait_for_batch(
             receiver, step, status, broadcaster.all_have, partial(slow.waiting, step)
         )
+        if not micro_batches:
+            _end_early(trainer, step - 1, broadcaster, None if due else checkpointer, status)
+            break
         received = time.perf_counter()
         moving = trainer.memory.load()
         metrics = trainer.train_step(step, micro_batches, partial(_report_training, status, step))
@@ -253,14 +276,11 @@ def train(
             **disk_metrics(run_dir),
         }
         if parallel.rank() == 0:
-            append = partial(metrics_file.append, step, metrics)
-            persist(append, f"write the metrics of step {step}", PUBLISH_WAITS, status)
-            announce = partial(publisher.announce, step)
-            persist(announce, f"announce weights version {step}", PUBLISH_WAITS, status)
+            _announce(publisher, metrics_file, step, metrics, status)
         logger.info("%s", console_line(step, trainer.max_steps, metrics))
         passing_on = 0.0 if last else broadcaster.pass_on()
         announced = time.perf_counter()
-        if checkpointer is not None:  # last: engines need not wait for it
+        if checkpointer is not None and due:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)
         saving = time.perf_counter() - announced  # told with the next step, as passing_on is
         whole = {"time/step": metrics["time/step"] + saving, "time/save_ckpt": saving}
@@ -268,6 +288,34 @@ def train(
             logger.warning("%s", warning)
     if checkpointer is not None:
         checkpointer.wait(status)
+
+
+def _announce(
+    publisher: Publisher,
+    metrics_file: MetricsFile,
+    step: int,
+    metrics: dict[str, float],
+    status: Status,
+) -> None:
+    append = partial(metrics_file.append, step, metrics)
+    persist(append, f"write the metrics of step {step}", PUBLISH_WAITS, status)
+    announce = partial(publisher.announce, step)
+    persist(announce, f"announce weights version {step}", PUBLISH_WAITS, status)
+
+
+def _end_early(
+    trainer: Trainer,
+    step: int,
+    broadcaster: Broadcaster,
+    checkpointer: Checkpointer | None,
+    status: Status,
+) -> None:
+    """The run is stopped: ``step`` was its last. ``checkpointer``: None if it has saved it."""
+    logger.info("stopped: step %d is the last", step)
+    due = checkpointer is not None and checkpointer.is_due(step, step)
+    published = broadcaster.settle(exact=due)
+    if checkpointer is not None and due:
+        checkpointer.save(trainer, step, published, status)
 
 
 def _report_training(status: Status, step: int, share: float) -> None:
@@ -281,9 +329,9 @@ def wait_for_batch(
     all_have: Callable[[bool], bool] = bool,
     waited: Callable[[float], None] = lambda seconds: None,
 ) -> list[MicroBatch]:
-    """The micro batches of step ``step``. ``all_have``, told now and then whether we have ours,
-    says whether every rank has; ``waited`` is told for how long. Raises ``WireError`` if another
-    step's come."""
+    """The micro batches of step ``step``; none if the run ends before it. ``all_have``, told now
+    and then whether we have ours, says whether every rank has; ``waited`` is told for how long.
+    Raises ``WireError`` if another step's come."""
     started = time.perf_counter()
     status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
     frame = receiver.receive(WAIT_SECONDS)

@@ -26,8 +26,8 @@ from prime_rl.adapter import (
     read_adapter,
 )
 from prime_rl.config.trainer import LoraConfig
+from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.model_files import ModelFiles
-from prime_rl.plugins.errors import ConfigError, WeightsError
 
 NAME = "default"
 """PEFT's name of the only adapter, which is part of its parameters' names."""

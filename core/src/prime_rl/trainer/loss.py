@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import NormalizeBy
+from prime_rl.errors import PluginError
 from prime_rl.plugins.base import Loss, LossComponent, LossInputs, LossOutputs, TokenMetric
-from prime_rl.plugins.errors import PluginError
 from prime_rl.trainer.counts import Counts
 from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
 from prime_rl.trainer.row import Component, Row

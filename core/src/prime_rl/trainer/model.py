@@ -8,25 +8,24 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.errors import ConfigError, WeightsError
-from prime_rl.run.launch import READY, Launch
-from prime_rl.run.status import Status
+from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.rundir.launch import READY, Launch
+from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.attention import NAMES, Attention, register
+from prime_rl.trainer.attention import register
 from prime_rl.trainer.blocks import prepare_blocks
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.lora import add_lora
+from prime_rl.trainer.packing import Packing, packings, use_attention
 from prime_rl.trainer.place import Place
 from prime_rl.trainer.row import Row
 
 POLL_SECONDS = 0.02
-
-_HEADS_WITH_MORE = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config keys of models whose logits are more than a linear map of the hidden state."""
 
 
 class Policy(nn.Module):
@@ -40,10 +39,23 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head = (config.fused_lm_head, config.lm_head_block)
+        self.packing = packings(config, model.device)[0]
+
+    def use(self, packing: Packing) -> None:
+        """Rows go through the model like this from now on. Raises ``ValueError`` if the model's
+        kind does not have the attention."""
+        use_attention(self.model, packing.attention)
+        self.packing = packing
 
     def forward(self, row: Row) -> tuple[Tensor, Tensor]:
         """See ``token_logprobs``."""
-        return token_logprobs(self.model, row, *self.head)
+        return token_logprobs(self.model, row, *self.head, packing=self.packing.name)
+
+    def plain_logprobs(self, token_ids: Tensor) -> Tensor:
+        """[T] log π of one document as transformers computes it; of the first token 0."""
+        logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]
+        logprobs = logits.float().log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
+        return nn.functional.pad(logprobs, (1, 0))
 
 
 def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerConfig) -> Policy:
@@ -53,6 +65,7 @@ def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerCon
     if parallel.several_ranks():
         blocks = set(model._no_split_modules or ())
         parallel.shard(policy, blocks, device, config.dp_replicate)
+        register_fsdp_forward_method(policy, "plain_logprobs")
     return policy.to(device)
 
 
@@ -74,11 +87,6 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], place: Place | None = No
             "trainer.num_ranks, give deployment.trainer_gpus more, or set trainer.device = 'cpu'."
         )
     return torch.device("cuda", place.local_rank)
-
-
-def choose_attention(name: Literal["auto", "varlen", "mask"]) -> Attention:
-    """``auto`` is ``varlen``: the faster one wherever it was measured."""
-    return "mask" if name == "mask" else "varlen"
 
 
 def model_folder(launch: Launch, status: Status) -> Path:
@@ -113,13 +121,13 @@ def load_model(
         model, report = AutoModelForCausalLM.from_pretrained(
             model_path,
             dtype=torch.float32,
-            attn_implementation=NAMES[choose_attention(config.attention)],
             output_loading_info=True,
             local_files_only=True,
         )
     except (OSError, ValueError) as error:
         raise WeightsError(f"cannot load the policy from {model_path}: {error}") from error
     _check(model, report, model_path)
+    use_attention(model, packings(config, device)[0].attention)
     if config.lora is not None:
         add_lora(model, config.lora, model_path, adapter)
     return model.eval().to(device)
@@ -132,9 +140,3 @@ def _check(model: Any, report: dict[str, Any], model_path: Path) -> None:
             f"{model_path} lacks {len(missing)} of the policy's weights, first {missing[0]!r}: "
             "training would start from random numbers there. Make or fetch the folder again."
         )
-    for key in _HEADS_WITH_MORE:
-        if getattr(model.config, key, None) not in (None, 1, 1.0):
-            raise ConfigError(
-                f"model: {type(model).__name__} sets {key!r}, which the trainer's logprobs do not "
-                "apply. Train a model without it."
-            )

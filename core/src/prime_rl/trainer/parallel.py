@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from prime_rl.plugins.errors import ConfigError, WeightsError
+from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.trainer.place import STORE, Place
 
 TIMEOUT = timedelta(hours=2)

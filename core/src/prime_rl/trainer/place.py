@@ -6,7 +6,7 @@ import os
 import signal
 from dataclasses import dataclass
 
-from prime_rl.plugins.errors import ConfigError
+from prime_rl.errors import ConfigError
 
 STORE = "PRIME_RL_RANKS_STORE"
 """Environment variable with the file through which the ranks of one machine find one another."""

@@ -16,15 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from prime_rl.errors import StreamError
 from prime_rl.plugins.base import LossComponent
-from prime_rl.plugins.errors import StreamError
-from prime_rl.trainer.counts import COMPONENTS, members
+from prime_rl.rollout import COMPONENTS, members, missing_stream
 from prime_rl.trainer.layout import Layout, plain_layout, shared_layout
 from prime_rl.trainer.transfer import to_device
 from prime_rl.wire.micro_batch import MicroBatch
-
-NEEDS: dict[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
-"""The stream a component cannot do without."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +79,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
 
     Raises ``StreamError`` if a component has members but not the stream it needs.
     """
+    _check_streams(micro_batch)
     tokens, order = _by_length(micro_batch)
     lengths = micro_batch.sequence_lengths[order].astype(np.int64)
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
@@ -97,7 +95,6 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
     components = {}
     for name, mask in masks.items():
         if mask.any():
-            _check_stream(micro_batch, name)
             weights = tensor(getattr(micro_batch, f"{name}_weights"))
             owners = np.unique(sequence_ids[mask]).tolist()
             components[name] = Component(to_device(mask, np.bool_, device), weights, owners)
@@ -135,11 +132,10 @@ def _by_length(micro_batch: MicroBatch) -> tuple[npt.NDArray[np.int64], npt.NDAr
     return np.arange(len(micro_batch)) + np.repeat(shift, lengths[order]), order
 
 
-def _check_stream(micro_batch: MicroBatch, component: LossComponent) -> None:
-    stream = NEEDS.get(component)
-    if stream is not None and getattr(micro_batch, stream) is None:
+def _check_streams(micro_batch: MicroBatch) -> None:
+    if (missing := missing_stream(micro_batch)) is not None:
         raise StreamError(
-            f"micro batch: tokens are members of the {component} component, but the stream "
-            f"{stream!r} is absent (envs: {', '.join(micro_batch.envs)}). "
-            "Their algorithm has to assign it."
+            f"micro batch: {missing[2]} tokens are members of the {missing[0]} component, but the "
+            f"stream {missing[1]!r} is absent (envs: {', '.join(micro_batch.envs)}). Their "
+            "algorithm has to assign it."
         )

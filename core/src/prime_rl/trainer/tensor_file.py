@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from prime_rl.broadcast.group import NAMES
 from prime_rl.trainer import parallel
 from prime_rl.trainer.place import Place
+from prime_rl.weights.tensors import NAMES
 
 BLOCK = 1 << 20
 """Elements rounded, fetched from a device and written at a time: 4 MiB of float32."""

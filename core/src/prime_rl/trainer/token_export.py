@@ -20,14 +20,14 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from prime_rl.broadcast.meeting import STABLE
 from prime_rl.config.trainer import TokenExportConfig
+from prime_rl.rollout import COMPONENTS, members
 from prime_rl.trainer import parallel
-from prime_rl.trainer.counts import COMPONENTS, members
 from prime_rl.trainer.loss_metrics import Call
 from prime_rl.trainer.row import Row
 from prime_rl.trainer.token_columns import Column, token_columns
 from prime_rl.trainer.token_files import Exported, JsonLines, Parquet, Writer
+from prime_rl.weights.versions import STABLE
 from prime_rl.wire.micro_batch import MicroBatch
 
 logger = logging.getLogger(__name__)

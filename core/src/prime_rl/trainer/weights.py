@@ -21,12 +21,13 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.adapter import ADAPTER_WEIGHTS, merged_tensors
-from prime_rl.broadcast.meeting import STABLE
+from prime_rl.errors import WeightsError
 from prime_rl.model_files import ModelFiles
-from prime_rl.plugins.errors import WeightsError
+from prime_rl.run.chat_template import put_chat_template
 from prime_rl.trainer import parallel
 from prime_rl.trainer.lora import adapter_tensors, lora_of
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
+from prime_rl.weights.versions import STABLE
 
 WEIGHTS = "model.safetensors"
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
@@ -133,9 +134,9 @@ def published_dtypes(
 
 
 def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
-    """Write a folder that ``from_pretrained`` loads: weights, config, ``model_dir``'s tokenizer.
-    Where LoRA trained, the weights are merged, and the adapter lies in the folder ``adapter``.
-    Every rank calls this.
+    """Write a folder that ``from_pretrained`` loads: weights, config, ``model_dir``'s tokenizer,
+    the chat template of the run that ``directory`` lies in. Where LoRA trained, the weights are
+    merged, and the adapter lies in the folder ``adapter``. Every rank calls this.
 
     Raises ``WeightsError`` if the disk refuses.
     """
@@ -149,7 +150,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
 
 def _begin_export(model: PreTrainedModel, model_dir: Path, unfinished: Path, final: Path) -> None:
     _clear(unfinished, final)
-    copy_model_files(model.config, model_dir, unfinished)
+    copy_model_files(model.config, model_dir, unfinished, run_dir=final.parent)
     if lora_of(model) is not None:
         (unfinished / "adapter").mkdir()
 
@@ -170,12 +171,16 @@ def _merge(base_dir: Path, adapter_dir: Path, path: Path) -> None:
     write_stream(path, like, (tensor.float() for _, tensor in merged))
 
 
-def copy_model_files(config: PretrainedConfig, model_dir: Path, directory: Path) -> None:
-    """What a model folder has beside the weights: ``config`` and ``model_dir``'s tokenizer."""
+def copy_model_files(
+    config: PretrainedConfig, model_dir: Path, directory: Path, run_dir: Path
+) -> None:
+    """What a model folder has beside the weights: ``config``, ``model_dir``'s tokenizer, and the
+    run's chat template."""
     for file in model_dir.iterdir():
         if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name[0] != ".":
             shutil.copy(file, directory)
     config.save_pretrained(directory)
+    put_chat_template(run_dir, directory)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.plugins.errors import StreamError, WireError
+from prime_rl.errors import StreamError, WireError
 from prime_rl.rollout import STREAMS, BoolColumn, FloatColumn, IntColumn
 
 MAGIC = b"PRLB"

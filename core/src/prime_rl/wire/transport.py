@@ -1,16 +1,17 @@
 """How frames reach the trainer's ranks: over sockets or through files.
 
-    sender (orchestrator) --one frame a rank and step--> receiver (each trainer rank)
+    sender (orchestrator) --one frame per rank and step--> receiver (each trainer rank)
 
-Both keep order, drop nothing, and make the sender wait while ``hwm`` batches lie unread. Over ZMQ
-that takes a word back: sockets alone bound the bytes in flight, not the batches, so the receiver
-answers each frame with an empty one.
+Both transports keep the order, drop nothing, and make the sender wait while ``hwm`` batches are
+unread. ZMQ bounds the bytes in flight, not the batches, so the receiver acknowledges each frame
+with an empty one.
+
+A frame without rows ends the run early: the previous step was the last.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,14 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from prime_rl.plugins.errors import ConfigError, WireError
-from prime_rl.run.launch import Launch
+from prime_rl.errors import ConfigError, WireError
+from prime_rl.rundir.launch import Launch
 
 if TYPE_CHECKING:
     import zmq
     import zmq.asyncio
-
-log = logging.getLogger(__name__)
 
 DISK_WAITS: Sequence[float] = (1, 2, 5, 10, 20, *[30] * 18)
 """Seconds between attempts at a disk that refuses what a run cannot do without: ten minutes."""
@@ -38,10 +37,13 @@ class Sender(Protocol):
     """The orchestrator's end."""
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        """Hand over one frame a rank; waits while ``hwm`` batches are unread."""
+        """Send one frame per rank; waits while ``hwm`` batches are unread."""
+
+    async def drain(self) -> None:
+        """Wait until every rank has read all its frames."""
 
     def close(self) -> None:
-        """Release the sockets; what was sent and not read yet is lost."""
+        """Release the sockets; unread frames are lost."""
 
 
 class Receiver(Protocol):
@@ -73,7 +75,7 @@ def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
 
 
 def wire_dir(run_dir: Path) -> Path:
-    """Where the file transport keeps frames that nobody has read yet."""
+    """The folder of the file transport's unread frames."""
     return run_dir / "rollouts_wire"
 
 
@@ -83,7 +85,7 @@ def _unknown(launch: Launch) -> ConfigError:
     )
 
 
-def _check_one_frame_a_rank(step: int, frames: Sequence[bytes], num_ranks: int) -> None:
+def _check_num_frames(step: int, frames: Sequence[bytes], num_ranks: int) -> None:
     if len(frames) != num_ranks:
         raise WireError(
             f"step {step}: got {len(frames)} frames, expected one for each of {num_ranks} ranks"
@@ -92,14 +94,14 @@ def _check_one_frame_a_rank(step: int, frames: Sequence[bytes], num_ranks: int) 
 
 @dataclass
 class _Lane:
-    """The socket to one rank, and how many of its frames are unread."""
+    """The socket to one rank, and the number of its unread frames."""
 
     socket: zmq.asyncio.Socket
     unread: int = 0
 
 
 class ZmqSender:
-    """Binds one port a rank. ``send`` waits for a rank that has not connected yet."""
+    """Binds one port per rank. ``send`` waits for a rank that has not connected yet."""
 
     def __init__(self, launch: Launch) -> None:
         import zmq
@@ -125,13 +127,20 @@ class ZmqSender:
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
         """See ``Sender.send``."""
-        _check_one_frame_a_rank(step, frames, len(self._lanes))
+        _check_num_frames(step, frames, len(self._lanes))
         for lane, frame in zip(self._lanes, frames, strict=True):
             while lane.unread >= self.hwm:
                 await lane.socket.recv()
                 lane.unread -= 1
             await lane.socket.send(frame, copy=False)
             lane.unread += 1
+
+    async def drain(self) -> None:
+        """See ``Sender.drain``."""
+        for lane in self._lanes:
+            while lane.unread:
+                await lane.socket.recv()
+                lane.unread -= 1
 
     def close(self) -> None:
         """See ``Sender.close``."""
@@ -150,7 +159,7 @@ class ZmqReceiver:
         self._socket.connect(f"tcp://{host}:{port}")
 
     def receive(self, timeout: float) -> memoryview | None:
-        """See ``Receiver.receive``. The frame stays in ZMQ's own buffer: nothing is copied."""
+        """See ``Receiver.receive``. The frame stays in ZMQ's buffer and is not copied."""
         if not self._socket.poll(int(timeout * 1000)):
             return None
         frame = self._socket.recv(copy=False)
@@ -163,7 +172,7 @@ class ZmqReceiver:
 
 
 class FileSender:
-    """Writes ``<directory>/step_N/rank_R.bin``. A step's folder appears whole, by one rename."""
+    """Writes ``<directory>/step_N/rank_R.bin``. A step's folder appears by one rename."""
 
     def __init__(self, directory: Path, num_ranks: int, hwm: int) -> None:
         self.directory = directory
@@ -172,20 +181,10 @@ class FileSender:
         directory.mkdir(parents=True, exist_ok=True)
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        """See ``Sender.send``. Tries again while the disk refuses; raises ``WireError`` in the
-        end."""
-        _check_one_frame_a_rank(step, frames, self.num_ranks)
+        """See ``Sender.send``. Raises ``WireError`` if the disk refuses."""
+        _check_num_frames(step, frames, self.num_ranks)
         while len(_steps(self.directory)) >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
-        for wait in DISK_WAITS:
-            try:
-                return self._write(step, frames)
-            except WireError as error:
-                log.error("%s; the next attempt in %g s", error, wait)
-                await asyncio.sleep(wait)
-        self._write(step, frames)
-
-    def _write(self, step: int, frames: Sequence[bytes]) -> None:
         unfinished = self.directory / f".step_{step}"
         try:
             unfinished.mkdir(exist_ok=True)
@@ -198,12 +197,17 @@ class FileSender:
                 f"cannot write the micro batches of step {step} to {self.directory}: {error}"
             ) from error
 
+    async def drain(self) -> None:
+        """See ``Sender.drain``."""
+        while _steps(self.directory):
+            await asyncio.sleep(POLL_SECONDS)
+
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class FileReceiver:
-    """Reads the frames of one rank, lowest step first, and deletes what it has read."""
+    """Reads the frames of one rank, lowest step first, and deletes them."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         self.directory = directory
@@ -222,12 +226,12 @@ class FileReceiver:
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     def _take(self, path: Path) -> memoryview:
         frame = path.read_bytes()
         path.unlink()
-        with suppress(OSError):  # another rank has not read its frame yet, or was quicker
+        with suppress(OSError):  # another rank has an unread frame, or has removed the folder
             path.parent.rmdir()
         return memoryview(frame)
 

@@ -11,10 +11,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from prime_rl.broadcast.meeting import backends
-from prime_rl.serving.errors import RequestError
-from prime_rl.serving.keys import Keys
-from prime_rl.serving.requests import GenerateBody, decode
+from prime_rl_broadcast.meeting import backends
 from prime_rl_embedded.admin import Admin
 from prime_rl_embedded.chat import Chat
 from prime_rl_embedded.frontend import ClientGone, complete, read_body
@@ -22,6 +19,9 @@ from prime_rl_embedded.generate import generate_response
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.metrics import render
 from prime_rl_embedded.schema import Limits, generate_requests
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.keys import Keys
+from prime_rl_engine_kit.requests import GenerateBody, decode
 
 log = logging.getLogger(__name__)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]

@@ -5,12 +5,14 @@ A forward is flat: N tokens, of which the first ``num_decode`` are the newest to
 themselves.
 
 Shapes: N = tokens of one forward, R = decoding rows, H = query heads, G = key/value heads, D = head
-dimension.
+dimension, E = that of values where it differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,12 +46,15 @@ class BatchPlan:
     num_decode: int
     positions: Tensor
     """[N] int64: each token's position in its own sequence."""
-    write_index: Tensor | None
-    """[N * G] int64: see ``KVCache.write_index``."""
+    rows: Tensor
+    """[N] int64: each token's row of the cache."""
     context: int
     """Cache positions that decoding rows look at: the longest row's length, rounded up."""
     prompts: Sequence[PromptRun] = ()
+    attended: set[nn.Module] = field(default_factory=set)
+    """Modules of transformers that computed their attention by this plan."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+    _write_indices: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -73,7 +78,7 @@ class BatchPlan:
             cache=cache,
             num_decode=len(decode_positions),
             positions=position_ids,
-            write_index=cache.write_index(row_ids, position_ids),
+            rows=row_ids,
             context=min(bucketed, cache.capacity),
             prompts=_runs(prompt_lengths),
         )
@@ -81,14 +86,25 @@ class BatchPlan:
     @classmethod
     def uncached(cls, prompt_lengths: Sequence[int], device: torch.device) -> BatchPlan:
         """Prompts that only have to be read: they take no row and store nothing."""
+        positions = torch.cat([torch.arange(n, device=device) for n in prompt_lengths])
         return cls(
             cache=None,
             num_decode=0,
-            positions=torch.cat([torch.arange(n, device=device) for n in prompt_lengths]),
-            write_index=None,
+            positions=positions,
+            rows=torch.zeros_like(positions),
             context=0,
             prompts=_runs(prompt_lengths),
         )
+
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Keep keys and values [N, G, D] for decoding, if there will be any."""
+        if self.cache is None:
+            return
+        heads = key.shape[1]
+        if heads not in self._write_indices:
+            index = self.cache.write_index(self.rows, self.positions, heads)
+            self._write_indices[heads] = index
+        self.cache.write(layer, self._write_indices[heads], key, value)
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """[R, 1, 1, context], to add: 0 up to the row's position, within the window; else -inf."""
@@ -122,12 +138,12 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Store, then attend. Query [N, H, D], key and value [N, G, D]; returns [N, H * D]."""
-    if plan.cache is not None and plan.write_index is not None:
-        plan.cache.write(layer, plan.write_index, key, value)
+    """Store, then attend. Query and key [N, H or G, D], value [N, G, E]; returns [N, H * E]."""
+    plan.store(layer, key, value)
     parts = []
     if plan.cache is not None and plan.num_decode:
-        cached = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
+        keys, values = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
+        cached = keys[..., : key.shape[-1]], values[..., : value.shape[-1]]
         parts.append(_attend_rows(plan, cached, query[: plan.num_decode], scale, window))
     start = plan.num_decode
     for run in plan.prompts:
@@ -139,9 +155,13 @@ def attend(
 
 
 def _attend_rows(
-    plan: BatchPlan, cached: Tensor, query: Tensor, scale: float | None, window: int | None
+    plan: BatchPlan,
+    cached: tuple[Tensor, Tensor],
+    query: Tensor,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
-    """One token a row against its slot. Cached: [2, R, G, context, D].
+    """One token a row against its slot. Cached: keys and values, [R, G, context, D or E].
 
     The queries that share a key/value head form a query length, so keys are never repeated.
     """
@@ -162,8 +182,9 @@ def _attend_prompts(
     window: int | None,
 ) -> Tensor:
     """Causal attention of equally long prompts among themselves."""
-    shape = (run.count, run.length, -1, query.shape[-1])
-    queries, keys, values = (x.reshape(shape).transpose(1, 2) for x in (query, key, value))
+    queries, keys, values = (
+        x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
+    )
     mask = None
     if window is not None and window < run.length:
         ones = torch.ones(run.length, run.length, dtype=torch.bool, device=query.device)
@@ -180,6 +201,20 @@ def _attend_prompts(
     return out.transpose(1, 2).reshape(run.count * run.length, -1)
 
 
+_current: ContextVar[BatchPlan] = ContextVar("plan")
+
+
+@contextmanager
+def planned(plan: BatchPlan) -> Iterator[None]:
+    """Modules of transformers attend by this plan. Some of them do not pass keyword arguments on to
+    their attention (StableLM, Nemotron), so it does not travel as one."""
+    token = _current.set(plan)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def slot_attention(
     module: nn.Module,
     query: Tensor,
@@ -187,17 +222,21 @@ def slot_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    plan: BatchPlan,
     scaling: float | None = None,
     sliding_window: int | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """``attend`` behind transformers' ``AttentionInterface``: query [1, H, N, D] to [1, N, H, D].
+    """``attend`` behind transformers' ``AttentionInterface``: query [1, H, N, D] to [1, N, H, E].
 
     Raises ``NotImplementedError`` for what changes the scores and isn't computed here.
     """
     if unsupported := [name for name in _UNSUPPORTED if extras.get(name) is not None]:
-        raise NotImplementedError(f"attention with {', '.join(unsupported)}")
+        raise NotImplementedError(
+            f"{type(module).__name__} asks for {', '.join(unsupported)}, which the engine's "
+            "attention does not compute"
+        )
+    plan = _current.get()
+    plan.attended.add(module)
     flat_query, flat_key, flat_value = (x[0].transpose(0, 1) for x in (query, key, value))
     layer = module.layer_idx
     assert isinstance(layer, int)

@@ -17,14 +17,14 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from prime_rl.serving.errors import RequestError
-from prime_rl.serving.requests import SamplingFields, check_model, check_prompt, decode
 from prime_rl_embedded.detokenize import TextStream
 from prime_rl_embedded.frontend import ClientGone, complete, read_body, stream_tokens
 from prime_rl_embedded.generate import usage, weight_versions
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.schema import Limits, choices_of, resolve_sampling
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.requests import SamplingFields, check_model, check_prompt, decode
 
 
 class ChatBody(SamplingFields, kw_only=True):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from prime_rl_embedded.attention import BatchPlan
+from prime_rl_embedded.attention import BatchPlan, planned
 
 
 class Forward(Protocol):
@@ -39,13 +39,14 @@ class WholeForward:
         return self.states(ids, plan, rows)
 
     def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
-        out = self.module(
-            input_ids=ids[None],
-            position_ids=plan.positions[None],
-            use_cache=False,
-            logits_to_keep=0 if rows is None else rows,
-            plan=plan,
-        )
+        keep = 0 if rows is None else rows
+        with planned(plan):
+            out = self.module(
+                input_ids=ids[None],
+                position_ids=plan.positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+            )
         logits: Tensor = out.logits[0]
         return logits
 
@@ -64,9 +65,10 @@ class GeneralForward:
         return self.logits(self.states(ids, plan, rows))
 
     def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
-        out = self.decoder(
-            input_ids=ids[None], position_ids=plan.positions[None], use_cache=False, plan=plan
-        )
+        with planned(plan):
+            out = self.decoder(
+                input_ids=ids[None], position_ids=plan.positions[None], use_cache=False
+            )
         hidden: Tensor = out.last_hidden_state[0]
         return hidden if rows is None else hidden[rows]
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from starlette.requests import Request as HTTPRequest
 
-from prime_rl.serving.errors import RequestError
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.requests import Request
+from prime_rl_engine_kit.errors import RequestError
 
 MAX_BODY_BYTES = 64 * 2**20
 

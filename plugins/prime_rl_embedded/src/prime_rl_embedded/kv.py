@@ -1,12 +1,16 @@
 """The KV cache: one slot a running request, grown only as far as requests reach.
 
-Shapes: S = slots, G = key/value heads, C = capacity in tokens, D = head dimension, N = tokens of
-one forward.
+Shapes: S = slots, G = key/value heads, C = capacity in tokens, D = head dimension (the larger of
+keys' and values'), N = tokens of one forward. G and D may differ between layers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _FIRST_SLOTS = 8
@@ -23,39 +27,46 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        shapes: Mapping[int, tuple[int, int]] = MappingProxyType({}),
         *,
         max_slots: int,
         max_len: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        self.num_kv_heads, self.head_dim = num_kv_heads, head_dim
+        """``shapes``: (G, D) by layer. A layer that is missing is added when it is written to."""
+        self.dtype, self.device = dtype, device
         self.max_slots, self.max_len = max_slots, max_len
         self.slots = min(_FIRST_SLOTS, max_slots)
         self.capacity = min(_FIRST_CAPACITY, max_len)
-        shape = (2, self.slots, num_kv_heads, self.capacity, head_dim)
-        self.layers = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
-        self._head_offsets = torch.arange(num_kv_heads, device=device)
+        self.layers = {layer: self._empty(*shape) for layer, shape in shapes.items()}
+
+    def _empty(self, num_heads: int, head_dim: int) -> Tensor:
+        shape = (2, self.slots, num_heads, self.capacity, head_dim)
+        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+
+    @property
+    def shapes(self) -> dict[int, tuple[int, int]]:
+        """(G, D) of every layer so far."""
+        return {layer: (kept.shape[2], kept.shape[4]) for layer, kept in self.layers.items()}
 
     @property
     def max_bytes(self) -> int:
         """Memory at the ceiling."""
-        now = sum(layer.numel() * layer.element_size() for layer in self.layers)
+        now = sum(layer.numel() * layer.element_size() for layer in self.layers.values())
         return now * self.max_slots * self.max_len // (self.slots * self.capacity)
 
     def reserve(self, slots: int, length: int) -> None:
         """Make room for ``slots`` rows of ``length``. Layer by layer: the peak stays low."""
         slots, length = self._grown(slots, length)
-        if (slots, length) == (self.slots, self.capacity):
+        old_slots, old_length = self.slots, self.capacity
+        if (slots, length) == (old_slots, old_length):
             return
-        for i, old in enumerate(self.layers):
-            new = old.new_zeros((2, slots, self.num_kv_heads, length, self.head_dim))
-            new[:, : self.slots, :, : self.capacity] = old
-            self.layers[i] = new
         self.slots, self.capacity = slots, length
+        for layer, shape in self.shapes.items():
+            new = self._empty(*shape)
+            new[:, :old_slots, :, :old_length] = self.layers[layer]
+            self.layers[layer] = new
 
     def _grown(self, slots: int, length: int) -> tuple[int, int]:
         assert slots <= self.max_slots and length <= self.max_len, "the scheduler admits no more"
@@ -66,23 +77,27 @@ class KVCache:
             new_length = min(2 * new_length, self.max_len)
         return new_slots, new_length
 
-    def write_index(self, rows: Tensor, positions: Tensor) -> Tensor:
+    def write_index(self, rows: Tensor, positions: Tensor, num_heads: int) -> Tensor:
         """[N * G]: where keys go in ``layer[0].view(-1, D)``. Rows, positions: [N]."""
-        heads = rows[:, None] * self.num_kv_heads + self._head_offsets
+        heads = rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)
         return (heads * self.capacity + positions[:, None]).view(-1)
 
     def write(self, layer: int, index: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store N tokens. Keys, values: ``[N, G, D]``; index from ``write_index``."""
-        stored = self.layers[layer]
-        stored[0].view(-1, self.head_dim).index_copy_(0, index, keys.reshape(-1, self.head_dim))
-        stored[1].view(-1, self.head_dim).index_copy_(0, index, values.reshape(-1, self.head_dim))
+        """Store N tokens. Keys, values: ``[N, G, D or less]``; index from ``write_index``."""
+        sizes = keys.shape[-1], values.shape[-1]
+        if layer not in self.layers:
+            self.layers[layer] = self._empty(keys.shape[1], max(sizes))
+        for kept, new, size in zip(self.layers[layer], (keys, values), sizes, strict=True):
+            width = kept.shape[-1]
+            padded = new if size == width else F.pad(new, (0, width - size))
+            kept.view(-1, width).index_copy_(0, index, padded.reshape(-1, width))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of one row over another's."""
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def clear_row(self, row: int) -> None:
         """Zero a row with non-finite values, which would leak through masks: 0 * nan is nan."""
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer[:, row] = 0

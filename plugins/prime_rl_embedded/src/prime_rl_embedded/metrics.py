@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from prometheus_client.core import Metric
+from prometheus_client.exposition import generate_latest
 
 from prime_rl_embedded.loop import EngineLoop
 
@@ -12,12 +16,12 @@ _FINISHED_LABELS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True)
 class Sample:
-    """One line, with what Prometheus wants to know of its name."""
+    """One value of a metric, and the metric's type."""
 
     name: str
     kind: str
     value: float
-    labels: str = ""
+    labels: dict[str, str] = field(default_factory=dict)
 
 
 def collect(engine: EngineLoop) -> list[Sample]:
@@ -28,12 +32,15 @@ def collect(engine: EngineLoop) -> list[Sample]:
     # Rows move while we read; a list copy is one operation under the GIL.
     used = sum(len(r.prompt) + len(r.token_ids) for r in list(scheduler.active))
     room = scheduler.num_slots * scheduler.max_model_len
-    config = f'block_size="{scheduler.max_model_len}",num_gpu_blocks="{scheduler.num_slots}",'
-    config += f'kv_cache_size_tokens="{room}"'
+    config = {
+        "block_size": str(scheduler.max_model_len),
+        "num_gpu_blocks": str(scheduler.num_slots),
+        "kv_cache_size_tokens": str(room),
+    }
     return [
         Sample("vllm:num_requests_running", "gauge", len(scheduler.active)),
         Sample("vllm:num_requests_waiting", "gauge", waiting),
-        Sample("vllm:num_requests_waiting_by_reason", "gauge", waiting, 'reason="capacity"'),
+        Sample("vllm:num_requests_waiting_by_reason", "gauge", waiting, {"reason": "capacity"}),
         Sample("vllm:kv_cache_usage_perc", "gauge", used / room),
         Sample("vllm:cache_config_info", "gauge", 1, config),
         Sample("vllm:num_preemptions_total", "counter", 0),
@@ -46,7 +53,7 @@ def collect(engine: EngineLoop) -> list[Sample]:
                 "vllm:request_success_total",
                 "counter",
                 stats.finished[reason],
-                f'finished_reason="{reason}"',
+                {"finished_reason": reason},
             )
             for reason in _FINISHED_LABELS
         ),
@@ -63,14 +70,10 @@ def collect(engine: EngineLoop) -> list[Sample]:
 
 def render(engine: EngineLoop, model_name: str) -> str:
     """The text that Prometheus scrapes."""
-    escaped = model_name.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-    model = f'model_name="{escaped}"'
-    lines: list[str] = []
-    previous = ""
+    families: dict[str, Metric] = {}
     for sample in collect(engine):
-        if sample.name != previous:
-            lines.append(f"# TYPE {sample.name} {sample.kind}")
-        labels = f"{model},{sample.labels}" if sample.labels else model
-        lines.append(f"{sample.name}{{{labels}}} {sample.value}")
-        previous = sample.name
-    return "\n".join(lines) + "\n"
+        name = sample.name.removesuffix("_total")  # the exposition of a counter adds it
+        family = families.setdefault(name, Metric(name, "", sample.kind))
+        family.add_sample(sample.name, {"model_name": model_name, **sample.labels}, sample.value)
+    text: bytes = generate_latest(SimpleNamespace(collect=families.values))
+    return text.decode()

@@ -1,8 +1,8 @@
 """Loading a Hugging Face folder and choosing the forward that serves it.
 
-Whatever forward is chosen has to reproduce the model's own logits at start-up: an architecture
-whose attention needs more than the slots offer (sinks, soft caps, latent KV) is refused with the
-measured gap instead of sampling from a different distribution.
+Whatever forward is chosen has to reproduce the model's own logits at start-up. An architecture that
+needs more than keys and values in slots is refused with the reason, instead of sampling from a
+different distribution: sinks, soft caps, attention of its own, layers that keep a recurrent state.
 
 Shapes: N = tokens of one forward, V = vocabulary.
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
@@ -43,15 +43,13 @@ class ServedModel:
     device: torch.device
     vocab_size: int
     eos_token_ids: frozenset[int]
+    kv_shapes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Key/value heads and head dimension by layer, as the forward stored them at start-up."""
 
     def make_cache(self, max_slots: int, max_len: int) -> KVCache:
         """An empty KV cache of this model's shape."""
-        config = self.module.config.get_text_config()
-        heads = config.num_attention_heads
         return KVCache(
-            config.num_hidden_layers,
-            getattr(config, "num_key_value_heads", None) or heads,
-            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            self.kv_shapes,
             max_slots=max_slots,
             max_len=max_len,
             dtype=self.module.dtype,
@@ -102,6 +100,7 @@ def load_model(
         vocab_size=module.get_input_embeddings().num_embeddings,
         eos_token_ids=_eos_token_ids(module),
     )
+    _check_beyond_probe(served, max_len)
     _choose_forward(served, max_len, fused)
     return served
 
@@ -113,6 +112,23 @@ def _check_length(module: Any, max_len: int) -> None:
             f"max_model_len is {max_len}, but {type(module).__name__} has positions for {longest} "
             "(max_position_embeddings in its config.json): lower inference.max_model_len"
         )
+
+
+def _check_beyond_probe(served: ServedModel, max_len: int) -> None:
+    """What differs only at positions that the probe at start-up does not reach. Raises
+    ``EngineError``."""
+    config = served.module.config.get_text_config()
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise _refusal(served, "it attends within chunks of tokens")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":  # of a batch, the longest sequence decides
+        length = rope["original_max_position_embeddings"]
+        if max_len > length:
+            raise _refusal(
+                served,
+                f"its rotary embedding changes beyond {length} tokens, and max_model_len is "
+                f"{max_len}. Lower inference.max_model_len to {length} to serve it here",
+            )
 
 
 def _choose_forward(served: ServedModel, max_len: int, fused: bool) -> None:
@@ -143,29 +159,61 @@ def _probe_ids(served: ServedModel, max_len: int) -> Tensor:
 
 @torch.inference_mode()
 def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: Tensor) -> None:
-    """Prefill all but the last token, decode that one, and compare. Raises ``EngineError`` on a
-    gap.
+    """Prefill all but the last token, decode that one, and compare; what it stored is the shape of
+    caches from now on. Raises ``EngineError`` if the forward does not fit, or on a gap.
 
     Ids: [N]; expected: [N, V], the model's own logits.
     """
-    name, length = type(served.module).__name__, len(ids)
-    cache = served.make_cache(1, max(length, 1))
+    cache = served.make_cache(1, len(ids))
+    probes = [([], [len(ids) - 1], ids[:-1]), ([len(ids) - 1], [], ids[-1:])]
+    parts = []
     try:
-        parts = []
-        if length > 1:
-            plan = BatchPlan.build(cache, [], [length - 1], served.device)
-            parts.append(forward(ids[:-1], plan, None))
-        plan = BatchPlan.build(cache, [length - 1], [], served.device)
-        parts.append(forward(ids[-1:], plan, None))
-        gap = (torch.cat(parts).float() - expected).abs().max().item()
-    except (TypeError, RuntimeError, AssertionError, AttributeError) as error:
-        raise EngineError(f"{name} can't run over slotted attention: {error}") from error
+        for decoding, prompts, tokens in probes if len(ids) > 1 else probes[1:]:
+            plan = BatchPlan.build(cache, decoding, prompts, served.device)
+            parts.append(forward(tokens, plan, None))
+    except torch.OutOfMemoryError:
+        raise
+    except NotImplementedError as error:  # of ``slot_attention``
+        raise _refusal(served, str(error)) from error
+    except Exception as error:  # code of the model, called in a way it may not know
+        raise _refusal(served, f"its forward fails: {type(error).__name__}: {error}") from error
+    if not isinstance(forward, FusedForward):  # which computes the attention itself
+        _check_attended(served, plan.attended)
+    gap = (torch.cat(parts).float() - expected).abs().max().item()
     limit = _TOLERANCE.get(served.module.dtype, 1e-3) * max(1.0, expected.abs().max().item())
     if not gap <= limit:
-        raise EngineError(
-            f"{name}: logits over slotted attention differ by {gap:.2g} from the model's own "
-            f"(at most {limit:.2g} is allowed); this architecture needs another engine"
+        raise _refusal(
+            served,
+            f"over slotted attention, its logits differ by {gap:.2g} from the model's own "
+            f"(at most {limit:.2g} is allowed)",
         )
+    served.kv_shapes = cache.shapes
+
+
+def _check_attended(served: ServedModel, attended: set[nn.Module]) -> None:
+    """Raises ``EngineError`` if a layer has something else than attention by our plan. Modules of
+    transformers that keep something about past tokens know the index of their layer."""
+    indexed = [each for each in served.module.modules() if hasattr(each, "layer_idx")]
+    others = {
+        type(module).__name__
+        for module in indexed
+        if module not in attended
+        and not any(hasattr(part, "layer_idx") for part in module.modules() if part is not module)
+    }
+    num_layers = served.module.config.get_text_config().num_hidden_layers
+    partly = served.module._is_stateful and len(attended) < num_layers
+    if others or partly or not attended:
+        which = "part of its layers" if attended else "every layer"
+        names = ", ".join(sorted(others)) or which
+        raise _refusal(served, f"{names} has a state or an attention of its own")
+
+
+def _refusal(served: ServedModel, found: str) -> EngineError:
+    return EngineError(
+        f"the embedded engine can't serve {type(served.module).__name__}: {found}. Expected: all "
+        "layers attend to keys and values through transformers' AttentionInterface. Use another "
+        "engine (inference.engine = 'vllm', say) or another model."
+    )
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:

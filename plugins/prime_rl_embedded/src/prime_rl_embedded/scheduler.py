@@ -136,7 +136,7 @@ class Scheduler:
         self._offloaded, device = Offloaded(), self.model.device
         if device.type != "cpu":
             self._offloaded.take(self.model.module.state_dict().values())
-            self._offloaded.take(self.cache.layers, keep=bool(self.active))
+            self._offloaded.take(self.cache.layers.values(), keep=bool(self.active))
             release_cached(device)
 
     def wake(self) -> None:

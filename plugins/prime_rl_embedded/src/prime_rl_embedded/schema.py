@@ -6,16 +6,16 @@ import math
 import uuid
 from dataclasses import dataclass, replace
 
-from prime_rl.serving import requests as contract
-from prime_rl.serving.errors import RequestError
-from prime_rl.serving.requests import (
+from prime_rl_embedded.requests import Request, SamplingParams
+from prime_rl_engine_kit import requests as contract
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.requests import (
     GenerateBody,
     SamplingFields,
     check_generate,
     check_sampling,
     given,
 )
-from prime_rl_embedded.requests import Request, SamplingParams
 
 
 @dataclass(frozen=True)

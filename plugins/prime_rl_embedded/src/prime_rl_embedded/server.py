@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.run.processes import lasting_imports
-from prime_rl.run.status import Status
-from prime_rl.serving.keys import Keys
-from prime_rl.serving.process import command_line, exit_now, run_server, wait_for_model
+from prime_rl.rundir.processes import lasting_imports
+from prime_rl.rundir.status import Status
 from prime_rl_embedded import EmbeddedConfig
+from prime_rl_engine_kit.keys import Keys
+from prime_rl_engine_kit.process import command_line, exit_now, run_server, wait_for_model
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

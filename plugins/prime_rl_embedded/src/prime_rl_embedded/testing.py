@@ -61,9 +61,13 @@ def write_model(
     *,
     seed: int = 0,
     tokenizer: bool = False,
-    **config: Any,
+    config: str | None = None,
+    **settings: Any,
 ) -> Path:
-    """A tiny random model of any architecture; weights wide enough for peaked distributions."""
+    """A tiny random model of any architecture; weights wide enough for peaked distributions.
+
+    ``config``: the class of its config, where it is not named as the model's.
+    """
     import torch
     import transformers
 
@@ -83,8 +87,8 @@ def write_model(
     }
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(seed)
-    settings = getattr(transformers, f"{architecture}Config")(**sizes | config)
-    model = getattr(transformers, f"{architecture}ForCausalLM")(settings)
+    config_class = getattr(transformers, config or f"{architecture}Config")
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config_class(**sizes | settings))
     model.save_pretrained(folder)
     if tokenizer:
         write_tokenizer(folder)
@@ -124,7 +128,7 @@ class Served:
         assert found, f"no metric {name} {labels}"
         return float(found[1])
 
-    def wait_for(self, name: str, at_least: float, labels: str = "", seconds: float = 20) -> None:
+    def wait_for(self, name: str, at_least: float, labels: str = "", seconds: float = 300) -> None:
         """Poll a metric until it reaches a value."""
         deadline = time.monotonic() + seconds
         while self.metric(name, labels) < at_least:
@@ -165,7 +169,7 @@ def start(
     return subprocess.Popen(command.argv, env=os.environ | dict(command.env) | (env or {}))
 
 
-def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 180) -> None:
+def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 600) -> None:
     """Until ``/health`` answers 200."""
     deadline = time.monotonic() + seconds
     while True:
@@ -186,8 +190,8 @@ def serve(model: Path, **options: Any) -> Iterator[Served]:
     process = start(model, port, **options)
     try:
         wait_healthy(url, process)
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=300) as http:
             yield Served(url, process, http)
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(60)

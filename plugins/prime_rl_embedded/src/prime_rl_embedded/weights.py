@@ -13,8 +13,8 @@ from torch import Tensor
 
 from prime_rl import WeightsError
 from prime_rl.adapter import is_adapter, merged_tensors
-from prime_rl.broadcast.group import DTYPES, Attendance
-from prime_rl.broadcast.meeting import Header, Meeting
+from prime_rl_broadcast.group import DTYPES, Attendance
+from prime_rl_broadcast.meeting import Header, Meeting
 
 
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:

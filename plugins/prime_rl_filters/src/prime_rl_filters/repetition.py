@@ -3,6 +3,8 @@ repeated n-grams.
 
 run:     ``window`` sampled tokens in a row, each with  log μ > log(prob_threshold)
 n-gram:  share of sampled n-grams that occurred before  > ngram_threshold        (off by default)
+
+Both look at a sample's whole path: tokens that it repeats of an earlier sample count as sampled.
 """
 
 from __future__ import annotations
@@ -11,17 +13,18 @@ import math
 from typing import Annotated
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import Field, PositiveInt
 
-from prime_rl import Filter, PluginConfig, Rollout, Sample, hookimpl
+from prime_rl import Filter, PluginConfig, Rollout, hookimpl
 
 
 class RepetitionConfig(PluginConfig):
     """Settings of ``repetition``."""
 
     window: PositiveInt = 3000
-    """Consecutive sampled tokens; the run carries over env-provided tokens and restarts with each
-    sample."""
+    """Consecutive sampled tokens of one sample, those it repeats of an earlier one included. The
+    run carries over env-provided tokens."""
     prob_threshold: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Probability above which a token counts as certain."""
     ngram_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -40,14 +43,15 @@ class Repetition(Filter):
     @hookimpl
     def filter_rollout(self, rollout: Rollout) -> str | None:
         """Object to a rollout that loops."""
-        for sample in rollout.samples:
-            run = self._certain_run(sample) if rollout.has_logprobs else None
-            if reason := run or self._repeated_ngrams(sample):
+        pairs = zip(rollout.samples, rollout.sampled_paths, strict=True)
+        for sample, (sampled, logprobs) in pairs:
+            run = self._certain_run(logprobs[sampled]) if rollout.has_logprobs else None
+            if reason := run or self._repeated_ngrams(sample.token_ids[sampled]):
                 return reason
         return None
 
-    def _certain_run(self, sample: Sample) -> str | None:
-        certain = sample.inference_logprobs[sample.loss_mask] > math.log(self.config.prob_threshold)
+    def _certain_run(self, logprobs: npt.NDArray[np.float32]) -> str | None:
+        certain = logprobs > math.log(self.config.prob_threshold)
         if len(certain) < self.config.window:
             return None
         breaks = np.flatnonzero(np.concatenate(([True], ~certain, [True])))
@@ -56,9 +60,8 @@ class Repetition(Filter):
             return None
         return f"{longest} sampled tokens in a row with p > {self.config.prob_threshold}"
 
-    def _repeated_ngrams(self, sample: Sample) -> str | None:
+    def _repeated_ngrams(self, tokens: npt.NDArray[np.int32]) -> str | None:
         limit, size = self.config.ngram_threshold, self.config.ngram_size
-        tokens = sample.token_ids[sample.loss_mask]
         if limit is None or len(tokens) < size:
             return None
         ngrams = np.lib.stride_tricks.sliding_window_view(tokens, size)

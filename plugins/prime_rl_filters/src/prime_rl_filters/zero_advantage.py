@@ -17,9 +17,4 @@ class ZeroAdvantage(Filter):
         advantages = rollout.advantages
         if advantages is None or advantages.any():
             return None
-        trains_otherwise = any(
-            stream is not None and bool(stream.any())
-            for sample in rollout.samples
-            for stream in (sample.ce_weights, sample.ref_kl_weights)
-        )
-        return None if trains_otherwise else "every advantage is zero"
+        return None if rollout.trains_beside_rl else "every advantage is zero"

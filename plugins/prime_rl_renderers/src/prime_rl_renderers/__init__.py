@@ -7,7 +7,7 @@ trainer sees the tokens the sampler saw.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_rl import ConfigError, PluginConfig, RendererOffer, hookimpl
@@ -54,10 +54,21 @@ class RendererSettings(PluginConfig):
     model_config = PluginConfig.model_config | {"extra": "allow"}
 
 
-class NamedRenderer(RendererOffer):
-    """One renderer of the package."""
+class PackageRenderer(RendererOffer):
+    """What all renderers of the package share."""
 
     config_class = RendererSettings
+
+    def chat_templates(self, own: str | None, renderer: Any) -> Sequence[str]:
+        """The model's own; the same with the renderer's settings as defaults; a template made for
+        the renderer."""
+        from prime_rl_renderers.templates import templates
+
+        return list(templates(own, renderer))
+
+
+class NamedRenderer(PackageRenderer):
+    """One renderer of the package."""
 
     def build(self, model: str, fields: Mapping[str, Any]) -> Any:
         """The package's config object for this name. Raises ``ConfigError`` on fields it does not
@@ -76,12 +87,11 @@ def _config(table: Mapping[str, Any]) -> Any:
         raise ConfigError(f"orchestrator.renderer ({table['name']}): {problems}") from error
 
 
-class AutoRenderer(RendererOffer):
+class AutoRenderer(PackageRenderer):
     """Picks the renderer by the model's exact id: two models of one architecture may differ in
     their chat template."""
 
     name = "auto"
-    config_class = RendererSettings
 
     def check(self, model: str) -> None:
         """Raises ``ConfigError`` for anything that is not a hub id."""

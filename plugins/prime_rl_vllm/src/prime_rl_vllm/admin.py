@@ -22,9 +22,9 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
 from prime_rl import WeightsError
-from prime_rl.broadcast.meeting import Meeting
-from prime_rl.serving.errors import RequestError
-from prime_rl.serving.requests import UpdateBody, decode
+from prime_rl_broadcast.meeting import Meeting
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.requests import UpdateBody, decode
 from prime_rl_vllm.body import read_body
 from prime_rl_vllm.state import State
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request as HTTPRequest
 
-from prime_rl.serving.errors import RequestError
+from prime_rl_engine_kit.errors import RequestError
 
 MAX_BODY_BYTES = 64 * 2**20
 

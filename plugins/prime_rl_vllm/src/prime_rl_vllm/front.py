@@ -21,7 +21,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
-from prime_rl.serving.errors import RequestError
+from prime_rl_engine_kit.errors import RequestError
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.admin import Admin
 from prime_rl_vllm.body import read_body

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.serving.requests import (
+from prime_rl_engine_kit.requests import (
     GenerateBody,
     Limits,
     check_generate,

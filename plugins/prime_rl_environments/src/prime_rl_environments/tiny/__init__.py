@@ -18,7 +18,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from prime_rl import ModelMaker, PluginConfig
-from prime_rl.run.processes import lasting_imports
+from prime_rl.rundir.processes import lasting_imports
 from prime_rl_environments.tiny.lessons import LESSONS, Lesson
 
 Share = Annotated[float, Field(ge=0, le=1)]

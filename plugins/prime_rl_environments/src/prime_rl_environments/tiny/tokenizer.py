@@ -27,8 +27,13 @@ SPECIAL_TOKENS = (
 )
 """What ``Qwen3Renderer`` looks up by name, in the order of their ids."""
 
-ROLE_LINES = ("system\n", "user\n", "assistant\n")
-"""What follows ``<|im_start|>`` in the Qwen3 template."""
+ROLE_LINES = ("systemĊ", "userĊ", "assistantĊ")
+"""What follows ``<|im_start|>`` in the Qwen3 template, a newline as byte-level vocabularies spell
+it."""
+
+SPLIT = r"\A(?:system|assistant|user(?!\n\z))\n|\Auser(?=\n\z)"
+"""A role line, at the start of what lies between two special tokens. Before a tool's result the
+renderer tokenizes ``user`` and the newline apart, and so must a chat template's text come out."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -37,23 +42,29 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 """For ``/v1/chat/completions``; training renders through the ``renderers`` package, to the same
-tokens."""
+tokens where it lets the policy think and offers no tools."""
 
 
 def build_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """The tokenizer: 9 special tokens, 3 role lines and 256 bytes, 268 ids in all; then a token for
     each of ``phrases``."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     pieces = [*SPECIAL_TOKENS, *ROLE_LINES, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
         [AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS]
     )
-    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in (*ROLE_LINES, *phrases)])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in phrases])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",

@@ -1,0 +1,178 @@
+"""What goes into an environment and what comes out of it: plain data, no verifiers.
+
+Shapes: T = tokens of one branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verifiers.v1 import Task, Trace
+
+
+@dataclass(frozen=True)
+class EnvSettings:
+    """One environment, as configured."""
+
+    id: str
+    """The taskset's id, as verifiers resolves it."""
+    name: str = ""
+    """Label in errors. Empty: the id."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """The taskset's settings, and the env's own where it has some."""
+    harness: Mapping[str, Any] | None = None
+    """``id`` and settings. None: the taskset's own, else ``default_harness``."""
+    default_harness: Mapping[str, Any] | None = None
+    """Of a taskset that brings none."""
+    timeout: float | None = None
+    """Seconds an episode may take before it counts as failed."""
+    max_turns: int | None = None
+    renderer: Any = None
+    """A config object of the ``renderers`` package. None: it guesses from the tokenizer's name."""
+    tokenizer_path: Path | None = None
+    """Folder the renderer loads its tokenizer from. None: the model's name is used."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.id
+
+
+@dataclass(frozen=True)
+class ModelEndpoint:
+    """Who answers."""
+
+    name: str
+    base_url: str
+    """Ends in ``/v1``."""
+    api_key_var: str = "PRIME_RL_ENGINE_API_KEY"
+    """Environment variable with the bearer key; unset means no key."""
+    client: str = "tokens"
+    """``tokens``: token ids go to and fro. ``chat``: messages, by the OpenAI API."""
+    timeout: float | None = None
+    """Seconds one call may take. None: no bound but the episode's."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How it answers. None: the engine's default."""
+
+    temperature: float | None = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_completion_tokens: int | None = None
+    """Per turn. None: up to the context's end."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Further sampling parameters."""
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One row of the environment."""
+
+    id: int
+    """Its index in ``Environment.examples``."""
+    task: Task
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The row's own fields, ``prompt`` among them."""
+        fields: dict[str, Any] = self.task.data.model_dump(exclude_none=True)
+        return fields
+
+
+@dataclass(frozen=True, eq=False)
+class BranchTokens:
+    """One token sequence of a trace, columns of length T. Branches of one trace may share leading
+    nodes."""
+
+    token_ids: list[int]
+    sampled_mask: list[bool]
+    logprobs: list[float]
+    """log μ of sampled tokens, at the temperature they were sampled at; 0.0 elsewhere."""
+    roles: list[str]
+    """Role of the message each token belongs to."""
+    is_content: list[bool | None]
+    """Body or scaffold of its message; None where the renderer cannot tell."""
+    node_ids: list[int]
+    """The trace's node each token belongs to: equal ids in two branches are the same sampling
+    event."""
+    policy_versions: list[int] | None
+    """Policy that sampled each token; -1 off the mask, or unknown. None: the engine or harness
+    does not tell."""
+    trainable: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class RolloutResult:
+    """What one agent's run in one episode came to."""
+
+    ok: bool
+    """It finished, scored, and has sampled tokens; and so did its siblings in the episode."""
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Named reward terms, each before its weight."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    num_turns: int = 0
+    is_truncated: bool = False
+    stop_condition: str | None = None
+    error_type: str | None = None
+    """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
+    error: str | None = None
+    """What went wrong, in one line or more."""
+    status_code: int | None = None
+    """HTTP status of a model call that failed."""
+    agent: str = "agent"
+    """The env's seat that ran."""
+    trainable: bool = True
+    """False: a fixed opponent or judge; never trains."""
+    branches: list[BranchTokens] = field(default_factory=list)
+    trace: Trace | None = None
+    group_id: int = 0
+    """The group it was sampled for."""
+    timing: dict[str, float] = field(default_factory=dict)
+    """Seconds by stage: ``setup``, ``agent`` (``agent/model`` and ``agent/harness`` are parts of
+    it), ``finalize``, ``scoring``."""
+    usage: tuple[int, int] = (0, 0)
+    """Tokens that went in and came out, each once, as the server counted them: where only messages
+    went to and fro, and it tells."""
+
+    @property
+    def messages(self) -> list[tuple[str, str]]:
+        """The conversation for people: ``(role, text)`` of the last branch."""
+        if self.trace is None:
+            return []
+        return [(message.role, str(message.content or "")) for message in self.trace.messages]
+
+    @property
+    def task_fields(self) -> dict[str, Any]:
+        """The fields of the task that this agent was given: in an episode of several, its own."""
+        if self.trace is None:
+            return {}
+        fields: dict[str, Any] = self.trace.task.data.model_dump(exclude_none=True)
+        return fields
+
+    @property
+    def trace_record(self) -> dict[str, Any]:
+        """The whole trace as JSON, as verifiers writes it."""
+        record: dict[str, Any] = {}
+        if self.trace is not None:
+            record = self.trace.model_dump(mode="json", exclude_none=True)
+        return record
+
+    @property
+    def had_tools(self) -> bool:
+        """Whether the model was told of tools."""
+        return self.trace is not None and any(node.tools for node in self.trace.nodes)
+
+    @property
+    def wire_messages(self) -> list[dict[str, Any]]:
+        """The conversation of the last branch in the OpenAI form."""
+        if self.trace is None:
+            return []
+        return [message.model_dump(exclude_none=True) for message in self.trace.messages]

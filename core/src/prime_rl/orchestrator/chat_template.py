@@ -1,0 +1,181 @@
+"""Choose the chat template of the model folders that a run leaves: the first that renders example
+conversations to the tokens of the run's renderer.
+
+A template that differs makes a served model another one than the run evaluated: the prompt is not
+the one that the policy was trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config.run import RunConfig
+from prime_rl.env.environment import load_tokenizer
+from prime_rl.orchestrator.build import renderer_offer
+from prime_rl.plugins.manager import Hooks
+from prime_rl.run.chat_template import ChatTemplate
+
+log = logging.getLogger(__name__)
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation that the policy is to continue."""
+
+    name: str
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None = None
+
+
+SYSTEM = {"role": "system", "content": "Answer in one word."}
+ASK = {"role": "user", "content": "Which is larger, 12 or 21?"}
+REPLY = {"role": "assistant", "content": "21"}
+THOUGHT = {"reasoning_content": "21 - 12 = 9 is positive."}
+AGAIN = {"role": "user", "content": "And of 7 and 5?\nOne word."}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [
+        {
+            "id": "call_0",
+            "type": "function",
+            "function": {"name": "larger", "arguments": {"first": 12, "second": 21}},
+        }
+    ],
+}
+RESULT = {"role": "tool", "tool_call_id": "call_0", "name": "larger", "content": "21"}
+NUMBER = {"type": "integer", "description": "A number."}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "larger",
+            "description": "The larger of two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"first": NUMBER, "second": NUMBER},
+                "required": ["first", "second"],
+            },
+        },
+    }
+]
+
+EXAMPLES = (
+    Example("one turn", [ASK]),
+    Example("a system prompt", [SYSTEM, ASK]),
+    Example("several turns", [ASK, REPLY, AGAIN]),
+    Example("several turns with thoughts", [SYSTEM, ASK, REPLY | THOUGHT, AGAIN]),
+    Example("tools", [ASK], TOOLS),
+    Example("tools and a system prompt", [SYSTEM, ASK], TOOLS),
+    Example("a tool's result", [ASK, CALL, RESULT], TOOLS),
+    Example("a tool's result after a thought", [ASK, CALL | THOUGHT, RESULT], TOOLS),
+    Example("a turn after a tool's result", [ASK, CALL, RESULT, REPLY, AGAIN], TOOLS),
+)
+
+
+def write_chat_template(
+    config: RunConfig, hooks: Hooks, renderer: Any, tokenizer_path: Path, run_dir: Path
+) -> ChatTemplate:
+    """Choose a template for the run and write it down; warn where none matches. ``renderer`` is a
+    config object of the ``renderers`` package."""
+    from renderers import create_renderer
+
+    tokenizer = load_tokenizer(tokenizer_path)
+    found = tokenizer.chat_template
+    own = found.get("default") if isinstance(found, dict) else found  # several, by name
+    candidates = renderer_offer(config, hooks)[0].chat_templates(own, renderer)
+    chosen, difference = choose(tokenizer, create_renderer(tokenizer, renderer), candidates)
+    result = ChatTemplate(None if chosen == found else chosen, difference)
+    result.write(run_dir)
+    if result.warning is not None:
+        log.warning("renderer %r: %s", renderer.name, result.warning)
+    return result
+
+
+def choose(
+    tokenizer: Any, renderer: Any, candidates: Sequence[str]
+) -> tuple[str | None, str | None]:
+    """The template with the fewest examples that come out different, the first of equals, and its
+    first difference."""
+    expected = list(_expected(renderer))
+    if not expected:
+        return None, "The renderer refuses every example conversation"
+    best: str | None = None
+    differences = ["The model has no chat template"]
+    for template in candidates:
+        found = list(_differences(tokenizer, template, expected))
+        if best is None or len(found) < len(differences):
+            best, differences = template, found
+    return best, differences[0] if differences else None
+
+
+def _expected(renderer: Any) -> Iterator[tuple[Example, list[int]]]:
+    """The renderer's tokens of every example that it can render."""
+    with_tools = getattr(renderer, "supports_tools", True)
+    for example in EXAMPLES:
+        if example.tools is not None and not with_tools:
+            continue
+        try:
+            prompt = rollout_prompt(renderer, example)
+        except Exception as error:  # the family has no system prompt, no tools, ...
+            log.debug("the renderer refuses %s: %s", example.name, error)
+            continue
+        if prompt is not None:
+            yield example, prompt
+
+
+def rollout_prompt(renderer: Any, example: Example) -> list[int] | None:
+    """Tokens of the last prompt of a rollout that goes like ``example``. A thought was sampled: the
+    renderer may keep it where a fresh render would not, and None says that none is sampled."""
+    messages, tools = list(example.messages), example.tools
+    whole: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+    last = max((i for i, each in enumerate(messages) if "reasoning_content" in each), default=None)
+    if last is None:
+        return whole
+    prompt = renderer.render_ids(messages[:last], tools=tools, add_generation_prompt=True)
+    replied = renderer.render_ids(messages[: last + 1], tools=tools)
+    stops = set(renderer.get_stop_token_ids())
+    if replied[: len(prompt)] != prompt or not stops & set(replied[len(prompt) :]):
+        return None
+    while replied[-1] not in stops:  # the template's line break is not sampled
+        replied.pop()
+    completion, following = replied[len(prompt) :], messages[last + 1 :]
+    bridged = renderer.bridge_to_next_turn(prompt, completion, following, tools=tools)
+    return whole if bridged is None else list(bridged.token_ids)
+
+
+def _differences(
+    tokenizer: Any, template: str, expected: Sequence[tuple[Example, list[int]]]
+) -> Iterator[str]:
+    for example, wanted in expected:
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(example.messages),
+                tools=example.tools,
+                chat_template=template,
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        except Exception as error:  # a template is a program
+            said = f"the template fails: {type(error).__name__}: {error}"
+        else:
+            if list(ids) == wanted:
+                continue
+            said = _first_difference(tokenizer, list(ids), wanted)
+        yield f"First difference, {example.name!r}: {said}"
+
+
+def _first_difference(tokenizer: Any, ids: list[int], wanted: list[int]) -> str:
+    pairs = zip(ids, wanted, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ids), len(wanted)))
+    shown = [repr(tokenizer.decode(each[place : place + 8])) for each in (ids, wanted)]
+    return (
+        f"from token {place} the template has {shown[0]} ({len(ids)} tokens in all), the renderer "
+        f"{shown[1]} ({len(wanted)})"
+    )

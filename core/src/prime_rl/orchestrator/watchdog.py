@@ -1,0 +1,59 @@
+"""Ends a run in which nothing moves any more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from prime_rl.errors import RunError
+from prime_rl.orchestrator.context import Engines, RunContext
+from prime_rl.orchestrator.observers import Observer
+from prime_rl.orchestrator.sampling import Sampling
+
+LOOK_SECONDS = 1.0
+
+
+class Watchdog(Observer):
+    """Raises when for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored or
+    evaluated, and no process made progress."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        engines: Engines,
+        sampling: Sampling,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.context, self.engines, self.sampling = run, engines, sampling
+        self._clock = clock
+
+    async def run(self) -> None:
+        """Look once a second. Raises ``RunError``."""
+        timeout, seen, since = self.context.config.orchestrator.weights_timeout, None, self._clock()
+        while True:
+            now = self._progress()
+            if now != seen or self._is_working():
+                seen, since = now, self._clock()
+            elif self._clock() - since > timeout:
+                raise self._stuck(timeout)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _progress(self) -> tuple[object, ...]:
+        last = self.context.status.last
+        return self.engines.policy.version, last.state, last.waiting_for
+
+    def _is_working(self) -> bool:
+        """Whether something is under way that has timeouts of its own."""
+        if self.sampling.is_scoring:
+            return True
+        inflight = self.sampling.num_inflight or self.engines.policy.evaluated is not None
+        return bool(inflight) and not self.engines.fleet.asleep
+
+    def _stuck(self, timeout: float) -> RunError:
+        last = self.context.status.last
+        return RunError(
+            f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): {last.state}, "
+            f"waiting for {last.waiting_for}. The engines have version "
+            f"{self.engines.policy.version}. See logs/latest/trainer.log."
+        )

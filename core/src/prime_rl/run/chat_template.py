@@ -1,0 +1,62 @@
+"""The chat template of the model folders that a run writes: it renders as the run's renderer does.
+
+The orchestrator chooses it before the first batch (``prime_rl.orchestrator.chat_template``). Code
+that writes a folder with a tokenizer calls ``put_chat_template``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from prime_rl.rundir.status import replace_text
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """``configs/chat_template.json`` of a run."""
+
+    text: str | None
+    """None: keep the model's own template."""
+    difference: str | None
+    """The first difference from the renderer's output; None if they agree."""
+
+    @property
+    def warning(self) -> str | None:
+        """A warning for users of the run's model folders; None if the template is exact."""
+        if self.difference is None:
+            return None
+        return (
+            "no chat template renders what the run's renderer renders: chat/completions and "
+            "apply_chat_template prompt the model folders of this run differently from the run. "
+            f"{self.difference}. `prime-rl eval RUN` prompts as the run does"
+        )
+
+    def write(self, run_dir: Path) -> None:
+        """Save it in the run directory, for the trainer and the report."""
+        replace_text(_path(run_dir), json.dumps(asdict(self), indent=2, ensure_ascii=False))
+
+
+def read_chat_template(run_dir: Path) -> ChatTemplate | None:
+    """The orchestrator's choice; None before it has chosen."""
+    path = _path(run_dir)
+    return ChatTemplate(**json.loads(path.read_text())) if path.exists() else None
+
+
+def put_chat_template(run_dir: Path, folder: Path) -> None:
+    """Replace the chat template of a model folder by the run's."""
+    chosen = read_chat_template(run_dir)
+    if chosen is None or chosen.text is None:
+        return
+    (folder / "chat_template.jinja").write_text(chosen.text)
+    (folder / "chat_template.json").unlink(missing_ok=True)  # a processor's template
+    path = folder / "tokenizer_config.json"
+    table = json.loads(path.read_text()) if path.exists() else {}
+    if "chat_template" in table:  # transformers prefers the file, other programs read this key
+        text = json.dumps(table | {"chat_template": chosen.text}, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n")
+
+
+def _path(run_dir: Path) -> Path:
+    return run_dir / "configs" / "chat_template.json"

@@ -1,0 +1,160 @@
+"""The checkpoints of a run on disk. A checkpoint is complete or does not exist.
+
+    <run>/checkpoints/.step_5/orchestrator/   1. written before batch 5 goes to the trainer
+    <run>/checkpoints/.step_5/weights/        2. the trainer, after step 5
+    <run>/checkpoints/.step_5/trainer/
+    <run>/checkpoints/.step_5/STABLE          3. everything is flushed to the disk
+    <run>/checkpoints/step_5/                 4. one rename
+
+The orchestrator writes its part before it sends the batch that completes the step, so neither
+process waits for the other. The trainer writes last and completes the checkpoint if both parts
+exist. At a stop the orchestrator writes its part before it tells the trainer which step was the
+last. A complete checkpoint never changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from prime_rl.config.ckpt import CkptConfig
+from prime_rl.errors import ConfigError
+
+STABLE = "STABLE"
+"""Marker file in a complete checkpoint."""
+PROGRESS = "progress.json"
+"""Last file of the orchestrator's part."""
+
+
+class Checkpoint:
+    """Paths of one checkpoint."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def step(self) -> int:
+        return int(self.directory.name.lstrip(".").removeprefix("step_"))
+
+    @property
+    def run_dir(self) -> Path:
+        """The run that the checkpoint belongs to."""
+        return self.directory.parent.parent
+
+    @property
+    def orchestrator(self) -> Path:
+        """Progress, sampler, sources, algorithms, buffered rollouts."""
+        return self.directory / "orchestrator"
+
+    @property
+    def progress(self) -> Path:
+        return self.orchestrator / PROGRESS
+
+    @property
+    def trainer(self) -> Path:
+        """Optimizer, random state and step, written by torch.distributed.checkpoint."""
+        return self.directory / "trainer"
+
+    @property
+    def weights(self) -> Path:
+        """The policy: a Hugging Face folder."""
+        return self.directory / "weights"
+
+    @property
+    def is_whole(self) -> bool:
+        return (self.directory / STABLE).exists()
+
+
+def checkpoints_dir(run_dir: Path) -> Path:
+    """The folder of a run's checkpoints."""
+    return run_dir / "checkpoints"
+
+
+def unfinished(run_dir: Path, step: int) -> Checkpoint:
+    """A checkpoint that is being written."""
+    return Checkpoint(checkpoints_dir(run_dir) / f".step_{step}")
+
+
+def finished(run_dir: Path, step: int) -> Checkpoint:
+    """The path of a complete checkpoint, whether it exists or not."""
+    return Checkpoint(checkpoints_dir(run_dir) / f"step_{step}")
+
+
+def whole_steps(run_dir: Path) -> list[int]:
+    """Steps of the complete checkpoints, in order. Other names are ignored."""
+    found = checkpoints_dir(run_dir).glob("step_*")
+    numbered = [path for path in found if path.name.removeprefix("step_").isdigit()]
+    return sorted(c.step for c in map(Checkpoint, numbered) if c.is_whole)
+
+
+def complete(run_dir: Path, step: int) -> Checkpoint:
+    """Turn an unfinished checkpoint into a complete one, atomically. Raises ``OSError``."""
+    written, final = unfinished(run_dir, step), finished(run_dir, step)
+    flush_all(written.directory)
+    (written.directory / STABLE).touch()
+    flush(written.directory)
+    if final.directory.exists():
+        remove(final)
+    written.directory.rename(final.directory)
+    flush(final.directory.parent)
+    return final
+
+
+def flush_all(directory: Path) -> None:
+    """Flush a folder and everything in it to the disk."""
+    for path in [*directory.rglob("*"), directory]:
+        flush(path)
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Delete a checkpoint. It is renamed first, so its name never stands for half a checkpoint."""
+    going = checkpoint.directory.with_name(f".removed_{checkpoint.directory.name}")
+    shutil.rmtree(going, ignore_errors=True)
+    checkpoint.directory.rename(going)
+    shutil.rmtree(going, ignore_errors=True)
+
+
+def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> None:
+    """Delete what ``keep_last`` and ``keep_interval`` do not keep, except the steps ``in_use``."""
+    for step in config.superseded(whole_steps(run_dir)):
+        if step not in in_use:
+            remove(finished(run_dir, step))
+
+
+def copy(source: Checkpoint, run_dir: Path) -> Checkpoint:
+    """Copy a checkpoint into another run, by hard links where the disk allows: its files never
+    change. Raises ``ConfigError`` if that fails, and leaves no partial copy."""
+    partial, target = unfinished(run_dir, source.step), finished(run_dir, source.step)
+    shutil.rmtree(partial.directory, ignore_errors=True)
+    try:
+        shutil.copytree(source.directory, partial.directory, copy_function=link_or_copy)
+        flush_all(partial.directory)
+        partial.directory.rename(target.directory)
+        flush(target.directory.parent)
+    except OSError as error:
+        shutil.rmtree(partial.directory, ignore_errors=True)
+        # copytree reports each file as (source, target, reason)
+        why = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise ConfigError(
+            f"--resume: cannot copy {source.directory} to {target.directory}: {why}"
+        ) from error
+    return target
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Link a file, or copy it if source and target are on different disks."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy(source, target)

@@ -1,0 +1,146 @@
+"""The run directory: created once, never shared; ``--resume`` adds another attempt to it.
+
+<output_dir>/<run>/
+  configs/run.json, launch.json       the resolved config
+  logs/attempt_1/NAME.log             one per process; logs/latest points to the newest attempt
+  status/NAME.json                    what each process does now
+  metrics.jsonl, trainer.jsonl        one line per step
+  evals.jsonl                         one line per evaluation
+  rollouts/step_N.msgpack             rollouts with exact floats
+  broadcasts/step_N/                  published weights
+  checkpoints/step_N/                 what --resume continues from (checkpoints.py)
+  weights/                            the final model, a Hugging Face folder
+  summary.json, learning_curve.png    the result
+"""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError
+
+DRY = ".dry-run"
+"""Marker file of a directory that only a dry run has used."""
+
+SUBFOLDERS = ("configs", "logs/attempt_1", "status", "rollouts", "broadcasts")
+
+
+def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
+    """Create a run directory and write the resolved config into it; ``dry``: nothing else.
+
+    A real run may claim the directory of a dry run. Raises ``ConfigError`` if ``run.name`` is
+    taken: a run never writes into the directory of another run.
+    """
+    parent = Path(config.output_dir)
+    try:
+        run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
+    except OSError as error:
+        raise ConfigError(
+            f"output_dir: no run directory can be made in {parent}: {error}"
+        ) from error
+    for folder in ("configs",) if dry else SUBFOLDERS:
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    if dry:
+        (run_dir / DRY).touch()
+    else:
+        (run_dir / "logs" / "latest").symlink_to("attempt_1")
+    write_config(run_dir, config)
+    return run_dir
+
+
+def write_config(run_dir: Path, config: RunConfig) -> None:
+    """Write the resolved config of the newest attempt."""
+    (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
+
+
+def new_attempt(run_dir: Path) -> None:
+    """Make fresh logs for a resumed run and keep the config of the previous attempt beside the new
+    one. Raises ``OSError``."""
+    number = _newest_attempt(run_dir)
+    for folder in SUBFOLDERS:
+        (run_dir / folder).mkdir(parents=True, exist_ok=True)
+    for name in ("run", "launch"):
+        old = run_dir / "configs" / f"{name}.json"
+        if old.exists():
+            old.replace(old.with_name(f"{name}.attempt_{number}.json"))
+    (run_dir / "logs" / f"attempt_{number + 1}").mkdir()
+    link = run_dir / "logs" / ".latest"
+    link.unlink(missing_ok=True)
+    link.symlink_to(f"attempt_{number + 1}")
+    link.replace(run_dir / "logs" / "latest")
+
+
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """Lock the directory for one attempt. Raises ``ConfigError`` if another process holds it."""
+    with (run_dir / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{run_dir}: another process runs this run already. Wait for it, or stop it."
+            ) from error
+        yield
+
+
+def runs_of(config: RunConfig) -> list[Path]:
+    """The run that ``run.name`` names; without a name, all runs of these envs and this model, the
+    newest first."""
+    parent = Path(config.output_dir)
+    if config.run.name:
+        return [path for path in (parent / config.run.name,) if path.is_dir()]
+    stem = _stem(config)
+    found = [path for path in parent.glob(f"{glob.escape(stem)}--*") if path.is_dir()]
+    numbered = {int(n): p for p in found if (n := p.name.removeprefix(f"{stem}--")).isdecimal()}
+    return [numbered[number] for number in sorted(numbered, reverse=True)]
+
+
+def _claim(run_dir: Path) -> bool:
+    """Create the directory or claim that of a dry run. Of concurrent callers one succeeds."""
+    try:
+        run_dir.mkdir(parents=True)
+    except FileExistsError:
+        try:
+            (run_dir / DRY).unlink()
+        except FileNotFoundError:
+            return False
+    return True
+
+
+def _named(parent: Path, name: str) -> Path:
+    run_dir = parent / name
+    if not _claim(run_dir):
+        raise ConfigError(
+            f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a "
+            "free one, or remove the folder."
+        )
+    return run_dir
+
+
+def _numbered(parent: Path, config: RunConfig) -> Path:
+    stem = _stem(config)
+    return next(
+        run_dir for number in itertools.count(1) if _claim(run_dir := parent / f"{stem}--{number}")
+    )
+
+
+def _stem(config: RunConfig) -> str:
+    envs = "-".join(env.label for env in config.orchestrator.train.env)
+    return re.sub(r"[^a-z0-9._-]+", "-", f"{envs}--{Path(config.model.name).name}".lower())[:80]
+
+
+def log_dir(run_dir: Path) -> Path:
+    """The folder of the newest attempt's logs."""
+    return run_dir / "logs" / f"attempt_{_newest_attempt(run_dir)}"
+
+
+def _newest_attempt(run_dir: Path) -> int:
+    names = (path.name.removeprefix("attempt_") for path in run_dir.glob("logs/attempt_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=1)

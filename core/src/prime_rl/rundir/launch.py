@@ -1,0 +1,110 @@
+"""Facts that the supervisor passes to the processes beyond the config: paths, ports, sizes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prime_rl.adapter import is_adapter
+from prime_rl.rundir.checkpoints import Checkpoint
+
+
+class Launch(msgspec.Struct, kw_only=True, frozen=True):
+    """Facts of one launch, in ``<run>/configs/launch.json``. Secrets use the environment."""
+
+    model_path: str
+    """A Hugging Face folder or id."""
+    wait_for_model: bool = False
+    """The model is still being written: wait for the file ``.ready`` in its folder."""
+    served_model_name: str
+    engine_urls: list[str]
+    """Base URLs of the engines, without ``/v1``."""
+    transport_type: str
+    transport_host: str
+    transport_ports: list[int]
+    """One per trainer rank."""
+    transport_hwm: int = 4
+    first_step: int = 1
+    num_ranks: int = 1
+    """Ranks of the trainer, over all nodes."""
+    trainer_nodes: int = 1
+    rendezvous: str = ""
+    """``HOST:PORT`` of the process group's store, on the trainer's first node."""
+    trainer_addresses: list[str] = []
+    """Address of each trainer node, as the other nodes reach it."""
+    resume_from: str | None = None
+    """The checkpoint of step ``first_step - 1``; None: the run starts from the beginning."""
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that this launch resumes from."""
+        return None if self.resume_from is None else Checkpoint(Path(self.resume_from))
+
+    @property
+    def adapter(self) -> Path | None:
+        """The adapter that this launch resumes, on the base ``model_path``; None if
+        ``model_path`` is the whole policy."""
+        checkpoint = self.checkpoint
+        found = checkpoint is not None and is_adapter(checkpoint.weights)
+        return checkpoint.weights if checkpoint is not None and found else None
+
+    @property
+    def first_weights(self) -> Path:
+        """The folder of the model or adapter that the launch starts from. Its version is
+        ``first_step - 1``."""
+        return self.adapter or Path(self.model_path)
+
+    @property
+    def engine_version(self) -> int:
+        """The policy version of an engine that has loaded ``model_path``. A base without its
+        adapter is the policy that the run began with."""
+        return 0 if self.adapter else self.first_step - 1
+
+    def began_with(self, run_dir: Path) -> int:
+        """The policy version that the first attempt at this run began with: 0, or that of another
+        run's checkpoint."""
+        attempts = {
+            int(number): path
+            for path in run_dir.glob("configs/launch.attempt_*.json")
+            if (number := path.stem.rpartition("_")[2]).isdecimal()
+        }
+        if not attempts:
+            return self.first_step - 1
+        first = msgspec.json.decode(attempts[min(attempts)].read_bytes(), type=dict[str, Any])
+        return int(first.get("first_step", 1)) - 1
+
+    def write(self, run_dir: Path) -> None:
+        """Save it in the run directory."""
+        (run_dir / "configs" / "launch.json").write_bytes(
+            msgspec.json.format(msgspec.json.encode(self), indent=2)
+        )
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Launch:
+        """Load what ``write`` saved."""
+        return msgspec.json.decode((run_dir / "configs" / "launch.json").read_bytes(), type=cls)
+
+
+READY = ".ready"
+"""Marker file in a model folder that is complete."""
+
+ADMIN_KEY = "PRIME_RL_ADMIN_KEY"
+"""Environment variable that carries the run's key for the engines' admin routes."""
+
+ENGINE_KEY = "PRIME_RL_ENGINE_API_KEY"
+"""Environment variable with the bearer key of the engines' sampling routes; unset means none."""
+
+NODE_ADDRESS = "PRIME_RL_NODE_ADDRESS"
+"""Environment variable with the address of the trainer node."""
+
+PARENT_PID = "PRIME_RL_PARENT_PID"
+"""Environment variable with the parent's process id: a child ends with that process."""
+
+
+async def wait_for_model(path: Path, poll: float = 0.05) -> None:
+    """Return when the model folder is complete."""
+    while not (path / READY).exists():
+        await asyncio.sleep(poll)

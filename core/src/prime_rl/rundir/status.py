@@ -1,0 +1,77 @@
+"""What a process does or waits for, as one small JSON file.
+
+Files rather than a socket: a status survives its process, another terminal can read it, and a
+reporter never blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+DONE = "done"
+"""The last state of a process that finished its work."""
+
+
+@dataclass(frozen=True)
+class StatusReport:
+    """One line of the live view."""
+
+    state: str = "starting"
+    """What the process does now, in a few words: ``loading weights``."""
+    progress: float | None = None
+    """Share done, 0 to 1, of something that takes more than two seconds."""
+    waiting_for: str | None = None
+    """What the process waits for, if it waits: ``trainer (weights of step 7)``."""
+    detail: dict[str, float | str] = field(default_factory=dict)
+    """Numbers to show beside the state."""
+    pid: int = 0
+    time: float = 0.0
+    """Seconds since the epoch at which this was written."""
+
+
+class Status:
+    """Writes one process's report; ``Status(None)`` writes nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.last = StatusReport()
+
+    def report(
+        self,
+        state: str,
+        *,
+        progress: float | None = None,
+        waiting_for: str | None = None,
+        **detail: float | str,
+    ) -> None:
+        """Replace the report atomically. A failed write is ignored: the process's work matters
+        more than its status.
+        """
+        self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
+        if self.path is not None:
+            with suppress(OSError):
+                replace_text(self.path, json.dumps(asdict(self.last)))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a small file by an atomic rename: a concurrent reader sees the old text or the new.
+
+    Raises ``OSError`` and leaves the old text if the new one cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def read_status(path: Path) -> StatusReport | None:
+    """The last report in ``path``; None if there is none yet or it cannot be read now (on NFS a
+    file that is being replaced may vanish under the reader)."""
+    try:
+        return StatusReport(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None

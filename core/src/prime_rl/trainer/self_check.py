@@ -1,0 +1,142 @@
+"""At start-up: does a document of a packed row have the log π that it has alone?
+
+The oracle is the model as transformers runs it, eager, one document per call, LM head included. A
+row of three documents goes through the trainer's own path, two of them a group that shares its
+prompt, and the first ``Packing`` whose log π agrees is taken. So no list of families decides what a
+model needs. A model that fails all of them is refused: its gradients would be wrong in silence.
+
+How far log π may be off, in the mean of a document, is a share of what a full leak changes: the
+same documents are read as one to see that. Of thirty families with random weights, those that agree
+were off by up to 1e-6 of it in float32 and 2e-2 in bfloat16. Those that leak were off by 0.3 and
+more (RecurrentGemma: 0.07). A random model with weights so small that its recurrent layers do
+nothing yet cannot be told from one that agrees.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prime_rl.errors import ConfigError
+from prime_rl.trainer import parallel
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import Packing, use_attention
+from prime_rl.trainer.row import make_row
+from prime_rl.wire.micro_batch import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Share of the full leak's effect, by precision of compute."""
+LEAST_EFFECT = 0.02
+"""A smaller effect counts as this one: rounding does not shrink with it."""
+LENGTHS, PROMPT = (9, 8, 7), 4
+"""Tokens of the documents. The first and the last start with the same ``PROMPT`` tokens."""
+
+
+def find_packing(
+    policy: Policy, packings: Sequence[Packing], device: torch.device, half: bool = False
+) -> Packing:
+    """The first of ``packings`` that passes, set in ``policy``; every rank calls this.
+
+    ``half``: compute in bfloat16, as the run will. Raises ``ConfigError`` if none passes.
+    """
+    dtype = torch.bfloat16 if half else torch.float32
+    batch = _micro_batch(policy.model.config.vocab_size)
+    failed = []
+    with torch.no_grad(), torch.autocast(device.type, dtype, enabled=half, cache_enabled=False):
+        alone, joined = _oracle(policy, batch, device)
+        allowed = ALLOWED[dtype] * max(_gap(joined, alone, batch), LEAST_EFFECT)
+        for packing in packings:
+            gap, reason = _measure(policy, packing, batch, alone)
+            if gap <= allowed:
+                break
+            failed.append(f"{packing}: {reason}")
+    parallel.reshard(policy)
+    kind = f"{type(policy.model).__name__} ({policy.model.config.model_type})"
+    if len(failed) == len(packings):
+        raise ConfigError(
+            f"model: in a row of the trainer, a document does not have the log-probabilities that "
+            f"{kind} in transformers gives it alone, so gradients would be wrong. Found "
+            f"{'; '.join(failed)}. Expected them off by at most {allowed:.1e} in the mean. Train "
+            "a model of another family."
+        )
+    if failed:
+        logger.warning(
+            "%s: the trainer computes rows %s. It is slower, but a faster way does not give a "
+            "document the log-probabilities that it has alone (%s; allowed %.1e in the mean).",
+            *(kind, packing, "; ".join(failed), allowed),
+        )
+    return packing
+
+
+def _micro_batch(vocab_size: int) -> MicroBatch:
+    """Random documents, of tokens from the middle of the vocabulary: few of those are special."""
+    lengths = np.array(LENGTHS, np.int32)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, lengths.sum())
+    last = lengths[:-1].sum()
+    tokens[last : last + PROMPT] = tokens[:PROMPT]
+    sampled = [np.arange(length) >= first for length, first in zip(lengths, (4, 1, 4), strict=True)]
+    mask = np.concatenate(sampled)
+    return MicroBatch(
+        token_ids=tokens.astype(np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.zeros(len(mask), np.float32),
+        advantages=mask.astype(np.float32),
+        sequence_lengths=lengths,
+        temperatures=np.ones(len(lengths), np.float32),
+        env_ids=np.zeros(len(lengths), np.uint16),
+        envs=("self-check",),
+    )
+
+
+def _oracle(policy: Policy, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[T], [T] log π of every token: each document alone, and all read as one."""
+    whole = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
+    try:
+        use_attention(policy.model, "eager")
+        alone = torch.cat(
+            [policy.plain_logprobs(each) for each in torch.split(whole, list(LENGTHS))]
+        )
+        return alone, policy.plain_logprobs(whole)
+    except Exception as error:
+        raise ConfigError(
+            f"model: transformers cannot run {type(policy.model).__name__} on a document alone, "
+            f"which the trainer's self-check needs ({_text(error)}). Train a model of another "
+            "family."
+        ) from error
+
+
+def _measure(
+    policy: Policy, packing: Packing, batch: MicroBatch, expected: Tensor
+) -> tuple[float, str]:
+    """How far log π is off, at most, over all ranks, and the same or an error in words."""
+    gap, reason = math.inf, ""
+    try:
+        policy.use(packing)
+        row = make_row(batch, expected.device, share=packing.name == "shared")
+        gap = _gap(policy(row)[0], expected, batch)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a model whose code does not fit: the next packing may
+        reason = _text(error)
+    worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
+    return worst, reason or f"off by {worst:.1e}"
+
+
+def _gap(found: Tensor, expected: Tensor, batch: MicroBatch) -> float:
+    """Mean difference over the targets of a document; the largest of all documents."""
+    targets = torch.from_numpy(batch.loss_mask).to(found.device)
+    columns = (torch.split(column, list(LENGTHS)) for column in (found - expected, targets))
+    return max(float(gap[mask].abs().mean()) for gap, mask in zip(*columns, strict=True))
+
+
+def _text(error: Exception) -> str:
+    """Its first sentence: some of transformers' go on for long."""
+    return f"{type(error).__name__}: {error}".partition(". ")[0]

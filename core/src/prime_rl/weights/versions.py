@@ -1,0 +1,79 @@
+"""Published versions on disk: markers, the newest version, and the request for files."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from prime_rl.errors import EngineError
+from prime_rl.plugins.weight_transports import Weights as Weights
+
+STABLE = "STABLE"
+"""Marker file of a version that is announced: as files, or waiting in the trainer's memory."""
+MEMORY = "MEMORY"
+"""Marker file of a version that the trainer keeps in memory for a weight transport."""
+MEETING = "meeting.json"
+"""Beside it: what the two parts of the transport have agreed on for this version."""
+FILES_WANTED = "FILES_WANTED"
+"""Marker file in ``broadcasts``: asks the trainer to write the current version as files."""
+
+POLL_SECONDS = 0.02
+
+
+def newest_version(broadcasts: Path) -> int | None:
+    """The highest announced version; None if there is none. Other names are ignored."""
+    try:
+        names = [entry.name for entry in broadcasts.iterdir()]
+    except FileNotFoundError:
+        return None
+    versions = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
+    for version in sorted(versions, reverse=True):
+        if (broadcasts / f"step_{version}" / STABLE).exists():
+            return version
+    return None
+
+
+def has_files(directory: Path) -> bool:
+    """Whether a version is there as files."""
+    return any(directory.glob("*.safetensors"))
+
+
+def from_memory(directory: Path) -> bool:
+    """Whether a version was announced in memory; its files may have been written since."""
+    return (directory / MEMORY).exists()
+
+
+def only_in_memory(directory: Path) -> bool:
+    """Whether a version waits in the trainer's memory and has no files."""
+    return from_memory(directory) and not has_files(directory)
+
+
+def want_files(broadcasts: Path) -> None:
+    """Ask the trainer to write the current version as files: it does so between steps."""
+    with suppress(OSError):  # a full disk: the caller polls and asks again
+        (broadcasts / FILES_WANTED).touch()
+
+
+async def wait_for_files(wanted: Callable[[], Weights], within: float = math.inf) -> None:
+    """Until the version that ``wanted`` returns has files; asks the trainer to write them.
+
+    Raises ``EngineError`` after ``within`` seconds, or when the next version is announced.
+    """
+    deadline = time.monotonic() + within
+    while only_in_memory(wanted().directory):
+        weights = wanted()
+        following = weights.directory.with_name(f"step_{weights.version + 1}")
+        if (following / STABLE).exists():
+            raise EngineError(f"version {weights.version} was never written: the next is there")
+        if not following.exists():
+            want_files(weights.directory.parent)
+        if time.monotonic() > deadline:
+            raise EngineError(
+                f"the trainer has not written version {weights.version} within {within:g} s; it "
+                "does so between steps"
+            )
+        await asyncio.sleep(POLL_SECONDS)

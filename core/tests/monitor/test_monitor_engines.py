@@ -1,0 +1,88 @@
+"""Metrics from the engines' pages, worked out manually."""
+
+import asyncio
+import logging
+
+import pytest
+
+from prime_rl.monitor.engines import EngineWatch, parse
+
+PAGE = """\
+# HELP vllm:num_requests_running Requests.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{model_name="a b"}} {running}
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="16"}} 1
+# TYPE vllm:generation_tokens_total counter
+vllm:generation_tokens_total{{model_name="m",engine="0"}} {tokens}
+vllm:generation_tokens_total{{model_name="m",engine="1"}} 1
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{le="1"}} 3
+vllm:time_to_first_token_seconds_sum{{engine="0"}} {seconds}
+vllm:time_to_first_token_seconds_count{{engine="0"}} {number}
+# TYPE vllm:time_to_first_token_seconds_created gauge
+vllm:time_to_first_token_seconds_created{{engine="0"}} 1.7e9
+"""
+
+
+def page(running, tokens, seconds=0, number=0):
+    return PAGE.format(running=running, tokens=tokens, seconds=seconds, number=number)
+
+
+async def nothing():
+    return []
+
+
+def test_a_page_is_read_by_its_types():
+    found = parse(page(3.0, 10))
+    assert found.gauges == {"num_requests_running": 3.0}
+    assert found.counters == {"generation_tokens": 11.0}
+
+
+def test_gauges_over_engines_and_rates_between_steps():
+    watch = EngineWatch(nothing)
+    watch.note(10.0, [page(2, 100), page(4, 50)])
+    first = watch.take()
+    assert first == {
+        "inference/num_requests_running/mean": 3.0,
+        "inference/num_requests_running/median": 3.0,
+        "inference/num_requests_running/min": 2.0,
+        "inference/num_requests_running/max": 4.0,
+        "inference/num_requests_running/sum": 6.0,
+    }
+    watch.note(15.0, [page(0, 120), page(0, 90)])
+    assert watch.take()["inference/generation_tokens:rate"] == pytest.approx(60 / 5)
+    assert "inference/generation_tokens:rate" not in watch.take()  # no look since
+
+
+def test_a_histogram_gives_the_mean_of_observations_since_the_previous_step():
+    watch = EngineWatch(nothing)
+    watch.note(10.0, [page(0, 0, seconds=7, number=5), page(0, 0, seconds=1, number=1)])
+    assert not [name for name in watch.take() if "time_to_first_token" in name]
+    watch.note(15.0, [page(0, 0, seconds=9, number=6), page(0, 0, seconds=2, number=3)])
+    found = {name: v for name, v in watch.take().items() if "time_to_first_token" in name}
+    assert found == {"inference/time_to_first_token_seconds:mean": 1.0}  # 3 seconds in 3
+    watch.note(20.0, [page(0, 0, seconds=9, number=6), page(0, 0, seconds=2, number=3)])
+    assert not [name for name in watch.take() if "time_to_first_token" in name]  # no requests
+
+
+def test_a_restarted_engine_has_no_negative_rate():
+    watch = EngineWatch(nothing)
+    watch.note(0.0, [page(0, 1000)])
+    watch.note(5.0, [page(0, 0)])
+    assert watch.take()["inference/generation_tokens:rate"] == 0.0
+
+
+async def test_a_malformed_page_is_logged_once_and_polling_continues(caplog):
+    looks = []
+
+    async def broken():
+        looks.append(1)
+        return ["# TYPE x gauge\nx one"]
+
+    with caplog.at_level(logging.WARNING):
+        task = asyncio.create_task(EngineWatch(broken, poll=0.001).run())
+        while len(looks) < 3:
+            await asyncio.sleep(0.001)
+        task.cancel()
+    assert len([r for r in caplog.records if "engine metrics cannot be read" in r.message]) == 1

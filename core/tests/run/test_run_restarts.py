@@ -1,0 +1,229 @@
+"""Which engines are restarted, how often, and what happens after the limit."""
+
+import asyncio
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from waiting import LIMIT, Clock, eventually, until
+
+from prime_rl import PluginConfig
+from prime_rl.inference.client import Weights
+from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.orchestrator.engines import EnginesStatus
+from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl.run.children import end, free_ports
+from prime_rl.run.local import LocalLauncher
+from prime_rl.run.restarts import Restarts, engine_names
+from prime_rl.rundir.control import exists
+from prime_rl.rundir.status import Status, read_status
+
+
+class Fake(Process):
+    def __init__(self, name):
+        self.name, self.log, self.code = name, None, None
+
+    @property
+    def exit_code(self):
+        return self.code
+
+
+class Starts(Launcher):
+    """Starts nothing, and remembers what it was asked for."""
+
+    name = "starts"
+
+    def __init__(self):
+        self.started, self.ended = [], []
+
+    def start(self, task, command):
+        self.started.append((task.name, command.argv))
+        return Fake(task.name)
+
+    def end(self, processes):
+        self.ended += [process.name for process in processes]
+
+
+def command(*argv):
+    return ProcessCommand(argv, Path("log"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Two engines that serve, and a trainer."""
+    (tmp_path / "status").mkdir()
+    told = []
+    restarts = Restarts(Starts(), tmp_path, 2, told.append)
+    processes = [
+        restarts.start(Task("inference", "inference"), command("a")),
+        restarts.start(Task("inference_1", "inference", 1), command("b")),
+        restarts.start(Task("trainer", "trainer"), command("t")),
+    ]
+    status = Status(tmp_path / "status" / "engines.json")
+    status.report("2 of 2 serve", inference="version 3", inference_1="version 3")
+    restarts._launcher.started.clear()
+    return restarts, processes, told, status
+
+
+def test_an_engine_that_dies_is_restarted_with_its_own_command(run):
+    restarts, processes, told, _ = run
+    processes[1].code = -signal.SIGKILL
+    restarts.restart(processes)
+    assert restarts._launcher.started == [("inference_1", ("b",))]
+    assert [process.name for process in processes] == ["inference", "inference_1", "trainer"]
+    assert processes[1].exit_code is None
+    assert told == ["inference_1 was ended by SIGKILL: starting it again (1 of 2 times)"]
+
+
+def test_an_engine_past_its_limit_is_dropped_while_another_works(run):
+    restarts, processes, told, _ = run
+    for _ in range(3):
+        next(p for p in processes if p.name == "inference").code = 1
+        restarts.restart(processes)
+    assert [process.name for process in processes] == ["inference_1", "trainer"]
+    assert told[-1] == "inference exited with code 1: going on without it"
+    assert restarts._launcher.ended == ["inference"]
+    assert len(restarts._launcher.started) == 2
+
+
+def test_the_last_engine_stays_in_the_list_with_its_exit_code(run):
+    restarts, processes, _, _ = run
+    for _ in range(3):
+        for process in [p for p in processes if p.name != "trainer"]:
+            process.code = 1
+        restarts.restart(processes)
+    dead = [process for process in processes if process.exit_code is not None]
+    assert len(dead) >= 1 and all(process.name.startswith("inference") for process in dead)
+
+
+def test_a_hung_engine_is_restarted_once_per_reported_hang(run):
+    restarts, processes, told, status = run
+    for how in ("hung (1)", "hung (1)", "starting", "version 4", "hung (2)", "hung (2)"):
+        status.report("1 of 2 serve", inference="version 4", inference_1=how)
+        restarts.restart(processes)
+    assert restarts._launcher.started == [("inference_1", ("b",))] * 2
+    assert told == [
+        "inference_1 answers nothing: starting it again (1 of 2 times)",
+        "inference_1 answers nothing: starting it again (2 of 2 times)",
+    ]
+    status.report("1 of 2 serve", inference="version 4", inference_1="hung (3)")
+    restarts.restart(processes)
+    assert told[2:] == ["inference_1 answers nothing: going on without it"]
+    assert restarts._launcher.ended == ["inference_1"]
+    assert [process.name for process in processes] == ["inference", "trainer"]
+
+
+def test_a_stale_report_does_not_end_the_restarted_engine(run):
+    restarts, processes, told, status = run
+    status.report("1 of 2 serve", inference="version 4", inference_1="hung (1)")
+    processes[1].code = 1
+    for _ in range(3):
+        restarts.restart(processes)
+    assert told == ["inference_1 exited with code 1: starting it again (1 of 2 times)"]
+
+
+def test_the_last_engine_that_hangs_past_its_limit_is_kept(run):
+    restarts, processes, told, status = run
+    processes.pop(0)
+    for number in (1, 2, 3, 3):
+        status.report("0 of 1 serve", inference_1=f"hung ({number})")
+        restarts.restart(processes)
+    assert len(told) == 2 and restarts._launcher.ended == []
+    assert [process.name for process in processes] == ["inference_1", "trainer"]
+
+
+def test_an_engine_that_has_never_served_is_not_restarted(run):
+    restarts, processes, told, status = run
+    status.report("1 of 2 serve", inference="version 0", inference_1="starting")
+    processes[0].code = processes[1].code = 1
+    restarts.restart(processes)
+    assert [process.exit_code for process in processes] == [None, 1, None] and len(told) == 1
+
+
+def test_only_engines_are_restarted(run):
+    restarts, processes, told, _ = run
+    processes[2].code = 1
+    restarts.restart(processes)
+    assert processes[2].exit_code == 1 and told == [] and restarts._launcher.started == []
+
+
+def test_children_of_a_dead_engine_are_ended_before_its_restart(tmp_path):
+    """vLLM's engine is a child of its server: it would keep the GPU's memory."""
+    code = "import os, time; child = os.fork(); child and print(child, flush=True); time.sleep(600)"
+    launcher, task = LocalLauncher(PluginConfig()), Task("inference", "inference")
+    asked = ProcessCommand([sys.executable, "-c", code], tmp_path / "inference.log")
+
+    def start(number):
+        process = launcher.start(task, asked)
+        eventually(lambda: len(asked.log.read_text().splitlines()) == number)
+        return process, int(asked.log.read_text().splitlines()[-1])
+
+    first, left_running = start(1)
+    os.kill(first.process.pid, signal.SIGKILL)
+    first.process.wait(LIMIT)
+    assert exists(left_running)
+    second, _ = start(2)
+    try:
+        eventually(lambda: not exists(left_running))
+    finally:
+        launcher.end([first, second])
+
+
+ENGINE = """
+import http.server, json, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        answers = {"/health": {"version": 0}, "/v1/models": {"data": [{"id": "m"}]}}
+        self.wfile.write(json.dumps(answers[self.path]).encode())
+    def log_message(self, *args): ...
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, monkeypatch):
+    """SIGSTOP: it lives, the kernel takes connections for it, and it answers nothing."""
+    monkeypatch.setattr("prime_rl.run.local.end", partial(end, grace=0.2))
+    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.2)
+    clock = Clock()
+    for module in ("fleet", "replica"):
+        monkeypatch.setattr(f"prime_rl.inference.{module}.time", clock)
+    (port,), told = free_ports(1), []
+    command = ProcessCommand([sys.executable, "-c", ENGINE, str(port)], tmp_path / "log")
+    restarts = Restarts(LocalLauncher(PluginConfig()), tmp_path, 2, told.append)
+    first = restarts.start(Task("inference", "inference"), command)
+    processes, url = [first], f"http://127.0.0.1:{port}"
+    fleet = Fleet(
+        [url], "k", Weights(tmp_path, 0), FleetOptions(model="m", hang_timeout=10, poll=0.05)
+    )
+    status = tmp_path / "status" / "engines.json"
+    status.parent.mkdir()
+    fleet.on_change = EnginesStatus(fleet, Status(status), ["inference"]).report
+    await fleet.wait_ready(LIMIT)
+    keeping = asyncio.create_task(fleet.run())
+    try:
+        os.kill(first.process.pid, signal.SIGSTOP)
+        (replica,) = fleet.replicas
+        await until(lambda: not replica.answers)
+        clock.now += 11
+
+        def serves_again():
+            restarts.restart(processes)
+            return told and fleet.serving and not replica.hung
+
+        await until(serves_again, pause=0.05)
+        assert told == ["inference answers nothing: starting it again (1 of 2 times)"]
+        assert first.exit_code == -signal.SIGKILL and processes[0].exit_code is None
+        assert read_status(status).detail == {"inference": "version 0"}
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, fleet.close(), return_exceptions=True)
+        end(processes, grace=0.2)
+
+
+def test_engines_are_numbered_from_the_second_on():
+    assert engine_names(3) == ["inference", "inference_1", "inference_2"]

@@ -1,0 +1,234 @@
+"""The live view, drawn from files at every stage of a run, with and without a terminal."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from prime_rl.run.view import MetricsTail, View, clock, sparkline
+from prime_rl.rundir.status import Status
+
+REWARD = "train/agg/all/reward/mean"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "a-run--1"
+    (folder / "status").mkdir(parents=True)
+    return folder
+
+
+def log(run_dir, step, reward=0.5, seconds=1.0, tokens=100.0, **more):
+    row = {
+        "step": step,
+        REWARD: reward,
+        "progress/seconds": seconds,
+        "progress/total_tokens": tokens,
+    }
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row | more) + "\n")
+
+
+def status(run_dir, name, *args, **kwargs):
+    Status(run_dir / "status" / f"{name}.json").report(*args, **kwargs)
+
+
+def terminal(width=100):
+    return Console(
+        record=True, force_terminal=True, width=width, file=io.StringIO(), color_system=None
+    )
+
+
+def drawn(run_dir, width=100, max_steps=10):
+    console = terminal(width)
+    view = View(console, run_dir, max_steps)
+    view.metrics.read_new()
+    console.print(view.render())
+    return console.export_text()
+
+
+# -- pieces ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "bars"),
+    [
+        ([0, 1], "▁█"),
+        ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"),
+        ([7, 0, 3.5], "█▁▅"),
+        ([0.5], "▁"),
+        ([2, 2, 2], "▁▁▁"),
+        ([-1, 0, 1], "▁▅█"),
+    ],
+)
+def test_sparklines_worked_out_manually(values, bars):
+    assert sparkline(values) == bars
+
+
+def test_a_long_sparkline_averages():
+    assert sparkline([0, 0, 1, 1], width=2) == "▁█"
+    assert sparkline([0, 1, 1, 2, 2, 3], width=3) == "▁▅█"  # means 0.5 1.5 2.5
+    assert len(sparkline(list(range(1000)))) == 48
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (83.9, "1:23"), (3600, "60:00")])
+def test_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+# -- following the metrics --------------------------------------------------------------------
+
+
+def test_whole_lines_only_and_each_once(run_dir):
+    tail = MetricsTail(run_dir / "metrics.jsonl")
+    tail.read_new()
+    log(run_dir, 1, 0.25)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "tr')
+    tail.read_new()
+    tail.read_new()
+    assert (tail.rewards, tail.step) == ([0.25], 1)
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('ainer": 1}\n')
+    log(run_dir, 2, 0.75)
+    tail.read_new()
+    assert (tail.rewards, tail.step, tail.latest["trainer"]) == ([0.25, 0.75], 2, 1)
+
+
+def test_tokens_per_second_over_the_last_twenty_steps(run_dir):
+    tail = MetricsTail(run_dir / "metrics.jsonl")
+    assert tail.tokens_per_second == 0.0
+    for step in range(1, 31):  # the first ten steps are slow, the rest give 50 tokens in 0.5 s
+        seconds = step * 10.0 if step <= 10 else 100 + (step - 10) * 0.5
+        log(run_dir, step, seconds=seconds, tokens=50.0 * step)
+    tail.read_new()
+    assert tail.tokens_per_second == pytest.approx(100.0)
+
+
+def test_tokens_per_second_of_this_attempt_only(run_dir):
+    tail = MetricsTail(run_dir / "metrics.jsonl")
+    for step, (seconds, tokens) in enumerate([(50, 1000), (60, 1100), (2, 40), (4, 100)], start=1):
+        log(run_dir, step, seconds=seconds, tokens=tokens)
+    tail.read_new()
+    assert tail.tokens_per_second == pytest.approx(30.0)  # 60 tokens in 2 s
+
+
+# -- on a terminal ----------------------------------------------------------------------------
+
+
+def test_before_anything_has_happened(run_dir):
+    text = drawn(run_dir)
+    assert "a-run--1" in text and "0/10" in text and "reward" not in text
+
+
+def test_while_processes_start(run_dir):
+    status(run_dir, "model", "warming up", progress=0.42)
+    status(run_dir, "orchestrator", "waiting", waiting_for="model (being made)")
+    text = drawn(run_dir)
+    assert "warming up" in text and "42%" in text and "model (being made)" in text
+
+
+def test_while_training(run_dir):
+    for step in (1, 2):
+        more = {"off_policy/mean": 1.0, "off_policy/max": 2.0, "mismatch_kl/all/mean": 3.2e-7}
+        log(run_dir, step, step / 4, seconds=step, tokens=1000.0 * step, **more)
+    status(run_dir, "orchestrator", "sampling batch 3", inflight=64, buffered="8/64")
+    text = drawn(run_dir)
+    for shown in ("2/10", "0.500 ▁█", "1,000", "1.00 steps (max 2)", "3.2e-07", "sampling batch 3",
+                  "inflight 64", "buffered 8/64"):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_engines_are_shown_together_then_separately(run_dir):
+    for name in ("trainer", "engines", "inference", *(f"inference_{n}" for n in range(1, 11))):
+        status(run_dir, name, f"is {name}")
+    names = [line.split()[1] for line in drawn(run_dir).splitlines() if " is " in line]
+    each = ["inference", *(f"inference_{n}" for n in range(1, 11))]
+    assert names == ["engines", *each, "trainer"]
+
+
+def test_metrics_that_are_null_do_not_break_it(run_dir):
+    log(
+        run_dir,
+        1,
+        **{"off_policy/mean": None, "off_policy/max": None, "mismatch_kl/all/mean": None},
+    )
+    log(run_dir, 2, reward=None)
+    assert "2/10" in drawn(run_dir)
+
+
+@pytest.mark.parametrize("width", [20, 40, 200])
+def test_any_width(run_dir, width):
+    log(run_dir, 1)
+    status(run_dir, "trainer", "training " * 20, waiting_for="[bold]odd[/bold] " * 20)
+    assert drawn(run_dir, width)
+
+
+def test_a_broken_status_file_is_left_out(run_dir):
+    (run_dir / "status" / "trainer.json").write_text("{")
+    assert "trainer" not in drawn(run_dir)
+
+
+def test_live_from_start_to_end(run_dir):
+    console = terminal()
+    with View(console, run_dir, 3) as view:
+        for step in (1, 2, 3):
+            log(run_dir, step)
+            view.refresh()
+    assert "3/3" in console.export_text()
+
+
+# -- off a terminal -----------------------------------------------------------------------------
+
+
+def plain(run_dir, max_steps=25):
+    console = Console(file=io.StringIO(), width=200, force_terminal=False)
+    return console, View(console, run_dir, max_steps)
+
+
+def test_lines_when_there_is_news(run_dir):
+    console, view = plain(run_dir)
+    with view:
+        status(run_dir, "inference", "loading weights")
+        view.refresh()
+        view.refresh()
+        status(run_dir, "inference", "serving")
+        status(run_dir, "trainer", "waiting", waiting_for="batch [1]")
+        view.refresh()
+        for step in range(1, 26):
+            log(run_dir, step, reward=step / 100, seconds=step, tokens=2000.0 * step,
+                **{"off_policy/mean": 0.5, "off_policy/max": 1})  # fmt: skip
+            view.refresh()
+    tail = "2,000 tokens/s | off-policy 0.50 steps (max 1)"
+    assert console.file.getvalue().splitlines() == [
+        "inference: loading weights",
+        "inference: serving",
+        "trainer: waiting (waits for batch [1])",
+        f"step 10/25 | reward 0.100 | {tail}",
+        f"step 20/25 | reward 0.200 | {tail}",
+        f"step 25/25 | reward 0.250 | {tail}",
+    ]
+
+
+def test_a_resumed_run_prints_what_starts(run_dir):
+    for step in range(1, 11):
+        log(run_dir, step, reward=step / 100, seconds=step, tokens=2000.0 * step)
+    console, view = plain(run_dir)
+    with view:
+        status(run_dir, "inference", "loading weights")
+        view.refresh()
+    assert console.file.getvalue().splitlines() == ["inference: loading weights"]
+
+
+def test_without_changes_no_line_is_printed(run_dir):
+    console, view = plain(run_dir)
+    with view:
+        view.refresh()
+    assert console.file.getvalue() == ""
+
+
+def test_a_run_without_rewards_shows_its_loss(run_dir):
+    log(run_dir, 1, reward=None, **{"loss/mean": 0.75})
+    text = drawn(run_dir)
+    assert "1/10" in text and "0.750" in text

@@ -1,0 +1,167 @@
+"""The chat template that a run exports renders what its renderer renders, or the run says where it
+does not."""
+
+import io
+import json
+
+import pytest
+from renderers import Qwen3RendererConfig, create_renderer
+from renderers.qwen3 import Qwen3Renderer
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from prime_rl.config.load import build_config
+from prime_rl.orchestrator.build import build_renderer
+from prime_rl.orchestrator.chat_template import choose, write_chat_template
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.run.chat_template import ChatTemplate, put_chat_template, read_chat_template
+from prime_rl.run.report import print_summary
+from prime_rl_environments.tasks import LOOKUP_SCHEMA
+from prime_rl_environments.tiny.chat import build_chat_tokenizer
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
+
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+TALK = [
+    {"role": "system", "content": "Words\nbackwards."},
+    {"role": "user", "content": "abc"},
+    {"role": "assistant", "content": "cba"},
+    {"role": "user", "content": "defg"},
+    {"role": "assistant", "content": "gfed"},
+    {"role": "user", "content": "hi"},
+]
+ARGUMENTS = {"path": "a", "name": "ü"}
+CALL = {"id": "0", "type": "function", "function": {"name": "get", "arguments": ARGUMENTS}}
+LOOKUP = [
+    {"role": "user", "content": "look"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "b", "tool_call_id": "0"},
+    {"role": "tool", "content": "c", "tool_call_id": "0"},
+]
+
+
+class ShoutingConfig(Qwen3RendererConfig):
+    """Of ``Shouting``."""
+
+
+class Shouting(Qwen3Renderer):
+    """A renderer that no template matches: it ends every prompt in an exclamation mark."""
+
+    config_class = ShoutingConfig
+
+    def render_ids(self, messages, **settings):
+        return [*super().render_ids(messages, **settings), *self._encode("!")]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    (tmp_path / "run/configs").mkdir(parents=True)
+    return tmp_path / "run"
+
+
+def exported(run_dir, tokenizer, **table):
+    """The tokenizer of a model folder of a run with this renderer; what the run wrote down."""
+    model, weights = run_dir.parent / "model", run_dir.parent / "weights"
+    for folder in (model, weights):
+        tokenizer.save_pretrained(folder)
+    config = build_config(
+        {"model": {"name": str(model)}, "max_steps": 1, "orchestrator": {"renderer": table}}
+    )
+    hooks = load_plugins()
+    write_chat_template(config, hooks, build_renderer(config, hooks), model, run_dir)
+    put_chat_template(run_dir, weights)
+    return AutoTokenizer.from_pretrained(weights), read_chat_template(run_dir)
+
+
+def by_template(tokenizer, messages, **settings):
+    return tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False, **settings
+    )
+
+
+@pytest.mark.parametrize("build", [build_tokenizer, build_chat_tokenizer])
+@pytest.mark.parametrize("thinking", [False, True])
+def test_the_exported_template_renders_what_the_qwen3_renderer_renders(run_dir, build, thinking):
+    tokenizer, chosen = exported(run_dir, build(), name="qwen3", enable_thinking=thinking)
+    assert chosen.difference is None and chosen.warning is None
+    renderer = create_renderer(build(), Qwen3RendererConfig(enable_thinking=thinking))
+    for messages in (TALK[1:2], TALK[:2], TALK[1:], TALK, LOOKUP[:1], LOOKUP):
+        for tools in (None, [LOOKUP_SCHEMA]):
+            wanted = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+            assert by_template(tokenizer, messages, tools=tools) == wanted
+
+
+def test_without_thinking_the_prompt_of_a_six_letter_word_has_18_tokens(run_dir):
+    tokenizer, _ = exported(run_dir, build_tokenizer(), name="qwen3", enable_thinking=False)
+    ids = by_template(tokenizer, [{"role": "user", "content": "abcdef"}])
+    start = "<|im_start|>"
+    assert tokenizer.decode(ids) == (
+        f"{start}user\nabcdef<|im_end|>\n{start}assistant\n{NO_THOUGHT}"
+    )
+    # 1 + 1 + 6 letters + 1 + 1, then 1 + 1, then a token each for two tags and four newlines
+    assert len(ids) == 18
+
+
+def test_a_client_that_asks_for_thinking_still_gets_it(run_dir):
+    tokenizer, _ = exported(run_dir, build_tokenizer(), name="qwen3", enable_thinking=False)
+    assert NO_THOUGHT in tokenizer.decode(by_template(tokenizer, TALK))
+    thinks = tokenizer.decode(by_template(tokenizer, TALK, enable_thinking=True))
+    assert "think" not in thinks
+
+
+def test_a_thought_that_the_renderer_keeps_in_later_turns_stays_in_the_prompt(run_dir):
+    table = {"name": "qwen3", "thinking_retention": "all"}
+    tokenizer, chosen = exported(run_dir, build_tokenizer(), **table)
+    assert chosen.difference is None
+    talk = [dict(TALK[1]), {"role": "assistant", "content": "<think>\nx\n</think>\n\ncba"}, TALK[3]]
+    assert "<think>\nx\n</think>\n\ncba<|im_end|>" in tokenizer.decode(by_template(tokenizer, talk))
+
+
+def test_a_template_that_matches_is_left_as_it_is(run_dir):
+    tokenizer, chosen = exported(run_dir, build_tokenizer(), name="default")
+    assert chosen == ChatTemplate(None, None)
+    assert tokenizer.chat_template == build_tokenizer().chat_template
+
+
+def test_the_settings_of_the_default_renderer_become_defaults_of_the_models_own_template(run_dir):
+    own = build_tokenizer()
+    own.chat_template = "{{ mood }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer, chosen = exported(run_dir, own, name="default", mood='"gl\nad" %}')
+    assert chosen.difference is None
+    assert tokenizer.decode(by_template(tokenizer, TALK[1:2])) == '"gl\nad" %}abc'
+
+
+def test_a_renderer_that_no_template_matches_is_told_of_in_the_log_and_at_the_end(run_dir, caplog):
+    place = f"{__file__}:Shouting"
+    _, chosen = exported(run_dir, build_tokenizer(), name="custom", import_path=place)
+    assert chosen.difference.startswith("First difference, 'one turn': from token ")
+    assert "the template has '' (" in chosen.difference
+    assert "the renderer '!' (" in chosen.difference
+    assert chosen.warning in caplog.text
+    assert "no chat template renders what the run's renderer renders" in chosen.warning
+    summary = {"sampled_reward": {"first": None}, "eval": {"after": []}, "plot": "x.png"}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    console = Console(record=True, width=400, file=io.StringIO())
+    print_summary(console, run_dir)
+    assert f"WARNING  {chosen.warning}" in console.export_text()
+
+
+def test_of_templates_that_differ_the_closest_is_exported_with_its_first_difference():
+    tokenizer = build_tokenizer()
+    renderer = create_renderer(tokenizer, Qwen3RendererConfig())
+    best, difference = choose(
+        tokenizer, renderer, ["{{ nothing.at.all }}", tokenizer.chat_template]
+    )
+    assert best == tokenizer.chat_template  # it offers no tools
+    assert difference.startswith(
+        "First difference, 'tools': from token 1 the template has 'user\\n"
+    )
+    assert choose(tokenizer, renderer, []) == (None, "The model has no chat template")
+
+
+def test_a_template_in_the_tokenizers_config_is_replaced_too(run_dir, tmp_path):
+    ChatTemplate("new", None).write(run_dir)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old", "x": "ü"}')
+    put_chat_template(run_dir, tmp_path)
+    table = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert table == {"chat_template": "new", "x": "ü"}
+    assert (tmp_path / "chat_template.jinja").read_text() == "new"

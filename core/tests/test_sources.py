@@ -1,0 +1,262 @@
+"""Liveness decides: salt, ageing, and who is waited for."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from types import SimpleNamespace
+
+import pytest
+from waiting import LIMIT, until
+
+from prime_rl import ConfigError, FrozenModel, PluginConfig, Source
+from prime_rl.env.environment import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.orchestrator.engines import OneEndpoint
+from prime_rl.orchestrator.host import Outages
+from prime_rl.orchestrator.sources import (
+    ExternalSource,
+    RolloutFailed,
+    RolloutRequest,
+    Sampled,
+    SampledFrozen,
+)
+from prime_rl.run.children import free_ports
+from prime_rl.testing import FakeHost, make_rollout
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch):
+    monkeypatch.setenv("KEY", "secret")
+
+
+ASK = RolloutRequest(group_id=7, example_id=2, member=3, policy_version=5, seed=11)
+BRANCH = BranchTokens(
+    token_ids=[1, 2, 3],
+    sampled_mask=[False, True, True],
+    logprobs=[0.0, -0.5, -0.25],
+    roles=["user", "assistant", "assistant"],
+    is_content=[True, True, True],
+    node_ids=[0, 1, 1],
+    policy_versions=None,
+)
+GOOD = RolloutResult(ok=True, reward=0.5, branches=[BRANCH], agent="solver")
+REFUSED = RolloutResult(ok=False, error_type="ProviderError", error="gone", status_code=400)
+AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)
+
+
+class Examples:
+    def __getitem__(self, index):
+        return SimpleNamespace(id=index, fields={"prompt": f"word {index}"})
+
+
+@dataclass
+class Env:
+    """Stands for the verifiers adapter: answers in turn, and remembers what it was asked."""
+
+    answers: list
+    examples: Examples = field(default_factory=Examples)
+    num_examples: int = 4
+    calls: list = field(default_factory=list)
+
+    async def run(self, example, **asked):
+        self.calls.append((example.id, asked))
+        answer = self.answers[min(len(self.calls), len(self.answers)) - 1]
+        return [answer]
+
+
+def live(*answers):
+    place = OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
+    env = Env(list(answers))
+    return Sampled("a", env, place, SamplingSettings(temperature=0.7)), env
+
+
+def frozen(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):
+    env = Env(list(answers))
+    model = FrozenModel(name="t", base_url=urls, api_key_var="KEY", max_concurrency=2, timeout=9)
+    settings = SamplingSettings(temperature=1.0)
+    return SampledFrozen("a", env, model, client, settings, rendering, on_waiting), env
+
+
+async def test_a_live_rollout_is_salted_by_its_version_and_ages():
+    source, env = live(GOOD)
+    (rollout,) = await source.produce(ASK)
+    example, asked = env.calls[0]
+    assert (example, asked["cache_salt"], asked["seed"], asked["group_id"]) == (2, "5", 11, 7)
+    assert source.is_live and rollout.is_live and rollout.has_logprobs
+    assert (rollout.policy_version, rollout.episode_id, rollout.agent) == (5, 3, "solver")
+    assert rollout.task == {"prompt": "word 2"} and rollout.samples[0].temperature == 0.7
+
+
+async def test_a_frozen_rollout_has_a_stable_cache_and_never_ages():
+    source, env = frozen("http://127.0.0.1:1/v1", GOOD)
+    (rollout,) = await source.produce(ASK)
+    _, asked = env.calls[0]
+    assert asked["cache_salt"] is None
+    assert asked["model"] == ModelEndpoint("t", "http://127.0.0.1:1/v1", "KEY", timeout=9)
+    assert not source.is_live and not rollout.is_live and rollout.source == "frozen"
+
+
+async def test_a_failed_episode_is_unusable_and_says_how():
+    source, _ = live(RolloutResult(ok=False, error_type="TaskError", error="no"))
+    with pytest.raises(RolloutFailed) as caught:
+        await source.produce(ASK)
+    assert caught.value.result.error_type == "TaskError"
+
+
+async def test_an_episode_without_trainable_tokens_is_unusable():
+    bare = RolloutResult(ok=True, branches=[])
+    source, _ = live(bare)
+    with pytest.raises(RolloutFailed, match="no agent left tokens to train"):
+        await source.produce(ASK)
+
+
+def trace_of(message, tools=()):
+    data = SimpleNamespace(model_dump=lambda exclude_none: {"prompt": "its own"})
+    return SimpleNamespace(
+        messages=[message],
+        nodes=[SimpleNamespace(tools=tools)],
+        task=SimpleNamespace(data=data),
+    )
+
+
+class Models(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "t"}]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def there():
+    """The URL of an endpoint that is there."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Models)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
+def nobody():
+    """The URL of a port that nobody listens on."""
+    (port,) = free_ports(1)
+    return port, f"http://127.0.0.1:{port}/v1"
+
+
+async def test_an_endpoint_that_is_there_and_refuses_is_a_failure_like_any_other(there):
+    source, env = frozen(there, REFUSED)
+    with pytest.raises(RolloutFailed, match="gone"):
+        await source.produce(ASK)
+    assert len(env.calls) == 1
+
+
+async def test_a_dead_replica_is_passed_over(there):
+    _, dead = nobody()
+    source, env = frozen([there, dead], AWAY, GOOD)  # group 7: the second one is its own
+    await source.produce(ASK)
+    assert [asked["model"].base_url for _, asked in env.calls] == [dead, there]
+
+
+async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back():
+    outages = Outages()
+    seen = []
+    outages.changed = lambda: seen.append(outages.waiting_for)
+    port, url = nobody()
+    source, env = frozen(url, AWAY, GOOD, on_waiting=outages.reporter())
+    asking = asyncio.create_task(source.produce(ASK))
+    await until(lambda: seen)
+    assert seen == [f"the model that env 'a' samples from ({url} does not answer)"]
+    assert not asking.done()
+    server = ThreadingHTTPServer(("127.0.0.1", port), Models)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        (rollout,) = await asyncio.wait_for(asking, LIMIT)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert rollout.reward == 0.5 and seen[-1] is None and len(env.calls) == 2
+
+
+async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_them(there):
+    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    trace = trace_of(message)
+    reply = RolloutResult(ok=True, reward=1.0, trace=trace)
+    source, env = frozen(there, reply, client="chat", rendering=FakeHost())
+    (rollout,) = await source.produce(ASK)
+    assert env.calls[0][1]["model"].client == "chat"
+    (sample,) = rollout.samples
+    assert sample.token_ids.tolist() == [ord("b")] and sample.loss_mask.tolist() == [True]
+    assert not rollout.has_logprobs
+
+
+async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there):
+    message = SimpleNamespace(
+        model_dump=lambda exclude_none: {"role": "assistant", "content": "bc"}
+    )
+    reply = RolloutResult(ok=True, trace=trace_of(message), is_truncated=True)
+    source, _ = frozen(there, reply, client="chat", rendering=FakeHost())
+    (rollout,) = await source.produce(ASK)
+    assert rollout.samples[0].loss_mask.tolist() == [True, False]
+
+
+async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there):
+    message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
+    reply = RolloutResult(ok=True, trace=trace_of(message, tools=[{"name": "get"}]))
+    source, _ = frozen(there, reply, client="chat", rendering=FakeHost())
+    with pytest.raises(ConfigError, match="also tells the model of tools"):
+        await source.produce(ASK)
+
+
+async def test_an_endpoint_that_is_there_and_keeps_failing_is_a_failure_in_the_end(
+    there, monkeypatch
+):
+    monkeypatch.setattr("prime_rl.orchestrator.sources.FAILED_TRIES", 1)
+    source, env = frozen(there, AWAY)
+    with pytest.raises(RolloutFailed, match="away"):
+        await source.produce(ASK)
+    assert len(env.calls) == 2
+
+
+async def test_no_more_episodes_at_once_than_the_model_may_have(there):
+    class Slow(Env):
+        running, most = 0, 0
+
+        async def run(self, example, **asked):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.01)
+            self.running -= 1
+            return [GOOD]
+
+    source, _ = frozen(there, GOOD)
+    source._environment = Slow([])
+    await asyncio.gather(*(source.produce(ASK) for _ in range(6)))
+    assert source._environment.most == 2
+
+
+class Shelf(Source):
+    name = "shelf"
+
+    async def group(self, request):
+        return [make_rollout(1.0, group_id=request.group_id)] * request.example_id
+
+
+async def test_a_source_hands_out_whole_groups_and_an_empty_one_is_no_failure():
+    source = ExternalSource("a", Env([]), Shelf(PluginConfig()))
+    rollouts = await source.produce(ASK)
+    assert source.whole_group and len(rollouts) == 2 and rollouts[0].group_id == 7
+    assert await source.produce(RolloutRequest(7, 0, 0, 5, 11)) == []
+
+
+def test_a_source_may_have_examples_of_its_own():
+    class Own(Shelf):
+        def task(self, example_id):
+            return {"prompt": "its own"}
+
+    assert ExternalSource("a", Env([]), Own(PluginConfig())).task(0) == {"prompt": "its own"}
+    assert ExternalSource("a", Env([]), Shelf(PluginConfig())).task(1) == {"prompt": "word 1"}

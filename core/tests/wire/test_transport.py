@@ -1,0 +1,177 @@
+"""Both transports, over real sockets and real files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import LIMIT, until
+
+from prime_rl import ConfigError, WireError
+from prime_rl.run.children import free_ports
+from prime_rl.rundir.launch import Launch
+from prime_rl.wire.transport import Receiver, Sender, make_receiver, make_sender, wire_dir
+
+
+def free_port() -> int:
+    """A port that is free right now."""
+    return free_ports(1)[0]
+
+
+def make_launch(transport: str, num_ranks: int = 1, hwm: int = 2) -> Launch:
+    """What the supervisor would write."""
+    return Launch(
+        model_path="",
+        served_model_name="",
+        engine_urls=[],
+        transport_type=transport,
+        transport_host="127.0.0.1",
+        transport_ports=[free_port() for _ in range(num_ranks)],
+        transport_hwm=hwm,
+        num_ranks=num_ranks,
+    )
+
+
+class Wire:
+    """A sender and the receivers of all ranks."""
+
+    def __init__(self, launch: Launch, run_dir: Path) -> None:
+        self.sender: Sender = make_sender(launch, run_dir)
+        self.receivers: list[Receiver] = [
+            make_receiver(launch, run_dir, rank) for rank in range(launch.num_ranks)
+        ]
+
+    async def receive(self, rank: int = 0, timeout: float = LIMIT) -> bytes | None:
+        frame = await asyncio.to_thread(self.receivers[rank].receive, timeout)
+        return None if frame is None else bytes(frame)
+
+    def close(self) -> None:
+        self.sender.close()
+        for receiver in self.receivers:
+            receiver.close()
+
+
+@pytest.fixture(params=["zmq", "filesystem"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def wire(transport: str, tmp_path: Path) -> Iterator[Wire]:
+    wire = Wire(make_launch(transport), tmp_path)
+    yield wire
+    wire.close()
+
+
+async def test_frames_arrive_in_order_whatever_their_size(wire: Wire) -> None:
+    sizes = [0, 1, 2_000_000, 17]
+    frames = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+
+    async def send() -> None:
+        for step, frame in enumerate(frames, 9):  # from 9 to 12: files sort by number, not name
+            await wire.sender.send(step, [frame])
+
+    sending = asyncio.create_task(send())
+    assert [await wire.receive() for _ in frames] == frames
+    await sending
+
+
+async def test_the_sender_waits_while_hwm_batches_are_unread_and_drops_none(wire: Wire) -> None:
+    sent: list[int] = []
+
+    async def send() -> None:
+        for step in range(1, 7):
+            await wire.sender.send(step, [b"%d" % step])
+            sent.append(step)
+
+    sending = asyncio.create_task(send())
+    await until(lambda: len(sent) >= 2)
+    await asyncio.sleep(0.3)
+    assert sent == [1, 2]  # hwm is 2
+    assert await wire.receive() == b"1"
+    await until(lambda: len(sent) >= 3)
+    await asyncio.sleep(0.3)
+    assert sent == [1, 2, 3]
+    assert [await wire.receive() for _ in range(5)] == [b"2", b"3", b"4", b"5", b"6"]
+    await sending
+
+
+async def test_receive_gives_none_when_nothing_comes(wire: Wire) -> None:
+    assert await wire.receive(timeout=0.05) is None
+
+
+async def test_every_rank_gets_its_own_frame(transport: str, tmp_path: Path) -> None:
+    wire = Wire(make_launch(transport, num_ranks=2), tmp_path)
+    try:
+        await wire.sender.send(1, [b"a1", b"b1"])
+        await wire.sender.send(2, [b"a2", b"b2"])
+        assert [await wire.receive(1), await wire.receive(1)] == [b"b1", b"b2"]
+        assert [await wire.receive(0), await wire.receive(0)] == [b"a1", b"a2"]
+        with pytest.raises(WireError, match="step 3: got 1 frames, expected one for each of 2"):
+            await wire.sender.send(3, [b"a3"])
+    finally:
+        wire.close()
+
+
+async def test_files_are_gone_once_every_rank_has_read(tmp_path: Path) -> None:
+    wire = Wire(make_launch("filesystem", num_ranks=2), tmp_path)
+    await wire.sender.send(1, [b"a", b"b"])
+    assert await wire.receive(0) == b"a"
+    assert [path.name for path in wire_dir(tmp_path).rglob("*")] == ["step_1", "rank_1.bin"]
+    assert await wire.receive(1) == b"b"
+    assert list(wire_dir(tmp_path).iterdir()) == []
+
+
+async def test_ranks_that_read_at_the_same_time_both_get_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has taken its frame away before either looks whether the folder is empty."""
+    wire = Wire(make_launch("filesystem", num_ranks=2), tmp_path)
+    await wire.sender.send(1, [b"a", b"b"])
+    unlink = Path.unlink
+
+    def at_once(self: Path) -> None:
+        for rank in (0, 1):
+            unlink(self.with_name(f"rank_{rank}.bin"))
+        self.parent.rmdir()
+
+    monkeypatch.setattr(Path, "unlink", at_once)
+    assert await wire.receive(0) == b"a"
+    assert list(wire_dir(tmp_path).iterdir()) == []
+
+
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    launch = make_launch("zmq")
+    first = make_sender(launch, tmp_path)
+    with pytest.raises(WireError, match=f"127.0.0.1:{launch.transport_ports[0]}.*in use"):
+        make_sender(launch, tmp_path)
+    first.close()
+
+
+def test_an_unknown_transport_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="got 'pigeon', expected 'zmq' or 'filesystem'"):
+        make_sender(make_launch("pigeon"), tmp_path)
+
+
+async def test_a_disk_that_refuses_a_batch_ends_the_send_with_the_step_and_the_folder(
+    tmp_path: Path,
+) -> None:
+    sender = make_sender(make_launch("filesystem"), tmp_path)
+    wire_dir(tmp_path).rmdir()
+    wire_dir(tmp_path).touch()
+    with pytest.raises(WireError, match=r"cannot write the micro batches of step 1 to .*rollouts"):
+        await sender.send(1, [b"a"])
+
+
+async def test_draining_waits_until_every_frame_is_read(wire: Wire) -> None:
+    await wire.sender.drain()  # nothing was sent
+    for step in (1, 2):
+        await wire.sender.send(step, [b"frame"])
+    draining = asyncio.create_task(wire.sender.drain())
+    for _ in range(2):
+        await asyncio.sleep(0)
+        assert not draining.done()
+        assert await wire.receive() == b"frame"
+    await asyncio.wait_for(draining, 60)

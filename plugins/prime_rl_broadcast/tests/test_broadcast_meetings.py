@@ -1,0 +1,359 @@
+"""Engines take new weights from the trainer's memory; whoever cannot gets them as files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from aiohttp import web
+from loopback import listening
+from safetensors.torch import load_file, save_file
+from waiting import LIMIT, Clock, until
+
+from prime_rl import EngineError, Weights, WeightsError
+from prime_rl.inference import fleet as fleet_module
+from prime_rl.inference.client import RetryPolicy
+from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.weights import versions
+from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE, has_files
+from prime_rl_broadcast.group import Attendance, header_of
+from prime_rl_broadcast.meeting import Meeting, decline, invitation
+from prime_rl_broadcast.meetings import Meetings
+
+CPU = torch.device("cpu")
+
+
+class Engine:
+    """Takes weights both ways; its weights are one number."""
+
+    def __init__(self, receives: Any = None) -> None:
+        self.version, self.value, self.ways = 0, 0.0, list[str]()
+        self.receives = receives or {"workers": 1, "backends": ["gloo"]}
+        self.refuses = self.away = False
+        self.attendance = Attendance()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if self.away:
+            assert request.transport is not None
+            request.transport.abort()
+        if request.path == "/v1/models":
+            return web.json_response({"data": [{"id": "m"}]})
+        if request.path == "/health":
+            return web.json_response({"version": self.version, "receives": self.receives})
+        if request.path == "/update_weights":
+            body = await request.json()
+            try:
+                self.value = await asyncio.to_thread(self.take, body)
+            except (WeightsError, RuntimeError) as error:
+                status = 400 if isinstance(error, WeightsError) else 500
+                return web.Response(status=status, text=str(error))
+            self.version = body["version"]
+        return web.json_response({"status": "ok"})
+
+    def take(self, body: dict[str, Any]) -> float:
+        if self.refuses:
+            raise WeightsError("no memory")
+        if "meeting" not in body:
+            self.ways.append("file")
+            return float(load_file(Path(body["weight_dir"]) / "model.safetensors")["w"])
+        got: dict[str, torch.Tensor] = {}
+        with self.attendance.at(msgspec.convert(body["meeting"], Meeting), CPU) as group:
+            group.receive(lambda header: None, got.update)
+        self.ways.append("memory")
+        return float(got["w"])
+
+
+class Trainer:
+    """What the trainer's broadcaster does, with one number for weights."""
+
+    def __init__(self, broadcasts: Path) -> None:
+        self.broadcasts, self.attendance = broadcasts, Attendance()
+        self.groups: list[str] = []
+
+    def announce(self, version: int) -> Weights:
+        directory = self.broadcasts / f"step_{version}"
+        directory.mkdir(parents=True)
+        (directory / MEMORY).touch()
+        return Weights(directory, version)
+
+    async def pass_on(self, weights: Weights) -> None:
+        while (meeting := invitation(weights.directory)) is None:
+            wanted = self.broadcasts / FILES_WANTED
+            if wanted.exists() and decline(weights.directory):
+                return self.write(weights)
+            await asyncio.sleep(0.005)
+        self.groups.append(meeting.group)
+        try:
+            await asyncio.to_thread(self.send, meeting, float(weights.version))
+        except WeightsError:
+            self.write(weights)
+
+    def send(self, meeting: Meeting, value: float) -> None:
+        tensors = {"w": torch.tensor(value)}
+        with self.attendance.at(meeting, CPU) as group:
+            group.send(header_of(tensors, {}), tensors.values())
+
+    def write(self, weights: Weights) -> None:
+        save_file({"w": torch.tensor(float(weights.version))}, weights.directory / ".new")
+        (weights.directory / ".new").rename(weights.directory / "model.safetensors")
+        (self.broadcasts / FILES_WANTED).unlink(missing_ok=True)
+
+
+Run = Callable[..., Any]
+
+
+@asynccontextmanager
+async def started(
+    tmp_path: Path,
+    *engines: Engine,
+    attempts: int = 1,
+) -> AsyncIterator[tuple[Fleet, Trainer, Run]]:
+    """A fleet that serves, and how one version goes out while the fleet watches its engines."""
+    trainer = Trainer(tmp_path / "broadcasts")
+    trainer.broadcasts.mkdir()
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
+        meetings = Meetings(trainer.broadcasts, "gloo", timeout=LIMIT)
+        policy = RetryPolicy(attempts=attempts, first_wait=0.01)
+        first = Weights(tmp_path, 0)
+        fleet = Fleet(urls, "k", first, FleetOptions(retry=policy, poll=0.02), meetings)
+        stack.push_async_callback(fleet.close)
+        await fleet.wait_ready(LIMIT)
+        watching = asyncio.create_task(fleet.run())
+
+        async def publish(version: int) -> None:
+            weights = trainer.announce(version)
+            passing_on = asyncio.create_task(trainer.pass_on(weights))
+            await asyncio.wait_for(fleet.update_weights(weights.directory, version), LIMIT)
+            await asyncio.wait_for(passing_on, LIMIT)
+
+        try:
+            yield fleet, trainer, publish
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+
+@asynccontextmanager
+async def serving(engine: Engine) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    async with listening(app) as url:
+        yield url
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """For how long files are waited for."""
+    clock = Clock()
+    monkeypatch.setattr(versions, "time", clock)
+    return clock
+
+
+async def test_versions_go_out_over_the_same_connections(tmp_path: Path) -> None:
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b) as (_fleet, trainer, publish):
+        for version in (1, 2, 3):
+            await publish(version)
+            assert [a.value, b.value] == [version] * 2
+        assert a.ways == b.ways == ["memory"] * 3
+        assert len(set(trainer.groups)) == 1
+        assert not has_files(trainer.broadcasts / "step_3")
+        left = [p.name[:6] for p in (trainer.broadcasts / "meetings").iterdir()]
+        assert left == ["group_"]  # nothing else piles up
+
+
+async def test_one_that_refuses_both_ways_is_taken_out_and_the_other_serves(
+    tmp_path: Path,
+) -> None:
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b) as (fleet, trainer, _publish):
+        received = b.take
+
+        def take_and_fail(body: dict[str, Any]) -> float:
+            if "meeting" in body:
+                received(body)
+            raise WeightsError("no memory")
+
+        b.take = take_and_fail  # type: ignore[method-assign]
+        weights = trainer.announce(1)
+        passing_on = asyncio.create_task(trainer.pass_on(weights))
+        updating = asyncio.create_task(fleet.update_weights(weights.directory, 1))
+        await passing_on
+        trainer.write(weights)  # all went well for the trainer: it does so between steps
+        await asyncio.wait_for(updating, LIMIT)
+        assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
+
+
+async def test_where_one_refuses_all_get_files_and_the_next_version_goes_by_memory(
+    tmp_path: Path,
+) -> None:
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b) as (fleet, trainer, publish):
+        await publish(1)
+        b.refuses = True
+        await publish(2)
+        assert a.value == 2 and a.ways == ["memory", "file"]
+        assert b.value == 1 and [r.serving for r in fleet.replicas] == [True, False]
+        b.refuses = False
+        await until(lambda: len(fleet.serving) == 2)
+        assert b.value == 2 and b.ways[-1] == "file"
+        await publish(3)
+        assert [a.value, b.value] == [3, 3] and a.ways[-1] == b.ways[-1] == "memory"
+        assert trainer.groups[-1] != trainer.groups[0]
+
+
+async def test_one_that_is_gone_does_not_hold_the_others(tmp_path: Path) -> None:
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b) as (fleet, _trainer, publish):
+        b.away = True
+        await publish(1)
+        assert a.value == 1 and fleet.replicas[0].serving
+
+
+async def test_one_that_comes_back_has_the_trainer_write_files(tmp_path: Path) -> None:
+    """Not while a version is passed on: later, when the trainer waits for a batch."""
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b) as (fleet, trainer, publish):
+        b.away = True
+        await until(lambda: len(fleet.serving) == 1)
+        await publish(1)
+        assert a.ways == ["memory"] and not has_files(trainer.broadcasts / "step_1")
+        b.away = False
+        await until((trainer.broadcasts / FILES_WANTED).exists)
+        assert not fleet.replicas[1].serving
+        trainer.write(Weights(trainer.broadcasts / "step_1", 1))
+        await until(lambda: len(fleet.serving) == 2)
+        assert b.value == 1 and b.ways == ["file"]
+
+
+async def test_where_none_is_there_files_wait_for_the_first_to_come_back(tmp_path: Path) -> None:
+    a = Engine()
+    async with started(tmp_path, a) as (fleet, trainer, _publish):
+        a.away = True
+        await until(lambda: not fleet.serving)
+        weights = trainer.announce(1)
+        passing_on = asyncio.create_task(trainer.pass_on(weights))
+        with pytest.raises(EngineError):
+            await fleet.update_weights(weights.directory, 1)
+        assert not passing_on.done()
+        a.away = False
+        await asyncio.wait_for(passing_on, LIMIT)
+        await until(lambda: a.value == 1.0 and len(fleet.serving) == 1)
+        assert a.ways == ["file"]
+
+
+async def test_nobody_waits_for_files_of_a_version_that_the_trainer_has_left_behind(
+    tmp_path: Path,
+) -> None:
+    """It has passed version 1 on to all, and an engine's answer was lost; version 2 is there."""
+    a = Engine()
+    async with started(tmp_path, a) as (fleet, trainer, _publish):
+        a.refuses = True
+        one = trainer.announce(1)
+        updating = asyncio.create_task(fleet.update_weights(one.directory, 1))
+        await until(lambda: invitation(one.directory) is not None)
+        two = trainer.announce(2)
+        await asyncio.sleep(0.1)
+        assert not updating.done()  # nobody could go on with version 2 yet: it is not announced
+        (two.directory / STABLE).touch()
+        with pytest.raises(EngineError, match="version 1 was never written: the next is there"):
+            await asyncio.wait_for(updating, LIMIT)
+
+
+async def test_who_loses_the_answer_of_a_broadcast_is_alone_with_that(
+    tmp_path: Path, clock: Clock
+) -> None:
+    """The trainer has passed the version on and takes a step, longer than any timeout here: the
+    other engine serves meanwhile, and the update is over. Nobody goes to a meeting twice."""
+    a, b = Engine(), Engine()
+    async with started(tmp_path, a, b, attempts=3) as (fleet, trainer, publish):
+        received, asked = b.take, list[int]()
+
+        def take_and_fail(body: dict[str, Any]) -> float:
+            asked.append(body["version"])
+            received(body)
+            raise RuntimeError("no memory")  # 500: what is asked again, but for a meeting
+
+        b.take = take_and_fail  # type: ignore[method-assign]
+        await publish(1)
+        assert a.ways == b.ways == ["memory"] and asked == [1]
+        assert not has_files(trainer.broadcasts / "step_1")
+        assert [r.serving for r in fleet.replicas] == [True, False]
+        b.take = received  # type: ignore[method-assign]
+        await until((trainer.broadcasts / FILES_WANTED).exists)
+        clock.now += LIMIT + 1
+        await until(lambda: "has not written version 1 within" in fleet.replicas[1].reason)
+        trainer.write(Weights(trainer.broadcasts / "step_1", 1))
+        await until(lambda: len(fleet.serving) == 2)
+        assert b.ways == ["memory", "file"] and b.value == 1
+
+
+async def test_a_step_may_take_longer_than_a_broadcast(tmp_path: Path, clock: Clock) -> None:
+    """The only engine's answer is lost, and the trainer writes files when its step is over."""
+    a = Engine()
+    async with started(tmp_path, a) as (fleet, trainer, _publish):
+        received = a.take
+
+        def take_and_fail(body: dict[str, Any]) -> float:
+            value = received(body)
+            if "meeting" in body:
+                raise WeightsError("no memory")
+            return value
+
+        a.take = take_and_fail  # type: ignore[method-assign]
+        weights = trainer.announce(1)
+        passing_on = asyncio.create_task(trainer.pass_on(weights))
+        updating = asyncio.create_task(fleet.update_weights(weights.directory, 1))
+        await passing_on
+        await until((trainer.broadcasts / FILES_WANTED).exists)
+        clock.now += LIMIT + 1
+        await asyncio.sleep(0.1)
+        assert not updating.done()
+        trainer.write(weights)
+        await asyncio.wait_for(updating, LIMIT)
+        assert a.ways == ["memory", "file"] and a.value == 1
+
+
+async def test_one_that_joins_late_and_cannot_receive_stays_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "START_GRACE", 0.0)
+    a, b = Engine(), Engine()
+    b.away = True
+    async with started(tmp_path, a, b) as (fleet, _trainer, publish):
+        b.receives, b.away = {"workers": 1, "backends": ["nccl"]}, False
+        await until(lambda: "cannot receive weights by gloo" in fleet.replicas[1].reason)
+        await publish(1)
+        assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
+
+
+async def test_one_that_cannot_receive_is_refused_at_the_start(tmp_path: Path) -> None:
+    words = r"cannot receive weights by gloo: its GET /health lists nccl .*'filesystem'"
+    with pytest.raises(EngineError, match=words):
+        async with started(tmp_path, Engine({"workers": 1, "backends": ["nccl"]})):
+            pass
+
+
+async def test_several_workers_of_an_engine_take_several_ranks(tmp_path: Path) -> None:
+    """The second engine's rank comes after the two of the first."""
+    wide, narrow = Engine({"workers": 2, "backends": ["gloo"]}), Engine()
+    ranks: list[tuple[int, int]] = []
+
+    def note(body: dict[str, Any]) -> float:
+        if "meeting" in body:
+            ranks.append((body["meeting"]["rank"], body["meeting"]["world_size"]))
+        raise WeightsError("seen enough")
+
+    wide.take = narrow.take = note  # type: ignore[method-assign]
+    async with started(tmp_path, wide, narrow) as (_, _trainer, publish):
+        with suppress(EngineError):
+            await publish(1)
+    assert sorted(ranks) == [(1, 4), (3, 4)]

@@ -1,0 +1,79 @@
+"""What the plugin offers to both sides, and how the trainer waits for the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl import ConfigError, PluginConfig, WeightsError
+from prime_rl.config.broadcast import WeightBroadcastConfig
+from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.weights.transports import make_transport
+from prime_rl_broadcast import meeting as meeting_module
+from prime_rl_broadcast.meeting import Meeting, invitation, invite
+from prime_rl_broadcast.sender import MeetingSender
+from prime_rl_broadcast.transport import NcclTransport
+
+
+@pytest.mark.parametrize("group", [PROJECT, TRAINER_GROUP])
+@pytest.mark.parametrize("name", ["gloo", "nccl"])
+def test_both_sides_find_the_transport(group: str, name: str) -> None:
+    transport = make_transport(WeightBroadcastConfig(type=name), load_plugins(group))
+    assert transport is not None and transport.name == name
+
+
+def test_files_need_no_transport() -> None:
+    assert make_transport(WeightBroadcastConfig(), load_plugins(TRAINER_GROUP)) is None
+
+
+def test_an_unknown_transport_and_an_unknown_key_are_refused() -> None:
+    hooks = load_plugins()
+    with pytest.raises(ConfigError, match=r"weight_broadcast.type: .*Did you mean 'gloo'"):
+        make_transport(WeightBroadcastConfig(type="glo"), hooks)
+    with pytest.raises(ConfigError, match=r"weight_broadcast \(weight_transport 'gloo'\).timout"):
+        make_transport(WeightBroadcastConfig.model_validate({"type": "gloo", "timout": 3}), hooks)
+    with pytest.raises(ValueError, match="unknown key timout; type 'filesystem' takes no other"):
+        WeightBroadcastConfig.model_validate({"timout": 3})
+
+
+def test_nccl_needs_a_gpu() -> None:
+    transport = NcclTransport(PluginConfig())
+    with pytest.raises(ConfigError, match="NCCL moves what lies on GPUs"):
+        transport.sender(torch.device("cpu"))
+
+
+def test_the_trainer_follows_an_invitation(tmp_path: Path) -> None:
+    meeting = Meeting(
+        directory="d", group="g", backend="gloo", rank=0, world_size=2, timeout=1.0, loopback=True
+    )
+    assert invite(tmp_path, meeting)
+    order = MeetingSender(None).wait(tmp_path, lambda: True)
+    assert order == {
+        "directory": "d",
+        "group": "g",
+        "backend": "gloo",
+        "rank": 0,
+        "world_size": 2,
+        "timeout": 1.0,
+        "loopback": True,
+    }
+
+
+def test_the_trainer_declines_where_files_are_wanted(tmp_path: Path) -> None:
+    assert MeetingSender(None).wait(tmp_path, lambda: True) is None
+    assert invitation(tmp_path) is None and (tmp_path / "meeting.json").exists()
+
+
+def test_a_disk_that_refuses_an_invitation_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(meeting_module.os, "link", refuse)
+    with pytest.raises(WeightsError, match=r"cannot write .*meeting\.json.*No space left"):
+        MeetingSender(None).wait(tmp_path, lambda: True)
+    assert list(tmp_path.iterdir()) == []

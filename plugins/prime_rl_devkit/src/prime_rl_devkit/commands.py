@@ -1,0 +1,76 @@
+"""``prime-rl plugins check`` and ``prime-rl plugins new``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def check(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="NAME | PATH",
+            help="A plugin, a distribution, something that one offers, or the folder of a package "
+            "that need not be installed. Left out: everything installed.",
+            show_default=False,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="A setting of what is checked; VALUE as in TOML."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run the conformance checks of plugins; the exit code is 1 if one fails."""
+    from prime_rl.cli.plugin_tables import print_reports
+    from prime_rl.cli.plugins import print_json
+    from prime_rl_devkit.check import check as run_checks
+
+    reports = run_checks(target, read_settings(settings or []))
+    ok = all(report.ok for report in reports)
+    if as_json:
+        print_json({"ok": ok, "reports": [report.as_dict() for report in reports]})
+    else:
+        print_reports(reports, everything=target is not None)
+    raise typer.Exit(0 if ok else 1)
+
+
+def read_settings(pairs: list[str]) -> dict[str, Any]:
+    """``key=value`` pairs as a table; keys may have dots. Raises ``ConfigError``."""
+    import tomllib
+
+    from prime_rl.errors import ConfigError
+
+    try:
+        return tomllib.loads("\n".join(pairs))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"--set: expected KEY=VALUE with a value as TOML writes it (text in quotes), got "
+            f"{' '.join(pairs)!r}: {error}"
+        ) from error
+
+
+def new(
+    name: Annotated[str, typer.Argument(help="What a TOML will select it by: my-algo.")],
+    kind: Annotated[
+        str,
+        typer.Option(help="algorithm, filter, loss, engine, sampler, renderer, source or monitor."),
+    ] = "algorithm",
+    directory: Annotated[
+        Path | None,
+        typer.Option(help="Folder to write; ./prime-rl-NAME if left out.", show_default=False),
+    ] = None,
+) -> None:
+    """Write a package with one plugin that works, its tests, a README and a CI workflow."""
+    from prime_rl_devkit.scaffold import write_package
+
+    package = write_package(name, kind, directory)
+    typer.echo(f"wrote {package.folder}: the {kind} {package.name!r}, {len(package.files)} files")
+    typer.echo("\nNext:")
+    for command in package.next_commands():
+        typer.echo(f"  {command}")

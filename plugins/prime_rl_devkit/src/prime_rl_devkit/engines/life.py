@@ -1,0 +1,72 @@
+"""Checks of sleeping, and of the end."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from prime_rl.testing.report import Broken, NotApplicable
+from prime_rl_devkit.engines.prompts import prompt_of
+from prime_rl_devkit.engines.routes import refused
+from prime_rl_devkit.engines.subject import EngineSubject
+from prime_rl_devkit.engines.weights import REFUSED, other_weights, serves, settled
+
+
+def sleep(engine: EngineSubject) -> None:
+    """An engine that sleeps keeps its requests; woken, it goes on with them where they were, but
+    not before ``/resume``."""
+    engine.need("sleep")
+    engine.need_admin()
+    long = engine.max_model_len - 16
+    prompt = prompt_of(engine, 5)
+    free = engine.choice(prompt, max_tokens=long, seed=4)
+    with engine.running(engine.body(prompt, max_tokens=long, seed=4)) as running:
+        engine.pause()
+        engine.ok(engine.admin("/sleep"))
+        engine.ok(engine.http.get("/health"))
+        before = settled(engine)
+        engine.ok(engine.admin("/wake_up"))
+        time.sleep(0.1)
+        made, ended = engine.metric("generation_tokens") - before, running.done()
+        engine.resume()
+        found = running.result().choices[0]
+    if made or ended:
+        raise Broken(
+            f"between /sleep and /resume {made:.0f} tokens were sampled"
+            + " and a request ended" * ended
+        )
+    if engine.exact and found.token_ids != free.token_ids:
+        raise Broken("a request that slept has other tokens than one that did not")
+
+
+def sleeping_update(engine: EngineSubject) -> str:
+    """Weights that arrive while the engine sleeps serve once it is woken, or are refused then and
+    there; never half."""
+    engine.need("sleep")
+    engine.need_admin()
+    with other_weights(engine, seed=5) as folder:
+        engine.pause()
+        engine.ok(engine.admin("/sleep"))
+        answer = engine.load(folder)
+        engine.ok(engine.admin("/wake_up"))
+        engine.resume()
+        if answer.is_success:
+            serves(engine, folder, "after an update of a sleeping engine", 1)
+            return "taken while asleep"
+        refused(answer, "an update of a sleeping engine", (*REFUSED, 503), "")
+        serves(engine, engine.model_folder, "after a refused update of a sleeping engine", 1)
+        return "refused while asleep"
+
+
+def ends_on_sigterm(engine: EngineSubject) -> None:
+    """SIGTERM ends the process with code 0. (The last check: nobody is left to ask.)"""
+    process = engine.process
+    if process is None:
+        raise NotApplicable("the kit did not start this engine")
+    process.terminate()
+    try:
+        code = process.wait(30)
+    except subprocess.TimeoutExpired as error:
+        raise Broken("30 seconds after SIGTERM it still runs") from error
+    if code != 0:
+        raise Broken(f"after SIGTERM it ends with code {code}, expected 0")

@@ -1,0 +1,128 @@
+"""The list of checks, and how one is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import httpx
+
+from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, promise_of
+from prime_rl_devkit.engines import broadcast, life, logprobs, routes, sampling, traffic, weights
+from prime_rl_devkit.engines.subject import EngineSubject
+
+Check: TypeAlias = Callable[[EngineSubject], str | None]
+"""Raises ``Broken`` or ``NotApplicable``; may say what it measured."""
+
+FIRST = ("alive", "reply_shape")
+"""Nothing else can be looked at while one of these fails."""
+LAST = "ends_on_sigterm"
+
+CHECKS: Mapping[str, Check] = {
+    "alive": routes.alive,
+    "reply_shape": routes.reply_shape,
+    "bad_requests": routes.bad_requests,
+    "overlong_prompt": routes.overlong_prompt,
+    "admin_key": routes.admin_key,
+    "sampling_key": routes.sampling_key,
+    "command_line": routes.command_line,
+    "max_tokens": sampling.max_tokens,
+    "stop_tokens": sampling.stop_tokens,
+    "end_of_sequence": sampling.end_of_sequence,
+    "min_tokens": sampling.min_tokens,
+    "greedy": sampling.greedy,
+    "seeds": sampling.seeds,
+    "choices": sampling.choices,
+    "nothing_ignored": sampling.nothing_ignored,
+    "sampled_distribution": logprobs.sampled_distribution,
+    "generated_logprobs": logprobs.generated_logprobs,
+    "alternatives": logprobs.alternatives,
+    "prompt_logprobs": logprobs.prompt_logprobs,
+    "concurrency": traffic.concurrency,
+    "abort": traffic.abort,
+    "metrics": traffic.metrics,
+    "chat": traffic.chat,
+    "weight_update": weights.weight_update,
+    "damaged_weights": weights.damaged_weights,
+    "pause": weights.pause,
+    "in_flight": weights.in_flight,
+    "cache_salt": weights.cache_salt,
+    "adapter": weights.adapter,
+    "broadcast": broadcast.broadcast,
+    "refused_broadcast": broadcast.refused_broadcast,
+    "sleep": life.sleep,
+    "sleeping_update": life.sleeping_update,
+    LAST: life.ends_on_sigterm,
+}
+"""Every check by name, in the order they run."""
+
+
+def conformance(engine: EngineSubject, name: str = "engine") -> Report:
+    """Run every check. Never raises for what the engine does."""
+    outcomes: list[Outcome] = []
+    for check in CHECKS:
+        lost = next((o for o in outcomes if o.check in FIRST and o.status == "failed"), None)
+        if lost is None:
+            outcomes.append(run_check(engine, check))
+        else:
+            promise = promise_of(CHECKS[check])
+            outcomes.append(Outcome(check, promise, "skipped", f"{lost.check} failed"))
+    return Report("engine", name, tuple(outcomes))
+
+
+def check_engine(engine: EngineSubject, name: str = "engine") -> Report:
+    """Raise ``AssertionError`` with everything the engine does not keep; give the report else."""
+    report = conformance(engine, name)
+    if not report.ok:
+        raise AssertionError(str(report)) from report.failed[0].error
+    return report
+
+
+def run_check(engine: EngineSubject, name: str) -> Outcome:
+    """One check; the engine serves the first weights again afterwards."""
+    outcome = _run(engine, name)
+    try:
+        if name != LAST:
+            engine.restore()
+    except (Broken, httpx.HTTPError) as error:
+        if outcome.status != "failed":
+            said = f"afterwards the engine cannot be given its first weights again: {error}"
+            return Outcome(name, outcome.promise, "failed", said, error)
+    return outcome
+
+
+def _run(engine: EngineSubject, name: str) -> Outcome:
+    check = CHECKS[name]
+    promise = promise_of(check)
+    try:
+        if not engine.model:
+            engine.meet()
+        said = check(engine)
+    except NotApplicable as reason:
+        return Outcome(name, promise, "skipped", str(reason))
+    except Broken as error:
+        return Outcome(name, promise, "failed", str(error), error)
+    except httpx.HTTPError as error:
+        ended = f" The server has {_fate(engine)}." if engine.process else ""
+        said = f"no answer: {type(error).__name__} {error}.{ended}"
+        return Outcome(name, promise, "failed", said, error)
+    except Exception as error:
+        said = f"the reply cannot be read: {type(error).__name__}: {error}"
+        return Outcome(name, promise, "failed", said, error)
+    return Outcome(name, promise, "passed", said or "")
+
+
+def _fate(engine: EngineSubject) -> str:
+    code = engine.process.poll() if engine.process else None
+    return "not ended" if code is None else f"ended with code {code}"
+
+
+def hold(engine: EngineSubject, name: str) -> None:
+    """One check as a pytest test: raises ``AssertionError``, skips with the reason, or passes."""
+    import pytest
+
+    outcome = run_check(engine, name)
+    if outcome.status == "skipped":
+        pytest.skip(outcome.message)
+    if outcome.status == "failed":
+        raise AssertionError(f"{outcome.promise} {outcome.message}") from outcome.error

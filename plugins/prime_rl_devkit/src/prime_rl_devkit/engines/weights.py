@@ -1,0 +1,234 @@
+"""Checks of weight updates: all of the new, or all of the old; and nobody is interrupted."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prime_rl.testing.report import Broken
+from prime_rl_devkit.engines import checkpoints
+from prime_rl_devkit.engines.prompts import prompt_of
+from prime_rl_devkit.engines.reference import largest_gap
+from prime_rl_devkit.engines.replies import Choice
+from prime_rl_devkit.engines.routes import refused
+from prime_rl_devkit.engines.subject import EngineSubject
+
+REFUSED = (400, 404, 409, 422, 500)
+
+
+@contextmanager
+def other_weights(engine: EngineSubject, seed: int = 1) -> Iterator[Path]:
+    """A checkpoint in which every tensor differs from the one that serves."""
+    folder = engine.new_folder(f"changed-{seed}")
+    checkpoints.changed(engine.model_folder, folder, seed)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def gap_to(engine: EngineSubject, folder: Path, number: int = 0) -> float:
+    """How far the engine's logprobs are from those of a folder's weights, over two prompts."""
+    reference = engine.reference(folder)
+    gaps = []
+    for length in (5, 24):
+        prompt = prompt_of(engine, length, number)
+        found = engine.choice(prompt, f"{engine.version}/{number}", max_tokens=24, seed=number)
+        gaps.append(reference.gap(prompt, found.token_ids, found.logprobs))
+    return max(gaps)
+
+
+def serves(engine: EngineSubject, folder: Path, what: str, number: int = 0) -> float:
+    """The engine samples from exactly these weights. Raises ``Broken``."""
+    gap = gap_to(engine, folder, number)
+    if not gap <= engine.bound:
+        raise Broken(
+            f"{what}: logprobs differ by {gap:.3g} from those of {folder.name} in transformers, at "
+            f"most {engine.bound:g} is allowed"
+        )
+    return gap
+
+
+def weight_update(engine: EngineSubject) -> str:
+    """After an update every tensor is the new one, the tied head included, and the version says
+    so; and after an update back, the old one."""
+    engine.need_admin()
+    with other_weights(engine) as folder:
+        started = time.perf_counter()
+        engine.update(folder)
+        seconds = time.perf_counter() - started
+        _version_is(engine, "an update")
+        gap = serves(engine, folder, "after an update")
+        again = engine.choice(prompt_of(engine, 5), max_tokens=4, seed=0)
+        if again.versions != [(str(engine.version), 0, 4)]:
+            raise Broken(f"after update {engine.version} the versions are {again.versions}")
+    engine.update(engine.model_folder)
+    serves(engine, engine.model_folder, "after an update back", 1)
+    return f"largest gap {gap:.2g}; an update took {1000 * seconds:.0f} ms"
+
+
+def _version_is(engine: EngineSubject, what: str) -> None:
+    expected = engine.version
+    engine.meet()
+    if engine.version != expected:
+        raise Broken(f"after {what} to {expected} /health says version {engine.version}")
+
+
+def damaged_weights(engine: EngineSubject) -> None:
+    """A checkpoint that is broken, incomplete or does not fit is refused with the reason, and the
+    old weights serve on."""
+    engine.need_admin()
+    for number, (what, damage) in enumerate(checkpoints.DAMAGES.items()):
+        with other_weights(engine, seed=3) as sound:
+            folder = engine.new_folder("damaged")
+            damage(sound, folder)
+            engine.pause()
+            answer = engine.load(folder)
+            engine.resume()
+            refused(answer, what, REFUSED, "")
+            _version_is(engine, f"an update with {what} was refused; the version belongs")
+            serves(engine, engine.model_folder, f"after an update with {what} was refused", number)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def pause(engine: EngineSubject) -> None:
+    """After ``/pause`` no token is sampled, and requests wait, old and new, until ``/resume``."""
+    engine.need_admin()
+    long = engine.max_model_len - 16
+    prompt = prompt_of(engine, 4)
+    free = engine.choice(prompt, max_tokens=long, seed=4)
+    with engine.running(engine.body(prompt, max_tokens=long, seed=4)) as old:
+        engine.pause()
+        before = settled(engine)
+        if old.done():
+            raise Broken(f"a request of {long} tokens ended under /pause, or before it could come")
+        with engine.held(engine.body(prompt, max_tokens=3, seed=5)) as new:
+            time.sleep(0.1)
+            made = engine.metric("generation_tokens") - before
+            early = [each for each in (old, new) if each.done()]
+            engine.resume()
+            if made or early:
+                raise Broken(
+                    f"while paused {made:.0f} tokens were sampled and {len(early)} requests ended"
+                )
+            new.result()
+        found = old.result().choices[0]
+    if engine.exact and found.token_ids != free.token_ids:
+        at = _parting(found, free)
+        raise Broken(f"a request that was paused has other tokens, from number {at} on")
+
+
+def settled(engine: EngineSubject) -> float:
+    """``generation_tokens``; some engines count a step a moment after it."""
+    value = -1.0
+    while (now := engine.metric("generation_tokens")) != value:
+        value = now
+        time.sleep(0.1)
+    return value
+
+
+def _parting(one: Choice, other: Choice) -> int:
+    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one.token_ids), len(other.token_ids)))
+
+
+def in_flight(engine: EngineSubject) -> str:
+    """A request that lives through an update keeps its place and its KV, goes on with the new
+    weights, and says which version sampled which token."""
+    engine.need_admin()
+    old, length = engine.version, engine.max_model_len - 16
+    prompt = prompt_of(engine, 6)
+    with other_weights(engine) as folder:
+        with engine.running(engine.body(prompt, str(old), max_tokens=length, seed=6)) as running:
+            engine.update(folder)
+            found = running.result().choices[0]
+        _both_versions(found, old, engine.version, length)
+        swap = found.versions[0][2]
+        gaps = _gaps_across(engine, folder, prompt, found, swap)
+    if gaps["before"] > engine.bound or gaps["kept"] > engine.bound:
+        said = ""
+        if gaps["before"] <= engine.bound and gaps["recomputed"] <= engine.bound:
+            said = " The KV was computed anew: pause with mode=keep and clear_cache=false."
+        raise Broken(
+            f"logprobs differ by {gaps['before']:.3g} before the update and {gaps['kept']:.3g} "
+            f"after it from old weights, then new weights over the old KV (at most "
+            f"{engine.bound:g}).{said}"
+        )
+    gap = max(gaps["before"], gaps["kept"])
+    return f"updated after {swap} of {length} tokens; largest gap {gap:.2g}"
+
+
+def _both_versions(found: Choice, old: int, new: int, length: int) -> None:
+    versions = [version for version, _, _ in found.versions]
+    if len(found.token_ids) != length or versions != [str(old), str(new)]:
+        raise Broken(
+            f"a request of {length} tokens that lived through the update from {old} to {new} has "
+            f"{len(found.token_ids)} tokens, of versions {found.versions}"
+        )
+
+
+def _gaps_across(
+    engine: EngineSubject, folder: Path, prompt: list[int], found: Choice, swap: int
+) -> dict[str, float]:
+    """Before the swap; after it if the KV was kept; after it if it was computed anew."""
+    tokens, logprobs = found.token_ids, found.logprobs
+    every = [*prompt, *tokens]
+    first, new = engine.reference(), engine.reference(folder)
+    kept = len(prompt) + swap - 1  # the last token before the swap is fed to the new weights
+    after = new.logits_after(first, every, kept)[:-1]
+    anew = new.logits(every)[kept:-1]
+    return {
+        "before": first.gap(prompt, tokens[:swap], logprobs[:swap]),
+        "kept": largest_gap(after, tokens[swap:], logprobs[swap:]),
+        "recomputed": largest_gap(anew, tokens[swap:], logprobs[swap:]),
+    }
+
+
+def cache_salt(engine: EngineSubject) -> str:
+    """KV of old weights is never used under a new salt, not even while its request still runs; and
+    a prompt that is asked again is answered alike."""
+    engine.need_admin()
+    prompt = prompt_of(engine, 70)
+    cold, warm = (engine.choice(prompt, "a", max_tokens=4, seed=7) for _ in range(2))
+    gap = max(abs(a - b) for a, b in zip(cold.logprobs, warm.logprobs, strict=True))
+    if gap > engine.bound or (engine.exact and cold.token_ids != warm.token_ids):
+        raise Broken(
+            f"a prompt asked twice under one salt: {cold.token_ids} and {warm.token_ids}, "
+            f"logprobs {gap:.3g} apart"
+        )
+    long = engine.body(prompt, "a", max_tokens=engine.max_model_len - 80, seed=8)
+    with other_weights(engine) as folder:
+        with engine.running(long) as running:
+            engine.update(folder)
+            reply = engine.reply(prompt, "b", max_tokens=4, seed=9)
+            running.result()
+        (found,) = reply.choices
+        gap = engine.reference(folder).gap(prompt, found.token_ids, found.logprobs)
+    if gap > engine.bound:
+        raise Broken(
+            f"after an update, under another salt, logprobs differ by {gap:.3g} from the new "
+            f"weights' (at most {engine.bound:g}; {reply.cached_tokens} tokens came from a cache): "
+            "old KV was used"
+        )
+    return f"largest gap {gap:.2g}; {reply.cached_tokens or 0} tokens from a cache"
+
+
+def adapter(engine: EngineSubject) -> str:
+    """A folder that holds a LoRA adapter serves base and adapter together, twice the same; one that
+    does not fit is refused; and a whole model replaces both."""
+    engine.need("adapters")
+    engine.need_admin()
+    base, folder = engine.model_folder, engine.new_folder("adapter")
+    checkpoints.write_adapter(base, folder)
+    whole = checkpoints.merged(base, folder, engine.new_folder("merged"))
+    for number in range(2):
+        engine.update(folder)
+        gap = serves(engine, whole, f"with an adapter, update {number + 1} of 2", number)
+    wrong = checkpoints.write_adapter(base, engine.new_folder("wrong"), rank=checkpoints.RANK + 1)
+    answer = engine.load(wrong)
+    refused(answer, "an adapter of another rank than its config says", REFUSED, "")
+    serves(engine, whole, "after a wrong adapter was refused", 2)
+    engine.update(base)
+    serves(engine, base, "after a whole model again", 3)
+    return f"largest gap {gap:.2g}"

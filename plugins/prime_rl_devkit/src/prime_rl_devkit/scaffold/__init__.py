@@ -1,0 +1,5 @@
+"""``prime-rl plugins new``: a package with one plugin that works."""
+
+from prime_rl_devkit.scaffold.names import KINDS as KINDS
+from prime_rl_devkit.scaffold.write import Package as Package
+from prime_rl_devkit.scaffold.write import write_package as write_package

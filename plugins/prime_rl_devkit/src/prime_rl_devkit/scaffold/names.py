@@ -1,0 +1,101 @@
+"""What a new package is called, and which names it must not take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import prime_rl
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.checks import CONTRACT_VERSION
+from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.manager import GROUPS, load_plugins
+from prime_rl.plugins.offers import KINDS as OFFER_KINDS
+from prime_rl.plugins.offers import collect
+
+KINDS: Mapping[str, str] = {
+    "algorithm": PROJECT,
+    "filter": PROJECT,
+    "loss": TRAINER_GROUP,
+    "engine": PROJECT,
+    "sampler": PROJECT,
+    "renderer": PROJECT,
+    "source": PROJECT,
+    "monitor": PROJECT,
+}
+"""Every kind with a template, and the entry-point group it is found in."""
+
+PREFIX = "prime-rl-"
+
+
+@dataclass(frozen=True)
+class Names:
+    """One name in every spelling it is needed in."""
+
+    name: str
+    """As a TOML selects it: ``my_algo``."""
+    dashed: str
+    env_name: str
+    """Of environment variables: ``MY_ALGO``."""
+    distribution: str
+    module: str
+    class_name: str
+    core_range: str
+    """The versions of prime-rl-core that speak this contract."""
+    contract: str
+    """Its number."""
+
+
+def names_for(name: str, kind: str) -> Names:
+    """Check ``name`` and spell it out. Raises ``ConfigError`` if it is none, or taken."""
+    if kind not in KINDS:
+        raise ConfigError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    plain = name.removeprefix(PREFIX)
+    if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", plain):
+        raise ConfigError(
+            f"name: expected small letters and digits, in words joined by a dash, such as my-algo; "
+            f"got {name!r}"
+        )
+    dashed, spelt = plain.replace("_", "-"), plain.replace("-", "_")
+    names = Names(
+        name=spelt,
+        dashed=dashed,
+        env_name=spelt.upper(),
+        distribution=f"{PREFIX}{dashed}",
+        module=f"prime_rl_{spelt}",
+        class_name="".join(word.capitalize() for word in spelt.split("_")),
+        core_range=core_range(version("prime-rl-core")),
+        contract=str(CONTRACT_VERSION),
+    )
+    _check_free(names, kind)
+    return names
+
+
+def core_range(installed: str) -> str:
+    """From the installed version to the next that may break: ``>=0.1,<0.2``, ``>=1.4,<2``."""
+    major, minor = (int(part) for part in installed.split(".")[:2])
+    return f">={major}.{minor},<{major + 1}" if major else f">=0.{minor},<0.{minor + 1}"
+
+
+def _check_free(names: Names, kind: str) -> None:
+    for ours in (names.class_name, f"{names.class_name}Config"):
+        if hasattr(prime_rl, ours):
+            raise ConfigError(f"name: {ours!r} is a class of prime_rl itself; choose another name")
+    for group in GROUPS:
+        hooks = load_plugins(group)
+        for plugin, source in hooks.sources.items():
+            if plugin == names.name or source.distribution == names.distribution:
+                raise ConfigError(_taken(names.name, f"the plugin {source}"))
+        for each in OFFER_KINDS:
+            found = collect(hooks, each).get(names.name) if each.name == kind else None
+            if found is not None:
+                raise ConfigError(_taken(names.name, f"a {kind} of the plugin {found.source}"))
+    if find_spec(names.module) is not None:
+        raise ConfigError(_taken(names.name, f"an installed module, {names.module}"))
+
+
+def _taken(name: str, by: str) -> str:
+    return f"name: {name!r} is taken by {by}. Choose another name, or uninstall that one."

@@ -1,0 +1,276 @@
+"""``prime-rl plugins new``: what is written, what is refused, and that it works at once."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from importlib.metadata import distribution, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from typer.testing import CliRunner
+from waiting import LIMIT
+
+from prime_rl import ConfigError
+from prime_rl.cli.app import app
+from prime_rl.plugins.manager import GROUPS
+from prime_rl.plugins.offers import KINDS as OFFER_KINDS
+from prime_rl_devkit.scaffold import KINDS, write_package
+from prime_rl_devkit.scaffold.names import core_range, names_for
+
+
+def test_a_package_is_seven_files(tmp_path):
+    package = write_package("my-algo", "algorithm", tmp_path / "new")
+    assert sorted(str(path.relative_to(tmp_path / "new")) for path in package.files) == [
+        ".github/workflows/test.yml",
+        ".gitignore",
+        "README.md",
+        "pyproject.toml",
+        "src/prime_rl_my_algo/__init__.py",
+        "src/prime_rl_my_algo/py.typed",
+        "tests/test_my_algo.py",
+    ]
+    assert all(path.exists() for path in package.files)
+
+
+def test_the_project_names_its_entry_point_its_group_and_the_core_it_needs(tmp_path):
+    write_package("my-algo", "algorithm", tmp_path / "algo")
+    project = tomllib.loads((tmp_path / "algo/pyproject.toml").read_text())["project"]
+    assert project["name"] == "prime-rl-my-algo"
+    assert (
+        f"prime-rl-core{core_range(distribution('prime-rl-core').version)}"
+        in (project["dependencies"])
+    )
+    assert project["entry-points"] == {"prime_rl": {"my_algo": "prime_rl_my_algo"}}
+    write_package("my-loss", "loss", tmp_path / "loss")
+    project = tomllib.loads((tmp_path / "loss/pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {"prime_rl.trainer": {"my_loss": "prime_rl_my_loss"}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_the_template_is_left_over(kind, tmp_path):
+    for path in write_package("plum-tree", kind, tmp_path / "new").files:
+        text = path.read_text()
+        assert "@@" not in text and "my_algo" not in text, path
+        assert all(len(line) <= 132 for line in text.splitlines()), path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_readme_has_toml_that_reads_and_names_the_plugin(kind, tmp_path):
+    write_package("plum-tree", kind, tmp_path / "new")
+    readme = (tmp_path / "new/README.md").read_text()
+    block = readme.partition("```toml\n")[2].partition("```")[0]
+    assert "plum_tree" in str(tomllib.loads(block))
+
+
+def test_every_kind_has_a_template_except_models_launchers_and_weight_transports():
+    without = {"model", "launcher", "weight_transport"}
+    assert set(KINDS) == {kind.name for kind in OFFER_KINDS} - without
+    assert set(KINDS.values()) == set(GROUPS)
+
+
+@pytest.mark.parametrize("name", ["my-algo", "my_algo", "prime-rl-my-algo"])
+def test_a_name_may_be_spelt_in_three_ways(name):
+    names = names_for(name, "algorithm")
+    assert (names.name, names.distribution, names.module, names.class_name) == (
+        "my_algo", "prime-rl-my-algo", "prime_rl_my_algo", "MyAlgo",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["", "My-Algo", "2fast", "my algo", "my--algo", "-algo", "../x", "añb"]
+)
+def test_what_is_no_name_is_refused(name):
+    with pytest.raises(ConfigError, match="name: expected small letters and digits"):
+        names_for(name, "algorithm")
+
+
+def test_a_class_of_ours_is_refused_as_a_name():
+    with pytest.raises(ConfigError, match="'Filter' is a class of prime_rl itself"):
+        names_for("filter", "algorithm")
+    with pytest.raises(ConfigError, match="'PluginConfig' is a class of prime_rl itself"):
+        names_for("plugin", "algorithm")
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        write_package("my-algo", "teapot", tmp_path / "new")
+    assert str(caught.value) == (
+        "--kind: expected one of algorithm, filter, loss, engine, sampler, renderer, source, "
+        "monitor, got 'teapot'"
+    )
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"is there already and not empty\. Give a new folder"):
+        write_package("my-algo", "algorithm", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_an_empty_folder_will_do(tmp_path):
+    assert write_package("my-algo", "algorithm", tmp_path).folder == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [("0.1.0", ">=0.1,<0.2"), ("0.12.3", ">=0.12,<0.13"), ("1.4.0", ">=1.4,<2"),
+     ("2.0.0rc1", ">=2.0,<3")],
+)  # fmt: skip
+def test_the_range_is_from_the_installed_version_to_the_next_that_may_break(version, expected):
+    assert core_range(version) == expected
+
+
+def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["plugins", "new", "my-algo"])
+    assert done.exit_code == 0
+    assert done.stdout == (
+        "wrote prime-rl-my-algo: the algorithm 'my_algo', 7 files\n"
+        "\n"
+        "Next:\n"
+        "  pip install -e 'prime-rl-my-algo[test]'\n"
+        "  pytest prime-rl-my-algo\n"
+        "  prime-rl plugins check my_algo\n"
+    )
+
+
+# -- it works at once, in a venv that has prime-rl-core and pytest and nothing else ---------------
+
+
+ROOT = Path(__file__).parents[3]
+SOURCES = {
+    "prime-rl-core": "core/src/prime_rl",
+    "prime-rl-devkit": "plugins/prime_rl_devkit/src/prime_rl_devkit",
+    "prime-rl-broadcast": "plugins/prime_rl_broadcast/src/prime_rl_broadcast",
+}
+"""Where the packages are of which only the metadata is installed here."""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A folder that holds what ``pip install prime-rl-devkit`` would bring, and no more."""
+    site = tmp_path_factory.mktemp("bare")
+    for name in closure("prime-rl-devkit"):
+        if name in SOURCES:
+            package = ROOT / SOURCES[name]
+            (site / package.name).symlink_to(package)
+        for path in distribution(name).files or ():
+            top = site / path.parts[0]
+            source = Path(str(distribution(name).locate_file(path.parts[0])))
+            if path.parts[0] not in ("..", "__pycache__") and source.exists() and not top.exists():
+                top.symlink_to(source)
+    return site
+
+
+def closure(*names: str) -> set[str]:
+    """Distributions that some need, and these need, without extras."""
+    found, todo = set(), list(names)
+    while todo:
+        name = todo.pop().lower().replace("_", "-")
+        if name in found:
+            continue
+        found.add(name)
+        for text in requires(name) or ():
+            need = Requirement(text)
+            if need.marker is None or need.marker.evaluate({"extra": ""}):
+                todo.append(need.name)
+    return found
+
+
+def in_bare(site: Path, *arguments: str, cwd: Path, path: Path | None = None):
+    """Run Python with the standard library, ``site`` and one package, and nothing else."""
+    base = sysconfig.get_paths()["stdlib"]
+    assert Path(base).is_dir()
+    folders = [str(each) for each in (path, site) if each]
+    environment = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "TMPDIR")}
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        cwd=cwd,
+        env=environment | {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def test_the_bare_place_has_core_and_no_torch(bare, tmp_path):
+    names = "('torch', 'transformers', 'verifiers', 'renderers', 'prime_rl_grpo')"
+    code = (
+        "import prime_rl.testing; from importlib.util import find_spec; "
+        f"print([name for name in {names} if find_spec(name)])"
+    )
+    done = in_bare(bare, "-c", code, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
+
+
+SKIPS = {"loss": 2, "renderer": 1}
+"""Tests that need torch, or the renderers package."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_own_tests_pass_at_once_without_torch(kind, bare, tmp_path):
+    folder = tmp_path / "new"
+    write_package(f"plum-{kind}", kind, folder)
+    done = in_bare(bare, "-m", "pytest", "-q", "-W", "error", cwd=folder, path=folder / "src")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = done.stdout.splitlines()[-1]
+    assert " passed" in summary
+    assert (f"{SKIPS[kind]} skipped" in summary) if kind in SKIPS else ("skipped" not in summary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_passes_the_check_before_it_is_installed(kind, bare, tmp_path):
+    folder = tmp_path / "new"
+    write_package(f"plum-{kind}", kind, folder)
+    code = "import sys; from prime_rl.cli import main; sys.argv[0] = 'prime-rl'; main()"
+    done = in_bare(bare, "-c", code, "plugins", "check", str(folder), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"plugin plum_{kind}" in done.stdout and "failed" not in done.stdout.split()
+
+
+@pytest.mark.slow
+def test_every_kind_is_formatted_linted_and_typed(tmp_path):
+    for kind in KINDS:
+        write_package(f"plum-{kind}", kind, tmp_path / kind)
+    settings = tmp_path / "algorithm/pyproject.toml"
+    sources = [str(tmp_path / kind / "src") for kind in KINDS]
+    tools, core = Path(sys.executable).parent, Path(__file__).parents[1] / "src"
+    for command in (
+        [tools / "ruff", "check", "."],
+        [tools / "ruff", "format", "--check", "."],
+        [tools / "mypy", "--config-file", settings, "--cache-dir", "mypy", *sources],
+    ):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"MYPYPATH": str(core)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_of_it_is_found_by_its_entry_point(bare, tmp_path):
+    folder, site = tmp_path / "new", tmp_path / "site"
+    write_package("plum-tree", "algorithm", folder)
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run(
+        [*install, "--no-build-isolation", "--disable-pip-version-check", "--target", site, folder],
+        check=True,
+        timeout=LIMIT,
+    )
+    code = (
+        "import sys; from prime_rl.cli import main; "
+        "sys.argv = ['prime-rl', 'plugins', 'show', 'plum_tree']; main()"
+    )
+    done = in_bare(bare, "-c", code, cwd=tmp_path, path=site)
+    assert done.returncode == 0, done.stderr
+    assert 'algo.type = "plum_tree"' in done.stdout
+    assert "prime-rl-plum-tree 0.1.0" in done.stdout

@@ -1,0 +1,61 @@
+"""Bearer keys: one for the admin routes, and one for sampling if the server was given one.
+
+They come by the environment (``PRIME_RL_ADMIN_KEY``, ``PRIME_RL_ENGINE_API_KEY``); argument lists
+are public.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from dataclasses import dataclass
+
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl_engine_kit.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Who may do what. An empty key: sampling needs none, administration is off."""
+
+    admin: str = ""
+    sampling: str = ""
+
+    @classmethod
+    def of_environment(cls) -> Keys:
+        """Those that this process was started with."""
+        return cls(os.environ.get(ADMIN_KEY, ""), os.environ.get(ENGINE_KEY, ""))
+
+    def check_admin(self, authorization: str) -> None:
+        """Raises ``RequestError``: 401 without a key, 403 with a wrong one or if admin is off."""
+        if not self.admin:
+            raise RequestError(
+                "the engine was started without PRIME_RL_ADMIN_KEY: admin is off", 403
+            )
+        given = _bearer(authorization)
+        if not given:
+            raise RequestError(
+                "admin routes need 'Authorization: Bearer <the run's admin key>'", 401
+            )
+        if not _equal(given, self.admin):
+            raise RequestError("this isn't the run's admin key", 403)
+
+    def check_sampling(self, authorization: str) -> None:
+        """The admin key opens these routes too. Raises ``RequestError`` (401)."""
+        if not self.sampling:
+            return
+        given = _bearer(authorization)
+        if not given:
+            raise RequestError("this engine needs 'Authorization: Bearer <its API key>'", 401)
+        if not (_equal(given, self.sampling) or (self.admin and _equal(given, self.admin))):
+            raise RequestError("this isn't the engine's API key", 401)
+
+
+def _bearer(authorization: str) -> str:
+    scheme, _, given = authorization.partition(" ")
+    return given if scheme.lower() == "bearer" else ""
+
+
+def _equal(given: str, key: str) -> bool:
+    # Headers arrive decoded as Latin-1, whatever their bytes meant.
+    return hmac.compare_digest(given.encode("latin-1"), key.encode())

@@ -1,0 +1,78 @@
+"""A server process: its command line, its log and status, and its end."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from prime_rl.errors import PrimeRLError
+from prime_rl.rundir.launch import READY
+from prime_rl.rundir.processes import exit_with_parent
+from prime_rl.rundir.status import Status
+
+log = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
+
+
+def command_line(prog: str, description: str | None) -> argparse.ArgumentParser:
+    """The options that say what ``EngineLaunch`` says. No key is on it: argument lists are
+    public."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="a local Hugging Face folder")
+    add("--served-model-name", help="default: the folder's name")
+    add("--host", default="127.0.0.1")
+    add("--port", type=int, required=True)
+    add("--max-model-len", type=int, required=True, help="prompt and completion, in tokens")
+    add("--seed", type=int, default=0, help="of requests that bring none")
+    add("--policy-version", type=int, default=0, help="of the weights in the folder")
+    add("--status-path", type=Path)
+    add("--wait-for-model", action="store_true", help=f"until the folder holds {READY}")
+    return parser
+
+
+def run_server(args: argparse.Namespace, serve: Callable[[argparse.Namespace, Status], int]) -> int:
+    """Serve until told to stop, or until the parent is gone; the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    exit_with_parent()
+    for stop in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(stop, _exit_cleanly)
+    status = Status(args.status_path)
+    try:
+        return serve(args, status)
+    except (SystemExit, KeyboardInterrupt) as stop:  # a signal, at whatever point
+        code = int(stop.code or 0) if isinstance(stop, SystemExit) else 0
+        status.report("failed" if code else "stopped")
+        return code
+    except PrimeRLError as error:
+        status.report(f"failed: {error}")
+        log.error("%s", error)
+        return 1
+
+
+def wait_for_model(path: Path, status: Status) -> None:
+    """Return when the folder is complete."""
+    status.report("waiting for the model", waiting_for=f"{path.name}/{READY}")
+    while not ((path / READY).exists() and (path / "config.json").exists()):
+        time.sleep(_POLL_SECONDS)
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process: the interpreter would take most of a second to take torch apart."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _exit_cleanly(signum: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(0)

@@ -1,0 +1,192 @@
+"""The JSON of ``POST /inference/v1/generate`` and ``/update_weights``, and what is wrong with it.
+
+Unknown keys are ignored, as vLLM does; keys that would change the distribution and aren't offered
+are refused, because ignoring them would return logprobs of another distribution than the client
+believes. What only some engine can judge (a temperature, say) is left to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from prime_rl_broadcast.meeting import Meeting
+from prime_rl_engine_kit.errors import RequestError
+
+MAX_ALTERNATIVES = 20
+MAX_CHOICES = 128
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "structured_outputs": (),
+    "logits_processors": ([],),
+}
+"""Keys that aren't offered, and the values besides null at which they do nothing."""
+
+Body = TypeVar("Body")
+Value = TypeVar("Value")
+
+
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """What every route that samples understands. None: not given."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    seed: int | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Any = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    structured_outputs: Any = None
+    logits_processors: Any = None
+
+
+class GenerateSampling(SamplingFields, kw_only=True):
+    """``sampling_params`` of ``/inference/v1/generate``."""
+
+    logprobs: int | None = None
+    """0 or 1: of the sampled token; k > 1: of the k most likely ones too."""
+    prompt_logprobs: int | None = None
+    stop: str | list[str] | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """``POST /inference/v1/generate``."""
+
+    token_ids: list[int]
+    sampling_params: GenerateSampling = msgspec.field(default_factory=GenerateSampling)
+    model: str | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+    priority: int | None = None
+    stream: bool | None = None
+    features: Any = None
+    content_parts: Any = None
+
+
+class UpdateBody(msgspec.Struct, kw_only=True):
+    """``POST /update_weights``."""
+
+    weight_dir: str
+    version: int | None = None
+    """None: one more than the current version."""
+    meeting: Meeting | None = None
+    """Where the trainer passes them on from its memory; ``weight_dir`` has no files then."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the served model can take."""
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """JSON into a body. Raises ``RequestError`` that says where and what."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(f"bad request body: {error}") from error
+
+
+def given(value: Value | None, default: Value) -> Value:
+    """The value, or what it means that there is none."""
+    return default if value is None else value
+
+
+def check_generate(body: GenerateBody, limits: Limits) -> None:
+    """All of a body but its sampling parameters. Raises ``RequestError``."""
+    check_model(body.model, limits)
+    fields = body.sampling_params
+    scoring = fields.prompt_logprobs is not None and given(fields.max_tokens, 2) <= 1
+    check_prompt(body.token_ids, limits, scoring=scoring)
+    if body.stream:
+        raise RequestError("stream is true; this route answers whole completions only")
+    if body.features is not None or body.content_parts is not None:
+        raise RequestError("features and content_parts: this engine takes text tokens only")
+    if fields.stop:
+        raise RequestError(
+            f"stop is {fields.stop!r}; this route knows tokens, not strings: use stop_token_ids"
+        )
+
+
+def check_model(name: str | None, limits: Limits) -> None:
+    """Raises ``RequestError`` (404) for another model than the one that is served."""
+    if name is not None and name != limits.model_name:
+        raise RequestError(
+            f"the model {name!r} does not exist; this engine serves {limits.model_name!r}", 404
+        )
+
+
+def check_prompt(token_ids: Sequence[int], limits: Limits, *, scoring: bool = False) -> None:
+    """Refuse prompts that are empty, too long, or out of the vocabulary.
+
+    A prompt has to leave room for a token, unless it only is to be scored: what follows its last
+    token can be sampled without ever being fed, so it needs no room.
+    """
+    length, most = len(token_ids), limits.max_model_len
+    if length == 0:
+        raise RequestError("token_ids is empty; a prompt has at least one token")
+    if scoring and length > most:
+        raise RequestError(f"the prompt to score has {length} tokens; max_model_len is {most}")
+    if not scoring and length >= most:
+        raise RequestError(
+            f"the prompt has {length} tokens; at most {most - 1} leave room for one more "
+            f"(max_model_len is {most})"
+        )
+    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
+        position, token = next(
+            (i, t) for i, t in enumerate(token_ids) if not 0 <= t < limits.vocab_size
+        )
+        raise RequestError(
+            f"token_ids[{position}] is {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}"
+        )
+
+
+def check_sampling(
+    fields: SamplingFields, limits: Limits, logprobs: int | None, prompt_logprobs: int | None
+) -> None:
+    """What no engine offers, and whole numbers out of bounds. Raises ``RequestError``: the key and
+    its value."""
+    for key, neutral in _NEUTRAL.items():
+        value = getattr(fields, key)
+        if value is not None and value not in neutral:
+            raise RequestError(f"{key} is {value!r}; this engine doesn't offer it: leave it out")
+    rules = (
+        ("max_tokens", fields.max_tokens, 0, None),
+        ("min_tokens", fields.min_tokens, 0, None),
+        ("n", fields.n, 1, MAX_CHOICES),
+        ("logprobs", logprobs, 0, MAX_ALTERNATIVES),
+        ("prompt_logprobs", prompt_logprobs, 0, MAX_ALTERNATIVES),
+    )
+    for key, number, low, high in rules:
+        if number is not None and (number < low or (high is not None and number > high)):
+            expected = f"at least {low}" if high is None else f"in [{low}, {high}]"
+            raise RequestError(f"{key} is {number}; it must be {expected}")
+    if fields.max_tokens == 0 and prompt_logprobs is None:
+        raise RequestError(
+            "max_tokens is 0; it must be at least 1, unless prompt_logprobs are wanted"
+        )
+    for token in fields.stop_token_ids or ():
+        if not 0 <= token < limits.vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds {token}; the vocabulary has ids 0 to {limits.vocab_size - 1}"
+            )

@@ -1,0 +1,148 @@
+"""What every server of the engine contract is made of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl_engine_kit import process
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.keys import Keys
+from prime_rl_engine_kit.requests import (
+    GenerateBody,
+    GenerateSampling,
+    Limits,
+    check_generate,
+    check_sampling,
+    decode,
+)
+
+LIMITS = Limits("tiny", max_model_len=8, vocab_size=100)
+
+
+def status_of(check: object, *arguments: object) -> int:
+    with pytest.raises(RequestError) as caught:
+        check(*arguments)  # type: ignore[operator]
+    return caught.value.status
+
+
+@pytest.mark.parametrize(
+    ("given", "admin", "sampling"),
+    [
+        ("", 401, 401),
+        ("Bearer ", 401, 401),
+        ("Basic a", 401, 401),
+        ("Bearer x", 403, 401),
+        ("Bearer s", 403, None),
+        ("bearer a", None, None),
+        ("Bearer \xe9", 403, 401),
+    ],
+)
+def test_a_key_opens_its_own_routes_and_the_admins_all(
+    given: str, admin: int | None, sampling: int | None
+) -> None:
+    keys = Keys("a", "s")
+    for check, expected in ((keys.check_admin, admin), (keys.check_sampling, sampling)):
+        if expected is None:
+            check(given)
+        else:
+            assert status_of(check, given) == expected
+
+
+def test_without_keys_sampling_is_open_and_administration_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (ADMIN_KEY, ENGINE_KEY):
+        monkeypatch.delenv(name, raising=False)
+    keys = Keys.of_environment()
+    keys.check_sampling("")
+    assert status_of(keys.check_admin, "Bearer ") == 403
+
+
+def test_the_keys_come_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADMIN_KEY, "a")
+    monkeypatch.setenv(ENGINE_KEY, "s")
+    assert Keys.of_environment() == Keys("a", "s")
+
+
+def generate(**more: object) -> None:
+    fields = {"token_ids": [1, 2, 3]} | more
+    body = decode(json.dumps(fields).encode(), GenerateBody)
+    check_generate(body, LIMITS)
+    sampling = body.sampling_params
+    check_sampling(sampling, LIMITS, sampling.logprobs, sampling.prompt_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "status"),
+    [
+        ({"token_ids": "text"}, "bad request body: .*token_ids", 400),
+        ({"model": "other"}, "'other' does not exist; this engine serves 'tiny'", 404),
+        ({"token_ids": []}, "token_ids is empty", 400),
+        ({"token_ids": [1] * 8}, "has 8 tokens; at most 7 leave room", 400),
+        ({"token_ids": [1, 100]}, r"token_ids\[1\] is 100; .* 0 to 99", 400),
+        ({"token_ids": [-1]}, r"token_ids\[0\] is -1", 400),
+        ({"stream": True}, "stream is true", 400),
+        ({"features": {}}, "text tokens only", 400),
+        ({"sampling_params": {"stop": ["x"]}}, r"stop is \['x'\]; .* use stop_token_ids", 400),
+        ({"sampling_params": {"n": 0}}, r"n is 0; it must be in \[1, 128\]", 400),
+        ({"sampling_params": {"logprobs": 21}}, r"logprobs is 21; .* in \[0, 20\]", 400),
+        ({"sampling_params": {"min_tokens": -1}}, "min_tokens is -1; .* at least 0", 400),
+        ({"sampling_params": {"max_tokens": 0}}, "unless prompt_logprobs are wanted", 400),
+        ({"sampling_params": {"stop_token_ids": [100]}}, "stop_token_ids holds 100", 400),
+        ({"sampling_params": {"logit_bias": {"1": 2}}}, "logit_bias is .* leave it out", 400),
+    ],
+)
+def test_what_is_wrong_with_a_request_is_said(
+    body: dict[str, object], reason: str, status: int
+) -> None:
+    with pytest.raises(RequestError, match=reason) as caught:
+        generate(**body)
+    assert caught.value.status == caught.value.body["error"]["code"] == status  # type: ignore[index]
+
+
+def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
+    generate(token_ids=[1] * 8, sampling_params={"prompt_logprobs": 0, "max_tokens": 1})
+    generate(token_ids=[1] * 8, sampling_params={"prompt_logprobs": 0, "max_tokens": 0})
+    with pytest.raises(RequestError, match="to score has 9 tokens; max_model_len is 8"):
+        generate(token_ids=[1] * 9, sampling_params={"prompt_logprobs": 0, "max_tokens": 1})
+
+
+def test_what_says_nothing_is_no_fault() -> None:
+    neutral = {"presence_penalty": 0, "repetition_penalty": 1, "bad_words": [], "stop": ""}
+    generate(sampling_params=neutral, unknown_key=1)
+    assert GenerateSampling().max_tokens is None  # not given: the context is filled
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's signals and parent are left alone."""
+    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(process, "exit_with_parent", lambda: None)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(
+    ("end", "code", "state"),
+    [
+        (SystemExit(0), 0, "stopped"),
+        (KeyboardInterrupt(), 0, "stopped"),
+        (SystemExit(3), 3, "failed"),
+        (ConfigError("no such model"), 1, "failed: no such model"),
+    ],
+)
+def test_however_a_server_ends_its_status_says_so(
+    end: BaseException, code: int, state: str, tmp_path: Path
+) -> None:
+    def serve(args: argparse.Namespace, status: object) -> int:
+        raise end
+
+    words = ["--model", "m", "--port", "1", "--max-model-len", "8", "--status-path"]
+    args = process.command_line("x", None).parse_args([*words, str(tmp_path / "status.json")])
+    assert process.run_server(args, serve) == code
+    assert json.loads((tmp_path / "status.json").read_text())["state"] == state

@@ -1,0 +1,22 @@
+"""The commands around a run: look at it, replay it, evaluate and serve its weights, stop it."""
+
+import typer
+
+from prime_rl import hookimpl
+
+
+@hookimpl
+def register_commands(cli: typer.Typer) -> None:
+    """Add ``serve``, ``eval``, ``report``, ``replay``, ``inspect``, ``runs``, ``status`` and
+    ``stop``."""
+    from prime_rl_tools.commands import eval as evaluation
+    from prime_rl_tools.commands import inspect, replay, report, runs, serve
+
+    cli.command("serve", context_settings=serve.CONTEXT)(serve.serve)
+    cli.command("eval", context_settings=evaluation.CONTEXT)(evaluation.evaluate)
+    cli.command("report")(report.report)
+    cli.command("replay")(replay.replay)
+    cli.command("inspect")(inspect.inspect)
+    cli.command("runs")(runs.runs)
+    cli.command("status")(runs.status)
+    cli.command("stop")(runs.stop)

@@ -1,0 +1,109 @@
+"""``prime-rl replay``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from prime_rl.config.run import RunConfig
+    from prime_rl_tools.replay.compare import StepChange
+    from prime_rl_tools.replay.score import Algorithms, Replayed
+
+NUM_SHOWN = 8
+"""Rollouts listed below the table."""
+
+
+def replay(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    step: Annotated[int | None, typer.Option(help="Show this step. Default: every one.")] = None,
+    algo: Annotated[
+        str | None, typer.Option(help="Score by this algorithm, with its default settings.")
+    ] = None,
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(help="Score by the algorithms of this TOML; several are composed."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write a page that shows both credits, token by token.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Score saved rollouts again, without engine or GPU, and show what changes.
+
+    With the run's own algorithm every shipped frame must come out byte for byte; the exit code is 1
+    if one does not.
+    """
+    import asyncio
+
+    from prime_rl_tools.replay.compare import change_of
+    from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps
+    from prime_rl_tools.replay.score import replay as score_again
+
+    run_config = read_run_config(run_dir)
+    algorithms = chosen_algorithms(run_config, algo, config or [])
+    replayed = asyncio.run(score_again(run_config, read_steps(run_dir, step), algorithms))
+    shown = [each for each in replayed.steps if step in (None, each.step)]
+    changes = [change_of(run_config, replayed, each) for each in shown]
+    if as_json:
+        _print_json(changes)
+    else:
+        _print(run_config, algorithms, replayed, changes)
+    if out is not None:
+        from prime_rl_tools.report import write_report
+
+        write_report(run_dir, out, steps=shown, replayed=replayed, algorithms=algorithms)
+        typer.echo(f"wrote {out}", err=as_json)
+    if algorithms == algorithms_of(run_config) and any(c.frames_equal is False for c in changes):
+        typer.echo(
+            "error: frames differ from those that were shipped, though the algorithm is the same: "
+            "other versions of the packages, or of a plugin that wraps scoring.",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def chosen_algorithms(config: RunConfig, algo: str | None, files: list[Path]) -> Algorithms:
+    """By env; the run's own if nothing else is asked for. Raises ``ConfigError``."""
+    from prime_rl.config.load import load_config
+    from prime_rl.config.orchestrator import AlgoConfig
+    from prime_rl.errors import ConfigError
+    from prime_rl_tools.replay.score import algorithms_of
+
+    if algo is not None and files:
+        raise ConfigError("--algo and --config both name an algorithm. Keep one of them.")
+    own = algorithms_of(config)
+    if algo is not None:
+        return {env: AlgoConfig(type=algo) for env in own}
+    return algorithms_of(load_config(files), tuple(own)) if files else own
+
+
+def _print(
+    config: RunConfig, algorithms: Algorithms, replayed: Replayed, changes: list[StepChange]
+) -> None:
+    from rich.console import Console
+
+    from prime_rl_tools.replay import table
+    from prime_rl_tools.replay.compare import most_changed
+    from prime_rl_tools.replay.score import algorithms_of
+
+    console = Console()
+    table.print_algorithms(console, algorithms_of(config), algorithms)
+    table.print_changes(console, changes)
+    steps = {change.step for change in changes}
+    stored = [r for each in replayed.steps if each.step in steps for r in each.rollouts]
+    table.print_most_changed(console, most_changed([replayed.of(s) for s in stored], NUM_SHOWN))
+    if copied := sum(change.num_from_file for change in changes):
+        console.print(
+            f"{copied} rollouts keep the streams they were saved with: scoring them takes a model, "
+            "or siblings that are not saved."
+        )
+
+
+def _print_json(changes: list[StepChange]) -> None:
+    import json
+    from dataclasses import asdict
+
+    typer.echo(json.dumps([asdict(change) for change in changes], indent=2))

@@ -1,0 +1,159 @@
+"""``prime-rl runs``, ``prime-rl status`` and ``prime-rl stop``: runs from another terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from prime_rl.rundir.control import RunInfo
+
+OutputDir = Annotated[
+    Path, typer.Option("--output-dir", help="Folder with run directories, as output_dir names it.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Run = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name or path of a run.", show_default=False)
+]
+OUTPUTS = Path("outputs")
+
+COLOURS = {
+    "running": "green",
+    "failed": "red",
+    "died": "red",
+    "stopped": "yellow",
+    "dry run": "dim",
+    "unknown": "dim",
+}
+
+
+def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
+    """List runs: state, step, reward of the last batch, age. The newest comes last."""
+    from prime_rl.rundir.control import list_runs
+
+    found = list_runs(output_dir)
+    if as_json:
+        typer.echo(json.dumps([asdict(run) for run in found], indent=2))
+    elif not found:
+        typer.echo(f"no runs in {output_dir}. Start one with prime-rl run, or set --output-dir.")
+    else:
+        _print_runs(found)
+
+
+def _print_runs(found: list[RunInfo]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("run", overflow="fold", ratio=1)
+    table.add_column("state", no_wrap=True)
+    for title in ("step", "reward", "age"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for run in found:
+        reward = "-" if run.reward is None else f"{run.reward:.3f}"
+        progress = f"{run.step}/{run.max_steps}"
+        table.add_row(
+            Text(run.name), _state(run.state), progress, reward, age(time.time() - run.started)
+        )
+    Console().print(table)
+
+
+def status(run: Run, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
+    """Say how far a run is and what each of its processes does or waits for."""
+    from prime_rl.rundir.control import find_run, processes, run_info
+
+    run_dir = find_run(run, output_dir)
+    info, reports = run_info(run_dir), processes(run_dir)
+    if as_json:
+        rows = {name: asdict(report) for name, report in reports.items()}
+        typer.echo(json.dumps({**asdict(info), "processes": rows}, indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(_headline(info))
+    if info.state == "running":
+        console.print(_processes(reports))
+    elif info.state in ("failed", "died"):
+        console.print(f"logs    {run_dir / 'logs' / 'latest'}", markup=False, soft_wrap=True)
+
+
+def _headline(info: RunInfo) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    table.add_row("run", Text(info.path, "bold"))
+    table.add_row("state", _state(info.state))
+    table.add_row("step", f"{info.step}/{info.max_steps}")
+    table.add_row("reward", "-" if info.reward is None else f"{info.reward:.3f}")
+    table.add_row("started", f"{age(time.time() - info.started)} ago")
+    return table
+
+
+def _processes(reports: Any) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    from prime_rl.run.view import plain
+
+    table = Table(box=None, header_style="dim", padding=(1, 2, 0, 0))
+    for title in ("process", "does", "waits for", "since"):
+        table.add_column(title, no_wrap=title in ("process", "since"))
+    for name, report in reports.items():
+        share = "" if report.progress is None else f" {report.progress:.0%}"
+        numbers = "".join(f"\n{key} {plain(value)}" for key, value in report.detail.items())
+        does = Text.assemble(report.state + share, (numbers, "dim"))
+        waits = Text(report.waiting_for or "", "yellow")
+        since = age(time.time() - report.time)
+        table.add_row(Text(name, "bold"), does, waits, since)
+    return table
+
+
+def stop(
+    run: Run,
+    output_dir: OutputDir = OUTPUTS,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds the run may take to finish its step, save and end.")
+    ] = 1800.0,
+) -> None:
+    """Have a run save its weights and end cleanly, as Ctrl-C in its own terminal would, and wait
+    until it is gone. A second stop ends it at once."""
+    from prime_rl.errors import RunError
+    from prime_rl.rundir.control import find_run, state_of
+    from prime_rl.rundir.control import stop as stop_run
+
+    run_dir = find_run(run, output_dir)
+    if state_of(run_dir) == "running":
+        typer.echo("saving weights; another `prime-rl stop` ends the run at once", err=True)
+    try:
+        was_running = stop_run(run_dir, timeout)
+    except RunError as error:
+        typer.echo(f"error: {run_dir}: {error}", err=True)
+        raise typer.Exit(1) from None
+    state = state_of(run_dir)
+    typer.echo(f"{run_dir}: {state if was_running else f'does not run (it is {state})'}")
+
+
+def age(seconds: float) -> str:
+    """``95`` -> ``1 min``: the largest unit that fits."""
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _state(state: str) -> Text:
+    from rich.text import Text
+
+    return Text(state, COLOURS.get(state, ""))

@@ -1,0 +1,1 @@
+"""``prime-rl eval``: environments against any OpenAI-compatible endpoint."""

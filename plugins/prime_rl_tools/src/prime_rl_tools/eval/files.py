@@ -1,0 +1,114 @@
+"""What an evaluation leaves on disk, and goes on from.
+
+OUTPUT/eval.json              what was asked for
+OUTPUT/ENV/rollouts.jsonl     a line a rollout, as soon as it is done, with its whole trace
+OUTPUT/summary.json           what came of it, by env
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.env.episode import BranchTokens, RolloutResult
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.orchestrator.evals import Finished, num_tokens
+from prime_rl_tools.eval.request import EvalRequest, folder_of
+
+PLAIN = (
+    *("ok", "reward", "rewards", "metrics", "num_turns", "is_truncated", "stop_condition"),
+    *("error_type", "error", "status_code", "agent", "timing", "usage"),
+)
+"""Fields of a result that a line holds as they are."""
+
+Place = tuple[int, int]
+"""Example, and member of its group."""
+
+
+class EvalFiles:
+    """One evaluation's folder."""
+
+    def __init__(self, request: EvalRequest) -> None:
+        """Open it. Raises ``ConfigError`` if another evaluation's results lie there, or this one's
+        and nobody asked to resume."""
+        self.folder = request.output
+        self._own = request.as_record()
+        path = self.folder / "eval.json"
+        if path.exists():
+            self._check(json.loads(path.read_text()), request.resume)
+        for env in request.envs:
+            self.rollouts(env.label).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self._own, indent=2))
+
+    def rollouts(self, env: str) -> Path:
+        """The file of one env's rollouts."""
+        return self.folder / folder_of(env) / "rollouts.jsonl"
+
+    def append(
+        self, env: str, place: Place, told: RolloutResult, of: Sequence[RolloutResult]
+    ) -> None:
+        """Write one rollout: what it came to, and every agent's trace. Raises ``RunError`` if the
+        disk refuses."""
+        line = {
+            "example": place[0],
+            "member": place[1],
+            **{name: getattr(told, name) for name in PLAIN},
+            "usage": num_tokens(told),  # a line holds no tokens to count
+            "num_branches": len(told.branches),
+            "messages": told.wire_messages,
+            "traces": [result.trace_record for result in of],
+        }
+        try:
+            with self.rollouts(env).open("a") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+        except OSError as error:
+            raise RunError(f"cannot write {self.rollouts(env)}: {error}") from error
+
+    def read(self, env: str) -> dict[Place, Finished]:
+        """What was finished before, by its place; failures are to be tried again."""
+        path = self.rollouts(env)
+        found = {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:  # cut short when the machine went down
+                continue
+            if row["ok"]:
+                found[row["example"], row["member"]] = Finished(row["example"], _result(row))
+        return found
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """What came of it."""
+        (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
+
+    def _check(self, before: Mapping[str, Any], resume: bool) -> None:
+        if not resume:
+            raise ConfigError(
+                f"--output: {self.folder} holds an evaluation. --resume goes on with it; or name "
+                "another folder."
+            )
+        was, now = _flat(before), _flat(self._own)
+        for key in sorted(was | now):
+            if was.get(key) != now.get(key):
+                raise ConfigError(
+                    f"--resume: {self.folder} was made with other settings: {key} was "
+                    f"{was.get(key)!r}, is {now.get(key)!r}. Name another folder."
+                )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of tables in tables."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
+
+
+def _result(row: Mapping[str, Any]) -> RolloutResult:
+    """A result as its line tells it, without tokens."""
+    fields = {name: row[name] for name in PLAIN} | {"usage": tuple(row["usage"])}
+    branch = BranchTokens([], [], [], [], [], [], None)
+    return RolloutResult(**fields, branches=[branch] * row["num_branches"])

@@ -1,0 +1,180 @@
+"""``prime-rl eval``: environments against any OpenAI-compatible endpoint, without a run.
+
+    request -> environments -> every rollout of every example, so many at once
+            -> a line on disk each -> figures by env
+
+The figures are those of a run's own evaluations (``prime_rl.orchestrator.evals``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from prime_rl.config.orchestrator import EvalEnvConfig
+from prime_rl.env.environment import Environment, EnvSettings
+from prime_rl.orchestrator.build import eval_sampling
+from prime_rl.orchestrator.evals import EvalEnv, Finished, of_the_policy, summarise
+from prime_rl.orchestrator.evaluator import Job, jobs_of
+from prime_rl_tools.eval.files import EvalFiles, Place
+from prime_rl_tools.eval.request import EvalRequest
+
+
+class Progress(Protocol):
+    """Whoever shows how far it is."""
+
+    def start(self, env: str, total: int, finished: Sequence[Finished]) -> None:
+        """An env begins, with what a former attempt has finished."""
+
+    def done(self, env: str, finished: Finished) -> None:
+        """A rollout has ended."""
+
+
+@dataclass
+class EnvFigures:
+    """What one env came to."""
+
+    env: str
+    num_rollouts: int
+    num_failed: int
+    figures: dict[str, float]
+    """By name: ``avg@4``, ``all/reward/mean``, ``all/num_output_tokens/p90`` ..."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """Failures by kind, the most frequent first."""
+    examples: dict[str, str] = field(default_factory=dict)
+    """One message of each kind."""
+
+    @property
+    def all_failed(self) -> bool:
+        return self.num_failed == self.num_rollouts
+
+
+def evaluate(request: EvalRequest, progress: Progress) -> list[EnvFigures]:
+    """Sample everything and write it down; the figures of each env.
+
+    Raises ``ConfigError`` for an environment that cannot be made, or a folder that holds something
+    else.
+    """
+    files = EvalFiles(request)
+    envs = [_env(request, env) for env in request.envs]
+    finished = asyncio.run(_sample(request, envs, files, progress))
+    results = [_figures(env, finished[env.name]) for env in envs]
+    files.write_summary(
+        {
+            "model": request.endpoint.name,
+            "base_url": request.endpoint.base_url,
+            "envs": {each.env: as_record(each) for each in results},
+        }
+    )
+    return results
+
+
+def as_record(result: EnvFigures) -> dict[str, Any]:
+    """For ``--json`` and ``summary.json``."""
+    return {
+        "num_rollouts": result.num_rollouts,
+        "num_failed": result.num_failed,
+        "errors": result.errors,
+        **result.figures,
+    }
+
+
+def _env(request: EvalRequest, env: EvalEnvConfig) -> EvalEnv:
+    settings = EnvSettings(
+        id=env.id,
+        name=env.label,
+        args=env.args,
+        harness=env.harness,
+        default_harness=request.harness,
+        timeout=env.timeout,
+        max_turns=env.max_turns,
+        renderer=request.renderer,
+        tokenizer_path=request.tokenizer_path,
+    )
+    sampling = eval_sampling(env.sampling or request.sampling)
+    return EvalEnv(env.label, Environment(settings), sampling, env.num_examples, env.group_size)
+
+
+async def _sample(
+    request: EvalRequest, envs: Sequence[EvalEnv], files: EvalFiles, progress: Progress
+) -> dict[str, dict[Place, Finished]]:
+    """Every rollout that is still to be done, the envs taking turns; all of them by place."""
+    finished = {env.name: files.read(env.name) if request.resume else {} for env in envs}
+    jobs = [job for job in jobs_of(envs) if (job.example, job.member) not in finished[job.env.name]]
+    for env in envs:
+        known = {p: f for p, f in finished[env.name].items() if _is_of(env, p)}
+        finished[env.name] = known
+        progress.start(env.name, env.num_rollouts, list(known.values()))
+    todo = iter(jobs)
+
+    async def work() -> None:
+        for job in todo:
+            place, told = await _one(request, job, files)
+            finished[job.env.name][place] = told
+            progress.done(job.env.name, told)
+
+    async with AsyncExitStack() as stack:
+        for env in envs:
+            await stack.enter_async_context(env.environment)
+        await _all(work() for _ in range(min(request.max_concurrency, len(jobs))))
+    return finished
+
+
+async def _all(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Until all are done; what the first of them raises ends the others."""
+    tasks = [asyncio.create_task(worker) for worker in workers]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_of(env: EvalEnv, place: Place) -> bool:
+    return place[0] * env.group_size + place[1] < env.num_rollouts and place[1] < env.group_size
+
+
+async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place, Finished]:
+    number = job.example * job.env.group_size + job.member
+    results = await job.env.environment.run(
+        job.env.environment.examples[job.example],
+        model=request.endpoint,
+        sampling=job.env.sampling,
+        group_id=job.example,
+        seed=None if request.seed is None else request.seed + number,
+    )
+    told, place = of_the_policy(results), (job.example, job.member)
+    files.append(job.env.name, place, told, results)
+    return place, Finished(job.example, told)
+
+
+def _figures(env: EvalEnv, finished: dict[Place, Finished]) -> EnvFigures:
+    ordered = [finished[place] for place in sorted(finished)]
+    result = summarise(env, 0, ordered)
+    failures = [each.result for each in ordered if not each.result.ok]
+    kinds = Counter(_kind(each.error_type, each.status_code) for each in failures)
+    return EnvFigures(
+        env=env.name,
+        num_rollouts=result.num_rollouts,
+        num_failed=result.num_failed,
+        figures=dict(_own_names(result.as_metrics(), f"eval/{env.name}/")),
+        errors=dict(kinds.most_common()),
+        examples={_kind(r.error_type, r.status_code): r.error or "" for r in reversed(failures)},
+    )
+
+
+def _kind(error_type: str | None, status: int | None) -> str:
+    return f"{error_type} {status}" if status else str(error_type)
+
+
+def _own_names(metrics: dict[str, float], prefix: str) -> Iterator[tuple[str, float]]:
+    """Without what only a run's policy has, and what ``EnvFigures`` has beside the figures."""
+    for name, value in metrics.items():
+        own = name.removeprefix(prefix)
+        if own not in ("policy_version", "num_policy_versions", "cancelled", "num_failed"):
+            yield own, value

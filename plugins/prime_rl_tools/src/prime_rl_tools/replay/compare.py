@@ -1,0 +1,110 @@
+"""What scoring again changed: credit by rollout, and frames byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prime_rl.config.run import RunConfig
+from prime_rl.orchestrator.packer import batch_frames, cut_samples
+from prime_rl.orchestrator.store import FrameDigest, StoredStep
+from prime_rl.rollout import STREAMS, FloatColumn, Rollout, Sample
+from prime_rl_tools.replay.score import Replayed, Scored
+
+
+def frames_of(
+    config: RunConfig, step: int, kept: Sequence[Rollout], num_ranks: int = 1
+) -> list[bytes]:
+    """A batch as the loop packs it: one frame a trainer rank."""
+    samples, envs = cut_samples(kept, config.seq_len)
+    flops = config.trainer.attention_flops
+    return batch_frames(step, samples, envs, config.row_tokens, num_ranks, flops)
+
+
+@dataclass(frozen=True)
+class StepChange:
+    """One step under two algorithms: of every rollout that was decided on for it."""
+
+    step: int
+    num_rollouts: int
+    num_kept: int
+    num_changed: int
+    """Rollouts of which any stream differs in any bit."""
+    num_from_file: int
+    """Rollouts whose streams were copied: scoring them takes a model, or a sibling that is not
+    saved."""
+    mean_abs_before: float
+    """Mean of |advantage| over trainable tokens."""
+    mean_abs_after: float
+    sign_flips: int
+    """Trainable tokens whose credit changed sides."""
+    zero_before: int
+    """Rollouts without any credit."""
+    zero_after: int
+    frames_equal: bool | None
+    """Every shipped frame is reproduced byte for byte. None: the file has no digests."""
+
+
+def change_of(config: RunConfig, replayed: Replayed, step: StoredStep) -> StepChange:
+    """Compare one step."""
+    pairs = [replayed.of(stored) for stored in step.rollouts]
+    before = np.concatenate([credit(p.stored.rollout) for p in pairs] or [np.zeros(0, np.float32)])
+    after = np.concatenate([credit(p.again) for p in pairs] or [np.zeros(0, np.float32)])
+    return StepChange(
+        step=step.step,
+        num_rollouts=len(pairs),
+        num_kept=len(step.kept),
+        num_changed=sum(not same_streams(p) for p in pairs),
+        num_from_file=sum(p.from_file for p in pairs),
+        mean_abs_before=float(np.abs(before).mean()) if len(before) else 0.0,
+        mean_abs_after=float(np.abs(after).mean()) if len(after) else 0.0,
+        sign_flips=int((before * after < 0).sum()),
+        zero_before=sum(not credit(p.stored.rollout).any() for p in pairs),
+        zero_after=sum(not credit(p.again).any() for p in pairs),
+        frames_equal=_frames_equal(config, replayed, step),
+    )
+
+
+def _frames_equal(config: RunConfig, replayed: Replayed, step: StoredStep) -> bool | None:
+    if not step.frames:
+        return None
+    made = frames_of(config, step.step, replayed.kept_again(step), len(step.frames))
+    return [FrameDigest.of(frame) for frame in made] == step.frames
+
+
+def credit(rollout: Rollout) -> FloatColumn:
+    """Advantages of the trainable tokens, [C]; 0.0 where none were assigned."""
+    parts = [
+        np.zeros(s.num_trainable_tokens, np.float32)
+        if s.advantages is None
+        else s.advantages[s.loss_mask]
+        for s in rollout.samples
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def same_streams(pair: Scored) -> bool:
+    """Bit for bit."""
+    samples = zip(pair.stored.rollout.samples, pair.again.samples, strict=True)
+    return all(_same(before, after, name) for before, after in samples for name in STREAMS)
+
+
+def _same(before: Sample, after: Sample, name: str) -> bool:
+    first, second = getattr(before, name), getattr(after, name)
+    if first is None or second is None:
+        return first is second
+    return bool(first.tobytes() == second.tobytes())
+
+
+def most_changed(pairs: Sequence[Scored], limit: int) -> list[Scored]:
+    """Rollouts by how far their mean credit moved, the furthest first; none that did not."""
+    moved = [(abs(_mean(pair.again) - _mean(pair.stored.rollout)), pair) for pair in pairs]
+    moved = [each for each in moved if each[0] > 0]
+    return [pair for _, pair in sorted(moved, key=lambda each: -each[0])[:limit]]
+
+
+def _mean(rollout: Rollout) -> float:
+    values = credit(rollout)
+    return float(values.mean()) if len(values) else 0.0

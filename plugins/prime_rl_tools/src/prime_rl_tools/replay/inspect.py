@@ -1,0 +1,208 @@
+"""What a file of a run holds: a frame of micro batches, rollouts, or a folder of weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prime_rl.errors import RunError
+from prime_rl.orchestrator.store import StoredRollout, read_step
+from prime_rl.rollout import STREAMS
+from prime_rl.wire import MicroBatch, decode_batch
+from prime_rl.wire.micro_batch import MAGIC
+from prime_rl_tools.replay.compare import credit
+
+Facts = dict[str, Any]
+"""``kind``, single values, and lists of like tables by name."""
+
+LONGEST = 40
+"""Lines of a table that are printed."""
+
+PRINTED = {
+    "rows": ("tokens", "sequences", "masked in", "envs", "streams", "mean logprob"),
+    "rollouts": ("env", "group", "agent", "reward", "credit", "turns", "tokens", "dropped by"),
+}
+"""Columns printed of a wide table."""
+
+
+def facts_of(path: Path) -> Facts:
+    """Plain values that JSON can hold. Raises ``RunError`` for what is none of the three."""
+    if path.is_dir():
+        return _folder(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(MAGIC))
+    except OSError as error:
+        raise RunError(f"{path}: {error.strerror}. Give a file of a run.") from error
+    return _frame(path) if start == MAGIC else _rollouts(path)
+
+
+def print_facts(facts: Facts) -> None:
+    """Single values line by line, then every list as a table."""
+    console = Console()
+    for name, value in facts.items():
+        if not _is_table(value):
+            console.print(f"{name:<12} {_text(value)}", markup=False, highlight=False)
+    for name, rows in facts.items():
+        if _is_table(rows):
+            _print_table(console, name, rows)
+
+
+def _print_table(console: Console, name: str, rows: list[Facts]) -> None:
+    columns = PRINTED.get(name, tuple(rows[0]))
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows[:LONGEST]:
+        table.add_row(*(Text(_text(row[column])) for column in columns))
+    console.print()
+    console.print(name, style="bold")
+    console.print(table)
+    if len(rows) > LONGEST:
+        console.print(f"{len(rows) - LONGEST} more; --json prints all", style="dim")
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(each)}" for key, each in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    return "" if value is None else str(value)
+
+
+# -- micro batches ---------------------------------------------------------------------------
+
+
+def _frame(path: Path) -> Facts:
+    data = path.read_bytes()
+    step, rows = decode_batch(data)
+    num_tokens = sum(map(len, rows))
+    return {
+        "kind": "micro batches",
+        "step": step,
+        "bytes": len(data),
+        "bytes a token": len(data) / max(num_tokens, 1),
+        "tokens": num_tokens,
+        "envs": sorted({env for row in rows for env in row.envs}),
+        "rows": [_row(row) for row in rows],
+    }
+
+
+def _row(row: MicroBatch) -> Facts:
+    sampled = row.loss_mask
+    return {
+        "tokens": len(row),
+        "sequences": row.num_sequences,
+        "longest": int(row.sequence_lengths.max(initial=0)),
+        "masked in": int(sampled.sum()),
+        "envs": dict(Counter(row.envs[i] for i in row.env_ids.tolist())),
+        "temperatures": sorted({round(float(t), 4) for t in row.temperatures}),
+        "streams": [name for name in STREAMS if getattr(row, name) is not None],
+        "mean logprob": _mean(row.inference_logprobs[sampled]),
+        "mean advantage": None if row.advantages is None else _mean(row.advantages[sampled]),
+    }
+
+
+def _mean(values: Any) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+# -- rollouts --------------------------------------------------------------------------------
+
+
+def _rollouts(path: Path) -> Facts:
+    stored = read_step(path)
+    rollouts = [each.rollout for each in stored.rollouts]
+    return {
+        "kind": "rollouts",
+        "step": stored.step,
+        "bytes": path.stat().st_size,
+        "kept": len(stored.kept),
+        "dropped": dict(Counter(r.dropped_by for r in stored.rollouts if r.dropped_by)),
+        "waiting": len(stored.waiting),
+        "tokens": sum(rollout.num_tokens for rollout in rollouts),
+        "mean reward": _mean([rollout.reward for rollout in rollouts]),
+        "frames": [{"bytes": f.num_bytes, "sha256": f.sha256} for f in stored.frames],
+        "rollouts": [_rollout(each) for each in stored.rollouts],
+    }
+
+
+def _rollout(stored: StoredRollout) -> Facts:
+    rollout = stored.rollout
+    streams = [n for n in STREAMS if any(getattr(s, n) is not None for s in rollout.samples)]
+    return {
+        "env": rollout.env,
+        "group": rollout.group_id,
+        "example": rollout.example_id,
+        "agent": rollout.agent,
+        "reward": rollout.reward,
+        "credit": _mean(credit(rollout)),
+        "turns": rollout.num_turns,
+        "samples": len(rollout.samples),
+        "tokens": rollout.num_tokens,
+        "trainable": rollout.num_trainable_tokens,
+        "version": rollout.policy_version,
+        "streams": streams,
+        "dropped by": stored.dropped_by,
+    }
+
+
+# -- folders ---------------------------------------------------------------------------------
+
+
+def _folder(path: Path) -> Facts:
+    files = sorted(each for each in path.rglob("*") if each.is_file())
+    if not files:
+        raise RunError(f"{path}: the folder is empty.")
+    tensors = [t for file in files if file.suffix == ".safetensors" for t in _tensors(file)]
+    facts: Facts = {
+        "kind": "folder",
+        "complete": any(each.name in ("STABLE", ".ready") for each in files),
+        "bytes": sum(each.stat().st_size for each in files),
+        "parameters": sum(tensor["parameters"] for tensor in tensors),
+        "files": [
+            {"name": f.relative_to(path).as_posix(), "bytes": f.stat().st_size} for f in files
+        ],
+    }
+    config = path / "config.json"
+    if config.exists():
+        facts["model"] = json.loads(config.read_text()).get("model_type")
+    return facts | {"tensors": tensors}
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+def _tensors(file: Path) -> list[Facts]:
+    """The header of a safetensors file; the tensors themselves are not read."""
+    try:
+        with file.open("rb") as stream:
+            (size,) = _LENGTH.unpack(stream.read(_LENGTH.size))
+            header = json.loads(stream.read(min(size, file.stat().st_size)))
+    except (struct.error, ValueError) as error:
+        raise RunError(f"{file}: not a whole safetensors file: {error}") from error
+    return [
+        {
+            "name": name,
+            "dtype": tensor["dtype"],
+            "shape": tensor["shape"],
+            "parameters": int(np.prod(tensor["shape"], dtype=np.int64)),
+        }
+        for name, tensor in header.items()
+        if name != "__metadata__"
+    ]

@@ -1,0 +1,190 @@
+"""Score saved rollouts again, in the order in which they were scored.
+
+    files of steps 1..N -> groups by place -> score_rollout, observation_weights, score_group, stamp
+
+Streams that an algorithm wrote are taken off first, and what a plugin made of the reward;
+``ref_logprobs`` come from the file where it asks a model for them. Order matters to algorithms that
+remember (a running baseline), so every group from the first step on is scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.orchestrator.scoring import FACTS, score_group, score_rollout, stamp
+from prime_rl.orchestrator.store import Place, StoredRollout, StoredStep, read_step, step_files
+from prime_rl.plugins.base import Algorithm
+from prime_rl.plugins.manager import Hooks, load_plugins, scope
+from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
+from prime_rl.rollout import STREAMS, Rollout
+from prime_rl_tools.replay.host import NotRecorded, ReplayHost
+
+Algorithms = Mapping[str, AlgoConfig]
+"""By env."""
+
+
+def read_run_config(run_dir: Path) -> RunConfig:
+    """The resolved config of a run. Raises ``ConfigError`` if the folder is none."""
+    path = run_dir / "configs" / "run.json"
+    try:
+        return RunConfig.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{run_dir}: not a run directory: no {path.name} in configs/") from error
+
+
+def algorithms_of(config: RunConfig, envs: Sequence[str] = ()) -> dict[str, AlgoConfig]:
+    """Each env's algorithm; ``envs`` asks for labels the config may not have."""
+    table = config.orchestrator
+    named = {env.label: env.algo or table.algo for env in table.train.env}
+    return {env: named.get(env, table.algo) for env in envs or named}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A saved rollout and the same one scored again."""
+
+    stored: StoredRollout
+    again: Rollout
+    from_file: bool
+    """Its streams are the saved ones: scoring it takes a model, or siblings that are not saved."""
+
+
+@dataclass(frozen=True, repr=False)  # asyncio writes out what a task returns
+class Replayed:
+    """Every step of a run up to the one asked for, scored again."""
+
+    steps: list[StoredStep]
+    scored: Mapping[Place, Scored]
+
+    def of(self, stored: StoredRollout) -> Scored:
+        """The other half of a saved rollout."""
+        return self.scored[place_of(stored)]
+
+    def kept_again(self, step: StoredStep) -> list[Rollout]:
+        """What trained at a step, scored again, in the order it was packed."""
+        again = [self.of(each).again for each in step.rollouts if each.dropped_by is None]
+        return sorted(again, key=lambda rollout: rollout.group_id)
+
+
+def place_of(stored: StoredRollout) -> Place:
+    """When it was scored. Raises ``RunError`` if the file does not say."""
+    if stored.rollout.place is None:
+        raise RunError(
+            "the saved rollouts do not say in which order they were scored: they were written by "
+            "another version of prime-rl-core. Sample them again."
+        )
+    return stored.rollout.place
+
+
+def read_steps(run_dir: Path, until: int | None = None) -> list[StoredStep]:
+    """Every saved step up to ``until``. Raises ``RunError`` if there is none, or not that one."""
+    files = step_files(run_dir)
+    if not files:
+        raise RunError(
+            f"{run_dir / 'rollouts'}: no saved rollouts. Run with orchestrator.save_rollouts = "
+            "true."
+        )
+    if until is not None and until not in files:
+        raise RunError(
+            f"{run_dir / 'rollouts'}: no step {until}; there are {min(files)} to {max(files)}."
+        )
+    return [read_step(path) for step, path in files.items() if until is None or step <= until]
+
+
+async def replay(config: RunConfig, steps: list[StoredStep], algorithms: Algorithms) -> Replayed:
+    """Score every rollout of ``steps`` by ``algorithms``.
+
+    Raises ``NotRecorded`` if an algorithm other than the run's own asks a model for something.
+    """
+    members = {place_of(s): s for step in steps for s in (*step.waiting, *step.rollouts)}
+    rollouts = [stored.rollout for stored in members.values()]
+    shared, own = load_plugins(disabled=config.plugins.disabled), algorithms_of(config)
+    scorers = {
+        env: await _EnvScorer.build(shared, table, env, tuple(algorithms), rollouts)
+        for env, table in algorithms.items()
+    }
+    groups: dict[tuple[int, int], list[StoredRollout]] = {}
+    for place in sorted(members):
+        groups.setdefault(place[:2], []).append(members[place])
+    scored: dict[Place, Scored] = {}
+    for group in groups.values():
+        env = group[0].rollout.env
+        may_copy = own.get(env) == algorithms[env]
+        scored |= {place_of(s.stored): s for s in await scorers[env].score(group, may_copy)}
+    for scorer in scorers.values():
+        await scorer.algorithm.close()
+    return Replayed(steps, scored)
+
+
+@dataclass(frozen=True)
+class _EnvScorer:
+    """One env's algorithm with every installed plugin around it."""
+
+    algorithm: Algorithm
+    hooks: Hooks
+    host: ReplayHost
+
+    @classmethod
+    async def build(
+        cls,
+        shared: Hooks,
+        table: AlgoConfig,
+        env: str,
+        envs: tuple[str, ...],
+        rollouts: Sequence[Rollout],
+    ) -> _EnvScorer:
+        where = f"env {env!r}: algo"
+        chosen = select(ALGORITHM, table.type, collect(shared, ALGORITHM), where)
+        algorithm = chosen(settings_of(chosen, ALGORITHM, table.settings, where))
+        host = ReplayHost(env, envs, rollouts)
+        await algorithm.setup(host)
+        return cls(algorithm, scope(env, shared, [algorithm]), host)
+
+    async def score(self, group: Sequence[StoredRollout], may_copy: bool) -> list[Scored]:
+        """``may_copy``: what takes a model, or a sibling that is not there, keeps the streams it
+        was saved with."""
+        if may_copy and len(group) < place_of(group[0])[3]:
+            copies = [Scored(each, as_saved(each.rollout), from_file=True) for each in group]
+            for copy in copies:
+                stamp(copy.again, self.algorithm.action_loss)
+            return copies
+        scored = [await self._one(stored, may_copy) for stored in group]
+        again = [each.again for each in scored]
+        await score_group(self.hooks, again)
+        for rollout in again:
+            stamp(rollout, self.algorithm.action_loss)
+        return scored
+
+    async def _one(self, stored: StoredRollout, may_copy: bool) -> Scored:
+        again = unscored(stored.rollout)
+        self.host.reference.rollout = stored.rollout
+        try:
+            await score_rollout(self.hooks, again)
+        except NotRecorded:
+            if not may_copy:
+                raise
+            return Scored(stored, as_saved(stored.rollout), from_file=True)
+        return Scored(stored, again, from_file=False)
+
+
+def unscored(rollout: Rollout) -> Rollout:
+    """A copy without any stream an algorithm wrote, and without what a plugin made of the env's
+    reward: it will do so again."""
+    off: dict[str, Any] = dict.fromkeys(STREAMS)
+    samples = [replace(sample, **off) for sample in rollout.samples]
+    facts = rollout.given or {name: getattr(rollout, name) for name in FACTS}
+    own: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in facts.items()}
+    return replace(rollout, samples=samples, assigned=set(), frozen=False, **own)
+
+
+def as_saved(rollout: Rollout) -> Rollout:
+    """A copy with the streams it was saved with, which stamping leaves as they are."""
+    samples = [replace(sample) for sample in rollout.samples]
+    present = {name for name in STREAMS for s in rollout.samples if getattr(s, name) is not None}
+    return replace(rollout, samples=samples, assigned=present, frozen=False)

@@ -1,0 +1,170 @@
+"""What the page shows of a run, as plain values.
+
+facts     name, model, each env's algorithm, curves           once
+table     one column a field, one entry a rollout             once
+chunks    the tokens of some rollouts, read when one is shown many
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl.config.run import RunConfig
+from prime_rl.orchestrator.store import StoredRollout
+from prime_rl.rollout import Rollout
+from prime_rl_tools.replay.compare import credit
+from prime_rl_tools.replay.score import Scored
+from prime_rl_tools.report.exports import StepExports
+from prime_rl_tools.report.tokens import DIGITS, columns_of, short
+
+TEXT_LIMIT = 2000
+"""Characters shown of a value in ``info`` or ``task``."""
+
+
+def describe(table: AlgoConfig) -> dict[str, Any]:
+    """An algorithm and its settings."""
+    return {"type": table.type, "settings": table.model_dump(mode="json", exclude={"type"})}
+
+
+def facts(run_dir: Path, config: RunConfig) -> dict[str, Any]:
+    """What is said of the run as a whole."""
+    return {
+        "name": run_dir.resolve().name,
+        "model": config.model.name,
+        "max_steps": config.max_steps,
+        "seed": config.seed,
+        "seq_len": config.seq_len,
+        "loss": config.trainer.loss.type,
+        "curves": curves(run_dir / "metrics.jsonl"),
+    }
+
+
+def curves(path: Path) -> dict[str, list[list[float]]]:
+    """Every metric as ``[step, value]`` pairs, in the order of steps; empty if there are none."""
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            record = msgspec.json.decode(line)
+        except msgspec.DecodeError:  # the last line of a run that was killed
+            continue
+        for name, value in record.items():
+            if name not in ("step", "time") and isinstance(value, int | float):
+                found[name][record["step"]] = float(f"{value:.6g}")
+    return {
+        name: [[step, value] for step, value in sorted(points.items())]
+        for name, points in sorted(found.items())
+    }
+
+
+class Table:
+    """The rollouts, one column a field; texts are numbered."""
+
+    TEXTS = ("env", "agent", "dropped")
+
+    def __init__(self) -> None:
+        self.columns: dict[str, list[Any]] = defaultdict(list)
+        self.texts: dict[str, list[str]] = {name: [] for name in self.TEXTS}
+
+    def add(self, step: int, stored: StoredRollout, scored: Scored | None, chunk: int) -> None:
+        """One rollout, whose tokens are in ``chunk``."""
+        row = _row(step, stored) | {"chunk": chunk}
+        if scored is not None:
+            row["credit_again"] = _mean_credit(scored.again)
+        for name, value in row.items():
+            self.columns[name].append(self._number(name, value) if name in self.texts else value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """``columns`` and the ``texts`` they number."""
+        return {"columns": self.columns, "texts": self.texts}
+
+    def _number(self, name: str, value: str) -> int:
+        known = self.texts[name]
+        if value not in known:
+            known.append(value)
+        return known.index(value)
+
+
+def _row(step: int, stored: StoredRollout) -> dict[str, Any]:
+    rollout = stored.rollout
+    return {
+        "step": step,
+        "env": rollout.env,
+        "group": rollout.group_id,
+        "episode": rollout.episode_id,
+        "agent": rollout.agent,
+        "example": rollout.example_id,
+        "reward": round(float(rollout.reward), DIGITS),
+        "credit": _mean_credit(rollout),
+        "tokens": rollout.num_tokens,
+        "sampled": rollout.num_trainable_tokens,
+        "turns": rollout.num_turns,
+        "version": rollout.policy_version,
+        "dropped": stored.dropped_by or "",
+    }
+
+
+def _mean_credit(rollout: Rollout) -> float | None:
+    """Mean advantage of its trainable tokens; None: none was assigned."""
+    if all(sample.advantages is None for sample in rollout.samples):
+        return None
+    values = credit(rollout)
+    return round(float(values.mean()), DIGITS) if len(values) else 0.0
+
+
+def shown(stored: StoredRollout, scored: Scored | None, exports: StepExports) -> dict[str, Any]:
+    """One rollout with its tokens."""
+    rollout = stored.rollout
+    return {
+        "samples": list(_samples(stored, scored, exports)),
+        "rewards": _numbers(rollout.rewards),
+        "metrics": _numbers(rollout.metrics),
+        "info": _texts(rollout.info),
+        "task": _texts(rollout.task),
+        "stop": rollout.stop_condition,
+        "truncated": rollout.is_truncated,
+        "source": rollout.source,
+    }
+
+
+def _samples(
+    stored: StoredRollout, scored: Scored | None, exports: StepExports
+) -> Iterator[dict[str, Any]]:
+    for index, sample in enumerate(stored.rollout.samples):
+        columns = columns_of(sample) | {"temperature": sample.temperature}
+        if stored.dropped_by is None:
+            seen = exports.take(stored.rollout.env, sample)
+            columns |= {name: _rounded(values) for name, values in seen.items()}
+        if scored is not None:
+            again = scored.again.samples[index].advantages
+            if again is not None:
+                columns["advantages_again"] = short(again)
+        yield columns
+
+
+def _rounded(values: Iterable[Any]) -> list[Any]:
+    return [round(v, DIGITS) if isinstance(v, float) else v for v in values]
+
+
+def _numbers(table: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.6g}") for name, value in table.items()}
+
+
+def _texts(table: Mapping[str, Any]) -> dict[str, str]:
+    texts = {}
+    for name, value in table.items():
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        texts[name] = text if len(text) <= TEXT_LIMIT else text[:TEXT_LIMIT] + " …"
+    return texts
+
+
+def scale(values: Iterable[float | None]) -> float:
+    """The credit that takes the full colour: above 98 % of the rollouts' own, 1.0 if all are 0."""
+    sizes = [abs(value) for value in values if value]
+    return float(f"{np.quantile(sizes, 0.98):.3g}") if sizes else 1.0

@@ -1,0 +1,92 @@
+"""Tokens as the page shows them: the text of each, and its columns as short JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prime_rl.errors import PrimeRLError
+from prime_rl.rollout import Sample
+
+DIGITS = 6
+"""Decimals a float is shown with."""
+
+COLUMNS = {
+    "token_ids": "ids",
+    "loss_mask": "mask",
+    "inference_logprobs": "logprobs",
+    "roles": "roles",
+    "is_content": "content",
+    "policy_versions": "versions",
+    "is_repeat": "repeat",
+    "advantages": "advantages",
+    "rl_weights": "rl",
+    "ce_weights": "ce",
+    "ref_kl_weights": "ref_kl",
+    "ref_logprobs": "ref_logprobs",
+}
+"""Column of a sample -> name in the page."""
+
+
+def columns_of(sample: Sample) -> dict[str, Any]:
+    """Its columns by name: a list, one value where all tokens have the same, absent where the
+    sample has none. ``ids`` is always a list: it says how many tokens there are."""
+    found = {name: getattr(sample, column) for column, name in COLUMNS.items()}
+    made = {name: short(column) for name, column in found.items() if column is not None}
+    return made | {"ids": sample.token_ids.tolist()}
+
+
+def short(column: np.ndarray[Any, Any]) -> Any:
+    """[T] as plain values; bools as 0 and 1; one value if all are the same."""
+    if column.dtype.kind == "b":
+        column = column.astype(np.int8)
+    elif column.dtype.kind == "f":
+        column = np.round(column.astype(np.float64), DIGITS)
+    values = column.tolist()
+    return values[0] if values and values.count(values[0]) == len(values) else values
+
+
+class Pieces:
+    """The text of single tokens, by a run's own tokenizer."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        """The first of ``folders`` that holds a tokenizer."""
+        self._tokenizer = next(filter(None, map(_load, folders)), None)
+        self._known: dict[int, str] = {}
+
+    @property
+    def is_known(self) -> bool:
+        """False: no tokenizer was found, and tokens show as their numbers."""
+        return self._tokenizer is not None
+
+    def note(self, token_ids: np.ndarray[Any, Any]) -> None:
+        """Tokens that will be shown."""
+        for token in np.unique(token_ids).tolist():
+            if token not in self._known:
+                self._known[token] = self._text(token)
+
+    def table(self) -> dict[str, list[Any]]:
+        """Every token noted, and its text."""
+        return {"ids": list(self._known), "texts": list(self._known.values())}
+
+    def _text(self, token: int) -> str:
+        if self._tokenizer is None:
+            return f"⟨{token}⟩"
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        # SentencePiece writes a space before a word as ▁, and drops it at the start of a text.
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        return f" {text}" if str(piece).startswith("▁") and not text.startswith(" ") else text
+
+
+def _load(folder: Path) -> Any:
+    if not (folder / "tokenizer_config.json").exists():
+        return None
+    from prime_rl.env.environment import load_tokenizer
+
+    try:
+        return load_tokenizer(folder)
+    except PrimeRLError:
+        return None

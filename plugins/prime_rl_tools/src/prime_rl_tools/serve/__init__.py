@@ -1,0 +1,1 @@
+"""``prime-rl serve``: one engine alone, in the foreground."""

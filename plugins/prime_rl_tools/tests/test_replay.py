@@ -1,0 +1,264 @@
+"""Saved rollouts scored again: the same algorithm ships the same bytes, another one is compared."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from report_runs import GROUP, config_of, make_run, offering
+from typer.testing import CliRunner
+
+from prime_rl import hookimpl
+from prime_rl.cli.app import app
+from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl.errors import ConfigError, RunError
+from prime_rl.orchestrator.store import read_step, step_files, write_rollouts
+from prime_rl_tools.replay import score
+from prime_rl_tools.replay.compare import change_of, credit, most_changed
+from prime_rl_tools.replay.host import NotRecorded, ReplayHost
+from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps, replay
+
+ALL = ["centred", "counted", "taught", "hinted", "observing"]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.setattr(score, "load_plugins", lambda disabled=(): offering())
+
+
+def replayed(run_dir, algo=None, until=None):
+    config = read_run_config(run_dir)
+    algorithms = {"words": AlgoConfig(type=algo)} if algo else algorithms_of(config)
+    found = asyncio.run(replay(config, read_steps(run_dir, until), algorithms))
+    return found, [change_of(config, found, step) for step in found.steps]
+
+
+def command(*arguments):
+    return CliRunner().invoke(app, ["replay", *map(str, arguments)])
+
+
+# -- the same algorithm --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", ALL)
+def test_the_same_algorithm_reproduces_every_frame_byte_for_byte(tmp_path, algo):
+    make_run(tmp_path / "run", algo)
+    _, changes = replayed(tmp_path / "run")
+    assert [change.step for change in changes] == [1, 2, 3]
+    assert all(change.frames_equal is True and change.num_changed == 0 for change in changes)
+    assert any(change.num_rollouts > change.num_kept for change in changes)
+
+
+@pytest.mark.parametrize("until", [1, 2, 3])
+def test_a_step_is_replayed_from_the_files_up_to_it(tmp_path, until):
+    """Order matters to ``counted``: its first steps are scored too, siblings that wait included."""
+    make_run(tmp_path / "run", "counted")
+    _, changes = replayed(tmp_path / "run", until=until)
+    assert [change.step for change in changes] == list(range(1, until + 1))
+    assert all(change.frames_equal for change in changes)
+
+
+def test_the_runs_made_here_have_groups_that_straddle_batches_and_come_out_of_order(tmp_path):
+    make_run(tmp_path / "run", "counted")
+    steps = read_steps(tmp_path / "run")
+    assert any(step.waiting for step in steps)
+    scored = sorted((s.rollout.place, s.rollout.group_id) for step in steps for s in step.rollouts)
+    groups = [group for _, group in scored]
+    assert groups != sorted(groups)
+
+
+def test_one_reward_that_differs_shows_as_a_frame_that_differs(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    path = step_files(tmp_path / "run")[2]
+    stored = read_step(path)
+    kept = next(s for s in stored.rollouts if s.dropped_by is None)
+    kept.rollout.reward += 0.01
+    write_rollouts(
+        path, 2, [s.rollout for s in stored.rollouts],
+        {id(s.rollout): s.dropped_by for s in stored.rollouts if s.dropped_by},
+        waiting=[s.rollout for s in stored.waiting], frames=stored.frames,
+    )  # fmt: skip
+    _, changes = replayed(tmp_path / "run")
+    assert changes[1].frames_equal is False and changes[1].num_changed > 0
+    result = command(tmp_path / "run")
+    assert result.exit_code == 1 and "frames differ" in result.output
+
+
+class Shaping:
+    """Charges for length, once as a rollout comes and once in its group."""
+
+    @hookimpl(wrapper=True)
+    def score_rollout(self, rollout):
+        rollout.reward -= 0.01 * rollout.num_tokens
+        rollout.metrics["charged"] = rollout.metrics.get("charged", 0.0) + 1.0
+        yield
+
+    @hookimpl(wrapper=True)
+    def score_group(self, group):
+        for rollout in group:
+            rollout.reward *= 0.5
+        yield
+
+
+def test_what_a_plugin_makes_of_a_reward_is_made_of_it_once(tmp_path, monkeypatch):
+    shared = offering()
+    shared.register(Shaping(), "shaping")
+    monkeypatch.setattr(score, "load_plugins", lambda disabled=(): shared)
+    make_run(tmp_path / "run", "centred", shared=shared)
+    found, changes = replayed(tmp_path / "run")
+    assert all(change.frames_equal is True and change.num_changed == 0 for change in changes)
+    for pair in found.scored.values():
+        stored, again = pair.stored.rollout, pair.again
+        cost = 0.01 * stored.num_tokens
+        assert again.reward == stored.reward == (stored.given["reward"] - cost) * 0.5
+        assert again.metrics == stored.metrics == {"charged": 1.0}
+        assert stored.given["metrics"] == {}
+
+
+def test_a_reward_that_nobody_has_changed_is_saved_once(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    found, _ = replayed(tmp_path / "run")
+    assert all(pair.stored.rollout.given is None for pair in found.scored.values())
+
+
+def test_reference_logprobs_come_from_the_file(tmp_path):
+    make_run(tmp_path / "run", "taught")
+    found, changes = replayed(tmp_path / "run")
+    assert sum(change.num_from_file for change in changes) == 0
+    for step in found.steps:
+        for stored in step.rollouts:
+            before, after = stored.rollout.samples[0], found.of(stored).again.samples[0]
+            np.testing.assert_array_equal(after.ref_logprobs, before.ref_logprobs)
+            assert before.ref_logprobs.any() and after.ref_logprobs is not before.ref_logprobs
+
+
+def test_what_only_a_model_can_tell_keeps_its_saved_streams_and_is_counted(tmp_path):
+    make_run(tmp_path / "run", "hinted")
+    _, changes = replayed(tmp_path / "run")
+    assert all(change.num_from_file == change.num_rollouts for change in changes)
+    assert all(change.frames_equal for change in changes)
+    assert "keep the streams they were saved with" in command(tmp_path / "run").output
+
+
+def test_a_group_of_which_a_sibling_is_not_saved_keeps_its_streams(tmp_path):
+    """As after a crash: who waited in a checkpoint is in no file."""
+    make_run(tmp_path / "run", "centred")
+    path = step_files(tmp_path / "run")[3]
+    stored = read_step(path)
+    assert stored.waiting
+    dropped = {id(s.rollout): s.dropped_by for s in stored.rollouts if s.dropped_by}
+    rollouts = [each.rollout for each in stored.rollouts]
+    write_rollouts(path, 3, rollouts, dropped, frames=stored.frames)
+    _, changes = replayed(tmp_path / "run")
+    assert [change.num_from_file for change in changes][:2] == [0, 0]
+    assert changes[2].num_from_file > 0 and changes[2].frames_equal is True
+
+
+# -- another one ---------------------------------------------------------------------------------
+
+
+def test_another_algorithm_is_compared_rollout_by_rollout(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    found, changes = replayed(tmp_path / "run", "counted")
+    first = min(found.scored)
+    again = [found.scored[place].again for place in sorted(found.scored)]
+    assert [float(credit(rollout)[0]) for rollout in again] == list(range(len(again)))
+    assert first[1:] == (0, 0, GROUP) and changes[0].zero_after == 1
+    assert all(change.frames_equal is False for change in changes)
+    assert changes[-1].mean_abs_after > changes[-1].mean_abs_before
+    top = most_changed(list(found.scored.values()), 2)
+    moves = [abs(float(credit(p.again)[0] - credit(p.stored.rollout)[0])) for p in top]
+    assert len(top) == 2 and moves[0] >= moves[1] > len(again) - 3
+
+
+def test_streams_of_the_algorithm_before_are_gone(tmp_path):
+    make_run(tmp_path / "run", "observing")
+    found, _ = replayed(tmp_path / "run", "centred")
+    for pair in found.scored.values():
+        assert pair.stored.rollout.samples[0].ce_weights is not None
+        assert pair.again.samples[0].ce_weights is None
+
+
+def test_an_algorithm_that_needs_a_model_cannot_be_tried_on_rollouts_of_another(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    with pytest.raises(NotRecorded, match="choose an algorithm that needs no model"):
+        replayed(tmp_path / "run", "taught")
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_changes_in_a_table_and_in_json(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    result = command(tmp_path / "run")
+    assert result.exit_code == 0 and result.output.count("identical") == 3
+    result = command(tmp_path / "run", "--algo", "counted", "--step", "2")
+    assert result.exit_code == 0, result.output
+    assert "words: centred, now counted" in result.output and "Credit moved" in result.output
+    (change,) = json.loads(command(tmp_path / "run", "--step", "3", "--json").output)
+    assert change["step"] == 3 and change["frames_equal"] is True and change["num_kept"] == 6
+
+
+def test_a_config_names_the_algorithm_of_each_env(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    other = tmp_path / "other.toml"
+    other.write_text(
+        'max_steps = 1\nmodel.name = "tiny"\norchestrator.algo.type = "centred"\n'
+        '[[orchestrator.train.env]]\nid = "x"\nname = "words"\nalgo.type = "counted"\n'
+    )
+    result = command(tmp_path / "run", "--config", other)
+    assert "words: centred, now counted" in result.output
+    both = command(tmp_path / "run", "--config", other, "--algo", "centred")
+    assert isinstance(both.exception, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "9"], "no step 9; there are 1 to 3"),
+        (["--algo", "centered"], "Did you mean 'centred'"),
+    ],
+)
+def test_what_cannot_be_replayed_is_said(tmp_path, arguments, message):
+    make_run(tmp_path / "run", "centred")
+    assert message in str(command(tmp_path / "run", *arguments).exception)
+
+
+def test_a_folder_that_is_no_run_and_a_run_without_rollouts_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not a run directory"):
+        read_run_config(tmp_path)
+    with pytest.raises(RunError, match="save_rollouts"):
+        read_steps(tmp_path)
+
+
+def test_files_without_places_are_refused(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    path = step_files(tmp_path / "run")[1]
+    stored = read_step(path)
+    for each in stored.rollouts:
+        each.rollout.place = None
+    write_rollouts(path, 1, [each.rollout for each in stored.rollouts], {})
+    with pytest.raises(RunError, match="in which order they were scored"):
+        replayed(tmp_path / "run")
+
+
+def test_the_host_knows_the_examples_and_the_seats_that_were_saved(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    rollouts = [s.rollout for step in read_steps(tmp_path / "run") for s in step.rollouts]
+    host = ReplayHost("words", ("words",), rollouts)
+    assert host.agents == ("agent",) and host.task(1) == {"prompt": "say it"}
+    with pytest.raises(IndexError, match="example 999"):
+        host.task(999)
+    with pytest.raises(NotRecorded):
+        host.render([])
+    with pytest.raises(NotRecorded):
+        host.supervised_sample([])
+
+
+def test_an_env_the_other_config_does_not_name_takes_its_default():
+    own = algorithms_of(config_of("centred"), ("words", "other"))
+    assert {env: table.type for env, table in own.items()} == dict.fromkeys(
+        ("words", "other"), "centred"
+    )

@@ -1,0 +1,46 @@
+"""A run of real processes, replayed: every frame its trainer received comes out again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from prime_rl.cli.app import app
+from prime_rl.orchestrator.store import read_step, step_files
+from prime_rl_tools.report import write_report
+from prime_rl_tools.report.exports import StepExports
+
+CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
+
+
+@pytest.mark.slow
+def test_a_run_replays_byte_for_byte_and_its_page_holds_what_its_trainer_saw(
+    tmp_path, model_cache, monkeypatch
+):
+    pytest.importorskip("prime_rl_environments")
+    monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))
+    arguments = [
+        "run", str(CONFIG), "--max_steps", "3", "--trainer.scheduler.warmup_steps", "1",
+        "--trainer.token_export.enabled", "true", "--output_dir", str(tmp_path),
+        "--run.name", "run",
+    ]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    run_dir = tmp_path / "run"
+    result = CliRunner().invoke(app, ["replay", str(run_dir), "--json"])
+    assert result.exit_code == 0, result.output
+    changes = json.loads(result.output)
+    assert [(c["step"], c["frames_equal"], c["num_changed"]) for c in changes] == [
+        (1, True, 0), (2, True, 0), (3, True, 0)
+    ]  # fmt: skip
+    stored = [s for path in step_files(run_dir).values() for s in read_step(path).rollouts]
+    facts = write_report(run_dir, tmp_path / "page.html")
+    assert facts.num_rollouts == len(stored)
+    first = read_step(step_files(run_dir)[1])
+    exports = StepExports(run_dir, 1, seq_len=64)
+    for rollout in first.kept:
+        seen = exports.take(rollout.env, rollout.samples[0])
+        assert len(seen["trainer_logprobs"]) == rollout.num_tokens

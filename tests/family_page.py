@@ -1,0 +1,90 @@
+"""``python tests/family_page.py``: write docs/model-families.md, a few minutes on two cores.
+
+``test_model_families.py`` compares the page with what it measures.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from family_models import FAMILIES, Family
+from family_verdicts import engine_verdict, trainer_verdict, verdict
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "model-families.md"
+REGISTRY = Path(__file__).with_name("vllm_registry.json")
+"""What vLLM's registry lists of these families; ``test_vllm_registry.py`` compares it with vLLM."""
+
+INTRO = """\
+# Model families
+
+<!-- Written by `make docs-families`: change tests/family_page.py instead. -->
+
+Which families train, and which are served. Each row was measured on a tiny random model of
+transformers' own class, in float32 on a CPU. "Works" means:
+
+- **Trainer**: a packed row of four documents has the log-probabilities and the gradients that
+  transformers computes for each document alone, within 1e-4. At start-up the trainer compares the
+  two on your model as well, and takes the first of three ways that agrees: shared prompts computed
+  once; all documents in one call; documents *apart*, in padded batches of similar length, which is
+  the slowest. Recurrent and convolution layers were measured without their GPU kernels.
+- **Embedded engine**: greedy answers to three prompts at once are those of transformers'
+  `generate`, token for token, and log-probabilities agree within 1e-4. At start-up the engine
+  compares its logits with the model's own.
+- **vLLM**: not run. The column says what the model registry of vLLM {vllm} lists: a model of
+  vLLM's own, or transformers' code run by vLLM. Of other architectures, vLLM tries transformers'
+  code too.
+
+A family that the table lacks works if it passes the checks at start-up. They refuse it otherwise,
+before training starts, and say why and what to do.
+
+| family | architecture | trainer | embedded engine | vLLM {vllm} |
+|---|---|---|---|---|
+"""
+
+
+def intro() -> str:
+    """The page up to the first family."""
+    return INTRO.replace("{vllm}", json.loads(REGISTRY.read_text())["vllm"])
+
+
+def row(family: Family, folder: Path) -> str:
+    """The family's line. ``folder`` takes the model."""
+    family.write(folder)
+    cells = (
+        family.name,
+        f"`{family.architecture}`",
+        verdict(trainer_verdict, folder),
+        verdict(engine_verdict, folder),
+        vllm_cell(family.architecture),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def vllm_cell(architecture: str) -> str:
+    """What vLLM's registry says of it."""
+    found = json.loads(REGISTRY.read_text())["classes"].get(architecture)
+    if found is None:
+        return "not listed"
+    return "listed: transformers' code" if found.startswith("Transformers") else "listed"
+
+
+def page() -> str:
+    """The whole page, measured now."""
+    rows = []
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(row(family, Path(folder)))
+        print(rows[-1], file=sys.stderr, flush=True)
+    return intro() + "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    PAGE.write_text(page())

@@ -1,0 +1,50 @@
+"""What `.ci/run` does before the make targets, which have tests of their own."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def install_chromium(folder, apt_get=None):
+    """Its outcome on a machine without a browser whose apt-get is this shell script."""
+    for name in ("bash", "env", "dirname", "mktemp", "cat", "rm"):
+        (folder / name).symlink_to(shutil.which(name))
+    for name, script in {"id": "echo 0", "apt-get": apt_get}.items():
+        if script:
+            (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+            (folder / name).chmod(0o755)
+    return subprocess.run(
+        [ROOT / ".ci/install_chromium"],
+        env=os.environ | {"PATH": str(folder)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("apt_get", "reason"),
+    [(None, ""), ("echo E: Unable to locate package chromium >&2; exit 100", "E: Unable")],
+    ids=["no apt-get", "apt-get fails"],
+)
+def test_where_chromium_cannot_be_installed_the_skipped_tests_are_named(tmp_path, apt_get, reason):
+    done = install_chromium(tmp_path, apt_get)
+    assert done.returncode == 0
+    assert "(plugins/prime_rl_tools/tests/test_report_browser.py) are skipped" in done.stdout
+    assert done.stderr.startswith(reason) and bool(done.stderr) == bool(reason)
+
+
+def test_chromium_is_installed_where_apt_get_can(tmp_path):
+    """The package lists come first: a fresh container has none."""
+    calls = tmp_path / "calls"
+    done = install_chromium(tmp_path, f'echo "$@" >> {calls}')
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout == "Installing Chromium for the browser tests\n"
+    update, install = calls.read_text().splitlines()
+    assert update.endswith(" update") and " --yes " in install
+    assert install.endswith(" install --no-install-recommends chromium chromium-driver")

@@ -1,0 +1,49 @@
+"""``python -m tools.docs [--check] [DIRECTORY]``: write the generated pages, or check them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.docs.config_page import config_page
+from tools.docs.hooks_page import hooks_page
+
+
+def pages() -> dict[str, str]:
+    """Every generated page by file name."""
+    return {"hooks.md": hooks_page(), "config.md": config_page()}
+
+
+def outdated(directory: Path) -> list[str]:
+    """Names of the pages in ``directory`` that are missing or say something else than the code."""
+
+    def differs(name: str, text: str) -> bool:
+        path = directory / name
+        return not path.exists() or path.read_text() != text
+
+    return [name for name, text in pages().items() if differs(name, text)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the pages; or check them, and say what to run if they differ."""
+    parser = argparse.ArgumentParser(prog="python -m tools.docs", description=__doc__)
+    parser.add_argument("directory", nargs="?", type=Path, default=Path("docs"))
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs")
+    options = parser.parse_args(arguments)
+    directory: Path = options.directory
+    if options.check:
+        names = outdated(directory)
+        for name in names:
+            way_out = f"Run: python -m tools.docs {directory}"
+            print(f"{directory / name} differs from the code. {way_out}", file=sys.stderr)
+        return 1 if names else 0
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (directory / name).write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

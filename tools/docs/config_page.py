@@ -1,0 +1,186 @@
+"""``docs/config.md``: every key of the TOML, and of the plugins that come with ``prime-rl``.
+
+Reads the JSON schema pydantic makes of each model: types, bounds, defaults and field docs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, entry_points, requires
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import BaseModel
+from tools.docs.markdown import GENERATED, one_line, plain, table
+
+from prime_rl.cli.plugin_facts import Schema, toml, type_name
+from prime_rl.config.load import installed_defaults
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.manager import GROUPS, load_plugins
+from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
+
+META = "prime-rl"
+"""The distribution whose requirements are documented; what else is installed is not ours to say."""
+
+TABLES = {
+    "algorithm": '[orchestrator.algo] type = "{}"',
+    "filter": '[[orchestrator.post_batch_filters]] type = "{}"',
+    "renderer": '[orchestrator.renderer] name = "{}"',
+    "sampler": '[orchestrator.sampler] type = "{}"',
+    "source": '[orchestrator.algo.sampling.source] type = "{}"',
+    "engine": "[inference.{}]",
+    "monitor": "[monitors.{}]",
+    "model": '[model] name = "{}"',
+    "launcher": '[launcher] type = "{}"',
+    "loss": '[trainer.loss] type = "{}"',
+    "weight_transport": '[weight_broadcast] type = "{}"',
+}
+"""The table that holds an offer's settings, by kind."""
+
+INTRODUCTION = """\
+One TOML describes a run. Several compose left to right (tables merge key by key, lists are
+replaced whole). The defaults that the distribution `prime-rl` brings lie below them, and
+`--dotted.key value` overrides come last; a number in the path names an entry of a list.
+Unknown keys are errors. `--dry-run` validates and writes the resolved config without
+training."""
+
+PLUGINS = """\
+A table that selects a plugin's class also holds that class's settings. These classes come with
+`prime-rl`, or with the distribution that is named."""
+
+
+def config_page() -> str:
+    """The whole page."""
+    schema = RunConfig.model_json_schema()
+    parts = ["# Configuration", GENERATED.format(source="the pydantic models"), INTRODUCTION]
+    for name, paths in tables_of(schema).items():
+        parts.append(_section(schema["$defs"].get(name, schema), paths, defaults_at(paths[0])))
+    parts += ["## Settings of plugins", PLUGINS, *_plugin_sections()]
+    return "\n\n".join(parts) + "\n"
+
+
+def tables_of(schema: Schema) -> dict[str, list[str]]:
+    """Every model of the schema with the tables it validates, parents first, short paths first."""
+    found: dict[str, list[str]] = {"RunConfig": ["Top level"]}
+    for name, path in _walk(schema, schema["$defs"], ""):
+        found.setdefault(name, []).append(path)
+    return {name: sorted(paths, key=len) for name, paths in found.items()}
+
+
+def defaults_at(path: str) -> Schema:
+    """The installed defaults of a table; a table in a list has none."""
+    found: Any = installed_defaults()
+    for key in path.strip("`[]").split("."):
+        found = found.get(key, {}) if isinstance(found, dict) and path != "Top level" else found
+    return found if isinstance(found, dict) else {}
+
+
+def _walk(model: Schema, models: Schema, prefix: str) -> Iterator[tuple[str, str]]:
+    for key, prop in model.get("properties", {}).items():
+        for name, is_list in _models_in(prop):
+            path = f"{prefix}{key}"
+            yield name, f"`[[{path}]]`" if is_list else f"`[{path}]`"
+            yield from _walk(models[name], models, f"{path}.")
+
+
+def _models_in(prop: Schema, is_list: bool = False) -> Iterator[tuple[str, bool]]:
+    """The models a property may hold, and whether in a list."""
+    if "$ref" in prop:
+        yield prop["$ref"].rpartition("/")[2], is_list
+    for choice in (*prop.get("anyOf", ()), *prop.get("oneOf", ())):
+        yield from _models_in(choice, is_list)
+    if "items" in prop:
+        yield from _models_in(prop["items"], True)
+
+
+def _section(model: Schema, paths: list[str], defaults: Schema) -> str:
+    first, *others = paths
+    about = re.sub(r"^`\[[^:]*(: |$)", "", plain(model.get("description")))
+    also = f"Also {', '.join(others)}." if others else ""
+    return _join(f"## {first}", about[:1].upper() + about[1:], also, keys_table(model, defaults))
+
+
+def _join(*parts: str) -> str:
+    return "\n\n".join(part for part in parts if part)
+
+
+def keys_table(model: Schema, defaults: Schema = MappingProxyType({})) -> str:
+    """Key, type, default (of the installed ``defaults``, else of the model) and doc of every
+    key."""
+    required = model.get("required", ())
+
+    def laid(key: str, prop: Schema) -> Schema:
+        return {**prop, "default": defaults[key]} if key in defaults else prop
+
+    rows = [
+        (f"`{key}`", type_name(prop), _default(laid(key, prop), key in required), _doc(prop))
+        for key, prop in model.get("properties", {}).items()
+    ]
+    return table(("key", "type", "default", "what"), rows) if rows else "No settings."
+
+
+def _default(prop: Schema, required: bool) -> str:
+    if required:
+        return "required"
+    return "its own" if "$ref" in prop else f"`{toml(prop.get('default'))}`"
+
+
+def _doc(prop: Schema) -> str:
+    return one_line(prop.get("description"))
+
+
+def _plugin_sections() -> Iterator[str]:
+    """One section a settings class; offers that share theirs share a section."""
+    ours = _documented()
+    for kind in KINDS:
+        shared: dict[tuple[type[BaseModel], str], list[str]] = {}
+        for name, offered in _offers(kind).items():
+            if ours is None or offered.source.distribution in ours:
+                key = (offered.cls.config_class, offered.source.distribution)
+                shared.setdefault(key, []).append(name)
+        for (model, distribution), names in shared.items():
+            yield _plugin_section(kind, names, model, distribution)
+
+
+def _offers(kind: Kind[Any]) -> dict[str, Offered[Any]]:
+    """From both groups."""
+    found: dict[str, Offered[Any]] = {}
+    for group in GROUPS:
+        found |= collect(load_plugins(group), kind)
+    return found
+
+
+def _documented() -> set[str] | None:
+    """What ``META`` requires or knows of; None, for everything, where it is not installed."""
+    try:
+        named = requires(META) or []
+    except PackageNotFoundError:
+        return None
+    known = {entry.value.replace("_", "-") for entry in entry_points(group="prime_rl.known")}
+    return known | {re.split(r"[\s\[<>=!~;]", each, maxsplit=1)[0] for each in named}
+
+
+def _plugin_section(
+    kind: Kind[Any], names: list[str], model: type[BaseModel], distribution: str
+) -> str:
+    schema = model.model_json_schema()
+    title = ", ".join(f"`{name}`" for name in names)
+    where = TABLES[kind.name].format(names[0] if len(names) == 1 else "<name>")
+    passes_on = plain(model.__doc__) if schema.get("additionalProperties") is True else ""
+    head = (kind.name if len(names) == 1 else kind.plural).replace("_", " ")
+    return _join(
+        f"### {head.capitalize()} {title}",
+        f"`{where}`, from `{distribution}`.",
+        passes_on or keys_table(schema),
+        *_inner_tables(schema),
+    )
+
+
+def _inner_tables(schema: Schema) -> Iterator[str]:
+    """The tables inside a plugin's own table, each model once."""
+    models, seen = schema.get("$defs", {}), set()
+    for name, path in _walk(schema, models, ""):
+        if name not in seen and models[name].get("properties"):
+            seen.add(name)
+            yield f"Its table {path}:\n\n{keys_table(models[name])}"
