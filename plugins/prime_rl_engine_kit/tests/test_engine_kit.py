@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import gc
 import json
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
 from prime_rl import ConfigError
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
 from prime_rl_engine_kit import process
+from prime_rl_engine_kit.body import MAX_BODY_BYTES, ClientGone, read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
 from prime_rl_engine_kit.requests import (
@@ -146,3 +150,57 @@ def test_however_a_server_ends_its_status_says_so(
     args = process.command_line("x", None).parse_args([*words, str(tmp_path / "status.json")])
     assert process.run_server(args, serve) == code
     assert json.loads((tmp_path / "status.json").read_text())["state"] == state
+
+
+def request(*events: dict[str, object]) -> Request:
+    """A POST whose client sends ``events``, and then nothing more."""
+    coming = list(events)
+
+    async def receive() -> dict[str, object]:
+        return coming.pop(0) if coming else await asyncio.get_running_loop().create_future()
+
+    return Request({"type": "http", "method": "POST"}, receive)
+
+
+def test_a_client_that_leaves_cancels_the_work_and_nothing_is_logged() -> None:
+    """A ``gather`` that is cancelled and never awaited would end in the log as an error."""
+    logged: list[object] = []
+    cancelled: list[bool] = []
+
+    async def piece() -> None:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    async def work() -> None:
+        await asyncio.gather(piece(), piece())
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: logged.append(what))
+        with pytest.raises(ClientGone):
+            await while_wanted(request({"type": "http.disconnect"}), work())
+        gc.collect()
+
+    asyncio.run(main())
+    assert cancelled == [True, True]
+    assert not logged
+
+
+def test_a_client_that_waits_gets_the_result() -> None:
+    async def work() -> str:
+        return "done"
+
+    async def main() -> str:
+        return await while_wanted(request(), work())
+
+    assert asyncio.run(main()) == "done"
+
+
+def test_a_body_over_the_limit_is_refused() -> None:
+    half = {"type": "http.request", "body": bytes(MAX_BODY_BYTES // 2), "more_body": True}
+    last = {"type": "http.request", "body": b"x"}
+    with pytest.raises(RequestError, match="64 MiB") as caught:
+        asyncio.run(read_body(request(half, half, last)))
+    assert caught.value.status == 413

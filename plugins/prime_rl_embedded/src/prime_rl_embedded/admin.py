@@ -12,9 +12,9 @@ from torch import Tensor
 
 from prime_rl import WeightsError
 from prime_rl_broadcast.group import Attendance
-from prime_rl_embedded.frontend import read_body
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.weights import apply_weights, read_weights, receive_weights
+from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
 from prime_rl_engine_kit.requests import UpdateBody, decode

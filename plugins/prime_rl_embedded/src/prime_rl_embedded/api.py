@@ -14,11 +14,12 @@ from starlette.routing import Route
 from prime_rl_broadcast.meeting import backends
 from prime_rl_embedded.admin import Admin
 from prime_rl_embedded.chat import Chat
-from prime_rl_embedded.frontend import ClientGone, complete, read_body
+from prime_rl_embedded.frontend import complete
 from prime_rl_embedded.generate import generate_response
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.metrics import render
 from prime_rl_embedded.schema import Limits, generate_requests
+from prime_rl_engine_kit.body import ClientGone, read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
 from prime_rl_engine_kit.requests import GenerateBody, decode

@@ -18,11 +18,12 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from prime_rl_embedded.detokenize import TextStream
-from prime_rl_embedded.frontend import ClientGone, complete, read_body, stream_tokens
+from prime_rl_embedded.frontend import complete, stream_tokens
 from prime_rl_embedded.generate import usage, weight_versions
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.schema import Limits, choices_of, resolve_sampling
+from prime_rl_engine_kit.body import read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import SamplingFields, check_model, check_prompt, decode
 
@@ -145,16 +146,10 @@ class Chat:
             async for _ in self._grow(answer):
                 pass
 
-        work = asyncio.gather(*(drain(answer) for answer in answers))
-        gone = asyncio.ensure_future(http.receive())
-        try:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                work.cancel()
-                raise ClientGone
-            work.result()
-        finally:
-            gone.cancel()
+        async def drain_all() -> None:
+            await asyncio.gather(*map(drain, answers))
+
+        await while_wanted(http, drain_all())
 
     async def _grow(self, answer: Answer) -> AsyncIterator[None]:
         """Yields whenever the text may have grown, to the request's end or a stop string."""

@@ -10,24 +10,8 @@ from starlette.requests import Request as HTTPRequest
 
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.requests import Request
+from prime_rl_engine_kit.body import while_wanted
 from prime_rl_engine_kit.errors import RequestError
-
-MAX_BODY_BYTES = 64 * 2**20
-
-
-class ClientGone(Exception):
-    """The client closed its connection before the answer was ready."""
-
-
-async def read_body(http: HTTPRequest) -> bytes:
-    """The whole body. Raises ``RequestError`` (413) beyond ``MAX_BODY_BYTES``."""
-    parts, size = [], 0
-    async for part in http.stream():
-        parts.append(part)
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise RequestError(f"the body exceeds {MAX_BODY_BYTES} bytes", 413)
-    return b"".join(parts)
 
 
 def notify(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
@@ -38,19 +22,17 @@ def notify(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *ar
 
 async def complete(engine: EngineLoop, http: HTTPRequest, requests: Sequence[Request]) -> None:
     """Run requests to their end. Raises ``ClientGone``; ``RequestError`` if the engine failed."""
-    finished = asyncio.gather(*(_submit(engine, request) for request in requests))
-    gone = asyncio.ensure_future(http.receive())  # after the body, only a disconnect is received
     try:
-        await asyncio.wait((finished, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not finished.done():
-            finished.cancel()
-            raise ClientGone
+        await while_wanted(http, _finish(engine, requests))
     finally:
-        gone.cancel()
         for request in requests:
             if request.finish_reason is None:
                 engine.abort(request)
     raise_if_failed(engine, requests)
+
+
+async def _finish(engine: EngineLoop, requests: Sequence[Request]) -> None:
+    await asyncio.gather(*(_submit(engine, request) for request in requests))
 
 
 def _submit(engine: EngineLoop, request: Request) -> asyncio.Future[None]:

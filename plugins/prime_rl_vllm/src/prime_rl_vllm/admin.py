@@ -23,9 +23,9 @@ from starlette.responses import JSONResponse
 
 from prime_rl import WeightsError
 from prime_rl_broadcast.meeting import Meeting
+from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import UpdateBody, decode
-from prime_rl_vllm.body import read_body
 from prime_rl_vllm.state import State
 
 log = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match
 
+from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_vllm import state as shared
 from prime_rl_vllm.admin import Admin
-from prime_rl_vllm.body import read_body
 from prime_rl_vllm.generate import generate
 from prime_rl_vllm.report import Metrics, report_forever
 from prime_rl_vllm.state import State

@@ -14,9 +14,9 @@ from typing import Any
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response
 
+from prime_rl_engine_kit.body import ClientGone, read_body, while_wanted
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import GenerateBody, Limits, decode
-from prime_rl_vllm.body import ClientGone, read_body, while_wanted
 from prime_rl_vllm.reply import reply
 from prime_rl_vllm.schema import Plan, plan
 from prime_rl_vllm.state import State

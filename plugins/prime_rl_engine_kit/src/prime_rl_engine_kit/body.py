@@ -1,4 +1,4 @@
-"""Reading a request: its body up to a limit; and its client's patience."""
+"""What a server does with one request: it reads the body, and it stops if the client leaves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
+    """The client closed the connection before its answer was ready."""
 
 
 async def read_body(http: HTTPRequest) -> bytes:
@@ -30,7 +30,7 @@ async def read_body(http: HTTPRequest) -> bytes:
 
 
 async def while_wanted(http: HTTPRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do it unless the client goes away first, which cancels it. Raises ``ClientGone`` then."""
+    """The result of ``work``. A client that leaves cancels it: raises ``ClientGone`` then."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))
     try:
