@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
+import warm
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One nursery for the processes of all workers."""
+    if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+        nursery = warm.nursery()
+        nursery.__enter__()
+        config.add_cleanup(lambda: nursery.__exit__(None, None, None))
 
 
 def pytest_sessionstart() -> None:

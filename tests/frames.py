@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(Path(__file__).parent))
 
-from scripted_engine import scripted_engine  # noqa: E402 - a module beside this one
+import warm  # noqa: E402 - a module beside this one
+from scripted_engine import scripted_engine  # noqa: E402
 
 from prime_rl.config.load import load_config  # noqa: E402
 from prime_rl.rundir.directory import make_run_dir  # noqa: E402
@@ -87,7 +88,7 @@ def _digests(run_dir: Path) -> list[str]:
     command = [sys.executable, "-m", "prime_rl.orchestrator", str(run_dir)]
     env = os.environ | {"PRIME_RL_ADMIN_KEY": "key"}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=env)
+        process = warm.Popen(command, stdout=output, stderr=output, env=env)
         try:
             frames = [_receive(run_dir, step, process, log) for step in range(1, STEPS + 1)]
             code = process.wait(LIMIT_SECONDS)

@@ -379,6 +379,7 @@ def test_the_clock_in_the_docs_sees_the_whole_of_an_async_hook() -> None:
 # -- the site --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_page_is_in_the_sites_menu_and_the_site_builds_without_a_warning(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.run.children import free_ports
@@ -36,14 +37,12 @@ def prime_rl(model_cache: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts ``prime-rl`` with some arguments."""
 
     def start(*arguments: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+        return warm.Popen(
             [sys.executable, "-c", "from prime_rl.cli import main; main()", *map(str, arguments)],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A shell that starts the tests in the background has them ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     return start

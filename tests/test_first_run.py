@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from safetensors.numpy import load_file
 from waiting import LIMIT, eventually
 
@@ -45,20 +46,20 @@ def start(model_cache: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 @contextmanager
-def starting(cache: Path, folder: Path) -> Iterator[Start]:
+def starting(
+    cache: Path, folder: Path, popen: type[subprocess.Popen[str]] = warm.Popen
+) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(name: str, *overrides: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), "--run.name", name]
-        process = subprocess.Popen(
+        process = popen(
             [*command, *overrides],
             env=os.environ | {"PRIME_RL_CACHE": str(cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A shell that starts the tests in the background has them ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
@@ -88,7 +89,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 
 @dataclass
 class Finished:
-    """Two runs that went on side by side."""
+    """Two runs side by side, of real processes from start to end."""
 
     folder: Path
     """Holds their directories, by name."""
@@ -101,7 +102,7 @@ def pair(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     folder = tmp_path_factory.mktemp("pair")
     four = ("--max_steps", "4", "--orchestrator.post_batch_filters", "[]")
     sync = ("--orchestrator.max_off_policy_steps", "0", "--rollout_transport.type", "filesystem")
-    with starting(model_cache, folder) as start:
+    with starting(model_cache, folder, subprocess.Popen) as start:
         both = {"first": start("first", *four), "sync": start("sync", *four, *sync)}
         output = {name: process.communicate(timeout=LIMIT)[0] for name, process in both.items()}
         assert [each.returncode for each in both.values()] == [0, 0], output

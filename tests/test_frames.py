@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from frames import CASES, DIGESTS, STEPS, frames_of
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def test_the_orchestrator_sends_the_frames_that_it_has_always_sent(
 
 def replay(run_dir: Path) -> list[dict[str, Any]]:
     command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "replay"]
-    done = subprocess.run([*command, str(run_dir), "--json"], capture_output=True, text=True)
+    done = warm.run([*command, str(run_dir), "--json"])
     assert done.returncode == 0, done.stderr
     steps: list[dict[str, Any]] = json.loads(done.stdout)
     return steps

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import warm
 from waiting import LIMIT, eventually
 
 from prime_rl.orchestrator.store import read_rollouts
@@ -39,13 +40,12 @@ def start(model_cache: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = warm.Popen(
             [*CLI, *map(str, arguments)],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from waiting import LIMIT, eventually
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,13 +46,12 @@ def start(model_cache: Path, tmp_path: Path) -> Iterator[Callable[..., subproces
         files = [argument for argument in arguments if argument.endswith(".toml")]
         rest = arguments[len(files) :]
         command = [*CLI, "run", str(CONFIG), *files, *SMALL, "--output_dir", str(tmp_path)]
-        process = subprocess.Popen(
+        process = warm.Popen(
             [*command, "--run.name", name, *rest],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process
@@ -70,7 +69,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 def ask(*arguments: object) -> subprocess.CompletedProcess[str]:
     """A command in another terminal."""
     command = [*CLI, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    return warm.run(command, timeout=LIMIT)
 
 
 def test_an_evaluation_between_steps_measures_one_version_and_training_goes_on(

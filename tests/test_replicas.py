@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from waiting import LIMIT, eventually
 
 from prime_rl.orchestrator.store import read_rollouts
@@ -41,14 +42,12 @@ def start(model_cache: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def command(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = warm.Popen(
             [sys.executable, "-c", "from prime_rl.cli import main; main()", *words],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache), "PRIME_RL_ADMIN_KEY": KEY},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A shell that starts the tests in the background has them ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         started.append(process)
         return process

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from waiting import LIMIT, eventually
@@ -73,13 +74,15 @@ def start_run(model_cache: Path, tmp_path: Path) -> Iterator[Run]:
 
 
 @contextmanager
-def starting(cache: Path, folder: Path) -> Iterator[Run]:
+def starting(
+    cache: Path, folder: Path, popen: type[subprocess.Popen[str]] = warm.Popen
+) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), *arguments]
-        process = subprocess.Popen(
+        process = popen(
             command,
             env=os.environ | {"PRIME_RL_CACHE": str(cache)},
             stdout=subprocess.PIPE,
@@ -102,9 +105,10 @@ TEN = ["--max_steps", "10", "--ckpt.interval", "5"]
 
 @pytest.fixture(scope="module")
 def straight(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps without a break, each trained on what the newest policy sampled."""
+    """Ten steps without a break, each trained on what the newest policy sampled; in processes of
+    other hash seeds than those it is compared with."""
     folder = tmp_path_factory.mktemp("straight")
-    with starting(model_cache, folder) as begin:
+    with starting(model_cache, folder, subprocess.Popen) as begin:
         finish(begin("--run.name", "straight", *EXACT, *TEN))
     return folder / "straight"
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,8 +43,10 @@ def start(model_cache: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts ``prime-rl run``, of a given name or as a given command; whatever is left is ended."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(*arguments: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+    def begin(
+        *arguments: str, popen: type[subprocess.Popen[str]] = warm.Popen
+    ) -> subprocess.Popen[str]:
+        process = popen(
             [*CLI, *arguments],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache), "COLUMNS": "400"},
             stdout=subprocess.PIPE,
@@ -151,7 +154,7 @@ def test_the_stop_command_saves_adapter_and_merged_model(
     process = start(*command(tmp_path, "--trainer.lora.rank", "4", "--ckpt.enabled", "false"))
     wait_until(has_trained(run_dir), process)
     asked = [*CLI, "stop", "mine", "--output-dir", str(tmp_path)]
-    told = subprocess.run(asked, capture_output=True, text=True, timeout=PATIENCE)
+    told = warm.run(asked, timeout=PATIENCE)
     assert (told.returncode, told.stdout) == (0, f"{run_dir}: stopped\n"), told.stderr
     output = outcome(process, 130)
     last = check_stopped(run_dir, output)
@@ -210,7 +213,8 @@ def test_a_stop_before_the_first_step_says_that_there_are_no_weights(
     start: Start, tmp_path: Path, processes_of: Callable[[Path], list[int]]
 ) -> None:
     run_dir = tmp_path / "mine"
-    process = start(*command(tmp_path))
+    # Forks would have taken a step by then.
+    process = start(*command(tmp_path), popen=subprocess.Popen)
     wait_until((run_dir / "status" / "orchestrator.json").exists, process)
     process.send_signal(signal.SIGINT)
     output = outcome(process, 130)

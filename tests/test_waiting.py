@@ -80,12 +80,14 @@ def busy(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_tests_that_take_too_long_are_ended_and_said(tmp_path: Path) -> None:
-    output = busy(tmp_path, "--minutes", "0.1").communicate(timeout=LIMIT)[0]
-    assert "ended: the tests have taken 0.1 minutes (--minutes)" in output
+    output = busy(tmp_path, "--minutes", "0.02").communicate(timeout=LIMIT)[0]
+    assert "ended: the tests have taken 0.02 minutes (--minutes)" in output
     assert output.endswith("pytest's exit codes: [124]\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_busy_loop_outlives_the_check(tmp_path: Path, end: signal.Signals) -> None:
     process = busy(tmp_path)

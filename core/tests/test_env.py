@@ -510,6 +510,7 @@ def test_version_spans_count_sampled_tokens(
     assert node_versions(mask, spans) == column
 
 
+@pytest.mark.slow  # a fresh interpreter imports verifiers
 def test_running_an_environment_does_not_import_torch(settings: Any) -> None:
     folder = settings(PlainTaskset).tokenizer_path
     code = f"""

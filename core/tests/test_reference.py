@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from itertools import chain, repeat
 
 import pytest
+import warm
 from aiohttp import web
 from loopback import listening
 from waiting import LIMIT, Clock, until
@@ -437,12 +438,14 @@ async def test_a_server_that_comes_back_as_another_model_is_noticed():
 # -- the real engine ---------------------------------------------------------------------------
 
 
-async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_path):
+async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_path, monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM
 
+    from prime_rl_embedded import testing
     from prime_rl_embedded.testing import serve, write_model
 
+    monkeypatch.setattr(testing, "subprocess", warm.SUBPROCESS)
     folder = write_model(tmp_path / "model")
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(9, 265, (n,), generator=generator).tolist() for n in (2, 40, 63, 17)]

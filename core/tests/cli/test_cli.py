@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from typer.testing import CliRunner
 from waiting import LIMIT
 
@@ -38,9 +39,8 @@ def toml(tmp_path):
 
 
 def prime_rl(*arguments, cwd):
-    return subprocess.run(
-        [BIN, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=LIMIT
-    )
+    code = "from prime_rl.cli import main; main()"
+    return warm.run([sys.executable, "-c", code, *map(str, arguments)], cwd=cwd, timeout=LIMIT)
 
 
 def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(tmp_path, toml):
@@ -94,7 +94,8 @@ def test_a_plugin_error_is_one_message_too(tmp_path, toml):
 
 
 def test_the_inventory_as_json_through_the_real_command(tmp_path):
-    done = prime_rl("plugins", "list", "--json", cwd=tmp_path)
+    command = [BIN, "plugins", "list", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {row["plugin"]: row for row in json.loads(done.stdout)}
     assert rows["core"]["offers"] == {

@@ -2,10 +2,10 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
+import warm
 from waiting import LIMIT
 
 SOURCE = """
@@ -35,12 +35,10 @@ def run(install, tmp_path):
     def run_pytest(*arguments, place="0.0"):
         install(SOURCE.format(place=place), plugin="mine", distribution="prime-rl-mine")
         path = os.pathsep.join([str(install.folder / "prime-rl-mine"), *sys.path])
-        return subprocess.run(
+        return warm.run(
             [sys.executable, "-m", "pytest", *OPTIONS, "--rootdir", str(tmp_path), *arguments],
             cwd=tmp_path,
             env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
             timeout=LIMIT,
         )
 

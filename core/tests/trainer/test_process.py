@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from waiting import LIMIT, eventually
@@ -63,9 +64,7 @@ def start(run_dir: Path, model_dir: Path) -> Iterator[Start]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         command = [sys.executable, "-W", "error::ResourceWarning", "-m", "prime_rl.trainer"]
         processes.append(
-            subprocess.Popen(
-                [*command, str(run_dir)], env=environment, stderr=subprocess.PIPE, text=True
-            )
+            warm.Popen([*command, str(run_dir)], env=environment, stderr=subprocess.PIPE, text=True)
         )
         return launch, processes[-1]
 

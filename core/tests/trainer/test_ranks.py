@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import ranks_cases
 import torch
+import warm
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -103,7 +103,8 @@ def runs(
     path = folder / "jobs.json"
     path.write_text(json.dumps(sets))
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    subprocess.run([sys.executable, ranks_cases.__file__, str(path)], env=env, check=True)
+    done = warm.run([sys.executable, ranks_cases.__file__, path], env=env)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import warm
 from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError
@@ -45,7 +46,7 @@ def run(path, status, place):
 trainer.run = run
 sys.exit(trainer.main(sys.argv[1:]))
 """
-START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'failing_rank'; " \
+START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'prime_rl_failing_rank'; " \
     "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
 
 Start = Callable[[str], tuple[Path, subprocess.Popen[str]]]
@@ -54,13 +55,13 @@ Start = Callable[[str], tuple[Path, subprocess.Popen[str]]]
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """An agent with two ranks, in a run of the given name."""
-    (tmp_path / "failing_rank.py").write_text(RANK)
+    (tmp_path / "prime_rl_failing_rank.py").write_text(RANK)
     agents: list[subprocess.Popen[str]] = []
 
     def begin(name: str) -> tuple[Path, subprocess.Popen[str]]:
         (tmp_path / name / "status").mkdir(parents=True)
         agents.append(
-            subprocess.Popen(
+            warm.Popen(
                 [sys.executable, "-c", START, str(tmp_path / name), "--ranks", "2"],
                 env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
                 stderr=subprocess.PIPE,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from safetensors.torch import load_file
 
 from prime_rl.config.load import build_config
@@ -60,13 +61,12 @@ def start(run_dir: Path, model_dir: Path) -> Iterator[Start]:
         if nodes > 1:  # gloo would ask for the name of this machine
             env |= {"GLOO_SOCKET_IFNAME": "lo"}
         agents.extend(
-            subprocess.Popen(
+            warm.Popen(
                 trainer_command(launch, run_dir),
                 env=env,
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
             )
             for _ in range(nodes)
         )

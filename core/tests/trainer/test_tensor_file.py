@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import tensor_file_cases as cases
 import torch
+import warm
 from safetensors.torch import load_file
 from waiting import LIMIT
 
@@ -23,9 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What 1, 2, 4 and 2 x 2 ranks wrote."""
     folder = tmp_path_factory.mktemp("files")
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-    subprocess.run(
-        [sys.executable, cases.__file__, str(folder)], env=env, check=True, timeout=LIMIT
-    )
+    done = warm.run([sys.executable, cases.__file__, folder], env=env, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm
 from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError
@@ -36,15 +37,15 @@ path.with_suffix(".new").rename(path)
 while not pathlib.Path(sys.argv[1], "done").exists():
     time.sleep(0.02)
 """
-START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'waiting'; " \
+START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'prime_rl_waiting_rank'; " \
     "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """The agent and its two ranks, which have begun."""
-    (tmp_path / "waiting.py").write_text(RANK)
-    process = subprocess.Popen(
+    (tmp_path / "prime_rl_waiting_rank.py").write_text(RANK)
+    process = warm.Popen(
         [sys.executable, "-c", START, str(tmp_path), "--ranks", "2"],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
         stderr=subprocess.PIPE,

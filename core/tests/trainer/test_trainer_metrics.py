@@ -133,10 +133,11 @@ SPLITS = [[[0, 1], [2, 3]], [[3], [2, 0, 1]]]
 
 def test_two_ranks_tell_what_one_tells(tmp_path: Path) -> None:
     """Real processes over gloo."""
+    import warm
     from waiting import LIMIT  # the ranks run this file outside of pytest
 
     ranks = [
-        subprocess.Popen(
+        warm.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path)],
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,

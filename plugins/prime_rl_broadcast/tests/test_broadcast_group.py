@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import weakref
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -202,7 +202,7 @@ def test_a_member_that_dies_is_an_error_for_the_sender(meet: Callable[..., Meeti
     """Gloo does not tell who only receives: the other member waits for as long as it may."""
     meeting = meet(3)
     members = [
-        subprocess.Popen([sys.executable, "-c", TAKES, told, use])
+        warm.Popen([sys.executable, "-c", TAKES, told, use])
         for told, use in (
             (msgspec.json.encode(meeting.attended_by(1)).decode(), "dict"),
             (msgspec.json.encode(meeting.attended_by(2)).decode(), "lambda stream: os._exit(0)"),

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import warm
 from engine_proxy import Fault, Proxy
 from waiting import LIMIT
 
-from prime_rl_devkit.engines import EngineSubject, started
+from prime_rl_devkit.engines import EngineSubject, started, starting
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_start_warm() -> Iterator[None]:
+    """``subprocess`` in a test starts a real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting, "subprocess", warm.SUBPROCESS)
+        yield
 
 
 @pytest.fixture(scope="session")

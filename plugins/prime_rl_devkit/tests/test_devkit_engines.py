@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import warm
 from waiting import LIMIT
 
 from prime_rl import EngineCommand
@@ -214,13 +214,7 @@ def test_pytest_makes_a_test_of_every_check(
     """In a pytest of its own, which only collects."""
     options = ["-p", "no:cacheprovider", "-W", "ignore", "--rootdir", str(tmp_path)]
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
-    done = subprocess.run(
-        [*command, "--prime-rl", "embedded"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
+    done = warm.run([*command, "--prime-rl", "embedded"], cwd=tmp_path, timeout=LIMIT)
     for check in CHECKS:
         assert f"prime-rl::embedded::{check}" in done.stdout, done.stdout + done.stderr
 

@@ -8,14 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from transformers import AutoModelForCausalLM
 
+from prime_rl_embedded import testing
 from prime_rl_embedded.testing import Served, serve, write_model
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def engines_start_warm() -> Iterator[None]:
+    """``subprocess`` in a test starts a real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(testing, "subprocess", warm.SUBPROCESS)
+        yield
 
 
 @pytest.fixture(scope="session")

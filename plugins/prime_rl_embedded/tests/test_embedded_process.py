@@ -99,6 +99,7 @@ def wait_for_state(path: Path, state: str, process: subprocess.Popen[Any]) -> No
     eventually(lambda: path.exists() and json.loads(path.read_text())["state"] == state, process)
 
 
+@pytest.mark.slow  # two fresh interpreters
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     status = tmp_path / "status.json"

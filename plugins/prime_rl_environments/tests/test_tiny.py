@@ -149,6 +149,7 @@ def test_a_warm_up_that_does_not_get_there_says_so_and_leaves_nothing(tmp_path: 
     assert not (tmp_path / "m").exists()
 
 
+@pytest.mark.slow  # the model is trained
 def test_the_folder_is_complete_and_says_when(folder: Path) -> None:
     assert {
         ".ready",
@@ -163,6 +164,7 @@ def test_the_folder_is_complete_and_says_when(folder: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
 
 
+@pytest.mark.slow
 def test_it_half_knows_how_to_reverse_words_it_has_never_seen(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

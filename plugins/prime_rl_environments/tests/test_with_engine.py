@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+import warm
 from renderers import Qwen3RendererConfig
 from waiting import LIMIT
 
@@ -56,7 +57,7 @@ def engine(model_path: Path) -> Iterator[ModelEndpoint]:
             policy_version=VERSION,
         )
     )
-    process = subprocess.Popen(command.argv, env={**os.environ, **command.env})
+    process = warm.Popen(command.argv, env={**os.environ, **command.env})
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process)
         yield ModelEndpoint("tiny", f"http://127.0.0.1:{port}/v1")

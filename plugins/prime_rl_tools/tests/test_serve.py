@@ -8,13 +8,13 @@ import subprocess
 import sys
 import tomllib
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import openai
 import psutil
 import pytest
+import warm
 from rich.console import Console
 from waiting import LIMIT, eventually
 
@@ -24,7 +24,7 @@ from prime_rl.rundir.control import exists
 from prime_rl_tools.serve import server as serving
 from prime_rl_tools.serve.request import Request, choose_port, model_context, read_request
 
-BIN = Path(sys.executable).with_name("prime-rl")
+MAIN = "from prime_rl.cli import main; main()"
 TINY = ["--model.warmup_exact", "0", "--model.hidden_size", "16", "--model.num_layers", "1"]
 
 
@@ -51,16 +51,14 @@ class Served:
 
 
 @contextmanager
-def command(folder, *arguments, **env):
+def command(folder, *arguments, popen=warm.Popen, **env):
     output = folder / "output"
     with output.open("wb") as file:
-        process = subprocess.Popen(
-            [BIN, "serve", *map(str, arguments)],
+        process = popen(
+            [sys.executable, "-c", MAIN, "serve", *map(str, arguments)],
             stdout=file,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PRIME_RL_CACHE": str(folder / "cache"), **env},
-            # A shell that starts the tests in the background has them ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         yield Served(process, output)
@@ -146,10 +144,8 @@ def test_an_evaluation_of_it_gives_the_number_counted_from_the_traces(served, tm
 def evaluated(served, folder):
     options = ["--base-url", served.url, "--api-key-var", "KEY", "--output", folder, "--json"]
     options += ["--num-examples", 8, "--group-size", 2, "--max-tokens", 8]
-    done = subprocess.run(
-        [BIN, "eval", "reverse-text", *map(str, options)],
-        capture_output=True,
-        text=True,
+    done = warm.run(
+        [sys.executable, "-c", MAIN, "eval", "reverse-text", *map(str, options)],
         env={**os.environ, "KEY": "sesame"},
         timeout=LIMIT,
     )

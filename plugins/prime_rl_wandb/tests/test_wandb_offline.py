@@ -11,6 +11,8 @@ from prime_rl.testing import make_rollout
 from prime_rl_wandb import WandbConfig, WandbMonitor, register_monitors
 from prime_rl_wandb.table import COLUMNS, conversation, credit_text, table_row
 
+pytestmark = pytest.mark.slow  # wandb starts a service for each run
+
 
 def started(folder, **settings):
     return WandbMonitor(WandbConfig(mode="offline", **settings), folder)

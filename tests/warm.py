@@ -1,0 +1,299 @@
+"""Python processes whose imports are done when they start.
+
+A run has four processes, and three of them import torch, transformers or verifiers: four to five
+CPU seconds each. ``warm.Popen`` is used like ``subprocess.Popen`` and asks the nursery, one process
+for all of a session's tests, which has imported everything once and forks::
+
+    nursery -> prime-rl run -> engine, trainer, orchestrator
+
+Process id, signals, session, files, environment, working directory, ``sys.path``, command line and
+exit code are those of an ordinary child. Not so: interpreter options except ``-W``, the hash seed
+(forks share one), what imports do, and plugins that are installed for the test. Tests of these use
+``subprocess``, and so do some whole runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+IMPORTS = (
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
+    *("transformers", "transformers.models.qwen3.modeling_qwen3", "verifiers.v1", "matplotlib"),
+    *("matplotlib.backends.backend_agg", "matplotlib.figure", "rich.live", "uvicorn"),
+    *("prime_rl.cli.app", "prime_rl.run.supervisor", "prime_rl.run.models"),
+    *("prime_rl.orchestrator.build", "prime_rl.orchestrator.loop", "prime_rl.orchestrator.summary"),
+    *("prime_rl.trainer.loop", "prime_rl.trainer.checkpoint", "prime_rl.trainer.parallel"),
+    *("prime_rl.trainer.model", "prime_rl_embedded.loop", "prime_rl_embedded.model"),
+    *("prime_rl_environments.tiny.make", "prime_rl_environments.tiny.chat", "zmq", "pytest"),
+)
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+"""What libraries read while they are imported."""
+LARGEST = 1 << 17
+"""Bytes of a request: arguments and environment."""
+PADDING = "-" * 2048
+"""Space for the command lines of forks: they overwrite the nursery's own."""
+
+
+ADDRESS = "PRIME_RL_TEST_NURSERY"
+"""Where the nursery listens: an environment variable, for all processes of pytest. Without one,
+and elsewhere than on Linux, ``Popen`` starts an ordinary process."""
+
+
+class Popen(subprocess.Popen[Any]):
+    """A Python process that is forked, by the nursery or, in a fork, by this process."""
+
+    _nursery: socket.socket | None = None
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        names = "executable preexec_fn close_fds pass_fds cwd env startupinfo creationflags shell "
+        names += "stdin to_stdin from_stdout stdout from_stderr stderr restore_signals "
+        names += "gid gids uid umask start_new_session process_group"
+        given = dict(zip(names.split(), rest, strict=True))
+        argv = [os.fspath(argument) for argument in args]
+        can_fork = can_fork_here(argv) if _is_fork else ADDRESS in os.environ
+        if argv[0] != sys.executable or not can_fork:
+            return super()._execute_child(args, *rest)  # type: ignore[misc]
+        request = {
+            "argv": argv,
+            "env": dict(os.environ if given["env"] is None else given["env"]),
+            "cwd": os.fspath(given["cwd"] or os.getcwd()),
+            "session": given["start_new_session"],
+        }
+        pipes = [given[name] for name in ("stdin", "stdout", "stderr")]
+        files = [number if pipe == -1 else pipe for number, pipe in enumerate(pipes)]
+        if _is_fork:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self.pid = os.fork()
+            if not self.pid:
+                become(request, files)
+        else:
+            self._nursery = connect()
+            socket.send_fds(self._nursery, [json.dumps(request).encode()], files)
+            self.pid = int(self._nursery.recv(LARGEST))
+        self._child_created = True
+        ends = "stdin to_stdin from_stdout stdout from_stderr stderr"
+        self._close_pipe_fds(*(given[name] for name in ends.split()))  # type: ignore[attr-defined]
+
+    def _try_wait(self, flags: int) -> tuple[int, int]:
+        if self._nursery is None:
+            return super()._try_wait(flags)  # type: ignore[misc, no-any-return]
+        self._nursery.setblocking(not flags & os.WNOHANG)
+        try:
+            status = self._nursery.recv(LARGEST)
+        except BlockingIOError:
+            return 0, 0
+        self._nursery.close()
+        return self.pid, int(status or signal.SIGKILL)  # nothing: the nursery has ended
+
+    def _internal_poll(self, *args: Any, **given: Any) -> int | None:
+        if self._nursery is None:
+            return super()._internal_poll(*args, **given)  # type: ignore[misc, no-any-return]
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None:
+                pid, status = self._try_wait(os.WNOHANG)
+                if pid:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run(
+    argv: Sequence[Any], timeout: float | None = None, **given: Any
+) -> subprocess.CompletedProcess[str]:
+    """``subprocess.run`` with captured output, as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | given
+    with Popen([*map(os.fspath, argv)], **pipes) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(argv, process.returncode, output, errors)
+
+
+SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
+"""For code that starts a process, in place of its module ``subprocess``."""
+
+
+def can_fork_here(argv: Sequence[str]) -> bool:
+    """Whether a process of a run starts another, and has no threads, which would be missing."""
+    ours = argv[1] == "-m" and argv[2].startswith("prime_rl")
+    return ours and threading.active_count() == 1
+
+
+_is_fork = False
+
+
+def connect() -> socket.socket:
+    """A connection to the nursery."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(os.environ[ADDRESS])
+    return connection
+
+
+@contextmanager
+def nursery() -> Iterator[None]:
+    """Start the nursery, which imports nothing before it is asked for a process."""
+    with (
+        tempfile.TemporaryDirectory(prefix="nursery-") as folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+    ):
+        os.environ[ADDRESS] = os.path.join(folder, "socket")
+        listener.bind(os.environ[ADDRESS])
+        listener.listen(64)
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno()), PADDING],
+            env=os.environ | ENVIRONMENT,
+            stdin=subprocess.PIPE,  # its end is the nursery's
+            pass_fds=[listener.fileno()],
+            start_new_session=True,  # Ctrl-C is for pytest, which ends it
+        )
+        with process:
+            yield
+        del os.environ[ADDRESS]
+
+
+def serve(listener: socket.socket) -> None:
+    """Fork for each connection, and tell it the exit status; until the tests end."""
+    select.select([listener, sys.stdin], [], [])
+    import_all()
+    from prime_rl.rundir.launch import PARENT_PID
+
+    selector = selectors.DefaultSelector()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    forks: dict[int, tuple[int, socket.socket]] = {}  # by file descriptor
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                return
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                message, files, _, _ = socket.recv_fds(connection, LARGEST, 3)
+                pid = os.fork()
+                if not pid:
+                    for file, (_, other) in forks.items():
+                        os.close(file)
+                        other.close()
+                    for each in (selector, listener, connection):
+                        each.close()
+                    request = json.loads(message)
+                    if PARENT_PID in request["env"]:  # it ends with the nursery
+                        request["env"][PARENT_PID] = str(os.getppid())
+                    become(request, files)
+                for file in files:
+                    os.close(file)
+                connection.send(str(pid).encode())
+                fork = os.pidfd_open(pid)
+                forks[fork] = pid, connection
+                selector.register(fork, selectors.EVENT_READ)
+            else:
+                pid, connection = forks.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                with connection, suppress(OSError):  # nothing may wait for it any more
+                    connection.send(str(os.waitpid(pid, 0)[1]).encode())
+
+
+def import_all() -> None:
+    """What lives as long as all forks: no garbage collection walks it."""
+    gc.disable()
+    for name in IMPORTS:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+
+
+def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
+    """Be the process that was asked for, in this fork, from start to end."""
+    global _is_fork
+    _is_fork = True
+    code = 1
+    try:
+        if request["session"]:
+            os.setsid()
+        for number, file in enumerate(map(os.dup, files)):
+            os.dup2(file, number)
+            os.close(file)
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        sys.stdout = open(1, "w", 1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        show(request["argv"])
+        run_here(request["argv"][1:])
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def run_here(arguments: list[str]) -> None:
+    """As Python does: ``[-W FILTER] (-m MODULE | -c CODE | FILE) ARGUMENTS``."""
+    subprocess.Popen = Popen  # type: ignore[misc]
+    sys.path[0] = ""
+    sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    while arguments[0] == "-W":
+        warnings._setoption(arguments[1])  # type: ignore[attr-defined]
+        arguments = arguments[2:]
+    option, *words = arguments
+    if option == "-m":
+        sys.argv = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    elif option == "-c":
+        sys.argv = ["-c", *words[1:]]
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(words[0], vars(main))
+    else:
+        sys.argv, sys.path[0] = arguments, os.path.dirname(option)
+        runpy.run_path(option, run_name="__main__")
+
+
+def show(argv: Sequence[str]) -> None:
+    """Overwrite the arguments that the kernel shows of this process (proc(5), 48 and 49)."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(map(os.fsencode, argv))[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))
