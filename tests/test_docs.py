@@ -90,6 +90,7 @@ def test_generated_pages_say_what_the_code_says() -> None:
     assert outdated(ROOT / "docs") == [], "run: make docs"
 
 
+@pytest.mark.slow
 def test_a_page_that_differs_is_named_with_the_command_that_mends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

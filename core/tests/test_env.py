@@ -377,9 +377,9 @@ async def test_a_rollout_that_takes_too_long(settings: Any, engine: FakeEngine) 
         return {"text": "too late"}
 
     engine.reply = lambda body: sleep()
-    result = await only(settings(PlainTaskset, timeout=2.0), engine)
+    result = await only(settings(PlainTaskset, timeout=0.5), engine)
     assert (result.ok, result.error_type, result.branches) == (False, "TimeoutError", [])
-    assert "2s" in (result.error or "")
+    assert "0.5s" in (result.error or "")
 
 
 async def test_a_rollout_stopped_before_its_first_token(settings: Any, engine: FakeEngine) -> None:

@@ -296,6 +296,7 @@ def stage(
         runner.run(server.cleanup())
 
 
+@pytest.mark.slow
 @given(script=scripts())
 @settings(max_examples=60)
 def test_samples_are_exactly_what_the_engine_saw_and_produced(

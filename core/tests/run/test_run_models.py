@@ -156,6 +156,7 @@ def maker(code, *arguments):
     )
 
 
+@pytest.mark.slow  # three interpreters
 def test_concurrent_makers_give_one_complete_model(cache):
     code = "models.make(lambda d: Slow(PluginConfig()).make(d, 0, None), Path(sys.argv[1]))"
     processes = [maker(code, cache / "m", 0.2) for _ in range(3)]

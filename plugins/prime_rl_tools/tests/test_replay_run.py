@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import warm
 from typer.testing import CliRunner
 
 from prime_rl.cli.app import app
 from prime_rl.orchestrator.store import read_step, step_files
+from prime_rl.run import children
 from prime_rl_tools.report import write_report
 from prime_rl_tools.report.exports import StepExports
 
@@ -22,6 +24,7 @@ def test_a_run_replays_byte_for_byte_and_its_page_holds_what_its_trainer_saw(
 ):
     pytest.importorskip("prime_rl_environments")
     monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))
+    monkeypatch.setattr(children, "subprocess", warm.SUBPROCESS)
     arguments = [
         "run", str(CONFIG), "--max_steps", "3", "--trainer.scheduler.warmup_steps", "1",
         "--trainer.token_export.enabled", "true", "--output_dir", str(tmp_path),

@@ -72,10 +72,11 @@ def command(folder, *arguments, popen=warm.Popen, **env):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A model that is made first, behind a key."""
+    """A model that is made first, behind a key; real processes."""
     options = ["--served-model-name", "small", "--api-key-var", "KEY", "--port", free_ports(1)[0]]
     folder = tmp_path_factory.mktemp("serve")
-    with command(folder, "tiny-reverse", *TINY, *options, KEY="sesame") as served:
+    given = ["tiny-reverse", *TINY, *options]
+    with command(folder, *given, popen=subprocess.Popen, KEY="sesame") as served:
         served.wait_ready()
         yield served
 
