@@ -19,6 +19,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: nursery.__exit__(None, None, None))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: a worker that begins one last would be waited for."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def pytest_sessionstart() -> None:
     """Of the modules and tests that come now nothing is garbage: no collection walks them, now or
     later."""

@@ -46,12 +46,12 @@ def start(model_cache: Path, tmp_path: Path) -> Iterator[Start]:
 
 
 @contextmanager
-def starting(
-    cache: Path, folder: Path, popen: type[subprocess.Popen[str]] = warm.Popen
-) -> Iterator[Start]:
+def starting(cache: Path, folder: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def run(name: str, *overrides: str) -> subprocess.Popen[str]:
+    def run(
+        name: str, *overrides: str, popen: type[subprocess.Popen[str]] = warm.Popen
+    ) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), "--run.name", name]
         process = popen(
@@ -89,7 +89,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 
 @dataclass
 class Finished:
-    """Two runs side by side, of real processes from start to end."""
+    """Two runs side by side; all processes of ``first`` are fresh interpreters."""
 
     folder: Path
     """Holds their directories, by name."""
@@ -102,8 +102,11 @@ def pair(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     folder = tmp_path_factory.mktemp("pair")
     four = ("--max_steps", "4", "--orchestrator.post_batch_filters", "[]")
     sync = ("--orchestrator.max_off_policy_steps", "0", "--rollout_transport.type", "filesystem")
-    with starting(model_cache, folder, subprocess.Popen) as start:
-        both = {"first": start("first", *four), "sync": start("sync", *four, *sync)}
+    with starting(model_cache, folder) as start:
+        both = {
+            "first": start("first", *four, popen=subprocess.Popen),
+            "sync": start("sync", *four, *sync),
+        }
         output = {name: process.communicate(timeout=LIMIT)[0] for name, process in both.items()}
         assert [each.returncode for each in both.values()] == [0, 0], output
     return Finished(folder, output)

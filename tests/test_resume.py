@@ -74,15 +74,13 @@ def start_run(model_cache: Path, tmp_path: Path) -> Iterator[Run]:
 
 
 @contextmanager
-def starting(
-    cache: Path, folder: Path, popen: type[subprocess.Popen[str]] = warm.Popen
-) -> Iterator[Run]:
+def starting(cache: Path, folder: Path) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), *arguments]
-        process = popen(
+        process = warm.Popen(
             command,
             env=os.environ | {"PRIME_RL_CACHE": str(cache)},
             stdout=subprocess.PIPE,
@@ -105,10 +103,9 @@ TEN = ["--max_steps", "10", "--ckpt.interval", "5"]
 
 @pytest.fixture(scope="module")
 def straight(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps without a break, each trained on what the newest policy sampled; in processes of
-    other hash seeds than those it is compared with."""
+    """Ten steps without a break, each trained on what the newest policy sampled."""
     folder = tmp_path_factory.mktemp("straight")
-    with starting(model_cache, folder, subprocess.Popen) as begin:
+    with starting(model_cache, folder) as begin:
         finish(begin("--run.name", "straight", *EXACT, *TEN))
     return folder / "straight"
 

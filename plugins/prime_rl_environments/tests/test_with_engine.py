@@ -34,7 +34,7 @@ VERSION = 3
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
-    TinyReverse(TinyReverseConfig()).make(directory, 1, lambda state, share: None)
+    TinyReverse(TinyReverseConfig()).make(directory, 0, lambda state, share: None)
     return directory
 
 
