@@ -17,9 +17,12 @@ from prime_rl_tools.replay import score
 from prime_rl_tools.replay.score import read_run_config, read_steps, replay
 from prime_rl_tools.report import write_report
 
-pytestmark = pytest.mark.skipif(
-    browser_path() is None, reason="no Chromium here (Debian: apt-get install chromium)"
-)
+pytestmark = [
+    pytest.mark.slow,  # a Chromium for the file, beside everything else
+    pytest.mark.skipif(
+        browser_path() is None, reason="no Chromium here (Debian: apt-get install chromium)"
+    ),
+]
 
 MINUS, TIMES = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}"
 
