@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prime_rl import WeightsError
 from prime_rl.trainer import parallel, tensor_file
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.rank import STORE, Rank
 
 MESHES = {"one": (1, 1), "two": (2, 1), "four": (4, 1), "replicas": (2, 2), "two_by_two": (4, 2)}
 """Ranks, and copies of the model among them."""
@@ -123,7 +123,7 @@ def start_rank(folder: Path, rank: int, num_ranks: int, replicas: int) -> int:
     os.environ |= {name: str(value) for name, value in names.items()}
     code = 1
     try:
-        with parallel.joined(Place.of_process(), torch.device("cpu")):
+        with parallel.joined(Rank.of_process(), torch.device("cpu")):
             seen = parallel.gather(do(folder, replicas))
             parallel.on_main(lambda: (folder / "seen.json").write_text(json.dumps(seen)))
         code = 0

@@ -21,7 +21,7 @@ from prime_rl.config.trainer import LoraConfig
 from prime_rl.trainer.attention import Continuation, Documents
 from prime_rl.trainer.flops import model_cost, num_pairs, peak_flops, peak_of, perf_metrics
 from prime_rl.trainer.lora import add_lora
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 
 CPU = torch.device("cpu")
 BLOCK = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8 + 3 * 32 * 64
@@ -124,8 +124,7 @@ def test_a_mixture_of_experts_gets_no_figure_and_the_log_says_why(
     model.config.num_experts = 8
     assert model_cost(model) is None
     assert caplog.messages == [
-        "no perf/mfu for Qwen3ForCausalLM: it has experts, and a token meets only some of the "
-        "weights"
+        "no perf/mfu for Qwen3ForCausalLM: it has experts, of which a token uses only some"
     ]
 
 

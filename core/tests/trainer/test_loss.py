@@ -25,11 +25,10 @@ from prime_rl import (
     TokenMetric,
 )
 from prime_rl.trainer import parallel
-from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loss import ce_loss, ref_kl_loss, row_loss
+from prime_rl.trainer.loss import ce_loss, count_members, ref_kl_loss, row_loss
 from prime_rl.trainer.metrics import StepMetrics
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -273,7 +272,7 @@ def test_a_loss_that_gives_anything_else_is_named(given: Any, found: str, pack: 
         def __call__(self, inputs: LossInputs) -> LossOutputs:
             return given  # type: ignore[no-any-return]
 
-    with pytest.raises(PluginError, match=f"loss 'wrong' gave.*{found}.*expected LossOutputs"):
+    with pytest.raises(PluginError, match=f"loss 'wrong' returned.*{found}.*expected LossOutputs"):
         row = pack([[1, 2]])
         row_loss(make_row(row, CPU), torch.zeros(2), Wrong(PluginConfig()), count_members([row]))
 

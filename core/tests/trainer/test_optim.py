@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from prime_rl import ConfigError
 from prime_rl.config.trainer import OWNERS, OptimConfig, SchedulerConfig
-from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.optim import (
+    Muon,
     clip_gradients,
     hidden_matrices,
     make_optimizer,

@@ -18,12 +18,11 @@ from transformers.utils import logging as transformers_logging
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
 from prime_rl.trainer.attention import register
-from prime_rl.trainer.blocks import prepare_blocks
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.lora import add_lora
-from prime_rl.trainer.model import Policy, load_model
+from prime_rl.trainer.model import Policy, load_model, prepare_blocks
+from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import Packing, batch_sizes, packings
-from prime_rl.trainer.row import Row, make_row
 from prime_rl.trainer.self_check import find_packing
 
 CPU = torch.device("cpu")
@@ -141,7 +140,7 @@ def checked(model: PreTrainedModel, config: TrainerConfig = CONFIG) -> Policy:
     return policy
 
 
-def alone(model: Any, row: Row) -> Tensor:
+def alone(model: Any, row: PackedRow) -> Tensor:
     """[N] log π of the row's targets, each document by itself through the plain model."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")

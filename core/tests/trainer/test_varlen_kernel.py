@@ -13,14 +13,14 @@ from transformers import PreTrainedModel
 
 from prime_rl.trainer import attention
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.row import Row, make_row
+from prime_rl.trainer.packed_row import PackedRow, make_row
 
 CPU = torch.device("cpu")
 MakeModel = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
-def row(pack: Any, random_documents: Any) -> Row:
+def row(pack: Any, random_documents: Any) -> PackedRow:
     return make_row(pack(random_documents([9, 5, 12, 1])), CPU, share=False)
 
 
@@ -73,7 +73,7 @@ def dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 )
 def test_the_kernel_computes_what_the_loop_does(
     make_model: MakeModel,
-    row: Row,
+    row: PackedRow,
     dtypes: list[torch.dtype],
     monkeypatch: pytest.MonkeyPatch,
     changes: dict[str, Any],
@@ -88,7 +88,10 @@ def test_the_kernel_computes_what_the_loop_does(
 
 
 def test_under_autocast_the_kernel_gets_one_half_dtype(
-    make_model: MakeModel, row: Row, dtypes: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+    make_model: MakeModel,
+    row: PackedRow,
+    dtypes: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Qwen3's norms leave queries and keys in float32, which the kernel would refuse."""
     asked: list[torch.dtype] = []

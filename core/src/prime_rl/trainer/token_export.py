@@ -1,38 +1,67 @@
-"""``[trainer.token_export]``: what the loss saw of every token, for looking into a run.
+"""``[trainer.token_export]``: every token as the loss saw it, for looking into a run.
 
-    <run>/token_exports/step_3/rank_0.jsonl   one object a packed sequence that trains anything
-    <run>/token_exports/step_3/STABLE         last of all: step 3 is whole
+    <run>/token_exports/step_3/rank_0.jsonl   one object per packed sequence that trains anything
+    <run>/token_exports/step_3/STABLE         last of all: step 3 is complete
 
-Null stands for what does not exist: a stream that nobody assigned, a logprob of a token that no
-component trains, a ratio where π is not compared to μ, a number that is not finite. ``is_masked``
-and its two kin come from the losses, which tell by a ``TokenMetric`` of that name (``ref_kl/`` and
-the like before it aside); of a loss that does not tell they are null.
+Null stands for a value that does not exist: a stream that was not assigned, a logprob of a token
+that no component trains, a ratio where π is not compared with μ, a number that is not finite.
+``is_masked``, ``is_masked_high`` and ``is_masked_low`` come from the losses, as a ``TokenMetric``
+of that name (after ``ref_kl/`` and the like); they are null for a loss without one.
+
+Shapes: T = tokens of a micro batch, as it was packed; T' = those of the exported sequences.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from prime_rl.config.trainer import TokenExportConfig
+from prime_rl.plugins.base import TokenMetric
 from prime_rl.rollout import COMPONENTS, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.loss_metrics import Call
-from prime_rl.trainer.row import Row
-from prime_rl.trainer.token_columns import Column, token_columns
-from prime_rl.trainer.token_files import Exported, JsonLines, Parquet, Writer
+from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.weights.versions import STABLE
 from prime_rl.wire.micro_batch import MicroBatch
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+
+Column: TypeAlias = npt.NDArray[Any]
+Kind: TypeAlias = Literal["int", "bool", "float", "str"]
+
+FACTS: dict[str, Kind] = {
+    **dict.fromkeys(("schema_version", "step", "rank", "micro_step", "micro_sequence_idx"), "int"),
+    "export_sequence_idx": "int",
+    "env_name": "str",
+}
+"""Columns of every sequence, before those of its tokens."""
+MASKS = ("is_masked", "is_masked_high", "is_masked_low")
+RATIOS = ("mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta")
+STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+COLUMNS: dict[str, Kind] = {
+    "token_ids": "int",
+    "position_ids": "int",
+    "loss_mask": "bool",
+    **dict.fromkeys(("advantages", "inference_logprobs", "trainer_logprobs", "entropy"), "float"),
+    **dict.fromkeys(RATIOS, "float"),
+    **dict.fromkeys(MASKS, "bool"),
+    **dict.fromkeys(STREAMS, "float"),
+}
+"""Columns of every token, in order; a float that is not finite, as a bool too, is null."""
 
 
 def make_token_export(config: TokenExportConfig, run_dir: Path) -> TokenExport | None:
@@ -48,24 +77,22 @@ class TokenExport:
     directory: Path
 
     def begin(self, step: int) -> StepExport | None:
-        """A step's file, made anew; None: it is not this step's turn."""
+        """A step's file, made anew; None: the step is not exported."""
         if step % self.config.interval:
             return None
-        rank = parallel.rank()
-        directory = self.directory / f"step_{step}"
-        if rank == 0:  # what an earlier attempt may have left
-            shutil.rmtree(directory, ignore_errors=True)
-        parallel.barrier()
+        rank, directory = parallel.rank(), self.directory / f"step_{step}"
+        # An earlier attempt at the step may have left files, of this rank or another.
+        parallel.on_main(partial(shutil.rmtree, directory, ignore_errors=True))
         return StepExport(step, rank, directory / f"rank_{rank}.{self.config.format}")
 
 
 class StepExport:
-    """The export of one step. If the disk refuses it is left out, and the run goes on."""
+    """The export of one step. It is left out if the disk refuses, and the run goes on."""
 
     def __init__(self, step: int, rank: int, path: Path) -> None:
         self.step, self.rank, self.path = step, rank, path
-        self._writer: Writer
-        self._refused: str | None = None
+        self._writer: JsonLines | Parquet
+        self._error: str | None = None
         self._micro_step = 0
         self._num_sequences = 0
         self._try(self._open)
@@ -73,43 +100,13 @@ class StepExport:
     def add(
         self,
         micro_batch: MicroBatch,
-        row: Row,
+        row: PackedRow,
         logprobs: Tensor,
         entropies: Tensor,
         calls: Sequence[Call],
     ) -> None:
-        """One micro batch."""
+        """Export the sequences of one micro batch that have a member of any component."""
         columns = token_columns(micro_batch, row, logprobs, entropies, calls)
-        exported = self._select(micro_batch, columns)
-        self._micro_step += 1
-        self._num_sequences += len(exported.facts)
-        self._try(lambda: self._writer.write(exported))
-
-    def finish(self) -> None:
-        """Close the file, and mark the step as whole once every rank has."""
-        self._try(lambda: self._writer.close())
-        refused = [each for each in parallel.gather(self._refused) if each is not None]
-        if self.rank == 0 and not refused:
-            self._try(lambda: (self.path.parent / STABLE).touch())
-            refused = [each for each in (self._refused,) if each is not None]
-        if self.rank == 0 and refused:
-            logger.error("step %d: no token export, the run goes on: %s", self.step, refused[0])
-            shutil.rmtree(self.path.parent, ignore_errors=True)
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer = (JsonLines if self.path.suffix == ".jsonl" else Parquet)(self.path)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        """Nothing more once the disk has refused."""
-        try:
-            if self._refused is None:
-                action()
-        except OSError as error:
-            self._refused = f"cannot write {self.path}: {error}"
-
-    def _select(self, micro_batch: MicroBatch, columns: Mapping[str, Column | None]) -> Exported:
-        """The sequences with a member of any component."""
         lengths = micro_batch.sequence_lengths.astype(np.int64)
         member = np.logical_or.reduce([members(micro_batch, name) for name in COMPONENTS])
         chosen = np.logical_or.reduceat(member, np.cumsum(lengths) - lengths)
@@ -126,8 +123,157 @@ class StepExport:
             }
             for number, index in enumerate(np.flatnonzero(chosen).tolist())
         ]
-        return Exported(
-            facts,
-            {name: None if c is None else c[tokens] for name, c in columns.items()},
-            [0, *np.cumsum(lengths[chosen]).tolist()],
-        )
+        kept = {name: None if c is None else c[tokens] for name, c in columns.items()}
+        exported = Exported(facts, kept, [0, *np.cumsum(lengths[chosen]).tolist()])
+        self._micro_step += 1
+        self._num_sequences += len(facts)
+        self._try(lambda: self._writer.write(exported))
+
+    def finish(self) -> None:
+        """Close the file, and mark the step as complete once every rank has."""
+        self._try(lambda: self._writer.close())
+        errors = [each for each in parallel.gather(self._error) if each is not None]
+        if self.rank == 0 and not errors:
+            self._try((self.path.parent / STABLE).touch)
+            errors = [self._error] if self._error else []
+        if self.rank == 0 and errors:
+            logger.error("step %d: no token export, the run goes on: %s", self.step, errors[0])
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+
+    def _open(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._writer = (JsonLines if self.path.suffix == ".jsonl" else Parquet)(self.path)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        """Nothing more once the disk has refused."""
+        try:
+            if self._error is None:
+                action()
+        except OSError as error:
+            self._error = f"cannot write {self.path}: {error}"
+
+
+def token_columns(
+    micro_batch: MicroBatch,
+    row: PackedRow,
+    logprobs: Tensor,
+    entropies: Tensor,
+    calls: Sequence[Call],
+) -> dict[str, Column | None]:
+    """[T] of each of ``COLUMNS``, in the micro batch's own order."""
+    targets = row.targets.cpu().numpy()
+    trainer = _only(logprobs, targets)
+    own = {"trainer_logprobs": trainer, "entropy": _only(entropies, targets)}
+    if len(row.ratio_tokens):
+        inference = _only(row.inference_logprobs, row.ratio_tokens)
+        log_ratio = trainer - inference
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratio, difference = np.exp(log_ratio), np.exp(trainer) - np.exp(inference)
+            mismatch_kl = np.expm1(log_ratio) - log_ratio
+        own |= zip(RATIOS, (mismatch_kl, log_ratio, ratio, difference), strict=True)
+    own |= _masks(calls, len(trainer))
+    found: dict[str, Column | None] = {name: getattr(micro_batch, name, None) for name in COLUMNS}
+    for name, column in own.items():  # they are in the row's order
+        found[name] = packed = np.empty_like(column)
+        packed[row.origins] = column
+    return found
+
+
+def _only(column: Tensor, tokens: Column) -> Column:
+    """NaN for all other tokens."""
+    kept = np.full(len(column), np.nan)
+    kept[tokens] = column.cpu().numpy()[tokens]
+    return kept
+
+
+def _masks(calls: Sequence[Call], num_tokens: int) -> dict[str, Column]:
+    """1.0, 0.0, or NaN for tokens without a loss that reports one; 1.0 if any loss reports it."""
+    masks: dict[str, Column] = {}
+    for call in calls:
+        for name, metric in call.outputs.metrics.items():
+            field = name.rpartition("/")[2]
+            if field in MASKS and isinstance(metric, TokenMetric):
+                found = metric.values.detach().float().where(metric.mask, np.nan).cpu().numpy()
+                column = masks.setdefault(field, np.full(num_tokens, np.nan))
+                part = column[call.start : call.start + len(found)]
+                np.fmax(part, found, out=part)
+    return masks
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The exported sequences of one micro batch, end to end."""
+
+    facts: list[dict[str, Any]]
+    columns: Mapping[str, Column | None]
+    """[T']; None: null as a whole."""
+    offsets: list[int]
+    """Where each sequence begins, and where the last one ends."""
+
+
+class JsonLines:
+    """One object per sequence. Opened for each micro batch, so that no file stays open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+
+    def write(self, exported: Exported) -> None:
+        """Append the sequences."""
+        lists: dict[str, list[Any] | None] = {}
+        for name, column in exported.columns.items():
+            lists[name] = None if column is None else column.tolist()
+            if column is not None and COLUMNS[name] == "bool" and column.dtype != np.bool_:
+                lists[name] = [{1.0: True, 0.0: False}.get(value) for value in column.tolist()]
+        bounds = zip(exported.offsets[:-1], exported.offsets[1:], strict=True)
+        with self.path.open("ab") as file:
+            for facts, (start, end) in zip(exported.facts, bounds, strict=True):
+                parts = {n: None if v is None else v[start:end] for n, v in lists.items()}
+                # NaN and the infinities become null.
+                file.write(msgspec.json.encode(facts | parts) + b"\n")
+
+    def close(self) -> None:
+        """No file is open."""
+
+
+class Parquet:
+    """One row per sequence and a list for each token column, written when the step is done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._arrow: Any = importlib.import_module("pyarrow")
+        importlib.import_module("pyarrow.parquet")
+        self._types = {
+            "int": self._arrow.int64(),
+            "bool": self._arrow.bool_(),
+            "float": self._arrow.float32(),
+            "str": self._arrow.string(),
+        }
+        facts = [(name, self._types[kind]) for name, kind in FACTS.items()]
+        lists = [(name, self._arrow.list_(self._types[kind])) for name, kind in COLUMNS.items()]
+        self._schema = self._arrow.schema(facts + lists)
+        self._batches: list[Any] = []
+
+    def write(self, exported: Exported) -> None:
+        """Keep the sequences until the step is done."""
+        arrays = [
+            self._arrow.array([each[name] for each in exported.facts], self._types[kind])
+            for name, kind in FACTS.items()
+        ]
+        arrays += [self._lists(name, exported) for name in COLUMNS]
+        self._batches.append(self._arrow.record_batch(arrays, schema=self._schema))
+
+    def close(self) -> None:
+        """Write all sequences."""
+        table = self._arrow.Table.from_batches(self._batches, self._schema)
+        self._arrow.parquet.write_table(table, self.path)
+
+    def _lists(self, name: str, exported: Exported) -> Any:
+        column, kind = exported.columns[name], self._types[COLUMNS[name]]
+        if column is None:
+            return self._arrow.nulls(len(exported.facts), self._arrow.list_(kind))
+        missing = ~np.isfinite(column) if column.dtype.kind == "f" else None
+        if COLUMNS[name] == "bool":
+            column = column == 1
+        values = self._arrow.array(column, kind, mask=missing)
+        return self._arrow.ListArray.from_arrays(exported.offsets, values)

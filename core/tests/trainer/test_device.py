@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.offload import HOST, Offload, moving_state
+from prime_rl.trainer.device import HOST, Offload, moving_state
 
 
 def trained(**options):

@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl.config.trainer import TokenExportConfig, TrainerConfig
-from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.row import make_row
-from prime_rl.trainer.token_export import make_token_export
-from prime_rl.trainer.token_files import JsonLines
+from prime_rl.trainer.loss import count_members, row_loss
+from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.token_export import JsonLines, make_token_export
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")

@@ -15,11 +15,9 @@ import pytest
 import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl.trainer.counts import Counts, count_members
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.metrics import StepMetrics, console_line, disk_metrics
-from prime_rl.trainer.reduction import statistics
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.loss import Counts, count_members, row_loss
+from prime_rl.trainer.metrics import StepMetrics, console_line, disk_metrics, statistics
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -76,8 +74,8 @@ def observe(numbers: list[int], counts: Counts) -> StepMetrics:
         logprobs = -1 + 0.1 * (number + 1) * places
         loss = row_loss(row, logprobs, Gradient(PluginConfig()), counts)
         metrics.observe(row, logprobs, number + places / 10, loss)
-        metrics.add_max("peak", float(number))
-        metrics.add_sum("rows", 1.0)
+        metrics.add_max("peak", torch.tensor(float(number)))
+        metrics.add_sum("rows", torch.tensor(1.0))
     return metrics
 
 

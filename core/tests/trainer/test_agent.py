@@ -23,7 +23,7 @@ from prime_rl.run.commands import trainer_command
 from prime_rl.rundir.control import exists
 from prime_rl.rundir.launch import Launch
 from prime_rl.trainer import agent
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.rank import STORE, Rank
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -197,16 +197,16 @@ def test_arguments_that_do_not_fit_together(
 def test_a_process_learns_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE):
         monkeypatch.delenv(name, raising=False)
-    assert Place.of_process() == Place(0, 1, 0)
+    assert Rank.of_process() == Rank(0, 1, 0)
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert Place.of_process() == Place(5, 8, 1)
+    assert Rank.of_process() == Rank(5, 8, 1)
 
 
 def test_ranks_that_are_not_as_many_as_planned_are_refused() -> None:
-    Place(1, 2, 1).check(2)
+    Rank(1, 2, 1).check(2)
     with pytest.raises(ConfigError) as caught:
-        Place().check(2)
+        Rank().check(2)
     assert str(caught.value) == (
         "the trainer was started with 1 ranks, configs/launch.json says 2. Start it by: "
         "python -m prime_rl.trainer.agent RUN_DIR --ranks 2"

@@ -1,8 +1,10 @@
-"""What a step that goes wrong says: whose tokens are to blame, and what a slow one waited for."""
+"""Reports on a step that goes wrong: the samples of a bad one, and where a slow one spent its
+time."""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from prime_rl.trainer import parallel
-from prime_rl.trainer.row import Row, make_row
+from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.wire.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -22,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOW_FACTOR = 10.0
-"""A step that takes so many times the median is slow."""
+"""A step is slow from this multiple of the median on."""
 WINDOW = 50
-"""Steps the median is of."""
+"""Steps of the median."""
 MIN_STEPS = 5
-"""Before so many there is no telling what is usual."""
+"""Without as many steps there is no median."""
 NUM_NAMED = 3
-"""Samples a bad step names."""
+"""Samples that a bad step names."""
 
 PARTS = {
     "time/wait_for_batch": "waiting for the orchestrator's batch",
@@ -36,42 +38,43 @@ PARTS = {
     "time/broadcast_weights": "publishing the weights",
     "time/save_ckpt": "handing over a checkpoint",
 }
-"""Where a step's time can go, and how to say it. A checkpoint waits for the one before it."""
+"""What can take a step's time, and its description. A checkpoint waits for the one before it."""
 
 
 class SlowSteps:
-    """Knows how long a step usually takes."""
+    """Warns of steps that take much longer than usual."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._told = 0
+        self._warned = 0
 
-    def observe(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """What to say of a step that took ``SLOW_FACTOR`` times the median; None: nothing."""
-        seconds, usual = metrics["time/step"], self._usual
+    def observe(self, step: int, metrics: Mapping[str, float], saving: float = 0.0) -> None:
+        """After a step, which the checkpoint at its end made ``saving`` seconds longer."""
+        seconds, usual = metrics["time/step"] + saving, self._usual
         self._seconds.append(seconds)
-        if usual is None or seconds < SLOW_FACTOR * usual:
-            return None
-        parts = sorted(((metrics.get(name, 0.0), text) for name, text in PARTS.items()))
-        spent = ", ".join(f"{took:.1f} s {text}" for took, text in reversed(parts))
-        return f"step {step} took {seconds:.1f} s, the median is {usual:.1f} s: {spent}"
+        if seconds < SLOW_FACTOR * usual:
+            return
+        spent = dict(metrics) | {"time/save_ckpt": saving}
+        parts = sorted(((spent.get(name, 0.0), text) for name, text in PARTS.items()), reverse=True)
+        logger.warning(
+            "step %d took %.1f s, the median is %.1f s: %s",
+            *(step, seconds, usual, ", ".join(f"{took:.1f} s {text}" for took, text in parts)),
+        )
 
     def waiting(self, step: int, seconds: float) -> None:
-        """The batch of ``step`` has been awaited for so long. What takes longer than it should is
-        said once, while it lasts: nobody knows whether it will ever end."""
-        usual = self._usual
-        if usual is None or seconds < SLOW_FACTOR * usual or self._told == step:
+        """While the batch of ``step`` is awaited: warns once, as the wait may never end."""
+        if seconds < SLOW_FACTOR * self._usual or self._warned == step:
             return
-        self._told = step
+        self._warned = step
         logger.warning(
             "step %d: waiting for the orchestrator's batch for %.1f s, and a step takes %.1f s "
             "(median). Its status and log say what it waits for.",
-            *(step, seconds, usual),
+            *(step, seconds, self._usual),
         )
 
     @property
-    def _usual(self) -> float | None:
-        return median(self._seconds) if len(self._seconds) >= MIN_STEPS else None
+    def _usual(self) -> float:
+        return median(self._seconds) if len(self._seconds) >= MIN_STEPS else math.inf
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class Offender:
     num_nonfinite: int
     """Of its logprobs and streams."""
     gap: float
-    """Largest |log π - log μ| of the tokens that compare them."""
+    """Largest |log π - log μ| of tokens that compare them."""
     advantage: float
-    """Largest in size."""
+    """Largest by absolute value."""
 
     @property
     def severity(self) -> tuple[int, float]:
@@ -106,8 +109,7 @@ class Offender:
 
 
 def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list[Offender]:
-    """The samples of a bad step that stand out most, over all ranks. Runs their forward once
-    more."""
+    """The samples of a bad step that stand out most, over all ranks. Repeats the forward pass."""
     found: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
         row = make_row(micro_batch, trainer.device, share=trainer.share_prompts)
@@ -115,9 +117,8 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
             logprobs, _ = trainer.policy(row)
         found += _offenders(number, row, logprobs, micro_batch)
     parallel.reshard(trainer.policy)
-    # Ranked here: each rank tells of no more than can be named.
-    told = parallel.gather([asdict(offender) for offender in _worst(found)])
-    return _worst([Offender(**fields) for part in told for fields in part])
+    gathered = parallel.gather([asdict(offender) for offender in _worst(found)])
+    return _worst([Offender(**fields) for part in gathered for fields in part])
 
 
 def _worst(found: Sequence[Offender]) -> list[Offender]:
@@ -125,7 +126,7 @@ def _worst(found: Sequence[Offender]) -> list[Offender]:
 
 
 def _offenders(
-    number: int, row: Row, logprobs: torch.Tensor, micro_batch: MicroBatch
+    number: int, row: PackedRow, logprobs: torch.Tensor, micro_batch: MicroBatch
 ) -> list[Offender]:
     """Of each sequence of one row that trains anything, in the micro batch's own order."""
     mask = np.zeros(len(row.token_ids), np.bool_)
