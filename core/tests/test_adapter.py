@@ -214,7 +214,7 @@ def emptied(tensors: Tensors) -> None:
         (dropped, r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is missing"),
         (dropped_module, r"no adapter for 1 of the 4 modules .*'model\.layers\.0\.self_attn\.q_pr"),
         (unknown, r"'model\.layers\.7\.self_attn\.q_proj\.weight', which the base .* does not hav"),
-        (strange, r"'base_model.*magnitude_vector' is no part of a LoRA adapter"),
+        (strange, r"'base_model.*magnitude_vector' is not a tensor of a LoRA adapter"),
         (wrong_rank, r"lora_A\.weight has shape \[5, 32\], expected rank 4"),
         (wrong_shape, r"q_proj\.weight' \[32, 33\], in the base .* it is \[32, 32\]"),
         (not_finite, r"q_proj\.lora_B\.weight' holds values that aren't finite"),

@@ -136,7 +136,10 @@ def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
 
     def gather(own: Any) -> list[Any]:
         told.append(own)
-        return [own, (("a", "m"), [[5, 1], [0, 2], [0, 0]], 10)]  # the other rank's
+        return [
+            own,
+            ([(("rl", "a"), 5), (("rl", "m"), 1), (("ce", "m"), 2)], 10),
+        ]  # the other rank's
 
     monkeypatch.setattr(parallel, "several_ranks", lambda: True)
     monkeypatch.setattr(parallel, "gather", gather)
@@ -144,10 +147,11 @@ def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
         [[1, 2, 3, 4], [5, 6]], envs=("z", "m"), env_ids=[0, 1], ce_weights=[0, 0, 0, 1, 0, 1]
     )
     counts = count_members([row])
-    assert counts.envs == ("a", "m", "z")
-    assert told == [(("m", "z"), [[1, 3], [1, 1], [0, 0]], 6)]  # rl, ce, ref_kl
+    (sent,) = told
+    own = {("rl", "z"): 3, ("rl", "m"): 1, ("ce", "z"): 1, ("ce", "m"): 1}
+    assert (dict(sent[0]), sent[1]) == (own, 6)
     assert counts.totals == {"rl": 10, "ce": 4, "ref_kl": 0}
-    assert counts.of_env("rl", "z") == 3
+    assert counts.members["rl", "z"] == 3
     assert counts.num_tokens == 16
     assert counts.metrics() == {
         "tokens/rl": 10.0, "tokens/rl/a": 5.0, "tokens/rl/m": 2.0, "tokens/rl/z": 3.0,

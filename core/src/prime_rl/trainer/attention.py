@@ -99,9 +99,18 @@ class Documents:
         return allowed if window is None else allowed & (distance < window)
 
 
-Compute = Callable[[Tensor, Tensor, Tensor, float | None, int | None, Documents], Tensor]
-"""Queries [1, H, T, D], keys and values with as many or fewer heads, scale, sliding window and
-documents -> [1, T, H, D]."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Of one layer's attention."""
+
+    query: Tensor
+    """[1, H, T, D]"""
+    key: Tensor
+    """The same, with as many or fewer heads."""
+    value: Tensor
+    scaling: float | None
+    window: int | None
+    documents: Documents
 
 
 def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
@@ -115,8 +124,8 @@ def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
     AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
 
 
-def _for_transformers(compute: Compute) -> Callable[..., tuple[Tensor, None]]:
-    """``compute`` with the signature that transformers calls."""
+def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """``compute``, which returns [1, T, H, D], with the signature that transformers calls."""
 
     def attention(
         module: nn.Module,
@@ -137,7 +146,8 @@ def _for_transformers(compute: Compute) -> Callable[..., tuple[Tensor, None]]:
             # autocast's lists would run in that.
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return compute(query, key, value, scaling, sliding_window, documents), None
+        inputs = Inputs(query, key, value, scaling, sliding_window, documents)
+        return compute(inputs), None
 
     return attention
 
@@ -151,35 +161,24 @@ def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None
     return output
 
 
-def _mask(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    documents: Documents,
-) -> Tensor:
-    return _attend(query, key, value, documents.block_mask(window), scaling).transpose(1, 2)
+def _mask(inputs: Inputs) -> Tensor:
+    mask = inputs.documents.block_mask(inputs.window)
+    return _attend(inputs.query, inputs.key, inputs.value, mask, inputs.scaling).transpose(1, 2)
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    documents: Documents,
-) -> Tensor:
+def _varlen(inputs: Inputs) -> Tensor:
+    query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
+    window = inputs.window
     if window is not None and window >= documents.longest:
         window = None
     if _has_varlen_kernel(query):
-        return _varlen_kernel(query, key, value, scaling, window, documents)
+        return _varlen_kernel(inputs, window)
     outputs, start = [], 0
     for num, length in documents.runs:
         size = num * length
         q, k, v = (_fold(x[0].narrow(1, start, size), num) for x in (query, key, value))
         band = None if window is None else _band(length, length, window, query.device)
-        outputs.append(_unfold(_attend(q, k, v, band, scaling)))
+        outputs.append(_unfold(_attend(q, k, v, band, inputs.scaling)))
         start += size
     for run in documents.continuations:
         size = run.num * run.num_queries
@@ -188,7 +187,7 @@ def _varlen(
         k, v = (_fold(x[0].index_select(1, run.key_index), run.num) for x in (key, value))
         reach = run.num_keys if window is None else window
         band = _band(run.num_queries, run.num_keys, reach, query.device)
-        outputs.append(_unfold(_attend(q, k, v, band, scaling)))
+        outputs.append(_unfold(_attend(q, k, v, band, inputs.scaling)))
         start += size
     return torch.cat(outputs)[None]
 
@@ -230,18 +229,15 @@ def _has_varlen_kernel(query: Tensor) -> bool:
     Ampere or later."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return fits and _is_ampere(query.device) and _torch_has_grouped_varlen()
-
-
-@cache
-def _is_ampere(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        return False
+    is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return is_ampere and _torch_has_grouped_varlen()
 
 
 @cache
 def _torch_has_grouped_varlen() -> bool:
-    """Whether this torch has a varlen kernel that knows grouped heads and windows."""
+    """Whether this torch has a varlen kernel with grouped heads and windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -249,26 +245,23 @@ def _torch_has_grouped_varlen() -> bool:
     return {"enable_gqa", "window_size", "scale"} <= signature(varlen_attn).parameters.keys()
 
 
-def _varlen_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    documents: Documents,
-) -> Tensor:
+def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    offsets, longest = documents.offsets, documents.longest
+    columns = (inputs.query, inputs.key, inputs.value)
+    q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
+    offsets, longest = inputs.documents.offsets, inputs.documents.longest
     output = varlen_attn(
-        *(x[0].transpose(0, 1).contiguous() for x in (query, key, value)),  # [T, H, D]
+        q,
+        k,
+        v,
         cu_seq_q=offsets,
         cu_seq_k=offsets,
         max_q=longest,
         max_k=longest,
-        scale=scaling,
+        scale=inputs.scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
     )
     assert isinstance(output, Tensor)
     return output[None]

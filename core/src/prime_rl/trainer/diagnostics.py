@@ -1,5 +1,4 @@
-"""Reports on a step that goes wrong: the samples of a bad one, and where a slow one spent its
-time."""
+"""What went wrong in a step: the samples of a bad one, and the time of a slow one."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ PARTS = {
     "time/broadcast_weights": "publishing the weights",
     "time/save_ckpt": "handing over a checkpoint",
 }
-"""What can take a step's time, and its description. A checkpoint waits for the one before it."""
+"""Parts of a step's time. A checkpoint waits for the one before it."""
 
 
 class SlowSteps:
@@ -79,7 +78,7 @@ class SlowSteps:
 
 @dataclass(frozen=True)
 class Offender:
-    """A sample that may be why a step's loss or gradient is not finite."""
+    """A sample that may be the reason for a loss or gradient that is not finite."""
 
     env: str
     rank: int

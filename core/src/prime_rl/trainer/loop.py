@@ -127,7 +127,7 @@ class Trainer:
         metrics = sums.result()
         flops, memory = zip(*parallel.gather((own_flops, peak_memory(self.device))), strict=True)
         bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
-        nothing = not counts.table.any()
+        nothing = not counts.members
         if bad:
             self.skip_bad_step(step, micro_batches, metrics["loss/mean"], norm)
         elif nothing:

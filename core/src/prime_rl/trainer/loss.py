@@ -16,11 +16,12 @@ logprob::
     ref_kl  drop = exp(t) - exp(i) < -0.2,  g = (ref - t) as a constant
             (-(not drop) * g * exp(t - i) + 1e-3 * (t - i)^2) * w
 
-Shapes: T = tokens of the row (or of one sequence), C = components, E = envs of the step.
+Shapes: T = tokens of the row (or of one sequence).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ from prime_rl.plugins.base import Loss, LossComponent, LossInputs, LossOutputs, 
 from prime_rl.rollout import COMPONENTS, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
-from prime_rl.trainer.loss_metrics import Call, Ints, MetricSums, reduce_calls
+from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
 from prime_rl.trainer.packed_row import Component, PackedRow
 from prime_rl.wire.micro_batch import MicroBatch
 
@@ -49,52 +50,43 @@ TAKEN = frozenset(
 """First parts of the names of the trainer's own metrics, which an rl loss must not use."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Counts:
-    """Member tokens of one optimizer step: the loss's denominators."""
+    """Member tokens of one optimizer step, over all ranks: the loss's denominators."""
 
-    envs: tuple[str, ...]
-    """Of all ranks, sorted."""
-    table: Ints
-    """[C, E]"""
-    num_tokens: int = 0
-    """All tokens of all ranks' rows, members or not."""
+    members: Mapping[tuple[LossComponent, str], int]
+    """By component and env; only those that have any."""
+    num_tokens: int
+    """All tokens of all rows, members or not."""
 
     @property
-    def totals(self) -> Mapping[LossComponent, int]:
+    def totals(self) -> dict[LossComponent, int]:
         """Members of each component, over all envs."""
-        return dict(zip(COMPONENTS, self.table.sum(1).tolist(), strict=True))
-
-    def of_env(self, component: LossComponent, env: str) -> int:
-        """Members of one component that belong to one env."""
-        return int(self.table[COMPONENTS.index(component), self.envs.index(env)])
+        totals: dict[LossComponent, int] = dict.fromkeys(COMPONENTS, 0)
+        for (name, _), number in self.members.items():
+            totals[name] += number
+        return totals
 
     def metrics(self) -> dict[str, float]:
         """``tokens/<component>``, and ``tokens/<component>/<env>`` where there are any."""
-        named = {f"tokens/{name}": float(total) for name, total in self.totals.items()}
-        for name, row in zip(COMPONENTS, self.table.tolist(), strict=True):
-            pairs = zip(self.envs, row, strict=True)
-            named |= {f"tokens/{name}/{env}": float(number) for env, number in pairs if number}
-        return named
+        totals = {f"tokens/{name}": float(number) for name, number in self.totals.items()}
+        by_env = {f"tokens/{name}/{env}": float(n) for (name, env), n in self.members.items()}
+        return totals | by_env
 
 
 def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
     """The counts of a step, over all its micro batches and all ranks: one exchange per step."""
-    own = tuple(sorted({env for micro_batch in micro_batches for env in micro_batch.envs}))
-    table = np.zeros((len(COMPONENTS), len(own)), np.int64)
+    own: Counter[tuple[LossComponent, str]] = Counter()
     for micro_batch in micro_batches:
-        columns = np.array([own.index(env) for env in micro_batch.envs])[micro_batch.env_ids]
-        starts = np.cumsum(micro_batch.sequence_lengths) - micro_batch.sequence_lengths
-        for number, name in enumerate(COMPONENTS):
-            mask = members(micro_batch, name).astype(np.int64)
-            np.add.at(table[number], columns, np.add.reduceat(mask, starts))
-    parts = parallel.gather((own, table.tolist(), sum(map(len, micro_batches))))
-    # Ranks may have different envs: the sum has the columns of all.
-    envs = tuple(sorted({env for part, _, _ in parts for env in part}))
-    total = np.zeros((len(COMPONENTS), len(envs)), np.int64)
-    for part, numbers, _ in parts:
-        total[:, [envs.index(env) for env in part]] += np.array(numbers, np.int64)
-    return Counts(envs, total, sum(num_tokens for _, _, num_tokens in parts))
+        env_ids = np.repeat(micro_batch.env_ids, micro_batch.sequence_lengths)
+        for name in COMPONENTS:
+            numbers = np.bincount(env_ids[members(micro_batch, name)])
+            own.update({(name, micro_batch.envs[i]): int(numbers[i]) for i in numbers.nonzero()[0]})
+    total: Counter[tuple[LossComponent, str]] = Counter()
+    parts = parallel.gather((list(own.items()), sum(map(len, micro_batches))))
+    for items, _ in parts:
+        total.update({(name, env): number for (name, env), number in items})
+    return Counts(total, sum(num_tokens for _, num_tokens in parts))
 
 
 @dataclass
@@ -148,7 +140,7 @@ def _shares(
             s for s, owner in zip(component.sequences, owners, strict=True) if owner == env
         ]
         share = Component(component.mask & ours, component.weights, sequences)
-        yield share, counts.of_env(name, row.envs[env])
+        yield share, counts.members.get((name, row.envs[env]), 0)
 
 
 def ce_loss(inputs: LossInputs) -> LossOutputs:

@@ -229,8 +229,8 @@ def save(
 ) -> None:
     """Write the whole model, or the adapter where LoRA trains one; every rank calls this."""
     lora, tensors = lora_of(model), published_tensors(model)
-    layout = lay_out(tensors, published_dtypes(model, tensors, dtype), lora and lora.metadata)
-    name = WEIGHTS if lora is None else ADAPTER_WEIGHTS
+    name, metadata = (WEIGHTS, {}) if lora is None else (ADAPTER_WEIGHTS, lora.metadata)
+    layout = lay_out(tensors, published_dtypes(model, tensors, dtype), metadata)
     write_shared(directory / name, layout, tensors, flush)
     if lora is not None:
         parallel.on_main(partial(lora.write_config, directory))
