@@ -127,17 +127,26 @@ class Trainer:
         metrics = sums.result()
         flops, memory = zip(*parallel.gather((own_flops, peak_memory(self.device))), strict=True)
         bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
-        nothing = not counts.members
-        if bad:
-            self.skip_bad_step(step, micro_batches, metrics["loss/mean"], norm)
-        elif nothing:
-            self.skip_step(step, counts.num_tokens)
         self.num_bad_steps = self.num_bad_steps + 1 if bad else 0
-        rate = 0.0 if bad or nothing else self.optimizer_step(step)
+        skipped = bad or not counts.members
+        if bad:
+            self.report_bad_step(step, micro_batches, metrics["loss/mean"], norm)
+        elif skipped:
+            logger.warning(
+                "step %d: none of the batch's %d tokens trains anything: no component has a "
+                "member. No optimizer step; version %d has the weights of version %d.",
+                *(step, counts.num_tokens, step, step - 1),
+            )
+        rate = 0.0 if skipped else self.learning_rate(step)
+        if not skipped:  # else Adam's momentum and the weight decay would move the weights
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return metrics | {
             "optim/lr": rate,
             "optim/grad_norm": norm,
-            "optim/skipped": float(bad or nothing),
+            "optim/skipped": float(skipped),
             **perf_metrics(counts.num_tokens, sum(flops), seconds, parallel.num_ranks(), self.peak),
             "perf/peak_memory": max(memory),
             "time/forward_backward": seconds,
@@ -177,31 +186,20 @@ class Trainer:
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         )
 
-    def skip_step(self, step: int, num_tokens: int) -> None:
-        """Leave the weights alone: with a zero gradient, Adam's momentum and the weight decay would
-        still move them."""
-        self.optimizer.zero_grad(set_to_none=True)
-        logger.warning(
-            "step %d: none of the batch's %d tokens trains anything: no component has a member. "
-            "No optimizer step; version %d has the weights of version %d.",
-            *(step, num_tokens, step, step - 1),
-        )
-
-    def skip_bad_step(
+    def report_bad_step(
         self, step: int, micro_batches: Sequence[MicroBatch], loss: float, norm: float
     ) -> None:
-        """Drop gradients that are not finite, and log the samples that stand out. Raises
-        ``RunError`` at the ``max_bad_steps``-th such step in a row."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Log the samples that stand out in a step that is not finite. Raises ``RunError`` at the
+        ``max_bad_steps``-th of them in a row."""
+        self.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
         worst = "; ".join(map(str, worst_samples(self, micro_batches)))
         reason = (
             f"step {step}: the gradient norm is {norm}, the loss {loss}. "
             f"Most conspicuous: {worst}. "
         )
-        limit = self.config.max_bad_steps
-        if self.num_bad_steps + 1 >= limit:
+        if self.num_bad_steps >= self.config.max_bad_steps:
             raise RunError(
-                f"{reason}That was the {limit}. step in a row that is not finite "
+                f"{reason}That was the {self.num_bad_steps}. step in a row that is not finite "
                 f"(trainer.max_bad_steps). The weights of version {step - 1} are intact. Lower "
                 "trainer.optim.lr, or check whether logprob_gap/max grows."
             )
@@ -209,15 +207,6 @@ class Trainer:
             "%sNo optimizer step; version %d has the weights of version %d.",
             *(reason, step, step - 1),
         )
-
-    def optimizer_step(self, step: int) -> float:
-        """Update the weights and drop the gradients; the learning rate of the step."""
-        rate = self.learning_rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
 
 
 def train(

@@ -8,7 +8,7 @@ that no component trains, a ratio where π is not compared with μ, a number tha
 ``is_masked``, ``is_masked_high`` and ``is_masked_low`` come from the losses, as a ``TokenMetric``
 of that name (after ``ref_kl/`` and the like); they are null for a loss without one.
 
-Shapes: T = tokens of a micro batch, as it was packed; T' = those of the exported sequences.
+Shapes: T = tokens of a micro batch, as it was packed.
 """
 
 from __future__ import annotations
@@ -107,27 +107,29 @@ class StepExport:
     ) -> None:
         """Export the sequences of one micro batch that have a member of any component."""
         columns = token_columns(micro_batch, row, logprobs, entropies, calls)
-        lengths = micro_batch.sequence_lengths.astype(np.int64)
+        lists = {
+            name: None if column is None else _nullable(column, COLUMNS[name])
+            for name, column in columns.items()
+        }
         member = np.logical_or.reduce([members(micro_batch, name) for name in COMPONENTS])
-        chosen = np.logical_or.reduceat(member, np.cumsum(lengths) - lengths)
-        tokens = np.repeat(chosen, lengths)
-        facts = [
-            {
+        bounds = np.cumsum([0, *micro_batch.sequence_lengths]).tolist()
+        chosen = np.flatnonzero(np.logical_or.reduceat(member, bounds[:-1])).tolist()
+        rows = []
+        for number, index in enumerate(chosen, self._num_sequences):
+            facts = {
                 "schema_version": SCHEMA_VERSION,
                 "step": self.step,
                 "rank": self.rank,
                 "micro_step": self._micro_step,
                 "micro_sequence_idx": index,
-                "export_sequence_idx": self._num_sequences + number,
+                "export_sequence_idx": number,
                 "env_name": micro_batch.envs[micro_batch.env_ids[index]],
             }
-            for number, index in enumerate(np.flatnonzero(chosen).tolist())
-        ]
-        kept = {name: None if c is None else c[tokens] for name, c in columns.items()}
-        exported = Exported(facts, kept, [0, *np.cumsum(lengths[chosen]).tolist()])
+            own = slice(bounds[index], bounds[index + 1])
+            rows.append(facts | {name: v and v[own] for name, v in lists.items()})
         self._micro_step += 1
-        self._num_sequences += len(facts)
-        self._try(lambda: self._writer.write(exported))
+        self._num_sequences += len(rows)
+        self._try(lambda: self._writer.write(rows))
 
     def finish(self) -> None:
         """Close the file, and mark the step as complete once every rank has."""
@@ -200,15 +202,13 @@ def _masks(calls: Sequence[Call], num_tokens: int) -> dict[str, Column]:
     return masks
 
 
-@dataclass(frozen=True)
-class Exported:
-    """The exported sequences of one micro batch, end to end."""
-
-    facts: list[dict[str, Any]]
-    columns: Mapping[str, Column | None]
-    """[T']; None: null as a whole."""
-    offsets: list[int]
-    """Where each sequence begins, and where the last one ends."""
+def _nullable(column: Column, kind: Kind) -> list[Any]:
+    """With None for numbers that are not finite, and bools from 0.0 and 1.0."""
+    missing = ~np.isfinite(column)
+    values = (column == 1 if kind == "bool" else column).astype(object)
+    values[missing] = None
+    found: list[Any] = values.tolist()
+    return found
 
 
 class JsonLines:
@@ -218,19 +218,10 @@ class JsonLines:
         self.path = path
         path.touch()
 
-    def write(self, exported: Exported) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the sequences."""
-        lists: dict[str, list[Any] | None] = {}
-        for name, column in exported.columns.items():
-            lists[name] = None if column is None else column.tolist()
-            if column is not None and COLUMNS[name] == "bool" and column.dtype != np.bool_:
-                lists[name] = [{1.0: True, 0.0: False}.get(value) for value in column.tolist()]
-        bounds = zip(exported.offsets[:-1], exported.offsets[1:], strict=True)
         with self.path.open("ab") as file:
-            for facts, (start, end) in zip(exported.facts, bounds, strict=True):
-                parts = {n: None if v is None else v[start:end] for n, v in lists.items()}
-                # NaN and the infinities become null.
-                file.write(msgspec.json.encode(facts | parts) + b"\n")
+            file.write(msgspec.json.Encoder().encode_lines(rows))
 
     def close(self) -> None:
         """No file is open."""
@@ -243,37 +234,22 @@ class Parquet:
         self.path = path
         self._arrow: Any = importlib.import_module("pyarrow")
         importlib.import_module("pyarrow.parquet")
-        self._types = {
+        types = {
             "int": self._arrow.int64(),
             "bool": self._arrow.bool_(),
             "float": self._arrow.float32(),
             "str": self._arrow.string(),
         }
-        facts = [(name, self._types[kind]) for name, kind in FACTS.items()]
-        lists = [(name, self._arrow.list_(self._types[kind])) for name, kind in COLUMNS.items()]
+        facts = [(name, types[kind]) for name, kind in FACTS.items()]
+        lists = [(name, self._arrow.list_(types[kind])) for name, kind in COLUMNS.items()]
         self._schema = self._arrow.schema(facts + lists)
         self._batches: list[Any] = []
 
-    def write(self, exported: Exported) -> None:
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep the sequences until the step is done."""
-        arrays = [
-            self._arrow.array([each[name] for each in exported.facts], self._types[kind])
-            for name, kind in FACTS.items()
-        ]
-        arrays += [self._lists(name, exported) for name in COLUMNS]
-        self._batches.append(self._arrow.record_batch(arrays, schema=self._schema))
+        self._batches.append(self._arrow.RecordBatch.from_pylist(rows, self._schema))
 
     def close(self) -> None:
         """Write all sequences."""
         table = self._arrow.Table.from_batches(self._batches, self._schema)
         self._arrow.parquet.write_table(table, self.path)
-
-    def _lists(self, name: str, exported: Exported) -> Any:
-        column, kind = exported.columns[name], self._types[COLUMNS[name]]
-        if column is None:
-            return self._arrow.nulls(len(exported.facts), self._arrow.list_(kind))
-        missing = ~np.isfinite(column) if column.dtype.kind == "f" else None
-        if COLUMNS[name] == "bool":
-            column = column == 1
-        values = self._arrow.array(column, kind, mask=missing)
-        return self._arrow.ListArray.from_arrays(exported.offsets, values)
