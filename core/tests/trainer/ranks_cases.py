@@ -112,7 +112,7 @@ class Frames:
 
 
 def do(job: dict[str, Any]) -> None:
-    """Train, publish, measure and checkpoint as the process does it; from a checkpoint if told."""
+    """Train, publish, measure and checkpoint as the process does it; perhaps from a checkpoint."""
     import torch
 
     from prime_rl.trainer import parallel
@@ -151,7 +151,7 @@ def do(job: dict[str, Any]) -> None:
 
 
 def take_from_memory(run_dir: Path) -> None:
-    """The engines' part: version 1 is received, of version 3 the files are wanted. Checkpoints have
+    """The engines: they receive version 1, and want the files of version 3. Checkpoints have
     those of 2 and 4."""
     import torch
     from safetensors.torch import save_file

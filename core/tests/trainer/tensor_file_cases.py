@@ -65,7 +65,7 @@ class Disk:
 
 
 def attempt(write: Callable[[], None]) -> str:
-    """What came of it."""
+    """Whether it was written, or the error."""
     try:
         write()
     except (OSError, WeightsError) as error:
@@ -108,7 +108,7 @@ def do(folder: Path, replicas: int) -> dict[str, Any]:
 
 
 def patience(shard: Tensor) -> list[float]:
-    """For how many hours ranks wait for one another in each dimension of the mesh."""
+    """Timeouts in hours of each dimension of the mesh."""
     groups = shard.device_mesh.get_all_groups() if isinstance(shard, DTensor) else []
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return [backend.options._timeout.total_seconds() / 3600 for backend in backends]

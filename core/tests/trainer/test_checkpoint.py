@@ -1,4 +1,4 @@
-"""The trainer's part of a checkpoint: exact, in the background, never half there."""
+"""The trainer's part of a checkpoint: exact, in the background, never incomplete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PolicyGradient(Loss):
 
 
 class Frames:
-    """A receiver with one frame a step."""
+    """A receiver with one frame per step."""
 
     def __init__(self, first: int, batches: Sequence[MicroBatch]) -> None:
         numbered = enumerate(batches, first)
@@ -147,7 +147,7 @@ def test_a_run_that_is_stopped_after_three_steps_saves_them_unrounded(
 def test_a_checkpoint_before_the_first_step_that_trains_changes_nothing(
     tmp_path: Path, model_dir: Path, batches: list[MicroBatch], pack: Any, kind: str
 ) -> None:
-    """To save what an optimizer has not yet, torch has it take a step of nothing."""
+    """To save the state of a new optimizer, torch makes it take a step at zero gradient."""
     ends = []
     for name, ckpt in (("without", OFF), ("with", CkptConfig(interval=1))):
         ends.append(make_trainer(model_dir, optim={"type": kind, "lr": 1e-2}))
@@ -171,7 +171,7 @@ def test_the_config_of_the_resumed_run_decides_on_the_learning_rate(
     assert {group["lr"] for group in resumed.optimizer.param_groups} == {0.5}
 
 
-def test_a_checkpoint_written_on_cpu_goes_on_on_a_gpu(
+def test_a_checkpoint_written_on_cpu_can_be_resumed_on_a_gpu(
     tmp_path: Path,
     model_dir: Path,
     batches: list[MicroBatch],
@@ -228,7 +228,7 @@ def test_the_state_is_of_its_step_although_training_goes_on_meanwhile(
     assert same(resumed, straight)
 
 
-def test_a_disk_that_refuses_a_checkpoint_is_tried_again_and_the_run_goes_on(
+def test_a_checkpoint_is_retried_once_and_the_run_continues_without_it(
     tmp_path: Path,
     model_dir: Path,
     batches: list[MicroBatch],
@@ -255,7 +255,7 @@ def test_a_disk_that_refuses_a_checkpoint_is_tried_again_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("fails_at", ["complete", "link_or_copy"])
-def test_a_disk_that_refuses_the_first_or_the_last_bit_of_a_checkpoint_is_tried_again(
+def test_the_first_and_the_last_write_of_a_checkpoint_are_retried(
     fails_at: str,
     tmp_path: Path,
     model_dir: Path,
@@ -280,7 +280,7 @@ def test_a_disk_that_refuses_the_first_or_the_last_bit_of_a_checkpoint_is_tried_
     assert not (saved.directory / ".published").exists()
 
 
-def test_what_is_being_written_when_the_trainer_fails_still_becomes_a_checkpoint(
+def test_a_checkpoint_in_the_background_is_completed_when_the_trainer_fails(
     tmp_path: Path, model_dir: Path, batches: list[MicroBatch], proceed: threading.Event
 ) -> None:
     unfinished(tmp_path, 2).orchestrator.mkdir(parents=True)

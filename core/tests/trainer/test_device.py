@@ -1,4 +1,4 @@
-"""What moves to the host and back. The host stands in for both: there is no GPU in these tests."""
+"""Offloading to the host and back. The host stands in for the GPU in these tests."""
 
 import pytest
 import torch

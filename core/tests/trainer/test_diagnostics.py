@@ -1,4 +1,4 @@
-"""Steps that go wrong: skipped, explained, and not without end."""
+"""Bad steps are skipped, explained and limited; slow steps are reported."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_bad_step_is_skipped_and_names_env_and_sample(
     assert "version 2 has the weights of version 1" in said
 
 
-def test_bad_steps_in_a_row_end_the_run_and_a_good_one_between_forgives(
+def test_bad_steps_in_a_row_end_the_run_and_a_good_step_resets_their_number(
     trainer: Trainer, pack: Any
 ) -> None:
     good = [pack([[1, 2, 3, 4]])]
@@ -112,7 +112,7 @@ def test_a_step_of_ten_times_the_median_says_where_the_time_went(
     ]
 
 
-def test_a_batch_that_does_not_come_is_told_of_once_while_it_is_awaited(
+def test_a_missing_batch_is_reported_once_while_it_is_awaited(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = SlowSteps()

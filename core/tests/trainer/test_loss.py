@@ -129,13 +129,13 @@ def test_members_follow_the_streams(pack: Any) -> None:
     assert count_members([pack([[1, 2, 3, 4]], prompt=2)]).totals == {"rl": 2, "ce": 0, "ref_kl": 0}
 
 
-def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
+def test_ranks_exchange_their_counts_once_and_add_them_up(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    sent_values = []
 
     def gather(own: Any) -> list[Any]:
-        told.append(own)
+        sent_values.append(own)
         return [
             own,
             ([(("rl", "a"), 5), (("rl", "m"), 1), (("ce", "m"), 2)], 10),
@@ -147,7 +147,7 @@ def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
         [[1, 2, 3, 4], [5, 6]], envs=("z", "m"), env_ids=[0, 1], ce_weights=[0, 0, 0, 1, 0, 1]
     )
     counts = count_members([row])
-    (sent,) = told
+    (sent,) = sent_values
     own = {("rl", "z"): 3, ("rl", "m"): 1, ("ce", "z"): 1, ("ce", "m"): 1}
     assert (dict(sent[0]), sent[1]) == (own, 6)
     assert counts.totals == {"rl": 10, "ce": 4, "ref_kl": 0}

@@ -1,9 +1,12 @@
-"""Recomputing and compiling blocks changes memory and speed, and no number."""
+"""The policy from its folder; its blocks recomputed or compiled give the same numbers."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,13 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import Status
 from prime_rl.trainer import attention
 from prime_rl.trainer import model as module
-from prime_rl.trainer.model import Policy, check_compiler, prepare_blocks
+from prime_rl.trainer.model import Policy, check_compiler, load_model, model_folder, prepare_blocks
 from prime_rl.trainer.packed_row import PackedRow, make_row
 
 CPU = torch.device("cpu")
@@ -149,3 +154,67 @@ def test_a_model_without_blocks_is_refused(make_model: MakeModel) -> None:
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM does not say which modules"):
         prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+
+
+def make_launch(model_path: str, wait_for_model: bool = False) -> Launch:
+    return Launch(
+        model_path=model_path,
+        wait_for_model=wait_for_model,
+        served_model_name="",
+        engine_urls=[],
+        transport_type="zmq",
+        transport_host="",
+        transport_ports=[],
+    )
+
+
+def test_a_plain_folder_is_not_waited_for(model_dir: Path) -> None:
+    assert not (model_dir / ".ready").exists()
+    assert model_folder(make_launch(str(model_dir)), Status(None)) == model_dir
+
+
+def test_a_folder_in_the_making_is_waited_for(tmp_path: Path) -> None:
+    status, folder = Status(None), tmp_path / "policy"
+
+    def finish() -> None:
+        while status.last.waiting_for != "model folder policy":
+            time.sleep(0.005)
+        folder.mkdir()
+        (folder / ".ready").touch()
+
+    maker = threading.Thread(target=finish)
+    maker.start()
+    assert model_folder(make_launch(str(folder), wait_for_model=True), status) == folder
+    maker.join()
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(WeightsError, match=r"folder nowhere/nothing is not there"):
+        model_folder(make_launch("nowhere/nothing"), Status(None))
+
+
+def test_a_folder_that_lacks_weights_is_refused(model_dir: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"lacks 1 of the policy's weights.*model\.norm\.weight"):
+        load_model(model_dir, TrainerConfig(device="cpu"))
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="cannot load the policy from"):
+        load_model(tmp_path, TrainerConfig(device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        load_model(model_dir, TrainerConfig(device="cuda"))
+
+
+def test_weights_stay_in_single_precision_under_autocast(model_dir: Path) -> None:
+    model = load_model(model_dir, TrainerConfig(device="cpu", dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

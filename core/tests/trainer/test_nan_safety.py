@@ -1,4 +1,4 @@
-"""Whatever stands off the mask, and whatever ratio a dropped token has: never in loss or gradient.
+"""No value off the mask, and no ratio of a dropped token, reaches loss or gradient.
 
 Here for the fixed components; the rl losses' plugins do the same for theirs.
 """

@@ -109,7 +109,7 @@ def models() -> Any:
 
 
 def outcome(model: Any, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π by the row's order, and the gradient of a loss that tells every target apart."""
+    """log π by the row's order, and the gradient of a loss with another weight for every target."""
     logprobs, _ = token_logprobs(model, row)
     scale = torch.linspace(0.5, 2.0, len(logprobs), dtype=logprobs.dtype)
     torch.autograd.backward((logprobs * scale).sum())
@@ -127,5 +127,5 @@ def test_sharing_changes_neither_values_nor_gradients(
     plain = outcome(model, make_row(batch, CPU, share=False))
     shared = outcome(model, make_row(batch, CPU, share=True))
     for a, b in zip(plain, shared, strict=True):
-        # The model's norms compute in single precision whatever the weights are.
+        # The model's norms compute in single precision for any weights.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

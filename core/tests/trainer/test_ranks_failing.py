@@ -1,4 +1,4 @@
-"""A rank that fails, or is asked to end, while the others wait for it in a collective.
+"""A rank that fails, or gets SIGTERM, while the others wait for it in a collective.
 
 The agent and its processes are real, and so is gloo; what the ranks do is three lines.
 """
@@ -84,11 +84,11 @@ def test_a_rank_that_fails_ends_the_trainer_with_its_error(start: Start) -> None
     lines = said.strip().splitlines()
     assert any("no such key" in line for line in lines)
     assert lines[-1] == "trainer rank 1 of 2 exited with code 1"
-    told = json.loads((run_dir / "status/trainer.json").read_text())
-    assert (told["state"], told["detail"]) == ("failed", {"error": "no such key"})
+    report = json.loads((run_dir / "status/trainer.json").read_text())
+    assert (report["state"], report["detail"]) == ("failed", {"error": "no such key"})
 
 
-def test_a_rank_that_alone_is_asked_to_end_has_not_done_its_part(start: Start) -> None:
+def test_a_single_rank_that_gets_sigterm_is_a_failure(start: Start) -> None:
     run_dir, process = start("waits")
     eventually((run_dir / "pid").exists, process)
     os.kill(int((run_dir / "pid").read_text()), signal.SIGTERM)
@@ -97,14 +97,14 @@ def test_a_rank_that_alone_is_asked_to_end_has_not_done_its_part(start: Start) -
     assert said.strip().splitlines()[-1] == "trainer rank 1 of 2 was ended by SIGTERM"
 
 
-def test_the_first_rank_that_fails_has_the_word_and_a_lost_one_is_not_mistaken_for_it(
+def test_the_first_error_is_reported_and_a_lost_connection_is_not_mistaken_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     status, rank = Status(tmp_path / "trainer.json"), Rank(0, 2)
 
     def reason() -> object:
-        report = read_status(tmp_path / "trainer.json")
-        return report and report.detail["error"]
+        found = read_status(tmp_path / "trainer.json")
+        return found and found.detail["error"]
 
     lost = RuntimeError("gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
     assert report_failure(lost, status, rank) == FOLLOWED

@@ -207,7 +207,7 @@ def test_a_model_whose_attention_keeps_documents_apart_shares_prompts(
 def test_a_model_that_packs_but_cannot_share_prompts_packs_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """CodeGen tells documents by position ids, in which continuations look like documents."""
+    """CodeGen separates documents by position ids, in which continuations look like documents."""
     assert checked(make("CodeGen")).packing.name == "packed"
     assert "CodeGenForCausalLM" in caplog.text and "shared (prime_rl_varlen): off by" in caplog.text
 
@@ -313,7 +313,7 @@ def test_a_model_that_mixes_documents_even_alone_in_their_batch_is_refused() -> 
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
-def test_what_torch_s_attention_would_leave_out_takes_the_eager_one(family: str) -> None:
+def test_a_model_with_more_than_torch_s_attention_computes_takes_the_eager_one(family: str) -> None:
     """With random weights the cap on Gemma 2's scores changes too little to be measured."""
     assert checked(make(family)).packing == Packing("apart", "eager")
 
