@@ -195,39 +195,36 @@ def check_base(base: ModelFiles, adapter: Adapter) -> None:
 def _check_fit(base: ModelFiles, adapter: Adapter) -> None:
     """Raises ``WeightsError`` unless each of the adapter's tensors fits one of the base, and none
     is missing."""
-    for name, (a, b) in adapter.pairs.items():
-        _check_shape(base, adapter, name, [len(b), a.shape[1]])
+    where = adapter.directory
+    shapes = {name: [len(b), a.shape[1]] for name, (a, b) in adapter.pairs.items()}
+    shapes |= {name: list(tensor.shape) for name, tensor in adapter.replaced.items()}
+    for name, shape in shapes.items():
+        if (entry := base.tensors.get(name)) is None:
+            raise WeightsError(
+                f"{where}: it changes {name!r}, which the base {base.directory} does not have"
+            )
+        if entry.dtype not in _FLOATS:
+            raise WeightsError(
+                f"{where}: it changes {name!r}, which the base {base.directory} holds as "
+                f"{entry.dtype}; expected one of {', '.join(_FLOATS)}. Merging into quantized "
+                "weights is not supported."
+            )
+        if entry.shape != shape:
+            raise WeightsError(
+                f"{where}: it makes {name!r} {shape}, in the base {base.directory} it is "
+                f"{entry.shape}"
+            )
     for name, tensor in adapter.replaced.items():
-        _check_shape(base, adapter, name, list(tensor.shape))
         if base.ties_embeddings() and len(tensor) == base.text_config().get("vocab_size"):
             raise WeightsError(
-                f"{adapter.directory}: modules_to_save replaces {name!r}, which the base "
-                f"{base.directory} ties to another matrix (tie_word_embeddings)"
+                f"{where}: modules_to_save replaces {name!r}, which the base {base.directory} ties "
+                "to another matrix (tie_word_embeddings)"
             )
     wanted = {name for name in base.tensors if _is_target(name, adapter.target_modules)}
     if missing := sorted(wanted - adapter.pairs.keys()):
         raise WeightsError(
-            f"{adapter.directory}: no adapter for {len(missing)} of the {len(wanted)} modules that "
-            f"its target_modules name, first {_module(missing[0])!r}"
-        )
-
-
-def _check_shape(base: ModelFiles, adapter: Adapter, name: str, shape: list[int]) -> None:
-    if name not in base.tensors:
-        raise WeightsError(
-            f"{adapter.directory}: it changes {name!r}, which the base {base.directory} does not "
-            "have"
-        )
-    if (dtype := base.tensors[name].dtype) not in _FLOATS:
-        raise WeightsError(
-            f"{adapter.directory}: it changes {name!r}, which the base {base.directory} holds as "
-            f"{dtype}; expected one of {', '.join(_FLOATS)}. Merging into quantized weights is not "
-            "supported."
-        )
-    if (found := base.tensors[name].shape) != shape:
-        raise WeightsError(
-            f"{adapter.directory}: it makes {name!r} {shape}, in the base {base.directory} it is "
-            f"{found}"
+            f"{where}: no adapter for {len(missing)} of the {len(wanted)} modules that its "
+            f"target_modules name, first {_module(missing[0])!r}"
         )
 
 

@@ -173,21 +173,21 @@ def _varlen(inputs: Inputs) -> Tensor:
         window = None
     if _has_varlen_kernel(query):
         return _varlen_kernel(inputs, window)
+    # Queries and keys of each run, and where its keys lie if not at the queries themselves.
+    runs: list[tuple[int, int, int, Tensor | None]] = [
+        *((num, length, length, None) for num, length in documents.runs),
+        *((r.num, r.num_queries, r.num_keys, r.key_index) for r in documents.continuations),
+    ]
     outputs, start = [], 0
-    for num, length in documents.runs:
-        size = num * length
+    for num, num_queries, num_keys, index in runs:
+        size, band = num * num_queries, None
         q, k, v = (_fold(x[0].narrow(1, start, size), num) for x in (query, key, value))
-        band = None if window is None else _band(length, length, window, query.device)
-        outputs.append(_unfold(_attend(q, k, v, band, inputs.scaling)))
-        start += size
-    for run in documents.continuations:
-        size = run.num * run.num_queries
-        q = _fold(query[0].narrow(1, start, size), run.num)
-        # The keys lie in the shared prefix and in the continuation itself: copied side by side.
-        k, v = (_fold(x[0].index_select(1, run.key_index), run.num) for x in (key, value))
-        reach = run.num_keys if window is None else window
-        band = _band(run.num_queries, run.num_keys, reach, query.device)
-        outputs.append(_unfold(_attend(q, k, v, band, inputs.scaling)))
+        if index is not None:  # keys of the shared prefix and the continuation, side by side
+            k, v = (_fold(x[0].index_select(1, index), num) for x in (key, value))
+        if index is not None or window is not None:
+            band = _band(num_queries, num_keys, window or num_keys, query.device)
+        output = _attend(q, k, v, band, inputs.scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
         start += size
     return torch.cat(outputs)[None]
 
@@ -196,11 +196,6 @@ def _fold(part: Tensor, num: int) -> Tensor:
     """[H, n * L, D] -> [n, H, L, D]: a view."""
     heads, tokens, size = part.shape
     return part.view(heads, num, tokens // num, size).transpose(0, 1)
-
-
-def _unfold(output: Tensor) -> Tensor:
-    """[n, H, L, D] -> [n * L, H, D]"""
-    return output.transpose(1, 2).flatten(0, 1)
 
 
 def _attend(

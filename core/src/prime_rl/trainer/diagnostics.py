@@ -127,37 +127,37 @@ def _worst(found: Sequence[Offender]) -> list[Offender]:
 def _offenders(
     number: int, row: PackedRow, logprobs: torch.Tensor, micro_batch: MicroBatch
 ) -> list[Offender]:
-    """Of each sequence of one row that trains anything, in the micro batch's own order."""
-    mask = np.zeros(len(row.token_ids), np.bool_)
-    mask[row.targets.cpu().numpy()] = True
-    compared = np.zeros_like(mask)
-    compared[row.ratio_tokens] = True
-    pi, mu = (x.float().cpu().numpy() for x in (logprobs, row.inference_logprobs))
-    streams = [
-        np.abs(stream.float().cpu().numpy())
-        for stream in (row.advantages, row.ref_logprobs)
-        if stream is not None
-    ]
+    """Of each sequence that trains anything. Columns are in the micro batch's own order."""
+    pi, mu = np.empty(len(micro_batch), np.float32), micro_batch.inference_logprobs
+    pi[row.origins] = logprobs.float().cpu().numpy()
+    trained, compared = np.zeros((2, len(micro_batch)), np.bool_)
+    trained[row.origins[row.targets.cpu().numpy()]] = True
+    compared[row.origins[row.ratio_tokens]] = True
     bad = ~np.isfinite(pi) | (compared & ~np.isfinite(mu))
-    for stream in streams:
-        bad |= ~np.isfinite(stream)
+    for stream in (micro_batch.advantages, micro_batch.ref_logprobs):
+        if stream is not None:
+            bad |= ~np.isfinite(stream)
     with np.errstate(invalid="ignore"):
         gap = np.where(compared, np.abs(pi - mu), 0.0)
-    advantage = streams[0] if row.advantages is not None else np.zeros_like(pi)
-    ids, ends = row.sequence_ids.cpu().numpy(), np.cumsum(micro_batch.sequence_lengths)
+    advantages = 0.0 if micro_batch.advantages is None else np.abs(micro_batch.advantages)
+    figures = np.nan_to_num([gap, np.broadcast_to(advantages, gap.shape)], nan=np.inf)
+    bounds = np.cumsum([0, *micro_batch.sequence_lengths])
     found = []
-    for sequence in np.unique(ids[mask]).tolist():
-        own = mask & (ids == sequence)
-        found.append(
-            Offender(
-                env=row.envs[row.sequence_envs[sequence]],
-                rank=parallel.rank(),
-                micro_batch=number,
-                sequence=int(np.searchsorted(ends, row.origins[own][0], side="right")),
-                num_tokens=row.lengths[sequence],
-                num_nonfinite=int(bad[own].sum()),
-                gap=float(np.nan_to_num(gap[own], nan=np.inf).max()),
-                advantage=float(np.nan_to_num(advantage[own], nan=np.inf).max()),
+    for sequence, env in enumerate(micro_batch.env_ids):
+        start, end = bounds[sequence : sequence + 2]
+        own = start + np.flatnonzero(trained[start:end])
+        if len(own):
+            largest_gap, largest_advantage = figures[:, own].max(1).tolist()
+            found.append(
+                Offender(
+                    env=micro_batch.envs[env],
+                    rank=parallel.rank(),
+                    micro_batch=number,
+                    sequence=sequence,
+                    num_tokens=int(end - start),
+                    num_nonfinite=int(bad[own].sum()),
+                    gap=largest_gap,
+                    advantage=largest_advantage,
+                )
             )
-        )
     return found

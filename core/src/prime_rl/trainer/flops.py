@@ -126,13 +126,12 @@ def _attention(config: Any) -> list[tuple[int | None, int]]:
         raise ValueError(f"it has layers of another kind ({', '.join(sorted(other))})")
     layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
     reach = [window] * len(layers) if kinds is None else [windows[kind] for kind in kinds]
-    return list(zip(reach, map(_width, layers), strict=True))
-
-
-def _width(config: Any) -> int:
-    """Heads times head size. Gemma 4's layers differ in it."""
-    heads = config.num_attention_heads
-    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+    widths = []
+    for layer in layers:  # Gemma 4's differ in it
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        widths.append(int(heads * size))
+    return list(zip(reach, widths, strict=True))
 
 
 def num_pairs(documents: Documents, window: int | None) -> int:

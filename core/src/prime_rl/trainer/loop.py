@@ -242,7 +242,7 @@ def train(
         status.report("publishing weights", step=step)
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
         last = step == trainer.max_steps
-        broadcaster.prepare(step, exact=due, last=last)
+        broadcaster.prepare(step, exact=due, last=last)  # while the weights are on the device
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
         metrics |= {

@@ -104,6 +104,7 @@ def gather(value: Any, group: Group = None) -> list[Any]:
     if not several_ranks():
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    # Two collectives: all ranks have to agree on a size before they exchange bytes.
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(num_ranks())]
     dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
     lengths = [int(size) for size in sizes]
@@ -212,7 +213,7 @@ def shard(root: nn.Module, blocks: set[str], device: torch.device, replicas: int
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # else ten minutes, with NCCL
         _set_pg_timeout(TIMEOUT, group)
-    for module in (*units, root):
+    for module in (*units, root):  # blocks first: the root's unit takes the parameters left over
         sharded = fully_shard(
             module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
         )

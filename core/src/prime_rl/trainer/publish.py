@@ -117,6 +117,8 @@ class Broadcaster:
         """Before a version is announced. ``exact``: a checkpoint will keep its files, unrounded.
         ``last``: no engine will load it. A version that is written is not sent."""
         files_only = exact or last or self._sender is None
+        # Rank 0 decides: the file may appear between the looks of two ranks, which would then wait
+        # in different collectives.
         self._waits = not (files_only or _from_main(self._wanted.exists()))
         self._version = version
         if self._waits:
