@@ -29,11 +29,10 @@ from bench.train_step import PolicyGradient
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer.attention import NAMES, register
+from prime_rl.trainer.device import choose_device, peak_memory
 from prime_rl.trainer.flops import model_cost, peak_flops, perf_metrics
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.metrics import peak_memory
-from prime_rl.trainer.model import choose_device
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 SHAPES: dict[str, dict[str, Any]] = {

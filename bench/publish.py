@@ -42,9 +42,9 @@ from bench.gpu_trainer import SHAPES as QWEN3
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.trainer import parallel
 from prime_rl.trainer.optim import clip_gradients, make_optimizer
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.publish import published_dtypes, published_tensors
+from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
-from prime_rl.trainer.weights import published_dtypes, published_tensors
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -89,7 +89,8 @@ def writers(model: PreTrainedModel) -> dict[str, Write]:
 
     def gathered(like: Mapping[str, Tensor], dtype: torch.dtype | None, path: Path) -> None:
         write = partial(write_stream, path, like)
-        parallel.stream_to_main(tensors, write, dtype=dtype)
+        sent = tensors if dtype is None else {n: t.detach().to(dtype) for n, t in tensors.items()}
+        parallel.stream_to_main(sent, write)
 
     def together(dtypes: Mapping[str, torch.dtype], path: Path) -> None:
         write_shared(path, lay_out(tensors, dtypes), tensors)
@@ -119,12 +120,12 @@ def measure(write: Write, path: Path) -> dict[str, float]:
     """Medians over the repeats of the slowest rank's wall-clock, and of the ranks' CPU added up."""
     walls, cpus = [], []
     for _ in range(REPEATS):
-        parallel.barrier()
+        parallel.gather(None)
         both = parallel.gather(timed(partial(write, path)))
         walls.append(max(wall for wall, _ in both))
         cpus.append(sum(cpu for _, cpu in both))
         size = path.stat().st_size
-        parallel.barrier()
+        parallel.gather(None)
         parallel.on_main(path.unlink)
     wall, cpu = statistics.median(walls), statistics.median(cpus)
     return {"MB": size / 1e6, "wall": wall, "cpu": cpu}
@@ -158,7 +159,7 @@ def on_ranks(model: PreTrainedModel, folder: Path, num_ranks: int, replicas: int
     """What the ranks of one mesh measured. Raises ``RuntimeError`` if one fails."""
 
     def rank() -> None:
-        with parallel.joined(Place.of_process(), torch.device("cpu")):
+        with parallel.joined(Rank.of_process(), torch.device("cpu")):
             found = measure_rank(model, folder, replicas)
             parallel.on_main(lambda: (folder / "found.json").write_text(json.dumps(found)))
 

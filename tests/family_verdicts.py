@@ -20,7 +20,7 @@ from prime_rl import PrimeRLError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 from prime_rl_embedded import model as embedded
 from prime_rl_embedded.requests import Request, SamplingParams

@@ -11,7 +11,7 @@ from prime_rl.orchestrator.packer import batch_frames, cut_samples
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_group, score
-from prime_rl.trainer.counts import Counts, count_members
+from prime_rl.trainer.loss import Counts, count_members
 from prime_rl.wire import decode_batch
 from prime_rl_echo import Echo, EchoConfig
 from prime_rl_filters import ZeroAdvantage

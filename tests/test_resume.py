@@ -42,7 +42,7 @@ from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.trainer.__main__ import make_loss
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.weights import Publisher
+from prime_rl.trainer.publish import Publisher
 from prime_rl.wire import encode_batch
 from prime_rl.wire.micro_batch import decode_batch
 

@@ -1,4 +1,4 @@
-"""Merging an adapter into its base: against peft's own merge, and refused before anything comes."""
+"""Merging an adapter into its base equals PEFT's merge; a bad adapter is refused at once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def adapter(tmp_path: Path, base: Path) -> Path:
 
 
 def test_the_sum_is_w_plus_alpha_over_r_times_b_a() -> None:
-    """[1 2; 3 4] + 6/2 * [1; 2] [10 1]: B A = [10 1; 20 2]. By hand."""
+    """[1 2; 3 4] + 6/2 * [1; 2] [10 1]: B A = [10 1; 20 2]."""
     w = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     merged = merge(w, torch.tensor([[10.0, 1.0]]), torch.tensor([[1.0], [2.0]]), 6 / 2)
     assert merged.tolist() == [[31.0, 5.0], [63.0, 10.0]]
@@ -146,9 +146,7 @@ def marked(adapter: Path, base: Path) -> None:
     save_file(load_file(path), path, metadata={"base": ModelFiles(base).fingerprint()})
 
 
-def test_an_adapter_is_never_added_to_what_it_was_added_to_already(
-    tmp_path: Path, base: Path, adapter: Path
-) -> None:
+def test_an_adapter_is_never_added_twice(tmp_path: Path, base: Path, adapter: Path) -> None:
     marked(adapter, base)
     merged = dict(merged_tensors(base, adapter))
     folder = tmp_path / "merged"
@@ -166,7 +164,7 @@ def test_one_changed_weight_makes_another_base(tmp_path: Path, base: Path) -> No
     assert ModelFiles(base).fingerprint() != before
 
 
-def test_folders_of_weights_are_told_apart(base: Path, adapter: Path) -> None:
+def test_a_folder_of_weights_is_a_model_or_an_adapter(base: Path, adapter: Path) -> None:
     assert is_adapter(adapter) and not is_adapter(base)
 
 
@@ -214,7 +212,7 @@ def emptied(tensors: Tensors) -> None:
         (dropped, r"layers\.0\.self_attn\.q_proj\.lora_A\.weight is missing"),
         (dropped_module, r"no adapter for 1 of the 4 modules .*'model\.layers\.0\.self_attn\.q_pr"),
         (unknown, r"'model\.layers\.7\.self_attn\.q_proj\.weight', which the base .* does not hav"),
-        (strange, r"'base_model.*magnitude_vector' is no part of a LoRA adapter"),
+        (strange, r"'base_model.*magnitude_vector' is not a tensor of a LoRA adapter"),
         (wrong_rank, r"lora_A\.weight has shape \[5, 32\], expected rank 4"),
         (wrong_shape, r"q_proj\.weight' \[32, 33\], in the base .* it is \[32, 32\]"),
         (not_finite, r"q_proj\.lora_B\.weight' holds values that aren't finite"),
@@ -255,7 +253,7 @@ def test_an_adapter_of_a_kind_that_cannot_be_merged_is_refused(
         merged_tensors(base, adapter)
 
 
-def test_half_an_adapter_is_no_adapter(base: Path, adapter: Path) -> None:
+def test_half_an_adapter_is_refused(base: Path, adapter: Path) -> None:
     whole = (adapter / ADAPTER_WEIGHTS).read_bytes()
     (adapter / ADAPTER_WEIGHTS).write_bytes(whole[:-9])
     with pytest.raises(WeightsError, match=r"adapter_model.safetensors: can't be read"):

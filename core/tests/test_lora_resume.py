@@ -62,12 +62,12 @@ def test_another_adapter_than_the_checkpoints_is_refused(before: Any, now: Any, 
         check_lora({"trainer": {"lora": before}}, {"trainer": {"lora": now}})
 
 
-def test_a_checkpoint_of_before_lora_was_known_goes_on_without_it() -> None:
+def test_a_checkpoint_from_before_lora_continues_without_it() -> None:
     check_lora({"trainer": {}}, {"trainer": {"lora": None}})
     check_lora({"trainer": {"lora": LORA}}, {"trainer": {"lora": dict(LORA)}})
 
 
-def test_an_adapter_is_no_model_to_start_from(tmp_path: Path) -> None:
+def test_a_run_cannot_start_from_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "config.json").touch()
     config = RunConfig.model_validate({"max_steps": 1, "model": {"name": str(tmp_path)}})
     assert model_path(config) == (str(tmp_path.resolve()), False)

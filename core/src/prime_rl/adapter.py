@@ -3,9 +3,9 @@
     FOLDER/adapter_config.json          rank, alpha, which modules
     FOLDER/adapter_model.safetensors    A and B of each module; modules that are replaced whole
 
-An engine that is handed such a folder serves ``merged_tensors(base, folder)``. Everything is
-checked before the first tensor is handed out, so that who writes them into a live model stops
-before it has changed anything. Importing this brings in neither torch nor safetensors.
+An engine with such a folder serves ``merged_tensors(base, folder)``. Everything is checked before
+the first tensor is yielded: a bad adapter changes nothing in a live model. Importing this brings in
+neither torch nor safetensors.
 
 Shapes: r = rank, I = inputs of a linear module, O = its outputs; A [r, I], B [O, r], W [O, I].
 Source: LoRA, arXiv 2106.09685, section 4.1; rsLoRA, arXiv 2312.03732, section 3.
@@ -41,7 +41,7 @@ _HARMLESS = {
     *("layers_to_transform", "layers_pattern", "init_lora_weights", "qalora_group_size"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "ensure_weight_tying"),
 }
-"""Keys that do not change what base and adapter make together. Any other has to be unset."""
+"""Keys that do not change the merged weights. Any other has to be unset."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _UNSET: tuple[Any, ...] = (None, False, "none", {}, [])
 _LEAVES_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
@@ -56,15 +56,15 @@ class Adapter:
     tensors: Mapping[str, Tensor]
     """All of them, by the names that PEFT publishes them under."""
     scaling: float
-    """What B A is multiplied by: alpha / r; with rsLoRA alpha / sqrt(r)."""
+    """The factor on B A: alpha / r; with rsLoRA alpha / sqrt(r)."""
     pairs: Mapping[str, tuple[Tensor, Tensor]]
     """(A, B) by the name of W."""
     replaced: Mapping[str, Tensor]
-    """Tensors of ``modules_to_save``, which take the place of the base's."""
+    """Tensors of ``modules_to_save``, which replace the base's."""
     target_modules: tuple[str, ...] | str | None
-    """Ends of module names, or a pattern for whole names; None: which ones cannot be told."""
+    """Ends of module names, or a pattern for whole names; None: unknown."""
     base: str | None
-    """``fingerprint`` of its base; None if whoever wrote it did not say."""
+    """``fingerprint`` of its base; None: unknown."""
 
 
 def is_adapter(directory: Path) -> bool:
@@ -73,18 +73,30 @@ def is_adapter(directory: Path) -> bool:
 
 
 def merged_tensors(base_dir: Path, adapter_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a model folder with an adapter added, one by one, by their names there and in
-    the order of ``ModelFiles.tensors``.
+    """The tensors of a model folder with an adapter added, one by one, by name and in the order of
+    ``ModelFiles.tensors``.
 
-    What the adapter does not touch comes as it lies there, what it does in float32:
-    W + scaling * B A, or a module's replacement. One tensor of the base is in memory at a time.
-    Raises ``WeightsError``, before the first tensor comes, if the adapter is damaged, incomplete,
-    of a kind that is not supported or not of this base.
+    Tensors that the adapter does not change are as they are in the folder. The others are in
+    float32: W + scaling * B A, or a module's replacement. One tensor of the base is in memory at a
+    time. Raises ``WeightsError``, before the first tensor is yielded, if the adapter is damaged,
+    incomplete, not supported or of another base.
     """
     base, adapter = ModelFiles(base_dir), read_adapter(adapter_dir)
     check_base(base, adapter)
     _check_fit(base, adapter)
-    return _stream(base, adapter)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for path, names in base.by_file():
+            with opened(path) as file:
+                for name in names:
+                    if name in adapter.replaced:
+                        yield name, adapter.replaced[name].float()
+                    elif pair := adapter.pairs.get(name):
+                        yield name, merge(file.get_tensor(name), *pair, adapter.scaling)
+                    else:
+                        yield name, file.get_tensor(name)
+
+    return stream()
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
@@ -94,23 +106,18 @@ def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
 
 
-def _stream(base: ModelFiles, adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    for path, names in base.by_file():
-        with opened(path) as file:
-            for name in names:
-                if name in adapter.replaced:
-                    yield name, adapter.replaced[name].float()
-                elif name in adapter.pairs:
-                    yield name, merge(file.get_tensor(name), *adapter.pairs[name], adapter.scaling)
-                else:
-                    yield name, file.get_tensor(name)
-
-
 def read_adapter(directory: Path) -> Adapter:
-    """Read and check an adapter. Raises ``WeightsError`` saying what is wrong with it."""
+    """Read and check an adapter. Raises ``WeightsError`` with its fault."""
+    import torch
+
     config = _read_config(directory / ADAPTER_CONFIG)
     path = directory / ADAPTER_WEIGHTS
-    tensors, base = _read_tensors(path)
+    with opened(path) as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        base = (file.metadata() or {}).get(BASE)
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise WeightsError(f"{path}: {name!r} holds values that aren't finite numbers")
     rank, modules = config["r"], config.get("modules_to_save") or []
     halves: dict[str, dict[str, Tensor]] = {}
     replaced: dict[str, Tensor] = {}
@@ -121,15 +128,18 @@ def read_adapter(directory: Path) -> Adapter:
         elif ".lora_" not in name and any(_is_within(name, saved) for saved in modules):
             replaced[name.removeprefix(PREFIX)] = tensor
         else:
-            raise WeightsError(f"{path}: {name!r} is no part of a LoRA adapter that we know")
+            raise WeightsError(f"{path}: {name!r} is not a tensor of a LoRA adapter")
     if unused := [m for m in modules if not any(_is_within(name, m) for name in replaced)]:
         raise WeightsError(f"{path}: no tensor of modules_to_save {unused}")
     pairs = {name: _pair(path, name, parts, rank) for name, parts in halves.items()}
     if not tensors:
         raise WeightsError(f"{path}: there is no tensor in it")
-    root = math.sqrt(rank) if config.get("use_rslora") else rank
-    scaling = config["lora_alpha"] / root
-    return Adapter(directory, tensors, scaling, pairs, replaced, _targets(config), base)
+    scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    targets = config.get("target_modules")
+    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
+        targets = None  # only some of the modules that it names
+    targets = tuple(targets) if isinstance(targets, list) else targets
+    return Adapter(directory, tensors, scaling, pairs, replaced, targets, base)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -159,25 +169,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _targets(config: Mapping[str, Any]) -> tuple[str, ...] | str | None:
-    if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
-        return None
-    targets = config.get("target_modules")
-    return tuple(targets) if isinstance(targets, list) else targets
-
-
-def _read_tensors(path: Path) -> tuple[dict[str, Tensor], str | None]:
-    import torch
-
-    with opened(path) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        base = (file.metadata() or {}).get(BASE)
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise WeightsError(f"{path}: {name!r} holds values that aren't finite numbers")
-    return tensors, base
-
-
 def _pair(path: Path, name: str, parts: Mapping[str, Tensor], rank: int) -> tuple[Tensor, Tensor]:
     module = _module(name)
     if missing := {"A", "B"} - parts.keys():
@@ -193,7 +184,7 @@ def _pair(path: Path, name: str, parts: Mapping[str, Tensor], rank: int) -> tupl
 
 
 def check_base(base: ModelFiles, adapter: Adapter) -> None:
-    """Raises ``WeightsError`` if an adapter says that it was trained on another base."""
+    """Raises ``WeightsError`` if an adapter names another base."""
     if adapter.base is not None and adapter.base != (found := base.fingerprint()):
         raise WeightsError(
             f"{adapter.directory}: the adapter was trained on the base {adapter.base}, and "
@@ -202,45 +193,43 @@ def check_base(base: ModelFiles, adapter: Adapter) -> None:
 
 
 def _check_fit(base: ModelFiles, adapter: Adapter) -> None:
-    """Each of the adapter's tensors has its place in the base, and none is missing."""
-    for name, (a, b) in adapter.pairs.items():
-        _check_shape(base, adapter, name, [len(b), a.shape[1]])
-    for name, tensor in adapter.replaced.items():
-        _check_shape(base, adapter, name, list(tensor.shape))
-        if base.ties_embeddings() and len(tensor) == base.vocab_size:
+    """Raises ``WeightsError`` unless each of the adapter's tensors fits one of the base, and none
+    is missing."""
+    where = adapter.directory
+    shapes = {name: [len(b), a.shape[1]] for name, (a, b) in adapter.pairs.items()}
+    shapes |= {name: list(tensor.shape) for name, tensor in adapter.replaced.items()}
+    for name, shape in shapes.items():
+        if (entry := base.tensors.get(name)) is None:
             raise WeightsError(
-                f"{adapter.directory}: modules_to_save replaces {name!r}, which the base "
-                f"{base.directory} ties to another matrix (tie_word_embeddings)"
+                f"{where}: it changes {name!r}, which the base {base.directory} does not have"
+            )
+        if entry.dtype not in _FLOATS:
+            raise WeightsError(
+                f"{where}: it changes {name!r}, which the base {base.directory} holds as "
+                f"{entry.dtype}; expected one of {', '.join(_FLOATS)}. Merging into quantized "
+                "weights is not supported."
+            )
+        if entry.shape != shape:
+            raise WeightsError(
+                f"{where}: it makes {name!r} {shape}, in the base {base.directory} it is "
+                f"{entry.shape}"
+            )
+    for name, tensor in adapter.replaced.items():
+        if base.ties_embeddings() and len(tensor) == base.text_config().get("vocab_size"):
+            raise WeightsError(
+                f"{where}: modules_to_save replaces {name!r}, which the base {base.directory} ties "
+                "to another matrix (tie_word_embeddings)"
             )
     wanted = {name for name in base.tensors if _is_target(name, adapter.target_modules)}
     if missing := sorted(wanted - adapter.pairs.keys()):
         raise WeightsError(
-            f"{adapter.directory}: no adapter for {len(missing)} of the {len(wanted)} modules that "
-            f"its target_modules name, first {_module(missing[0])!r}"
-        )
-
-
-def _check_shape(base: ModelFiles, adapter: Adapter, name: str, shape: list[int]) -> None:
-    if name not in base.tensors:
-        raise WeightsError(
-            f"{adapter.directory}: it changes {name!r}, which the base {base.directory} does not "
-            "have"
-        )
-    if (dtype := base.tensors[name].dtype) not in _FLOATS:
-        raise WeightsError(
-            f"{adapter.directory}: it changes {name!r}, which the base {base.directory} holds as "
-            f"{dtype}; expected one of {', '.join(_FLOATS)}. Merging into quantised weights is not "
-            "supported."
-        )
-    if (found := base.tensors[name].shape) != shape:
-        raise WeightsError(
-            f"{adapter.directory}: it makes {name!r} {shape}, in the base {base.directory} it is "
-            f"{found}"
+            f"{where}: no adapter for {len(missing)} of the {len(wanted)} modules that its "
+            f"target_modules name, first {_module(missing[0])!r}"
         )
 
 
 def _is_within(name: str, saved: str) -> bool:
-    """Whether a tensor is of a module whose name ends with ``saved`` (as PEFT compares them)."""
+    """Whether a tensor is of a module whose name ends with ``saved``, as PEFT compares them."""
     parts = _module(name).split(".")
     return any(".".join(parts[: count + 1]).endswith(saved) for count in range(len(parts)))
 

@@ -1,6 +1,6 @@
-"""A model folder's safetensors: which tensor lies where, and a mark that tells two bases apart.
+"""A model folder's safetensors: where each tensor lies, and a fingerprint of a base.
 
-Importing this brings in neither torch nor safetensors.
+Importing this, and reading headers, brings in neither torch nor safetensors.
 """
 
 from __future__ import annotations
@@ -27,24 +27,19 @@ class Entry:
     path: Path
     shape: list[int]
     dtype: str
-    """As safetensors spells it: F32, BF16."""
+    """The name of safetensors: F32, BF16."""
     start: int
     """In the file, in bytes."""
     end: int
 
 
 class ModelFiles:
-    """The tensors of a model folder by name, from the files' headers alone.
-
-    Raises ``WeightsError`` if the folder has none, one lacks, or one is cut off.
-    """
+    """A model folder by its files' headers. Raises ``WeightsError`` if a file is missing or cut
+    off, or the folder has none."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.tensors: dict[str, Entry] = {}
-        for path in _shards(directory):
-            with opened(path):  # checks that the file is as long as its header says
-                self.tensors |= _header(path)
+        self.tensors = read_headers(directory)
 
     def by_file(self) -> Iterator[tuple[Path, list[str]]]:
         """Every file with the names of its tensors."""
@@ -52,8 +47,8 @@ class ModelFiles:
             yield path, [name for name, _ in entries]
 
     def fingerprint(self) -> str:
-        """A hash of every tensor's name, shape, type and first 4 KiB: reads little of a large
-        model, and does not depend on how it is cut into files."""
+        """A hash of every tensor's name, shape, type and first 4 KiB: quick for a large model, and
+        independent of how it is split into files."""
         digest = hashlib.sha256()
         for name, entry in sorted(self.tensors.items()):
             digest.update(json.dumps([name, entry.shape, entry.dtype]).encode())
@@ -63,15 +58,11 @@ class ModelFiles:
         return digest.hexdigest()[:16]
 
     def ties_embeddings(self) -> bool:
-        """Whether ``config.json`` says that the head is the embedding."""
-        return bool(self._text_config().get("tie_word_embeddings"))
+        """Whether the head is the embedding, by ``config.json``."""
+        return bool(self.text_config().get("tie_word_embeddings"))
 
-    @property
-    def vocab_size(self) -> int | None:
-        """Of ``config.json``, if it says so."""
-        return self._text_config().get("vocab_size")
-
-    def _text_config(self) -> dict[str, Any]:
+    def text_config(self) -> dict[str, Any]:
+        """``config.json``, or its ``text_config``; empty if it cannot be read."""
         try:
             config: dict[str, Any] = json.loads((self.directory / "config.json").read_text())
         except (OSError, ValueError):
@@ -80,14 +71,13 @@ class ModelFiles:
 
 
 def read_headers(directory: Path) -> dict[str, Entry]:
-    """The tensors of a model folder by name, without a look at what follows the headers: in
-    milliseconds, and without safetensors, which imports torch. Raises ``WeightsError``."""
+    """The tensors of a model folder by name, in milliseconds. Raises ``WeightsError``."""
     tensors: dict[str, Entry] = {}
     for path in _shards(directory):
         try:
             tensors |= _header(path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{path}: its header can't be read: {error}") from error
+            raise WeightsError(f"{path}: can't be read: {error}") from error
     return tensors
 
 
@@ -119,14 +109,14 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Entry]:
-    """The format: eight bytes that say how long the JSON after them is, the JSON, the data."""
+    """The format: eight bytes with the length of the JSON after them, the JSON, the data."""
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > path.stat().st_size - 8:
+        length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
+        if length > size - 8:
             raise ValueError("it is shorter than it says: no safetensors (of git-lfs?), or cut off")
         table: dict[str, Any] = json.loads(file.read(length))
     table.pop("__metadata__", None)
-    return {
+    entries = {
         name: Entry(
             path,
             entry["shape"],
@@ -135,3 +125,6 @@ def _header(path: Path) -> dict[str, Entry]:
         )
         for name, entry in table.items()
     }
+    if (end := max((entry.end for entry in entries.values()), default=8 + length)) != size:
+        raise ValueError(f"it is {size} bytes long, and its header says {end}: it is cut off")
+    return entries

@@ -24,7 +24,7 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import pack_ranks
 from prime_rl.rundir.checkpoints import Checkpoint, unfinished
 from prime_rl.rundir.status import Status
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.weights.versions import FILES_WANTED
 from prime_rl.wire import encode_batch
 from prime_rl_broadcast.meeting import Meeting, invite
@@ -100,19 +100,19 @@ def bad_batch(step: int) -> tuple[list[Sample], list[str]]:
 class Frames:
     """A receiver that packs one rank's frame of each step."""
 
-    def __init__(self, first: int, place: Place, make: Any) -> None:
-        self.step, self.place, self.make = first, place, make
+    def __init__(self, first: int, rank: Rank, make: Any) -> None:
+        self.step, self.rank, self.make = first, rank, make
 
     def receive(self, timeout: float) -> memoryview:
-        ranks = pack_ranks(*self.make(self.step), CAPACITY, self.place.size, 1e-2)
+        ranks = pack_ranks(*self.make(self.step), CAPACITY, self.rank.size, 1e-2)
         self.step += 1
-        return memoryview(encode_batch(self.step - 1, ranks[self.place.rank]))
+        return memoryview(encode_batch(self.step - 1, ranks[self.rank.number]))
 
     def close(self) -> None: ...
 
 
 def do(job: dict[str, Any]) -> None:
-    """Train, publish, measure and checkpoint as the process does it; from a checkpoint if told."""
+    """Train, publish, measure and checkpoint as the process does it; perhaps from a checkpoint."""
     import torch
 
     from prime_rl.trainer import parallel
@@ -121,7 +121,7 @@ def do(job: dict[str, Any]) -> None:
     from prime_rl.trainer.model import load_model
     from prime_rl.trainer.token_export import make_token_export
 
-    run_dir, place = Path(job["run_dir"]), Place(parallel.rank(), parallel.num_ranks())
+    run_dir, rank = Path(job["run_dir"]), Rank(parallel.rank(), parallel.num_ranks())
     config = TrainerConfig.model_validate(
         {"device": "cpu", "keep_broadcasts": 9, "optim": {"lr": 1e-3, "max_norm": 0.5}}
         | job.get("trainer", {})
@@ -138,20 +138,20 @@ def do(job: dict[str, Any]) -> None:
     first = resume.step + 1 if resume else 1
     interval = 2 if job.get("checkpoints", True) else None
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
-    frames = Frames(first, place, bad_batch if job.get("bad") else batch)
+    frames = Frames(first, rank, bad_batch if job.get("bad") else batch)
     status = Status(None)
     transport = GlooTransport(PluginConfig()) if "broadcast" in job else None
-    if transport and place.rank == 0:
+    if transport and rank.number == 0:
         threading.Thread(target=take_from_memory, args=(run_dir,), daemon=True).start()
     try:
         train(trainer, frames, run_dir, first, status, checkpointer, transport)
         finish(trainer, model_dir, run_dir, status)
     except RunError as error:
-        (run_dir / f"error_{place.rank}").write_text(str(error))
+        (run_dir / f"error_{rank.number}").write_text(str(error))
 
 
 def take_from_memory(run_dir: Path) -> None:
-    """The engines' part: version 1 is received, of version 3 the files are wanted. Checkpoints have
+    """The engines: they receive version 1, and want the files of version 3. Checkpoints have
     those of 2 and 4."""
     import torch
     from safetensors.torch import save_file
@@ -224,7 +224,7 @@ def start_rank(rank: int, num_ranks: int, store: str, jobs: list[dict[str, Any]]
 
         from prime_rl.trainer import parallel
 
-        with parallel.joined(Place.of_process(), torch.device("cpu")):
+        with parallel.joined(Rank.of_process(), torch.device("cpu")):
             for job in jobs:
                 do(job)
         code = 0

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prime_rl import WeightsError
 from prime_rl.trainer import parallel, tensor_file
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.rank import STORE, Rank
 
 MESHES = {"one": (1, 1), "two": (2, 1), "four": (4, 1), "replicas": (2, 2), "two_by_two": (4, 2)}
 """Ranks, and copies of the model among them."""
@@ -65,7 +65,7 @@ class Disk:
 
 
 def attempt(write: Callable[[], None]) -> str:
-    """What came of it."""
+    """Whether it was written, or the error."""
     try:
         write()
     except (OSError, WeightsError) as error:
@@ -108,7 +108,7 @@ def do(folder: Path, replicas: int) -> dict[str, Any]:
 
 
 def patience(shard: Tensor) -> list[float]:
-    """For how many hours ranks wait for one another in each dimension of the mesh."""
+    """Timeouts in hours of each dimension of the mesh."""
     groups = shard.device_mesh.get_all_groups() if isinstance(shard, DTensor) else []
     backends = [group._get_backend(torch.device("cpu")) for group in groups]
     return [backend.options._timeout.total_seconds() / 3600 for backend in backends]
@@ -123,7 +123,7 @@ def start_rank(folder: Path, rank: int, num_ranks: int, replicas: int) -> int:
     os.environ |= {name: str(value) for name, value in names.items()}
     code = 1
     try:
-        with parallel.joined(Place.of_process(), torch.device("cpu")):
+        with parallel.joined(Rank.of_process(), torch.device("cpu")):
             seen = parallel.gather(do(folder, replicas))
             parallel.on_main(lambda: (folder / "seen.json").write_text(json.dumps(seen)))
         code = 0

@@ -1,4 +1,4 @@
-"""Operations by hand, against torch's own counter, and shares of known peaks."""
+"""Operations worked out manually, by torch's own counter, and as shares of known peaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prime_rl.config.trainer import LoraConfig
 from prime_rl.trainer.attention import Continuation, Documents
 from prime_rl.trainer.flops import model_cost, num_pairs, peak_flops, peak_of, perf_metrics
 from prime_rl.trainer.lora import add_lora
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 
 CPU = torch.device("cpu")
 BLOCK = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8 + 3 * 32 * 64
@@ -34,7 +34,7 @@ def model(make_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return make_model()
 
 
-def test_a_packed_row_by_hand(model: PreTrainedModel, pack: Any, random_documents: Any) -> None:
+def test_a_packed_row(model: PreTrainedModel, pack: Any, random_documents: Any) -> None:
     """9 + 5 tokens, of which 8 + 4 are targets; each sequence's last one is not computed."""
     cost = model_cost(model)
     assert cost is not None
@@ -86,7 +86,7 @@ def test_an_adapter_counts_beside_its_frozen_base_and_a_replacement_in_its_place
     assert cost.per_target == 6 * HEAD
 
 
-def test_pairs_by_hand() -> None:
+def test_pairs_of_documents() -> None:
     documents = Documents((4, 4, 2), CPU)
     assert num_pairs(documents, None) == 10 + 10 + 3
     assert num_pairs(documents, 2) == 7 + 7 + 3  # 1 + 2 + 2 + 2
@@ -94,7 +94,7 @@ def test_pairs_by_hand() -> None:
     assert num_pairs(documents, 9) == 10 + 10 + 3
 
 
-def test_pairs_of_continuations_by_hand() -> None:
+def test_pairs_of_continuations() -> None:
     """Two of 2 tokens after a prompt of 3: 4 + 5 keys each, beside the prompt's own 6 pairs."""
     empty = torch.empty(0, dtype=torch.int64)
     documents = Documents((3,), CPU, (Continuation(2, 2, 5, empty),))
@@ -124,8 +124,7 @@ def test_a_mixture_of_experts_gets_no_figure_and_the_log_says_why(
     model.config.num_experts = 8
     assert model_cost(model) is None
     assert caplog.messages == [
-        "no perf/mfu for Qwen3ForCausalLM: it has experts, and a token meets only some of the "
-        "weights"
+        "no perf/mfu for Qwen3ForCausalLM: it has experts, of which a token uses only some"
     ]
 
 
@@ -183,7 +182,7 @@ def test_peaks_by_name() -> None:
 
 
 def test_upstreams_published_mfu_comes_out() -> None:
-    """Qwen3-0.6B, one sequence of 16,384 tokens: 9.21 GFLOP a token, 11.1 % at 11,896 tokens/s."""
+    """Qwen3-0.6B, one sequence of 16,384 tokens: 9.21 GFLOP per token, 11.1 % at 11,896 tok/s."""
     config = Qwen3Config(
         vocab_size=151_936,
         hidden_size=1024,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.trainer import logprobs as logprobs_module
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train, wait_for_batch
-from prime_rl.trainer.metrics import MetricsFile
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.metrics import append_metrics
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch, encode_batch
 
 CPU = torch.device("cpu")
@@ -254,6 +254,11 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
 def test_a_metric_that_is_no_number_is_null_on_disk_and_readable(tmp_path: Path) -> None:
     from prime_rl.orchestrator.policy import TrainerLog
 
-    MetricsFile(tmp_path / "trainer.jsonl").append(3, {"loss/mean": math.nan, "optim/lr": 0.5})
+    append_metrics(tmp_path / "trainer.jsonl", 3, {"loss/mean": math.nan, "optim/lr": 0.5})
     (step,) = TrainerLog(tmp_path / "trainer.jsonl").read_new()
     assert (step.step, step.metrics) == (3, {"loss/mean": None, "optim/lr": 0.5})
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"cannot write the metrics of step 3 to .*--resume"):
+        append_metrics(tmp_path / "missing" / "trainer.jsonl", 3, {"loss/mean": 1.0})

@@ -25,11 +25,10 @@ from prime_rl import (
     TokenMetric,
 )
 from prime_rl.trainer import parallel
-from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loss import ce_loss, ref_kl_loss, row_loss
+from prime_rl.trainer.loss import ce_loss, count_members, ref_kl_loss, row_loss
 from prime_rl.trainer.metrics import StepMetrics
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -130,14 +129,17 @@ def test_members_follow_the_streams(pack: Any) -> None:
     assert count_members([pack([[1, 2, 3, 4]], prompt=2)]).totals == {"rl": 2, "ce": 0, "ref_kl": 0}
 
 
-def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
+def test_ranks_exchange_their_counts_once_and_add_them_up(
     pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    sent_values = []
 
     def gather(own: Any) -> list[Any]:
-        told.append(own)
-        return [own, (("a", "m"), [[5, 1], [0, 2], [0, 0]], 10)]  # the other rank's
+        sent_values.append(own)
+        return [
+            own,
+            ([(("rl", "a"), 5), (("rl", "m"), 1), (("ce", "m"), 2)], 10),
+        ]  # the other rank's
 
     monkeypatch.setattr(parallel, "several_ranks", lambda: True)
     monkeypatch.setattr(parallel, "gather", gather)
@@ -145,10 +147,11 @@ def test_ranks_tell_one_another_their_tables_once_and_add_them_up(
         [[1, 2, 3, 4], [5, 6]], envs=("z", "m"), env_ids=[0, 1], ce_weights=[0, 0, 0, 1, 0, 1]
     )
     counts = count_members([row])
-    assert counts.envs == ("a", "m", "z")
-    assert told == [(("m", "z"), [[1, 3], [1, 1], [0, 0]], 6)]  # rl, ce, ref_kl
+    (sent,) = sent_values
+    own = {("rl", "z"): 3, ("rl", "m"): 1, ("ce", "z"): 1, ("ce", "m"): 1}
+    assert (dict(sent[0]), sent[1]) == (own, 6)
     assert counts.totals == {"rl": 10, "ce": 4, "ref_kl": 0}
-    assert counts.of_env("rl", "z") == 3
+    assert counts.members["rl", "z"] == 3
     assert counts.num_tokens == 16
     assert counts.metrics() == {
         "tokens/rl": 10.0, "tokens/rl/a": 5.0, "tokens/rl/m": 2.0, "tokens/rl/z": 3.0,
@@ -273,7 +276,7 @@ def test_a_loss_that_gives_anything_else_is_named(given: Any, found: str, pack: 
         def __call__(self, inputs: LossInputs) -> LossOutputs:
             return given  # type: ignore[no-any-return]
 
-    with pytest.raises(PluginError, match=f"loss 'wrong' gave.*{found}.*expected LossOutputs"):
+    with pytest.raises(PluginError, match=f"loss 'wrong' returned.*{found}.*expected LossOutputs"):
         row = pack([[1, 2]])
         row_loss(make_row(row, CPU), torch.zeros(2), Wrong(PluginConfig()), count_members([row]))
 

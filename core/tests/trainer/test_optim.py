@@ -1,4 +1,4 @@
-"""Learning rates by hand, and clipping."""
+"""Learning rates, clipping and the optimizers' steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from prime_rl import ConfigError
 from prime_rl.config.trainer import OWNERS, OptimConfig, SchedulerConfig
-from prime_rl.trainer.muon import Muon
 from prime_rl.trainer.optim import (
+    Muon,
     clip_gradients,
     hidden_matrices,
     make_optimizer,
@@ -198,7 +198,7 @@ def test_muon_equals_torchs_two_optimizers_also_after_loading_its_state() -> Non
 
 
 def test_muon_in_shards_takes_the_same_steps(tmp_path: Path) -> None:
-    """One rank's shard is the whole matrix here; two were compared by hand, to 3e-8."""
+    """One rank's shard is the whole matrix here; two were compared manually, to 3e-8."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -196,10 +196,12 @@ def test_every_published_version_has_the_weights_of_one_rank(runs: Path, name: s
         for key, tensor in expected.items():
             torch.testing.assert_close(found[key], tensor, rtol=0, atol=tolerance(name))
             moved = max(moved, float((tensor - before[key]).abs().max()))
-    assert moved > 1e-3  # steps that nobody could miss
+    assert moved > 1e-3
 
 
-def test_from_memory_goes_what_would_have_been_written_and_files_only_if_wanted(runs: Path) -> None:
+def test_a_transport_sends_the_published_weights_and_files_only_if_wanted(
+    runs: Path,
+) -> None:
     received = load_file(runs / "two_by_memory/received.safetensors")
     expected = published(runs / "two", 1)
     assert received.keys() == expected.keys()
@@ -247,7 +249,7 @@ def test_every_rank_exports_its_own_tokens(runs: Path) -> None:
     assert len(list((runs / "four/token_exports/step_1").glob("rank_*"))) == 4
 
 
-def test_bad_steps_end_all_ranks_with_one_message_that_says_whose_rollout(runs: Path) -> None:
+def test_bad_steps_end_all_ranks_with_one_message_that_names_the_rollout(runs: Path) -> None:
     first, second = ((runs / f"two_bad/error_{rank}").read_text() for rank in (0, 1))
     assert first == second != ""
     assert (

@@ -1,4 +1,4 @@
-"""A rank that fails, or is asked to end, while the others wait for it in a collective.
+"""A rank that fails, or gets SIGTERM, while the others wait for it in a collective.
 
 The agent and its processes are real, and so is gloo; what the ranks do is three lines.
 """
@@ -20,8 +20,8 @@ from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError
 from prime_rl.rundir.status import Status, read_status
-from prime_rl.trainer.__main__ import GONE, tell
-from prime_rl.trainer.place import FAILED, FOLLOWED, Place
+from prime_rl.trainer.__main__ import GONE, report_failure
+from prime_rl.trainer.rank import FAILED, FOLLOWED, Rank
 
 RANK = """
 import os, pathlib, sys, threading, time
@@ -30,13 +30,13 @@ from prime_rl import ConfigError
 from prime_rl.trainer import __main__ as trainer, parallel
 run_dir = pathlib.Path(sys.argv[1])
 
-def run(path, status, place):
-    with parallel.joined(place, torch.device("cpu")):
+def run(path, status, rank):
+    with parallel.joined(rank, torch.device("cpu")):
         group = parallel.host_group()
-        if place.rank == 0:
-            parallel.barrier()  # nobody else comes
+        if rank.number == 0:
+            parallel.gather(None)  # the other rank never joins
         # As the thread that writes checkpoints does; Python would wait for it to end.
-        threading.Thread(target=parallel.barrier, args=(group,)).start()
+        threading.Thread(target=parallel.gather, args=(None, group)).start()
         (run_dir / "pid").with_suffix(".new").write_text(str(os.getpid()))
         (run_dir / "pid").with_suffix(".new").rename(run_dir / "pid")
         if run_dir.name == "waits":
@@ -85,11 +85,11 @@ def test_a_rank_that_fails_ends_the_trainer_with_its_error(start: Start) -> None
     lines = said.strip().splitlines()
     assert any("no such key" in line for line in lines)
     assert lines[-1] == "trainer rank 1 of 2 exited with code 1"
-    told = json.loads((run_dir / "status/trainer.json").read_text())
-    assert (told["state"], told["detail"]) == ("failed", {"error": "no such key"})
+    report = json.loads((run_dir / "status/trainer.json").read_text())
+    assert (report["state"], report["detail"]) == ("failed", {"error": "no such key"})
 
 
-def test_a_rank_that_alone_is_asked_to_end_has_not_done_its_part(start: Start) -> None:
+def test_a_single_rank_that_gets_sigterm_is_a_failure(start: Start) -> None:
     run_dir, process = start("waits")
     eventually((run_dir / "pid").exists, process)
     os.kill(int((run_dir / "pid").read_text()), signal.SIGTERM)
@@ -98,24 +98,24 @@ def test_a_rank_that_alone_is_asked_to_end_has_not_done_its_part(start: Start) -
     assert said.strip().splitlines()[-1] == "trainer rank 1 of 2 was ended by SIGTERM"
 
 
-def test_the_first_rank_that_fails_has_the_word_and_a_lost_one_is_not_mistaken_for_it(
+def test_the_first_error_is_reported_and_a_lost_connection_is_not_mistaken_for_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told, place = Status(tmp_path / "trainer.json"), Place(0, 2)
+    status, rank = Status(tmp_path / "trainer.json"), Rank(0, 2)
 
     def reason() -> object:
-        report = read_status(tmp_path / "trainer.json")
-        return report and report.detail["error"]
+        found = read_status(tmp_path / "trainer.json")
+        return found and found.detail["error"]
 
     lost = RuntimeError("gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:1")
-    assert tell(lost, told, place) == FOLLOWED
+    assert report_failure(lost, status, rank) == FOLLOWED
     assert reason() == GONE
-    told.report("training")
-    assert tell(ConfigError("no such key"), told, place) == FAILED
-    assert tell(ValueError("a consequence"), told, Place(1, 2, 1)) == FOLLOWED
+    status.report("training")
+    assert report_failure(ConfigError("no such key"), status, rank) == FAILED
+    assert report_failure(ValueError("a consequence"), status, Rank(1, 2, 1)) == FOLLOWED
     assert reason() == "no such key"
     assert not any(record.exc_info for record in caplog.records)
-    told.report("training")
-    assert tell(ValueError("ours to mend"), told, place) == FAILED
-    assert reason() == "ValueError: ours to mend" and caplog.records[-1].exc_info
-    assert tell(lost, told, Place()) == FAILED  # alone there is nobody else to blame
+    status.report("training")
+    assert report_failure(ValueError("ours to fix"), status, rank) == FAILED
+    assert reason() == "ValueError: ours to fix" and caplog.records[-1].exc_info
+    assert report_failure(lost, status, Rank()) == FAILED  # without other ranks

@@ -110,7 +110,7 @@ def check_trained(run_dir: Path, model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_two_ranks_train_from_one_wire_and_rank_0_speaks_for_both(
+async def test_two_ranks_train_from_one_wire_and_rank_0_reports_for_both(
     start: Start, run_dir: Path, model_dir: Path, pack: Any, random_documents: Any
 ) -> None:
     launch, (agent,) = start()

@@ -18,12 +18,11 @@ from transformers.utils import logging as transformers_logging
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
 from prime_rl.trainer.attention import register
-from prime_rl.trainer.blocks import prepare_blocks
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.lora import add_lora
-from prime_rl.trainer.model import Policy, load_model
+from prime_rl.trainer.model import Policy, load_model, prepare_blocks
+from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import Packing, batch_sizes, packings
-from prime_rl.trainer.row import Row, make_row
 from prime_rl.trainer.self_check import find_packing
 
 CPU = torch.device("cpu")
@@ -141,7 +140,7 @@ def checked(model: PreTrainedModel, config: TrainerConfig = CONFIG) -> Policy:
     return policy
 
 
-def alone(model: Any, row: Row) -> Tensor:
+def alone(model: Any, row: PackedRow) -> Tensor:
     """[N] log π of the row's targets, each document by itself through the plain model."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation("eager")
@@ -208,7 +207,7 @@ def test_a_model_whose_attention_keeps_documents_apart_shares_prompts(
 def test_a_model_that_packs_but_cannot_share_prompts_packs_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """CodeGen tells documents by position ids, in which continuations look like documents."""
+    """CodeGen separates documents by position ids, in which continuations look like documents."""
     assert checked(make("CodeGen")).packing.name == "packed"
     assert "CodeGenForCausalLM" in caplog.text and "shared (prime_rl_varlen): off by" in caplog.text
 
@@ -314,7 +313,7 @@ def test_a_model_that_mixes_documents_even_alone_in_their_batch_is_refused() -> 
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "GptOss"])
-def test_what_torch_s_attention_would_leave_out_takes_the_eager_one(family: str) -> None:
+def test_a_model_with_more_than_torch_s_attention_computes_takes_the_eager_one(family: str) -> None:
     """With random weights the cap on Gemma 2's scores changes too little to be measured."""
     assert checked(make(family)).packing == Packing("apart", "eager")
 

@@ -1,4 +1,4 @@
-"""A file that ranks write together is the file that one writes, whatever their disks do."""
+"""A file that ranks write together equals the file of a single rank."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_a_disk_that_is_full_on_one_rank_stops_all(folder: Path, name: str) -> N
     assert {rank["again"] for rank in seen(folder, name)} == {"done"}
 
 
-def test_replicas_are_as_patient_as_all_ranks_are(folder: Path) -> None:
-    """With a rank that waits for a full disk: torch's own patience is half an hour, or ten minutes
+def test_replicas_wait_as_long_as_all_ranks_do(folder: Path) -> None:
+    """For a rank with a slow disk: torch's own timeout is half an hour, or ten minutes
     with NCCL."""
     found = {name: [rank["patience"] for rank in seen(folder, name)] for name in cases.MESHES}
     assert found["four"] == [[2.0]] * 4
@@ -88,7 +88,7 @@ def test_replicas_are_as_patient_as_all_ranks_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MANY)
-def test_a_rank_that_sees_another_disk_leaves_all_to_rank_0(folder: Path, name: str) -> None:
+def test_rank_0_writes_everything_if_a_rank_sees_another_disk(folder: Path, name: str) -> None:
     first, *others = [rank["written_apart"] for rank in seen(folder, name)]
     assert first == sum(rank["written"] for rank in seen(folder, name))
     assert others == [0] * len(others)

@@ -65,7 +65,7 @@ def wire(transport: str, tmp_path: Path) -> Iterator[Wire]:
     wire.close()
 
 
-async def test_frames_arrive_in_order_whatever_their_size(wire: Wire) -> None:
+async def test_frames_of_any_size_arrive_in_order(wire: Wire) -> None:
     sizes = [0, 1, 2_000_000, 17]
     frames = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
 
@@ -98,7 +98,7 @@ async def test_the_sender_waits_while_hwm_batches_are_unread_and_drops_none(wire
     await sending
 
 
-async def test_receive_gives_none_when_nothing_comes(wire: Wire) -> None:
+async def test_receive_returns_none_without_a_frame(wire: Wire) -> None:
     assert await wire.receive(timeout=0.05) is None
 
 

@@ -13,10 +13,9 @@ import torch
 
 from prime_rl import ConfigError, LossInputs, LossOutputs, PluginError
 from prime_rl.plugins.offers import LOSS, settings_of
-from prime_rl.trainer.counts import count_members
-from prime_rl.trainer.loss import row_loss
+from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 from prime_rl_losses.custom import CustomLoss
 

@@ -18,9 +18,8 @@ from prime_rl import ConfigError, LossInputs, LossOutputs, TokenMetric
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import LOSS, collect, settings_of
-from prime_rl.trainer.counts import count_members
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.loss import count_members, row_loss
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 from prime_rl_losses.custom import CustomLoss
 from prime_rl_losses.trust_region import DefaultLoss, IPOLoss

@@ -186,9 +186,8 @@ def trainer_gradient(group: Group, logits: Sequence[Floats]) -> list[Floats]:
     import torch
 
     from prime_rl.orchestrator.packer import pack
-    from prime_rl.trainer.counts import count_members
-    from prime_rl.trainer.loss import row_loss
-    from prime_rl.trainer.row import make_row
+    from prime_rl.trainer.loss import count_members, row_loss
+    from prime_rl.trainer.packed_row import make_row
 
     samples = [(sample, rollout.env) for rollout in group for sample in rollout.samples]
     batches = [pack([sample], [env], len(sample))[0] for sample, env in samples]

@@ -1,13 +1,13 @@
 """``python -m prime_rl.trainer.agent RUN_DIR --ranks N``: the trainer's ranks, as one process.
 
-On one machine it starts them itself. They find one another through a file and talk over loopback;
-torchrun's rendezvous would listen on every address. Over several machines it is torchrun, started
-on each with the same ``--endpoint``::
+On one machine the agent starts them itself. They find one another through a file and talk over
+loopback, while torchrun's rendezvous would listen on every address. On several machines it is
+torchrun, started on each with the same ``--endpoint``::
 
     python -m prime_rl.trainer.agent RUN_DIR --ranks 16 --nodes 2 --endpoint trainer-0:29500
 
-What the ranks write goes where the agent's own output goes. The first that fails ends the others,
-and the agent's last words say which it was.
+The ranks write to the agent's own output. When one fails, the agent ends the others and names the
+failed rank last.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from pathlib import Path
 
 from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
-from prime_rl.trainer.place import STORE
+from prime_rl.trainer.rank import STORE
 
 TICK_SECONDS = 0.1
 LINGER_SECONDS = 60.0
 """How long some ranks may go on when others are done: all end with the same collective."""
 GRACE_SECONDS = 5.0
-"""Between asking a rank to end and making it."""
+"""Between SIGTERM and SIGKILL."""
 MODULE = "prime_rl.trainer"
-_SIGNALS = {each.value for each in signal.Signals}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -57,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_torchrun(options: argparse.Namespace) -> int:
-    """This machine's ranks by torchrun. Raises what torchrun raises when one fails."""
+    """This machine's ranks by torchrun. Raises torchrun's error when one fails."""
     with lasting_imports():
         from torch.distributed.run import main as torchrun
 
-    address = os.environ.get(NODE_ADDRESS)  # else torchrun looks up our name: it may lead nowhere
+    address = os.environ.get(NODE_ADDRESS)  # else torchrun resolves our host name, perhaps wrongly
     torchrun(
         [
             *([f"--local-addr={address}"] if address else []),
@@ -80,33 +79,32 @@ def run_torchrun(options: argparse.Namespace) -> int:
 
 
 def run_here(run_dir: Path, num_ranks: int) -> int:
-    """All ranks on this machine."""
-    told = _hear_sigterm()
+    """All ranks on this machine, until all are done, one fails, or SIGTERM arrives."""
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, frame: signals.append(received))
     with tempfile.TemporaryDirectory(prefix="prime-rl-ranks-") as folder:
-        store = str(Path(folder) / "store")
-        ranks = [_start(run_dir, rank, num_ranks, store) for rank in range(num_ranks)]
+        shared = os.environ | {"WORLD_SIZE": str(num_ranks), STORE: str(Path(folder) / "store")}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", MODULE, str(run_dir)],
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank in range(num_ranks)
+        ]
         try:
-            return _watch(ranks, told)
+            return _watch(ranks, lambda: bool(signals))
         finally:
             _end(ranks)
 
 
-def _start(run_dir: Path, rank: int, num_ranks: int, store: str) -> subprocess.Popen[bytes]:
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, STORE: store}
-    return subprocess.Popen(
-        [sys.executable, "-m", MODULE, str(run_dir)],
-        env=os.environ | {name: str(value) for name, value in names.items()},
-    )
-
-
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], told: Callable[[], bool]) -> int:
-    """Until all are done, one fails, or we are asked to end."""
+def _watch(ranks: Sequence[subprocess.Popen[bytes]], stopped: Callable[[], bool]) -> int:
     deadline: float | None = None
-    while not told():
+    while not stopped():
         codes = [process.poll() for process in ranks]
         if any(codes):
-            time.sleep(TICK_SECONDS)  # those that fail without it may have been quicker
-            return 0 if told() else _say([process.poll() for process in ranks])
+            time.sleep(TICK_SECONDS)  # ranks that fail because of it may have exited before it
+            return 0 if stopped() else _report([process.poll() for process in ranks])
         if all(code == 0 for code in codes):
             return 0
         if 0 in codes:
@@ -119,30 +117,27 @@ def _watch(ranks: Sequence[subprocess.Popen[bytes]], told: Callable[[], bool]) -
     return 0
 
 
-def _say(codes: Sequence[int | None]) -> int:
-    """Name the rank that failed; not 0. One that a signal ended counts before those that exited,
-    which may have failed without it."""
-    failed = [(-_signal(code), code, rank) for rank, code in enumerate(codes) if code]
-    *_, code, rank = min(failed)
-    print(f"trainer rank {rank} of {len(codes)} {_how(code)}", file=sys.stderr)
+def _report(codes: Sequence[int | None]) -> int:
+    """Name the rank that failed; not 0. A rank that a signal ended goes before ranks that exited:
+    they may have failed because of it."""
+    failed = [(-(_signal(code) or 0), code, rank) for rank, code in enumerate(codes) if code]
+    _, code, rank = min(failed)
+    found = _signal(code)
+    how = f"was ended by {found.name}" if found else f"exited with code {code}"
+    print(f"trainer rank {rank} of {len(codes)} {how}", file=sys.stderr)
     return 1
 
 
-def _signal(code: int) -> int:
-    """Which signal ended a process, or made it end itself (code 128 + N); 0: none that has a name
-    (code 255 is -1, and no signal)."""
-    number = -code if code < 0 else code - 128
-    return number if number in _SIGNALS else 0
-
-
-def _how(code: int) -> str:
-    if number := _signal(code):
-        return f"was ended by {signal.Signals(number).name}"
-    return f"exited with code {code}"
+def _signal(code: int) -> signal.Signals | None:
+    """The signal that ended a process (-N), or that it ended itself for (128 + N). None for other
+    codes, such as 255, which is -1."""
+    with suppress(ValueError):
+        return signal.Signals(-code if code < 0 else code - 128)
+    return None
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Nobody stays behind."""
+    """Terminate all ranks, then kill."""
     for process in ranks:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -153,14 +148,6 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def _hear_sigterm() -> Callable[[], bool]:
-    """Whether anybody has asked us to end."""
-    heard: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda received, frame: heard.append(received))
-    return lambda: bool(heard)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Attention that keeps the documents of a packed row apart.
 
-Registered with transformers' ``AttentionInterface``, so any model that takes its attention from
-there will do. The row's ``Documents`` travel as a keyword argument through the model's forward.
+Registered with transformers' ``AttentionInterface``, for every model that takes its attention from
+there. The row's ``Documents`` pass through the model's forward as a keyword argument.
 
 ``varlen`` calls the kernel once for each run of documents of equal length, folded into a batch: no
-mask, no padding. Rows are laid out by length for that (``row.py``). Measured on CPU it is as fast
-as a padded batch of equal lengths, and padding unequal lengths to share a call gains nothing. On a
-GPU in half precision one varlen kernel does all. Beginnings that several sequences share are
-computed once, and their continuations attend to them by index (``layout.py``). ``mask`` builds a
-dense block mask: the reference, and the way for models that need what the kernels lack.
+mask, no padding. Rows are sorted by length for that (``packed_row.py``). Measured on CPU it is as
+fast as a padded batch of equal lengths, and padding unequal lengths to share a call gains nothing.
+On a GPU in half precision one varlen kernel computes the whole row. Prefixes that several sequences
+share are computed once, and their continuations attend to them by index (``prefix_sharing.py``).
+``mask`` builds a dense block mask: the reference, and the fallback for models that need what the
+kernels lack.
 
 Shapes: T = tokens of the row, H = heads, D = head size, n = documents of a run, L = their length,
 C = tokens of a continuation, K = the tokens it attends to.
@@ -29,28 +30,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prime_rl.errors import ConfigError
-from prime_rl.trainer.transfer import to_device
+from prime_rl.trainer.device import to_device
 
 Attention = Literal["varlen", "mask", "sdpa"]
 NAMES: dict[Attention, str] = {name: f"prime_rl_{name}" for name in ("varlen", "mask", "sdpa")}
-"""Under which name transformers knows each."""
+"""The name of each in transformers."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continuation:
-    """Sequences of one shape that go on from documents computed before them.
-
-    Their tokens lie behind all documents, run after run.
-    """
+    """Sequences of equal shape that continue shared prefixes. Their tokens follow all documents of
+    the row, run after run."""
 
     num: int
     """n"""
     num_queries: int
-    """C: each one's own tokens."""
+    """C: tokens of each."""
     num_keys: int
-    """K: the tokens before them and their own."""
+    """K: tokens of its prefix and its own."""
     key_index: Tensor
-    """[n * K] int64: where each one's keys and values lie in the row."""
+    """[n * K] int64: positions in the row of each one's keys and values."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +59,17 @@ class Documents:
     lengths: tuple[int, ...]
     device: torch.device
     continuations: tuple[Continuation, ...] = ()
-    """What goes on from them, if their beginnings are shared (``layout.py``)."""
+    """Of shared prefixes (``prefix_sharing.py``)."""
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence, shared beginnings counted."""
+        """Tokens of the longest sequence, its shared prefix included."""
         return max((*self.lengths, *(run.num_keys for run in self.continuations)))
 
     @cached_property
     def runs(self) -> list[tuple[int, int]]:
-        """(n, L) of each run of neighbours of equal length."""
+        """(n, L) of each run of neighbors of equal length."""
         return [(len(list(same)), length) for length, same in groupby(self.lengths)]
-
-    @cached_property
-    def run_sizes(self) -> list[int]:
-        """n * L of each run."""
-        return [num * length for num, length in self.runs]
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -84,7 +78,7 @@ class Documents:
 
     @cached_property
     def document_index(self) -> Tensor:
-        """[T] int32: which document a token belongs to."""
+        """[T] int32: the document of each token."""
         index = np.repeat(np.arange(len(self.lengths)), self.lengths)
         return to_device(index, np.int32, self.device)
 
@@ -105,15 +99,57 @@ class Documents:
         return allowed if window is None else allowed & (distance < window)
 
 
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Of one layer's attention."""
+
+    query: Tensor
+    """[1, H, T, D]"""
+    key: Tensor
+    """The same, with as many or fewer heads."""
+    value: Tensor
+    scaling: float | None
+    window: int | None
+    documents: Documents
+
+
 def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
-    """Make them known to transformers; ``wrapper`` goes around ours."""
+    """Register ours with transformers; ``wrapper`` is applied to each."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(NAMES["varlen"], wrapper(_varlen))
-    AttentionInterface.register(NAMES["mask"], wrapper(_mask))
+    AttentionInterface.register(NAMES["varlen"], wrapper(_for_transformers(_varlen)))
+    AttentionInterface.register(NAMES["mask"], wrapper(_for_transformers(_mask)))
     AttentionInterface.register(NAMES["sdpa"], _sdpa)
     AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
+
+
+def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """``compute``, which returns [1, T, H, D], with the signature that transformers calls."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        *,
+        documents: Documents | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        documents = _check(module, documents)
+        _refuse_what_kernels_lack(module, others)
+        if torch.is_autocast_enabled(query.device.type):
+            # Norms of queries and keys (Qwen3's) leave them in float32, and kernels outside of
+            # autocast's lists would run in that.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        inputs = Inputs(query, key, value, scaling, sliding_window, documents)
+        return compute(inputs), None
+
+    return attention
 
 
 def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None]:
@@ -125,91 +161,41 @@ def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None
     return output
 
 
-def _varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    *,
-    documents: Documents | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Queries [1, H, T, D], keys and values with as many or fewer heads -> ([1, T, H, D], None)."""
-    documents = _check(module, documents)
-    _refuse_what_kernels_lack(module, others)
-    query, key, value = _of_one_dtype(query, key, value)
-    window = sliding_window
+def _mask(inputs: Inputs) -> Tensor:
+    mask = inputs.documents.block_mask(inputs.window)
+    return _attend(inputs.query, inputs.key, inputs.value, mask, inputs.scaling).transpose(1, 2)
+
+
+def _varlen(inputs: Inputs) -> Tensor:
+    query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
+    window = inputs.window
     if window is not None and window >= documents.longest:
         window = None
     if _has_varlen_kernel(query):
-        return _varlen_kernel(query, key, value, scaling, window, documents), None
-    outputs = []
-    for (_, length), q, k, v in zip(
-        documents.runs, *(_fold_runs(x, documents) for x in (query, key, value)), strict=True
-    ):
-        band = None if window is None else _band(length, length, window, query.device)
-        output = _attend(q, k, v, band, scaling)
+        return _varlen_kernel(inputs, window)
+    # Queries and keys of each run, and where its keys lie if not at the queries themselves.
+    runs: list[tuple[int, int, int, Tensor | None]] = [
+        *((num, length, length, None) for num, length in documents.runs),
+        *((r.num, r.num_queries, r.num_keys, r.key_index) for r in documents.continuations),
+    ]
+    outputs, start = [], 0
+    for num, num_queries, num_keys, index in runs:
+        size, band = num * num_queries, None
+        q, k, v = (_fold(x[0].narrow(1, start, size), num) for x in (query, key, value))
+        if index is not None:  # keys of the shared prefix and the continuation, side by side
+            k, v = (_fold(x[0].index_select(1, index), num) for x in (key, value))
+        if index is not None or window is not None:
+            band = _band(num_queries, num_keys, window or num_keys, query.device)
+        output = _attend(q, k, v, band, inputs.scaling)
         outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
-    outputs += _continue(query, key, value, scaling, window, documents)
-    return torch.cat(outputs)[None], None
-
-
-def _continue(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    documents: Documents,
-) -> list[Tensor]:
-    """Attention of what goes on from shared beginnings: [n * C, H, D] of each run."""
-    outputs, start = [], sum(documents.run_sizes)
-    for run in documents.continuations:
-        size = run.num * run.num_queries
-        q = _fold(query[0].narrow(1, start, size), run.num)
-        k, v = (_fold(x[0].index_select(1, run.key_index), run.num) for x in (key, value))
-        reach = run.num_keys if window is None else window
-        band = _band(run.num_queries, run.num_keys, reach, query.device)
-        output = _attend(q, k, v, band, scaling)
-        outputs.append(output.transpose(1, 2).flatten(0, 1))
         start += size
-    return outputs
-
-
-def _fold_runs(column: Tensor, documents: Documents) -> list[Tensor]:
-    """[1, H, T, D] -> [n, H, L, D] of each run: views."""
-    whole = column[0].narrow(1, 0, sum(documents.run_sizes))
-    parts = whole.split_with_sizes(documents.run_sizes, 1)
-    return [_fold(part, num) for part, (num, _) in zip(parts, documents.runs, strict=True)]
+    return torch.cat(outputs)[None]
 
 
 def _fold(part: Tensor, num: int) -> Tensor:
     """[H, n * L, D] -> [n, H, L, D]: a view."""
     heads, tokens, size = part.shape
     return part.view(heads, num, tokens // num, size).transpose(0, 1)
-
-
-def _mask(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    *,
-    documents: Documents | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """As ``_varlen``, by a dense mask."""
-    documents = _check(module, documents)
-    _refuse_what_kernels_lack(module, others)
-    query, key, value = _of_one_dtype(query, key, value)
-    output = _attend(query, key, value, documents.block_mask(sliding_window), scaling)
-    return output.transpose(1, 2), None
 
 
 def _attend(
@@ -233,32 +219,20 @@ def _band(num_queries: int, num_keys: int, window: int, device: torch.device) ->
     return ones.tril(before) & ~ones.tril(before - window)
 
 
-def _of_one_dtype(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast all in its dtype: norms of queries and keys (Qwen3's) leave them in float32,
-    and kernels outside of autocast's lists would get them so."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
-
-
 def _has_varlen_kernel(query: Tensor) -> bool:
     """Whether the flash kernel takes these heads: half precision, sizes of 8 to 256 in steps of 8,
     Ampere or later."""
     if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
         return False
-    fits = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
-    return fits and _is_ampere(query.device) and _torch_has_grouped_varlen()
-
-
-@cache
-def _is_ampere(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        return False
+    is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return is_ampere and _torch_has_grouped_varlen()
 
 
 @cache
 def _torch_has_grouped_varlen() -> bool:
-    """Whether this torch has a varlen kernel that knows grouped heads and windows."""
+    """Whether this torch has a varlen kernel with grouped heads and windows."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -266,37 +240,31 @@ def _torch_has_grouped_varlen() -> bool:
     return {"enable_gqa", "window_size", "scale"} <= signature(varlen_attn).parameters.keys()
 
 
-def _varlen_kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None,
-    documents: Documents,
-) -> Tensor:
+def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # [T, H, D]
-    longest = documents.longest
+    columns = (inputs.query, inputs.key, inputs.value)
+    q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
+    offsets, longest = inputs.documents.offsets, inputs.documents.longest
     output = varlen_attn(
         q,
         k,
         v,
-        cu_seq_q=documents.offsets,
-        cu_seq_k=documents.offsets,
+        cu_seq_q=offsets,
+        cu_seq_k=offsets,
         max_q=longest,
         max_k=longest,
-        scale=scaling,
+        scale=inputs.scaling,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
     )
     assert isinstance(output, Tensor)
     return output[None]
 
 
 def _check(module: nn.Module, documents: Documents | None) -> Documents:
-    """The documents. Raises ``ConfigError`` if the model withholds them, or attends within chunks,
-    which a row as short as that of the self-check does not show."""
+    """The documents. Raises ``ConfigError`` if the model withholds them, or attends within chunks:
+    the row of the self-check is too short to show that."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None)
     if kinds and kinds[getattr(module, "layer_idx", 0)] == "chunked_attention":
         raise ConfigError(

@@ -1,12 +1,11 @@
 """The trainer's part of a checkpoint: written in the background while the next step trains.
 
-The optimizer's state is copied at once, which takes as long as copying twice the weights; writing
-it is left to a thread. The weights themselves have just been published: the checkpoint links those
-files, which are an adapter's where LoRA trains one. The learning rate is a function of the step and
-needs no state.
+The optimizer's state is copied at once, which takes as long as copying twice the weights; a thread
+writes it. The weights have just been published: the checkpoint links those files (an adapter's
+where LoRA trains one). The learning rate is a function of the step and needs no state.
 
-Several ranks each write their shards, and read theirs from a checkpoint of any number of ranks.
-What is one for all (folders, the weights, the mark that all is there) is rank 0's.
+Each rank writes its shards, and reads its own from a checkpoint of any number of ranks. Rank 0
+writes the rest: folders, the weights, the mark of a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from __future__ import annotations
 import logging
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,8 @@ from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.rundir.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.disk import CHECKPOINT_WAITS, persist
-from prime_rl.trainer.weights import copy_model_files
+from prime_rl.trainer.export import copy_model_files
+from prime_rl.trainer.publish import retry
 from prime_rl.weights.versions import MEETING, MEMORY, STABLE
 
 if TYPE_CHECKING:
@@ -44,13 +44,11 @@ logger = logging.getLogger(__name__)
 
 PUBLISHED = ".published"
 """The folder of an unfinished checkpoint that keeps the weights until they are laid out."""
-KEEP_WAITS: Sequence[float] = (1, 5)
-"""Seconds between attempts to begin a checkpoint, for which training waits."""
 RESCUE_SECONDS = 60.0
 """How long a trainer that fails waits for a checkpoint that is being written."""
 
 FAILED = (Exception, CheckpointException)
-"""What torch.distributed.checkpoint raises: the second is no ``Exception``."""
+"""What torch.distributed.checkpoint raises: the second is not an ``Exception``."""
 
 
 class Checkpointer:
@@ -59,12 +57,13 @@ class Checkpointer:
     def __init__(
         self, run_dir: Path, config: CkptConfig, model_path: Path, resumed: int | None
     ) -> None:
-        """``resumed``: the step whose checkpoint this process reads its model from; it stays."""
+        """``resumed``: the step of the checkpoint that this process has resumed; it is kept."""
         self._run_dir = run_dir
         self._config = config
         self._model_path = model_path
         self._in_use = () if resumed is None else (resumed,)
-        self._group = parallel.host_group()  # the thread's own: the main one talks meanwhile
+        # The thread's own group: the main thread's collectives run at the same time.
+        self._group = parallel.host_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
 
@@ -81,13 +80,12 @@ class Checkpointer:
         keep = partial(parallel.on_main, partial(self._keep_weights, step, published))
         try:
             parallel.on_main(partial(self._check_orchestrators_part, step))
-            persist(keep, f"begin the checkpoint of step {step}", KEEP_WAITS, status)
+            retry(keep, f"begin the checkpoint of step {step}", status)
         except (OSError, WeightsError) as error:
             self._give_up(step, error)
             return
         state = snapshot(trainer, step)
-        config = trainer.model.config
-        self._pending = self._thread.submit(self._write, step, state, config)
+        self._pending = self._thread.submit(self._write, step, state, trainer.model.config)
 
     def _check_orchestrators_part(self, step: int) -> None:
         target = unfinished(self._run_dir, step)
@@ -97,7 +95,7 @@ class Checkpointer:
             )
 
     def _keep_weights(self, step: int, published: Path) -> None:
-        """Before the broadcast is deleted. Raises ``OSError``."""
+        """Link the weights before their broadcast is deleted. Raises ``OSError``."""
         kept = unfinished(self._run_dir, step).directory / PUBLISHED
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
@@ -106,7 +104,7 @@ class Checkpointer:
                 link_or_copy(file, kept / file.name)
 
     def wait(self, status: Status) -> None:
-        """Until what is being written is complete, or given up."""
+        """Until the checkpoint that is being written is complete, or given up."""
         if self._pending is not None:
             if not self._pending.done():
                 status.report("waiting", waiting_for="disk (a checkpoint)")
@@ -114,16 +112,16 @@ class Checkpointer:
             self._pending = None
 
     def rescue(self, error: Exception) -> None:
-        """The trainer is about to end because of ``error``: what is being written may yet become a
-        checkpoint. No thread of another rank waits for what has failed here."""
+        """Before the trainer ends because of ``error``: let the checkpoint that is being written
+        become complete. Its collectives do not need the main threads, where the error is."""
         if self._pending is not None and not self._pending.done():
             logger.error("%s. Up to %.0f s for the checkpoint begun", error, RESCUE_SECONDS)
             wait([self._pending], RESCUE_SECONDS)
 
     def _write(self, step: int, state: dict[str, Any], config: Any) -> None:
         try:
-            doing = f"write the checkpoint of step {step}"
-            persist(lambda: self._attempt(step, state, config), doing, CHECKPOINT_WAITS)
+            attempt = partial(self._attempt, step, state, config)
+            retry(attempt, f"write the checkpoint of step {step}")
         except Exception as error:  # the run goes on; the checkpoint before is as it was
             self._give_up(step, error)
             return
@@ -143,24 +141,23 @@ class Checkpointer:
         """Every rank at the same time; all raise if one fails."""
         parallel.on_main(partial(self._lay_out, step, config), self._group)
         target = unfinished(self._run_dir, step)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is")
-            try:
+        try:
+            with _quiet():
                 state_dict_saver.save(
                     state,
                     storage_writer=filesystem.FileSystemWriter(target.trainer),
                     process_group=self._group,
                     no_dist=not parallel.several_ranks(),
                 )
-            except FAILED as error:
-                raise OSError(f"{target.trainer}: {_reason(error)}") from error
+        except FAILED as error:
+            raise OSError(f"{target.trainer}: {_reason(error)}") from error
         parallel.on_main(partial(self._complete, step), self._group)
 
     def _lay_out(self, step: int, config: Any) -> None:
-        """Folders, and all but the ranks' shards."""
+        """Folders, and all files but the ranks' shards."""
         target = unfinished(self._run_dir, step)
         kept = target.directory / PUBLISHED
-        # Without what was kept an attempt has failed at the last moment, and the weights are there.
+        # The folder is gone if the first attempt failed after it: then the weights are in place.
         for folder in (target.trainer, target.weights) if kept.exists() else (target.trainer,):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
@@ -175,33 +172,30 @@ class Checkpointer:
 
 
 def snapshot(trainer: Trainer, step: int) -> dict[str, Any]:
-    """A copy of what the trainer needs beyond the weights to go on from step ``step`` exactly."""
+    """A copy of the state that continues exactly after step ``step``, without the weights."""
     copied: dict[str, Any] = _copied(_state(trainer) | {"step": torch.tensor(step)})
     return copied
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
-    """Go on from a checkpoint; the model has been loaded from its ``weights`` already.
+    """Continue from a checkpoint; the model has been loaded from its ``weights`` already.
 
     Raises ``ConfigError`` if it is not of this model or optimizer.
     """
     state = _state(trainer) | {"step": torch.tensor(-1)}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        try:
-            reader = filesystem.FileSystemReader(checkpoint.trainer)
-            if "cuda_rng" not in reader.read_metadata().state_dict_metadata:
-                state.pop("cuda_rng", None)  # it was written on CPU
+    try:
+        reader = filesystem.FileSystemReader(checkpoint.trainer)
+        if "cuda_rng" not in reader.read_metadata().state_dict_metadata:
+            state.pop("cuda_rng", None)  # it was written on CPU
+        with _quiet():
             state_dict_loader.load(
-                state,
-                storage_reader=reader,
-                no_dist=not parallel.several_ranks(),
+                state, storage_reader=reader, no_dist=not parallel.several_ranks()
             )
-        except FAILED as error:  # a file is gone, a key, a shape
-            raise ConfigError(
-                f"--resume: {checkpoint.trainer} does not hold the state of this model and "
-                f"optimizer: {_reason(error)}"
-            ) from error
+    except FAILED as error:  # a file is gone, a key, a shape
+        raise ConfigError(
+            f"--resume: {checkpoint.trainer} does not hold the state of this model and "
+            f"optimizer: {_reason(error)}"
+        ) from error
     if int(state["step"]) != checkpoint.step:
         raise ConfigError(
             f"--resume: {checkpoint.trainer} is of step {int(state['step'])}, "
@@ -212,36 +206,36 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
-    _use_own_settings(trainer)
-
-
-def _state(trainer: Trainer) -> dict[str, Any]:
-    state = {"optimizer": _optimizer_state(trainer), "rng": torch.get_rng_state()}
-    if trainer.device.type == "cuda":
-        state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
-    return state
-
-
-def _optimizer_state(trainer: Trainer) -> dict[str, Any]:
-    """Sharded as the weights are. Before the first step there is none, and torch takes a step of
-    nothing to make it; but what comes next is still the first."""
-    is_new = not trainer.optimizer.state
-    made: dict[str, Any] = get_optimizer_state_dict(trainer.model, trainer.optimizer)
-    for state in trainer.optimizer.state.values() if is_new else ():
-        if "step" in state:
-            state["step"].zero_()
-    return made
-
-
-def _use_own_settings(trainer: Trainer) -> None:
-    """The config's learning rate, decay and betas count, not those of the checkpoint."""
+    # Learning rate, decay and betas are those of the config, not of the checkpoint.
     fresh = trainer.optimizer.defaults
     for group in trainer.optimizer.param_groups:
         group.update({name: value for name, value in fresh.items() if name in group})
 
 
+def _state(trainer: Trainer) -> dict[str, Any]:
+    """Sharded as the weights are."""
+    is_new = not trainer.optimizer.state
+    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)
+    if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
+        for each in trainer.optimizer.state.values():
+            if "step" in each:
+                each["step"].zero_()
+    state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state()}
+    if trainer.device.type == "cuda":
+        state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
+    return state
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that one rank has no process group."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        yield
+
+
 def _reason(error: BaseException) -> str:
-    """What failed, without the traces that torch.distributed.checkpoint writes around it."""
+    """The error without the traces that torch.distributed.checkpoint adds."""
     if isinstance(error, CheckpointException) and error.failures:
         (cause, _), *_ = error.failures.values()
         return f"{type(cause).__name__}: {cause}"
@@ -249,7 +243,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _copied(value: Any) -> Any:
-    """Every tensor in it on the host, and its own."""
+    """With a copy of every tensor in it, on the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""How much arithmetic a row takes, and what share of the device's peak the trainer reaches.
+"""Floating-point operations of a row, and the share of the device's peak that the trainer reaches.
 
-Counted is what the gradient of the row needs: what the layout computes (a shared prompt once),
-backward twice the forward, half of that for a frozen matrix, which needs no gradient of its own;
-never what is computed twice to save memory. With P = weights of the blocks' matrices, U = tokens
-computed, N = targets, and pairs = queries times the keys each one sees (causal, within its own
-document and its sliding window)::
+The count is the work that the row's gradient needs: a shared prompt once; backward twice the
+forward, or once for a frozen matrix, which needs no gradient of its own. Work that is repeated to
+save memory does not count. With P = weights of the blocks' matrices, U = tokens computed, N =
+targets, and pairs = queries times the keys each one sees (causal, within its own document and its
+sliding window)::
 
     matrices    6 P U          (4 P U frozen)
     LM head     6 D V N        (4 D V N frozen)
@@ -28,7 +28,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.attention import Documents
-from prime_rl.trainer.row import Row
+from prime_rl.trainer.packed_row import PackedRow
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +50,13 @@ PEAK_FLOPS: dict[str, float] = {
     "RTX 4090": 165.2e12,
     "RTX 3090": 71e12,
 }
-"""Dense bfloat16 operations a second, sums in float32, by words of the device's name; the first
-that fits counts. From the makers' data sheets."""
+"""Dense bfloat16 operations per second, sums in float32, by words of the device's name; the first
+match counts. From the makers' data sheets."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model's row costs."""
+    """Operations of a model's row, per unit."""
 
     per_token: float
     """6 P, or less where matrices are frozen."""
@@ -65,7 +65,7 @@ class Cost:
     per_pair: tuple[tuple[int | None, float], ...]
     """Sliding window (None: all before), and 12 * heads * head size summed over its layers."""
 
-    def of(self, row: Row) -> float:
+    def of(self, row: PackedRow) -> float:
         """Operations of the row's forward and backward pass."""
         documents = row.layout.documents
         return (
@@ -76,11 +76,10 @@ class Cost:
 
 
 def model_cost(model: PreTrainedModel) -> Cost | None:
-    """None, with a line in the log, for a model whose operations this module cannot count: no
-    figure is better than a wrong one, and none stops a run."""
+    """None, with a line in the log, for a model whose operations this module cannot count."""
     try:
         return _cost(model)
-    except Exception as error:  # a config may raise anything, for attributes that it has or lacks
+    except Exception as error:  # configs raise all sorts of errors; none may stop a run
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         logger.info("no perf/mfu for %s: %s", type(model).__name__, reason)
         return None
@@ -90,7 +89,7 @@ def _cost(model: PreTrainedModel) -> Cost:
     config: Any = model.config
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in experts):
-        raise ValueError("it has experts, and a token meets only some of the weights")
+        raise ValueError("it has experts, of which a token uses only some")
     if model._is_stateful:
         raise ValueError("it has recurrent layers")
     head = model.get_output_embeddings()
@@ -113,13 +112,13 @@ def _cost(model: PreTrainedModel) -> Cost:
 
 
 def _share(weight: torch.Tensor) -> int:
-    """Operations a weight and token."""
+    """Operations per weight and token."""
     return 6 if weight.requires_grad else 4
 
 
 def _attention(config: Any) -> list[tuple[int | None, int]]:
-    """Sliding window, and heads times head size, of every layer. Raises ``ValueError`` for a layer
-    that has no such attention."""
+    """Sliding window, and heads times head size, of every layer. Raises ``ValueError`` for another
+    kind of layer."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     windows = {"sliding_attention": window, "full_attention": None}
@@ -127,17 +126,16 @@ def _attention(config: Any) -> list[tuple[int | None, int]]:
         raise ValueError(f"it has layers of another kind ({', '.join(sorted(other))})")
     layers = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
     reach = [window] * len(layers) if kinds is None else [windows[kind] for kind in kinds]
-    return list(zip(reach, map(_width, layers), strict=True))
-
-
-def _width(config: Any) -> int:
-    """Heads times head size. Gemma 4's layers differ in it."""
-    heads = config.num_attention_heads
-    return int(heads * (getattr(config, "head_dim", None) or config.hidden_size // heads))
+    widths = []
+    for layer in layers:  # Gemma 4's differ in it
+        heads = layer.num_attention_heads
+        size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        widths.append(int(heads * size))
+    return list(zip(reach, widths, strict=True))
 
 
 def num_pairs(documents: Documents, window: int | None) -> int:
-    """Query-key pairs of all documents and what continues them."""
+    """Query-key pairs of all documents and their continuations."""
     whole = sum(num * _pairs(length, length, window) for num, length in documents.runs)
     return whole + sum(
         run.num * _pairs(run.num_queries, run.num_keys, window) for run in documents.continuations
@@ -154,14 +152,14 @@ def _pairs(queries: int, keys: int, window: int | None) -> int:
 
 
 def peak_flops(device: torch.device, dtype: Literal["float32", "bfloat16"]) -> float | None:
-    """Operations a second the device could do; None where nobody has said."""
+    """The device's peak in operations per second; None if it is unknown."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """By the name of the device. Laptops' chips share names with others."""
+    """By the device's name. Laptop GPUs share names with faster ones."""
     if "Laptop" in name:
         return None
     found = (peak for words, peak in PEAK_FLOPS.items() if re.search(rf"\b{words}\b", name))
@@ -171,8 +169,8 @@ def peak_of(name: str) -> float | None:
 def perf_metrics(
     num_tokens: int, flops: float, seconds: float, num_ranks: int, peak: float | None
 ) -> dict[str, float]:
-    """``perf/throughput`` (tokens a second of forward, backward and clipping, over all ranks),
-    the same a rank, and ``perf/mfu`` in percent of the peak, where both are known."""
+    """``perf/throughput`` (tokens per second of forward, backward and clipping, over all ranks),
+    the same per rank, and ``perf/mfu`` in percent of the peak, if both are known."""
     metrics = {
         "perf/throughput": num_tokens / seconds,
         "perf/throughput_per_gpu": num_tokens / seconds / num_ranks,

@@ -1,16 +1,16 @@
-"""LM head, log-softmax and entropy in one, block by block: no token's logits are ever all there.
+"""LM head, log-softmax and entropy in one, block by block: the logits are never in memory at once.
 
-Going forward, blocks of logits (some tokens x some of the vocabulary) are computed, folded into
-each token's running maximum, sum of exponentials and entropy, and dropped. Going backward each
-block is computed once more, now with the normaliser known, and turned into its share of the
-gradients at once. So the memory is one block, and gradients of the size of their tensors, for a
-third more arithmetic in the head: 8 N D V operations instead of 6. A head that is not trained
-(LoRA) needs no second pass: its softmax, summed up as it comes, is all that the gradient of a
-hidden state takes, 4 N D V.
+The forward pass computes a block of logits (some tokens x some of the vocabulary), folds it into
+each token's running maximum, sum of exponentials and entropy, and drops it. The backward pass
+computes each block once more, now with the normalizer known, and turns it into its share of the
+gradients. So memory holds one block, and gradients of the size of their tensors, for a third more
+arithmetic in the head: 8 N D V operations instead of 6. A head that is not trained (LoRA) needs no
+second pass: the gradient of a hidden state takes only the softmax, summed up in the first one,
+4 N D V.
 
 Dtypes: products take their factors in autocast's dtype (bfloat16) where autocast is on, else in the
-tensors' own, and sum in float32, which is what the logits are in; so is everything after them. The
-gradient of the weight is summed in float32 too.
+tensors' own, and sum in float32. Logits, everything after them and the gradient of the weight are
+in float32 too.
 
 The running sums over blocks are those of Milakov and Gimelshein, "Online normalizer calculation for
 softmax" (2018), Algorithm 3, with the entropy's sum beside them::
@@ -20,12 +20,13 @@ softmax" (2018), Algorithm 3, with the entropy's sum beside them::
     u' = shrink * (u + (m - m') * s) + sum exp(z - m') * (z - m')
     log Z = m + log s     entropy = log s - u / s
 
-Shapes: N = tokens, D = hidden size, V = vocabulary.
+Shapes: N = tokens, D = hidden size, V = vocabulary, n = tokens of a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,132 +48,99 @@ def fused_logprobs(
     """log softmax(logits / temperature)[label] and the entropies (no gradient), [N] each.
 
     ``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``temperatures`` [N], ``labels`` [N] int64.
-    Both results are in float32, or in float64 if the hidden states are. ``block_logits``: how many
-    logits are there at a time.
+    Both results are in float32, or in float64 if the hidden states are. ``block_logits``: the
+    number of logits in a block.
     """
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     frozen = not trained and hidden.requires_grad and torch.is_grad_enabled()
-    apply: Any = (_FrozenHead if frozen else _FusedHead).apply
-    dtype = product_dtype(hidden, weight)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    else:
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+    apply: Any = _FusedHead.apply
     found: tuple[Tensor, Tensor] = apply(
-        hidden, weight, bias, temperatures, labels, dtype, block_logits
+        hidden, weight, bias, temperatures, labels, dtype, block_logits, frozen
     )
     return found
 
 
-def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """What the products take: autocast's dtype where it is on, else the tensors' own."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return torch.promote_types(hidden.dtype, weight.dtype)
-
-
 class _FusedHead(torch.autograd.Function):
-    """d logprob / d logits = (onehot(label) - softmax(logits / temperature)) / temperature."""
+    """d logprob / d logits = (onehot(label) - softmax(logits / temperature)) / temperature.
+
+    ``frozen``: only hidden states have a gradient, their token's times
+    (weight[label] - softmax @ weight) / temperature, which the forward pass computes.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperatures: Tensor | None,
-        labels: Tensor,
-        dtype: torch.dtype,
-        block_logits: int,
-    ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden, weight, bias, temperatures, labels, dtype, block_logits)
-        with _no_autocast(hidden):
-            parts = [_forward_rows(head, rows) for rows in head.row_blocks()]
-        logprobs, entropies, log_normalisers = map(torch.cat, zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, temperatures, labels, log_normalisers)
-        ctx.settings = (dtype, block_logits)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *inputs, ctx.frozen = arguments
+        head = _Head(*inputs)
+        hidden = head.hidden
+        slopes = torch.zeros_like(hidden, dtype=head.sum_dtype) if ctx.frozen else None
+        with torch.autocast(hidden.device.type, enabled=False):  # we round what should be rounded
+            parts = [
+                _forward_rows(head, rows, None if slopes is None else slopes[rows])
+                for rows in head.row_blocks()
+            ]
+        logprobs, entropies, log_normalizers = map(torch.cat, zip(*parts, strict=True))
         ctx.mark_non_differentiable(entropies)
+        if ctx.frozen:
+            ctx.save_for_backward(slopes)
+            ctx.settings = (hidden.dtype,)
+        else:
+            ctx.save_for_backward(*inputs[:5], log_normalizers)
+            ctx.settings = inputs[5:]
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, log_normalisers = ctx.saved_tensors
+        if ctx.frozen:
+            (slopes,) = ctx.saved_tensors
+            return ((slopes * grad[:, None]).to(*ctx.settings), *[None] * 7)
+        *tensors, log_normalizers = ctx.saved_tensors
         head = _Head(*tensors, *ctx.settings)
         gradients = [
             torch.zeros_like(tensor, dtype=head.sum_dtype) if needed else None
             for tensor, needed in zip(tensors[:3], ctx.needs_input_grad[:3], strict=True)
         ]
-        with _no_autocast(grad):
+        with torch.autocast(grad.device.type, enabled=False):
             for rows in head.row_blocks():
-                _backward_rows(head, rows, grad, log_normalisers, gradients)
+                _backward_rows(head, rows, grad, log_normalizers, gradients)
         cast = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, tensors[:3], strict=True)
         ]
-        return *cast, None, None, None, None
+        return (*cast, *[None] * 5)
 
 
-class _FrozenHead(torch.autograd.Function):
-    """The same for a head that is not trained. The gradient of a hidden state is its token's times
-    (weight[label] - softmax @ weight) / temperature, which takes the logits once: 4 N D V."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperatures: Tensor | None,
-        labels: Tensor,
-        dtype: torch.dtype,
-        block_logits: int,
-    ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden, weight, bias, temperatures, labels, dtype, block_logits)
-        slopes = torch.zeros_like(hidden, dtype=head.sum_dtype)
-        with _no_autocast(hidden):
-            parts = [_forward_rows(head, rows, slopes[rows]) for rows in head.row_blocks()]
-        logprobs, entropies, _ = map(torch.cat, zip(*parts, strict=True))
-        ctx.save_for_backward(slopes)
-        ctx.dtype = hidden.dtype
-        ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors
-        return (slopes * grad[:, None]).to(ctx.dtype), None, None, None, None, None, None
-
-
-def _no_autocast(tensor: Tensor) -> torch.autocast:
-    """What is rounded is said here, each time."""
-    return torch.autocast(tensor.device.type, enabled=False)
-
-
+@dataclass(frozen=True, eq=False)
 class _Head:
     """Blocks of logits, divided by the temperature."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        temperatures: Tensor | None,
-        labels: Tensor,
-        dtype: torch.dtype,
-        block_logits: int,
-    ) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.temperatures, self.labels, self.dtype = temperatures, labels, dtype
-        self.sum_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        self.num_tokens, self.num_words = len(hidden), len(weight)
-        self.rows, self.columns = block_shape(self.num_tokens, self.num_words, block_logits)
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    temperatures: Tensor | None
+    labels: Tensor
+    dtype: torch.dtype
+    """Of the factors of products."""
+    block_logits: int
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.hidden.dtype, torch.float32)
 
     def row_blocks(self) -> Iterator[slice]:
         """Of tokens; one, if there are none."""
-        return _slices(max(self.num_tokens, 1), self.rows)
+        rows, _ = block_shape(len(self.hidden), len(self.weight), self.block_logits)
+        return _slices(max(len(self.hidden), 1), rows)
 
     def column_blocks(self) -> Iterator[slice]:
         """Of the vocabulary."""
-        return _slices(self.num_words, self.columns)
+        _, columns = block_shape(len(self.hidden), len(self.weight), self.block_logits)
+        return _slices(len(self.weight), columns)
 
     def logits(self, hidden: Tensor, columns: Tensor, rows: slice, words: slice) -> Tensor:
         """``hidden`` and ``columns`` are the rows' states and the words' weights, cast."""
@@ -184,7 +152,7 @@ class _Head:
         return logits
 
     def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
-        """([n, 1], [n, 1] bool): each label's column in the block, and whether it lies there."""
+        """([n, 1], [n, 1] bool): each label's column in the block, and whether it is in there."""
         places = self.labels[rows, None] - words.start
         inside = (places >= 0) & (places < words.stop - words.start)
         return places.clamp(0, words.stop - words.start - 1), inside
@@ -193,7 +161,7 @@ class _Head:
 def _forward_rows(
     head: _Head, rows: slice, slopes: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """([n], [n], [n]): log-probabilities, entropies and log-normalisers of a block of tokens.
+    """([n], [n], [n]): log-probabilities, entropies and log-normalizers of a block of tokens.
 
     ``slopes`` [n, D], zeros, become d logprob / d hidden.
     """
@@ -206,7 +174,7 @@ def _forward_rows(
         logits = head.logits(hidden, columns, rows, words)
         places, inside = head.places(rows, words)
         chosen += torch.where(inside, logits.gather(1, places), 0.0)[:, 0]
-        higher = torch.maximum(peak, logits.amax(1))
+        higher = torch.maximum(peak, logits.amax(1))  # m' of the formulas; total is s, moment u
         shrink = (peak - higher).exp()
         shifted = logits.sub_(higher[:, None])
         weights = shifted.exp()
@@ -215,20 +183,20 @@ def _forward_rows(
         peak = higher
         if slopes is not None:
             add_product(slopes.mul_(shrink[:, None]), weights.to(head.dtype), columns)
-    if slopes is not None:
+    if slopes is not None:  # softmax @ weight, not yet divided by its normalizer
         chosen_weights = head.weight[head.labels[rows]].to(head.dtype)
         slopes.div_(-total[:, None]).add_(chosen_weights)
         if head.temperatures is not None:
             slopes.div_(head.temperatures[rows, None])
-    log_normaliser = peak + total.log()
-    return chosen - log_normaliser, total.log() - moment / total, log_normaliser
+    log_normalizer = peak + total.log()
+    return chosen - log_normalizer, total.log() - moment / total, log_normalizer
 
 
 def _backward_rows(
     head: _Head,
     rows: slice,
     grad: Tensor,
-    log_normalisers: Tensor,
+    log_normalizers: Tensor,
     gradients: list[Tensor | None],
 ) -> None:
     """Add the rows' share to the gradients of hidden states, weight and bias."""
@@ -240,7 +208,7 @@ def _backward_rows(
     for words in head.column_blocks():
         columns = head.weight[words].to(head.dtype)
         logits = head.logits(hidden, columns, rows, words)
-        of_logits = logits.sub_(log_normalisers[rows, None]).exp_().mul_(-scale)
+        of_logits = logits.sub_(log_normalizers[rows, None]).exp_().mul_(-scale)
         places, inside = head.places(rows, words)
         of_logits.scatter_add_(1, places, torch.where(inside, scale, 0.0))
         if of_bias is not None:
@@ -253,14 +221,12 @@ def _backward_rows(
 
 
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix product of two tensors of one dtype, summed and given in ``dtype``.
-
-    On CPU the factors, rounded already, are widened first: there the sums would be rounded too.
-    """
+    """The matrix product of two tensors of one dtype, summed and returned in ``dtype``."""
     if left.dtype == dtype:
         return left @ right
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=dtype)
+    # A product in bfloat16 on CPU would round the sums too.
     return left.to(dtype) @ right.to(dtype)
 
 
@@ -273,8 +239,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def block_shape(num_tokens: int, num_words: int, block_logits: int) -> tuple[int, int]:
-    """Tokens and words of a block: as many tokens as leave ``MIN_VOCAB`` words, so that the
-    weight is read, and its gradient written, as seldom as can be."""
+    """Tokens and words of a block. As many tokens as leave ``MIN_VOCAB`` words: the weight is read,
+    and its gradient written, once per block of tokens."""
     rows = min(max(num_tokens, 1), max(block_logits // MIN_VOCAB, MIN_TOKENS))
     return rows, min(num_words, max(block_logits // rows, 1))
 

@@ -1,9 +1,9 @@
-"""log π of the tokens that train, and the entropy of the distributions they were drawn from.
+"""log π of the tokens that train, and the entropy of their distributions.
 
-Only positions that are targets of some component go through the LM head. Logits are divided by the
-temperature each token was sampled at, so that π and μ are probabilities of one distribution. Where
-they are many they are never all there (``fused_head.py``); where they are few, keeping their
-softmax for the backward pass is faster.
+Only targets of some component go through the LM head. Logits are divided by the temperature that
+each token was sampled at, so that π and μ are probabilities of one distribution. Many logits are
+computed block by block (``fused_head.py``); of few, keeping the softmax for the backward pass is
+faster.
 
 Shapes: T = tokens of the row, N = its targets, D = hidden size, V = vocabulary.
 """
@@ -18,35 +18,34 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.fused_head import fused_logprobs
+from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.trainer.packing import PackingName, hidden_states
-from prime_rl.trainer.row import Row
 
 FusedHead: TypeAlias = Literal["auto"] | bool
 
 FEW_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""By device: up to so many logits of a row, keeping them is faster than computing them again. On
+"""By device: up to as many logits of a row, keeping them is faster than computing them again. On
 CPU the crossover was measured between 2M and 8M; on a GPU it is a bound on memory, 256 MiB."""
 SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Config keys of a factor on the logits (Cohere, Falcon-H1, Granite), and its power. A model that
-means something else by one does not pass the self-check."""
+"""Config keys of a factor on the logits (Cohere, Falcon-H1, Granite), and its power. A model with
+another meaning of a key fails the self-check."""
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config keys of a cap on the logits: c tanh(z / c) (Gemma, RecurrentGemma, xLSTM)."""
 BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
-"""By device: how many the fused head computes at a time. 4 MiB in float32 stay near a CPU's cache.
-"""
+"""By device: logits of a block of the fused head. 4 MiB in float32 fit into a CPU's cache."""
 
 
 def token_logprobs(
     model: PreTrainedModel,
-    row: Row,
+    row: PackedRow,
     fused: FusedHead = "auto",
     block_logits: int | None = None,
     packing: PackingName = "shared",
 ) -> tuple[Tensor, Tensor]:
-    """([T], [T]): log-probabilities given one's own document so far, and entropies (no gradient).
+    """([T], [T]): log-probabilities within each document, and entropies (no gradient).
 
-    A token that is no target, a document's first token among them, gets log(1/V) and log V, as if
-    drawn uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
+    A token that is not a target, such as a document's first, gets log(1/V) and log V, as if drawn
+    uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
     ``trainer.lm_head_block``. ``packing``: how the row goes through the model.
     """
     hidden = hidden_states(model, row.layout, packing)
@@ -55,7 +54,7 @@ def token_logprobs(
     entropies = torch.full_like(logprobs, uniform)
     head = model.get_output_embeddings()
     scale, cap = head_rule(model.config)
-    if not len(row.targets):  # keeps the graph, so that the backward pass runs here as anywhere
+    if not len(row.targets):  # with a graph: the backward pass has to run on every rank
         return logprobs + 0.0 * head(hidden[:1]).sum(), entropies
     hidden, labels = hidden[row.layout.sources] * scale, row.token_ids[row.targets]
     if cap is None and _is_fused(fused, head, len(labels)):
@@ -71,7 +70,7 @@ def token_logprobs(
 
 
 def head_rule(config: Any) -> tuple[float, float | None]:
-    """What logits are besides the head's product: times a factor, capped."""
+    """The factor on the logits, and their cap."""
     scale = 1.0
     for key, power in SCALES.items():
         scale *= (getattr(config, key, None) or 1.0) ** power
@@ -82,9 +81,9 @@ def head_rule(config: Any) -> tuple[float, float | None]:
 def _is_fused(fused: FusedHead, head: Any, num_targets: int) -> bool:
     """Whether this row's logits are computed block by block.
 
-    A head that is more than a linear layer (one that peft trains whole, say) has to be called.
-    Under autocast the fused head is the faster one that is exact: logits rounded to bfloat16 would
-    at 20 be steps of 0.125.
+    A head that is not a plain linear layer (one that PEFT trains whole) has to be called. Under
+    autocast the fused head is faster and exact: rounded to bfloat16, logits near 20 would be 0.125
+    apart.
     """
     if type(head) is not nn.Linear:
         return False
@@ -95,7 +94,7 @@ def _is_fused(fused: FusedHead, head: Any, num_targets: int) -> bool:
 
 
 def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:
-    """[N, V] by the head itself, not rounded under autocast: in float32 throughout."""
+    """[N, V] by the head itself, in float32 even under autocast."""
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         hidden = hidden.to(_at_least_float32(hidden))
@@ -111,9 +110,8 @@ def _at_least_float32(tensor: Tensor) -> torch.dtype:
 class _LogprobAndEntropy(torch.autograd.Function):
     """log softmax(z / temperature)[label] and the entropy, from one pass over the logits.
 
-    d logprob / dz = (onehot(label) - softmax(z / temperature)) / temperature. The softmax, which
-    the entropy needs anyhow, is all that is kept; ``cross_entropy`` would keep the logits and
-    compute it again.
+    d logprob / dz = (onehot(label) - softmax(z / temperature)) / temperature. Only the softmax is
+    kept, which the entropy needs too; ``cross_entropy`` would keep the logits and compute it again.
     """
 
     @staticmethod

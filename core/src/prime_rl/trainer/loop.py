@@ -4,11 +4,12 @@
          -> clip -> optimizer -> weights, version n -> metrics of step n -> version n announced
          -> checkpoint of step n, if one is due; also if the run is stopped after step n
 
-Weights that make version n are written, then step n's metrics, then the version is announced:
-whoever sees a version can read its metrics.
+The metrics of step n are written before version n is announced: a process that sees the version can
+read its metrics.
 
 Several ranks do the same at the same time, each with rows of its own and as many as the others
-(``parallel.py``). Every number that decides anything is the same on all of them; rank 0 tells it.
+(``parallel.py``). Every number that a decision depends on is the same on all of them; rank 0
+reports it.
 """
 
 from __future__ import annotations
@@ -31,29 +32,21 @@ from prime_rl.plugins.base import Loss
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.broadcaster import Broadcaster
 from prime_rl.trainer.checkpoint import Checkpointer
-from prime_rl.trainer.counts import Counts, count_members
-from prime_rl.trainer.disk import PUBLISH_WAITS, persist
+from prime_rl.trainer.device import Offload, choose_device, peak_memory
+from prime_rl.trainer.diagnostics import SlowSteps, worst_samples
+from prime_rl.trainer.export import export
 from prime_rl.trainer.flops import model_cost, peak_flops, perf_metrics
-from prime_rl.trainer.guards import SlowSteps, worst_samples
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.metrics import (
-    MetricsFile,
-    StepMetrics,
-    console_line,
-    disk_metrics,
-    peak_memory,
-)
-from prime_rl.trainer.model import choose_device, make_policy
-from prime_rl.trainer.offload import Offload
+from prime_rl.trainer.loss import Counts, count_members, row_loss
+from prime_rl.trainer.metrics import StepMetrics, append_metrics, console_line, disk_metrics
+from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.packing import packings
-from prime_rl.trainer.place import Place
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.publish import Broadcaster, Publisher, retry
+from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.self_check import find_packing
 from prime_rl.trainer.token_export import TokenExport
-from prime_rl.trainer.weights import Publisher, export
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl.wire.transport import Receiver
 
@@ -72,12 +65,12 @@ class Trainer:
     max_steps: int
     token_export: TokenExport | None = None
     colocated: bool = False
-    """It has the device only while it takes a step (``offload.py``)."""
+    """It holds the device only while it takes a step (``Offload``)."""
 
     def __post_init__(self) -> None:
         self.device = self.model.device
         if parallel.several_ranks() or self.colocated:
-            self.device = choose_device(self.config.device, Place.of_process())
+            self.device = choose_device(self.config.device, Rank.of_process())
         on_host = self.colocated and not parallel.several_ranks()
         home = self.model.device if on_host else self.device
         self.policy = make_policy(self.model, home, self.config)
@@ -91,15 +84,15 @@ class Trainer:
         )
         self.memory = Offload(self.policy, self.optimizer, self.device, self.colocated)
         self.checked = False
-        if not self.colocated:  # else it does not have the device yet
+        if not self.colocated:  # else it does not hold the device yet
             self.self_check()
 
     def self_check(self) -> None:
-        """Once: find out how rows have to go through this model (``self_check.py``). Raises
-        ``ConfigError`` if the trainer cannot train it."""
+        """Once: choose how rows go through this model (``self_check.py``). Raises ``ConfigError``
+        if the trainer cannot train it."""
         if not self.checked:
             half = self.half and self.device.type != "cpu"  # a CPU takes the same path in both
-            # Blocks are compiled for what they will train on, not for what is tried out here.
+            # Blocks are compiled for the rows of the run, not for those of the check.
             plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
             with plain or nullcontext():
                 find_packing(self.policy, packings(self.config, self.device), self.device, half)
@@ -116,36 +109,46 @@ class Trainer:
         micro_batches: Sequence[MicroBatch],
         progress: Callable[[float], None] = lambda share: None,
     ) -> dict[str, float]:
-        """One optimizer step; its metrics. ``progress`` hears the share done before each row.
+        """One optimizer step; its metrics. ``progress`` is called with the share done before each
+        row.
 
-        A batch that trains nothing runs forward and backward like any (ranks stay aligned) and
+        A batch that trains nothing runs forward and backward too, so that ranks stay aligned, and
         leaves the weights alone. So does one whose loss or gradient is not finite: raises
         ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
         self.self_check()
         started = time.perf_counter()
         counts = count_members(micro_batches)
-        sums = self.forward_backward(step, micro_batches, counts, progress)
+        sums, own_flops = self.forward_backward(step, micro_batches, counts, progress)
         norm = float(
             parallel.full(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
         )
         seconds = time.perf_counter() - started  # the norm has waited for the device
         metrics = sums.result()
-        flops = metrics.pop("perf/flops", 0.0)
+        flops, memory = zip(*parallel.gather((own_flops, peak_memory(self.device))), strict=True)
         bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
-        nothing = not counts.table.any()
-        if bad:
-            self.skip_bad_step(step, micro_batches, metrics["loss/mean"], norm)
-        elif nothing:
-            self.skip_step(step, counts.num_tokens)
         self.num_bad_steps = self.num_bad_steps + 1 if bad else 0
-        rate = 0.0 if bad or nothing else self.optimizer_step(step)
+        skipped = bad or not counts.members
+        if bad:
+            self.report_bad_step(step, micro_batches, metrics["loss/mean"], norm)
+        elif skipped:
+            logger.warning(
+                "step %d: none of the batch's %d tokens trains anything: no component has a "
+                "member. No optimizer step; version %d has the weights of version %d.",
+                *(step, counts.num_tokens, step, step - 1),
+            )
+        rate = 0.0 if skipped else self.learning_rate(step)
+        if not skipped:  # else Adam's momentum and the weight decay would move the weights
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         return metrics | {
             "optim/lr": rate,
             "optim/grad_norm": norm,
-            "optim/skipped": float(bad or nothing),
-            **perf_metrics(counts.num_tokens, flops, seconds, parallel.num_ranks(), self.peak),
-            "perf/peak_memory": max(parallel.gather(peak_memory(self.device))),
+            "optim/skipped": float(skipped),
+            **perf_metrics(counts.num_tokens, sum(flops), seconds, parallel.num_ranks(), self.peak),
+            "perf/peak_memory": max(memory),
             "time/forward_backward": seconds,
         }
 
@@ -155,9 +158,9 @@ class Trainer:
         micro_batches: Sequence[MicroBatch],
         counts: Counts,
         progress: Callable[[float], None],
-    ) -> StepMetrics:
-        """Accumulate the gradients of the step's loss."""
-        metrics = StepMetrics(counts)
+    ) -> tuple[StepMetrics, float]:
+        """Accumulate the gradients of the step's loss; its metrics and this rank's operations."""
+        metrics, flops = StepMetrics(counts), 0.0
         export = self.token_export and self.token_export.begin(step)
         for number, micro_batch in enumerate(micro_batches):
             progress(number / len(micro_batches))
@@ -169,64 +172,41 @@ class Trainer:
             torch.autograd.backward(loss.loss)
             metrics.observe(row, logprobs.detach(), entropies, loss)
             if self.cost is not None:
-                metrics.add_sum("perf/flops", self.cost.of(row))
+                flops += self.cost.of(row)
             if export:
                 export.add(micro_batch, row, logprobs.detach(), entropies, loss.calls)
         if export:
             export.finish()
-        return metrics
+        return metrics, flops
 
     def autocast(self) -> torch.autocast:
         """Products in ``trainer.dtype``. Without autocast's cache, which would keep a rounded copy
-        of every weight until the forward pass is over, of other ranks' shards too."""
+        of every weight until the forward pass ends, other ranks' shards included."""
         return torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         )
 
-    def skip_step(self, step: int, num_tokens: int) -> None:
-        """Leave the weights alone: with a gradient of nothing, Adam's momentum and the weight decay
-        would still move them."""
-        self.optimizer.zero_grad(set_to_none=True)
-        logger.warning(
-            "step %d: none of the batch's %d tokens trains anything: no component has a member. "
-            "No optimizer step; version %d has the weights of version %d.",
-            step,
-            num_tokens,
-            step,
-            step - 1,
-        )
-
-    def skip_bad_step(
+    def report_bad_step(
         self, step: int, micro_batches: Sequence[MicroBatch], loss: float, norm: float
     ) -> None:
-        """Drop gradients that are not finite, and say which samples stand out. Raises ``RunError``
-        if this was one too many in a row."""
-        self.optimizer.zero_grad(set_to_none=True)
+        """Log the samples that stand out in a step that is not finite. Raises ``RunError`` at the
+        ``max_bad_steps``-th of them in a row."""
+        self.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
         worst = "; ".join(map(str, worst_samples(self, micro_batches)))
         reason = (
             f"step {step}: the gradient norm is {norm}, the loss {loss}. "
             f"Most conspicuous: {worst}. "
         )
-        limit = self.config.max_bad_steps
-        if self.num_bad_steps + 1 >= limit:
+        if self.num_bad_steps >= self.config.max_bad_steps:
             raise RunError(
-                f"{reason}That was the {limit}. step in a row that is not finite "
+                f"{reason}That was the {self.num_bad_steps}. step in a row that is not finite "
                 f"(trainer.max_bad_steps). The weights of version {step - 1} are intact. Lower "
-                "trainer.optim.lr, or look for a logprob_gap/max that grows."
+                "trainer.optim.lr, or check whether logprob_gap/max grows."
             )
         logger.error(
             "%sNo optimizer step; version %d has the weights of version %d.",
             *(reason, step, step - 1),
         )
-
-    def optimizer_step(self, step: int) -> float:
-        """Move the weights along the gradients and drop those; the learning rate it took."""
-        rate = self.learning_rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return rate
 
 
 def train(
@@ -239,14 +219,13 @@ def train(
     transport: WeightTransport | None = None,
 ) -> None:
     """Steps ``first_step`` .. ``max_steps``; each publishes the weights version of its number. A
-    batch without rows ends the run before. ``transport``: None where weights go as files."""
+    batch without rows ends the run after the step before. ``transport``: None for files."""
     config = trainer.config
     publisher = Publisher(run_dir / "broadcasts", config.keep_broadcasts, config.publish_dtype)
     sender = None if transport is None else transport.sender(trainer.device)
     broadcaster = Broadcaster(trainer.model, publisher, sender, status)
-    metrics_file = MetricsFile(run_dir / "trainer.jsonl")
     slow, due = SlowSteps(), False
-    saving = passing_on = 0.0
+    saving = passing_on = 0.0  # of the step before, and reported with the next
     trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
@@ -263,7 +242,7 @@ def train(
         status.report("publishing weights", step=step)
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
         last = step == trainer.max_steps
-        broadcaster.prepare(step, exact=due, last=last)
+        broadcaster.prepare(step, exact=due, last=last)  # while the weights are on the device
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
         metrics |= {
@@ -276,31 +255,17 @@ def train(
             **disk_metrics(run_dir),
         }
         if parallel.rank() == 0:
-            _announce(publisher, metrics_file, step, metrics, status)
+            append_metrics(run_dir / "trainer.jsonl", step, metrics)
+            retry(partial(publisher.announce, step), f"announce weights version {step}", status)
         logger.info("%s", console_line(step, trainer.max_steps, metrics))
         passing_on = 0.0 if last else broadcaster.pass_on()
         announced = time.perf_counter()
         if checkpointer is not None and due:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)
-        saving = time.perf_counter() - announced  # told with the next step, as passing_on is
-        whole = {"time/step": metrics["time/step"] + saving, "time/save_ckpt": saving}
-        if warning := slow.observe(step, metrics | whole):
-            logger.warning("%s", warning)
+        saving = time.perf_counter() - announced
+        slow.observe(step, metrics, saving)
     if checkpointer is not None:
         checkpointer.wait(status)
-
-
-def _announce(
-    publisher: Publisher,
-    metrics_file: MetricsFile,
-    step: int,
-    metrics: dict[str, float],
-    status: Status,
-) -> None:
-    append = partial(metrics_file.append, step, metrics)
-    persist(append, f"write the metrics of step {step}", PUBLISH_WAITS, status)
-    announce = partial(publisher.announce, step)
-    persist(announce, f"announce weights version {step}", PUBLISH_WAITS, status)
 
 
 def _end_early(
@@ -329,9 +294,12 @@ def wait_for_batch(
     all_have: Callable[[bool], bool] = bool,
     waited: Callable[[float], None] = lambda seconds: None,
 ) -> list[MicroBatch]:
-    """The micro batches of step ``step``; none if the run ends before it. ``all_have``, told now
-    and then whether we have ours, says whether every rank has; ``waited`` is told for how long.
-    Raises ``WireError`` if another step's come."""
+    """The micro batches of step ``step``; none if the run ends before it.
+
+    ``all_have`` is called repeatedly with whether this rank has its batch, and returns whether
+    every rank has; ``waited`` is called with the seconds so far. Raises ``WireError`` if the batch
+    is of another step.
+    """
     started = time.perf_counter()
     status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
     frame = receiver.receive(WAIT_SECONDS)
@@ -341,15 +309,15 @@ def wait_for_batch(
     found, micro_batches = decode_batch(frame)
     if found != step:
         raise WireError(
-            f"got the micro batches of step {found}, expected step {step}: "
-            "a batch was lost or sent twice"
+            f"got the micro batches of step {found}, expected step {step}: a batch was lost or "
+            "sent twice. Go on with --resume."
         )
     return micro_batches
 
 
 def finish(trainer: Trainer, model_path: Path, run_dir: Path, status: Status) -> None:
-    """Leave the trained policy as a folder anybody can load."""
+    """Export the trained policy as a model folder."""
     status.report("exporting the trained model")
     with torch.no_grad():
         write = partial(export, trainer.model, model_path, run_dir / "weights")
-        persist(write, "export the trained model", PUBLISH_WAITS, status)
+        retry(write, "export the trained model", status)

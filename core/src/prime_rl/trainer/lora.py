@@ -1,8 +1,8 @@
-"""LoRA: the base stays as it is, and small matrices beside its linear modules train.
+"""LoRA: the base is frozen, and small matrices beside its linear modules train (arXiv 2106.09685).
 
-PEFT puts them into the transformers model in place, so that the model keeps its class, its
-``base_model`` and its head. What is published, and what a checkpoint keeps, is the adapter in
-PEFT's format (``prime_rl.adapter``) with the fingerprint of its base. Source: arXiv 2106.09685.
+PEFT adds them to the transformers model in place, so that the model keeps its class, its
+``base_model`` and its head. Engines and checkpoints get the adapter in PEFT's format
+(``prime_rl.adapter``) with the fingerprint of its base.
 """
 
 from __future__ import annotations
@@ -18,33 +18,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prime_rl.adapter import (
-    ADAPTER_CONFIG,
-    BASE,
-    PREFIX,
-    check_base,
-    read_adapter,
-)
+from prime_rl.adapter import ADAPTER_CONFIG, BASE, PREFIX, check_base, read_adapter
 from prime_rl.config.trainer import LoraConfig
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.model_files import ModelFiles
 
 NAME = "default"
-"""PEFT's name of the only adapter, which is part of its parameters' names."""
-_MARK = "prime_rl_lora"
+"""PEFT's name of the only adapter, a part of its parameters' names."""
 
 
 @dataclass(frozen=True)
 class Lora:
-    """What a model with an adapter in it has to say about that."""
+    """The adapter of a model, set on it as ``prime_rl_lora``."""
 
     peft_config: Any
     """The ``peft.LoraConfig``."""
     base: str
-    """``ModelFiles.fingerprint`` of the folder that the frozen weights are from."""
+    """``ModelFiles.fingerprint`` of the frozen weights' folder."""
 
     def write_config(self, directory: Path) -> None:
-        """``adapter_config.json``, from which PEFT, and our engines, know what the tensors mean."""
+        """``adapter_config.json``, which PEFT and our engines read with the tensors."""
         config = {
             key: sorted(value) if isinstance(value, set) else value
             for key, value in self.peft_config.to_dict().items()
@@ -53,23 +46,23 @@ class Lora:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Goes into ``adapter_model.safetensors``."""
+        """Of ``adapter_model.safetensors``."""
         return {"format": "pt", BASE: self.base}
 
 
 def lora_of(model: nn.Module) -> Lora | None:
-    """What ``add_lora`` left; None if the whole model trains."""
-    return getattr(model, _MARK, None)
+    """None if the whole model trains."""
+    return getattr(model, "prime_rl_lora", None)
 
 
 def add_lora(
     model: PreTrainedModel, config: LoraConfig, base_dir: Path, adapter_dir: Path | None = None
 ) -> None:
-    """Freeze the model and put an adapter into it: one that changes nothing yet, or that of
-    ``adapter_dir``, bit for bit.
+    """Freeze the model and add an adapter: a new one, which changes nothing yet, or that of
+    ``adapter_dir``.
 
-    ``base_dir`` is the folder the model was loaded from. Raises ``ConfigError`` if a module is not
-    there or cannot have an adapter, or if the adapter is of another base, rank or set of modules.
+    ``base_dir`` is the folder of the model. Raises ``ConfigError`` if a module is missing or cannot
+    have an adapter, or if the adapter is of another base, rank or set of modules.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -88,7 +81,7 @@ def add_lora(
     )
     inject_adapter_in_model(peft_config, model, NAME)
     model.eval()
-    setattr(model, _MARK, Lora(peft_config, ModelFiles(base_dir).fingerprint()))
+    model.prime_rl_lora = Lora(peft_config, ModelFiles(base_dir).fingerprint())
     if adapter_dir is not None:
         _load(model, config, base_dir, adapter_dir)
 
@@ -96,12 +89,12 @@ def add_lora(
 def block_linears(model: PreTrainedModel, without: Sequence[str] = ()) -> tuple[str, ...]:
     """The last names of all linear modules but the head: ``q_proj``, ``down_proj`` ..."""
     head = model.get_output_embeddings()
-    found = {
+    names = {
         name.rpartition(".")[2]
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and not _matches(name, without)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(names))
 
 
 def _check_targets(model: PreTrainedModel, targets: Sequence[str], saved: Sequence[str]) -> None:
@@ -141,7 +134,7 @@ def _matches(name: str, ends: Sequence[str]) -> bool:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What trains, by the names that PEFT publishes it under; sharded if the model is."""
+    """The trained parameters by PEFT's names in files; sharded if the model is."""
     return {
         PREFIX + name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", "."): parameter
         for name, parameter in model.named_parameters()

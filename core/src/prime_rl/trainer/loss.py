@@ -1,11 +1,11 @@
-"""The loss of one micro batch: three components, each over its own global count.
+"""The loss of one micro batch: three components, each divided by its own global count.
 
     L = sum_rl / N_rl  +  sum_ce / N_ce  +  sum_ref_kl / N_ref_kl
 
 N counts a component's member tokens over the whole optimizer step: tokens of another component, or
-of another micro batch, never dilute it. They are counts, not sums of weights: a constant weight
-would cancel otherwise. With ``normalize_by = "env"`` each env has an N of its own, so that envs do
-not dilute each other within a component either::
+of another micro batch, never dilute it. N is a count and not a sum of weights, which a constant
+weight would cancel. With ``normalize_by = "env"`` each env has an N of its own, so that envs do not
+dilute each other within a component either::
 
     L = sum over components and envs of  sum_{component, env} / N_{component, env}
 
@@ -16,12 +16,13 @@ logprob::
     ref_kl  drop = exp(t) - exp(i) < -0.2,  g = (ref - t) as a constant
             (-(not drop) * g * exp(t - i) + 1e-3 * (t - i)^2) * w
 
-Shapes: T = tokens of the row (or of one sequence), S = its sequences.
+Shapes: T = tokens of the row (or of one sequence).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +33,12 @@ from torch import Tensor
 from prime_rl.config.trainer import NormalizeBy
 from prime_rl.errors import PluginError
 from prime_rl.plugins.base import Loss, LossComponent, LossInputs, LossOutputs, TokenMetric
-from prime_rl.trainer.counts import Counts
+from prime_rl.rollout import COMPONENTS, members
+from prime_rl.trainer import parallel
+from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
-from prime_rl.trainer.row import Component, Row
-from prime_rl.trainer.transfer import to_device
+from prime_rl.trainer.packed_row import Component, PackedRow
+from prime_rl.wire.micro_batch import MicroBatch
 
 REF_KL_MASK_LOW = 0.2
 REF_KL_TAU = 1e-3
@@ -44,7 +47,46 @@ TAKEN = frozenset(
     {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "nll", "optim", "perf"}
     | {"ref_kl", "system", "time", "tokens"}
 )
-"""First parts of the trainer's own metrics' names, which an rl loss must not use."""
+"""First parts of the names of the trainer's own metrics, which an rl loss must not use."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Member tokens of one optimizer step, over all ranks: the loss's denominators."""
+
+    members: Mapping[tuple[LossComponent, str], int]
+    """By component and env; only those that have any."""
+    num_tokens: int
+    """All tokens of all rows, members or not."""
+
+    @property
+    def totals(self) -> dict[LossComponent, int]:
+        """Members of each component, over all envs."""
+        totals: dict[LossComponent, int] = dict.fromkeys(COMPONENTS, 0)
+        for (name, _), number in self.members.items():
+            totals[name] += number
+        return totals
+
+    def metrics(self) -> dict[str, float]:
+        """``tokens/<component>``, and ``tokens/<component>/<env>`` where there are any."""
+        totals = {f"tokens/{name}": float(number) for name, number in self.totals.items()}
+        by_env = {f"tokens/{name}/{env}": float(n) for (name, env), n in self.members.items()}
+        return totals | by_env
+
+
+def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
+    """The counts of a step, over all its micro batches and all ranks: one exchange per step."""
+    own: Counter[tuple[LossComponent, str]] = Counter()
+    for micro_batch in micro_batches:
+        env_ids = np.repeat(micro_batch.env_ids, micro_batch.sequence_lengths)
+        for name in COMPONENTS:
+            numbers = np.bincount(env_ids[members(micro_batch, name)])
+            own.update({(name, micro_batch.envs[i]): int(numbers[i]) for i in numbers.nonzero()[0]})
+    total: Counter[tuple[LossComponent, str]] = Counter()
+    parts = parallel.gather((list(own.items()), sum(map(len, micro_batches))))
+    for items, _ in parts:
+        total.update({(name, env): number for (name, env), number in items})
+    return Counts(total, sum(num_tokens for _, num_tokens in parts))
 
 
 @dataclass
@@ -54,14 +96,14 @@ class RowLoss:
     loss: Tensor
     """0-dim, with gradient."""
     parts: dict[LossComponent, Tensor] = field(default_factory=dict)
-    """Each component's normalised share, 0-dim, no gradient."""
+    """Each component's normalized share, 0-dim, no gradient."""
     metrics: list[MetricSums] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    """Everything the loss functions said."""
+    """Every call of a loss function."""
 
 
 def row_loss(
-    row: Row, logprobs: Tensor, rl: Loss, counts: Counts, normalize_by: NormalizeBy = "tokens"
+    row: PackedRow, logprobs: Tensor, rl: Loss, counts: Counts, normalize_by: NormalizeBy = "tokens"
 ) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
@@ -81,9 +123,13 @@ def row_loss(
 
 
 def _shares(
-    name: LossComponent, component: Component, row: Row, counts: Counts, normalize_by: NormalizeBy
+    name: LossComponent,
+    component: Component,
+    row: PackedRow,
+    counts: Counts,
+    normalize_by: NormalizeBy,
 ) -> Iterator[tuple[Component, int]]:
-    """What has a denominator of its own: the whole component, or each env's part of it."""
+    """The whole component, or each env's part of it, with its denominator."""
     if normalize_by == "tokens":
         yield component, counts.totals[name]
         return
@@ -94,7 +140,7 @@ def _shares(
             s for s, owner in zip(component.sequences, owners, strict=True) if owner == env
         ]
         share = Component(component.mask & ours, component.weights, sequences)
-        yield share, counts.of_env(name, row.envs[env])
+        yield share, counts.members.get((name, row.envs[env]), 0)
 
 
 def ce_loss(inputs: LossInputs) -> LossOutputs:
@@ -134,25 +180,11 @@ def _weighted(per_token: Tensor, inputs: LossInputs) -> Tensor:
 
 
 def _calls(
-    name: LossComponent, row: Row, component: Component, logprobs: Tensor, rl: Loss
+    name: LossComponent, row: PackedRow, component: Component, logprobs: Tensor, rl: Loss
 ) -> list[Call]:
     """The component's loss of the whole row at once, or of each sequence with members."""
-    inputs = _inputs(row, component, logprobs)
-    if name == "ce":
-        return [Call(ce_loss(inputs))]
-    if name == "ref_kl":
-        return [Call(ref_kl_loss(inputs))]
-    if rl.token_wise:
-        return [Call(_checked(rl, rl(inputs)))]
-    return [
-        Call(_checked(rl, rl(each)), start, sequence)
-        for sequence, start, each in _sequences(inputs, row, component)
-    ]
-
-
-def _inputs(row: Row, component: Component, logprobs: Tensor) -> LossInputs:
     advantages = torch.zeros_like(logprobs) if row.advantages is None else row.advantages
-    return LossInputs(
+    inputs = LossInputs(
         trainer_logprobs=logprobs,
         inference_logprobs=row.inference_logprobs,
         ref_logprobs=row.ref_logprobs,
@@ -160,44 +192,40 @@ def _inputs(row: Row, component: Component, logprobs: Tensor) -> LossInputs:
         loss_mask=component.mask,
         loss_weights=component.weights,
     )
-
-
-def _sequences(
-    inputs: LossInputs, row: Row, component: Component
-) -> Iterator[tuple[int, int, LossInputs]]:
-    """Each sequence with members by itself, after its index and that of its first token."""
-    lengths = list(row.lengths)
-    starts = np.cumsum([0, *lengths]).tolist()
+    if name == "ce":
+        return [Call(ce_loss(inputs))]
+    if name == "ref_kl":
+        return [Call(ref_kl_loss(inputs))]
+    if rl.token_wise:
+        return [Call(_checked(rl, rl(inputs)))]
+    starts = np.cumsum([0, *row.lengths]).tolist()
     columns: dict[str, Any] = {
-        name: [None] * len(lengths) if column is None else column.split_with_sizes(lengths)
+        name: [None] * len(row.lengths) if column is None else column.split_with_sizes(row.lengths)
         for name, column in vars(inputs).items()
     }
+    calls = []
     for index in component.sequences:
-        each = LossInputs(**{name: column[index] for name, column in columns.items()})
-        yield index, starts[index], each
+        outputs = rl(LossInputs(**{name: column[index] for name, column in columns.items()}))
+        calls.append(Call(_checked(rl, outputs), starts[index], index))
+    return calls
 
 
 def _checked(rl: Loss, outputs: Any) -> LossOutputs:
-    """Raises ``PluginError`` for what a loss must not give back."""
+    """Raises ``PluginError`` for outputs that break the contract."""
     if not isinstance(outputs, LossOutputs):
         found = type(outputs).__name__
     elif not isinstance(outputs.loss, Tensor):
         found = f"LossOutputs with a loss of type {type(outputs.loss).__name__}"
     elif outputs.loss.dim():
         found = f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}"
+    elif taken := [name for name in outputs.metrics if name.partition("/")[0] in TAKEN]:
+        raise PluginError(
+            f"loss {rl.name!r} reports a metric {taken[0]!r}, but the trainer uses that name "
+            f"(taken: {', '.join(sorted(TAKEN))}). Rename it."
+        )
     else:
-        return _check_names(rl, outputs)
+        return outputs
     raise PluginError(
-        f"loss {rl.name!r} gave {found}, expected LossOutputs with a 0-dim tensor: the sum over "
-        "loss_mask. Mend its __call__."
+        f"loss {rl.name!r} returned {found}, expected LossOutputs with a 0-dim tensor: the sum "
+        "over loss_mask. Fix its __call__."
     )
-
-
-def _check_names(rl: Loss, outputs: LossOutputs) -> LossOutputs:
-    for name in outputs.metrics:
-        if name.partition("/")[0] in TAKEN:
-            raise PluginError(
-                f"loss {rl.name!r} reports a metric {name!r}, whose name is the trainer's own "
-                f"(taken: {', '.join(sorted(TAKEN))}). Rename it."
-            )
-    return outputs

@@ -1,6 +1,6 @@
-"""What losses report, reduced to sums and counts by env: a mean over sequences is theirs to divide.
+"""Metrics of losses, reduced to sums and counts per env, which add up over micro batches and ranks.
 
-Nothing here waits for the device. Sums and counts add up over micro batches, and over ranks.
+A metric is a mean over sequences. Nothing here waits for the device.
 
 Shapes: T = tokens of the row, S = its sequences, E = its envs, M = metrics.
 """
@@ -9,28 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins.base import LossOutputs, TokenMetric
-from prime_rl.trainer.counts import Ints
-from prime_rl.trainer.row import Component, Row
-from prime_rl.trainer.transfer import to_device
+from prime_rl.trainer.device import to_device
+from prime_rl.trainer.packed_row import Component, PackedRow
+
+Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of a loss function: which tokens it saw, and what it gave back."""
+    """One call of a loss function."""
 
     outputs: LossOutputs
     start: int = 0
-    """Index in the row of the first of them."""
+    """Index in the row of the first token it saw."""
     sequence: int | None = None
-    """The one sequence they are; None: they are the whole row."""
+    """The sequence it saw; None: the whole row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,58 +45,53 @@ class MetricSums:
     """[M, E]"""
     numbers: Ints
     """[M, E] on the host: over how many."""
-    over_all: str = "{}"
-    """What the mean over all envs is called; one env's is ``<name>/<env>/mean``."""
 
 
-def reduce_calls(calls: Sequence[Call], row: Row, component: Component) -> MetricSums | None:
+def reduce_calls(calls: Sequence[Call], row: PackedRow, component: Component) -> MetricSums | None:
     """Sums over the sequences with members; None: the loss reports nothing."""
+    if not any(call.outputs.metrics for call in calls):
+        return None
     if calls[0].sequence is None:
         return _of_row(calls[0].outputs, row, component)
     return _of_sequences(calls, row)
 
 
-def _of_row(outputs: LossOutputs, row: Row, component: Component) -> MetricSums | None:
+def _of_row(outputs: LossOutputs, row: PackedRow, component: Component) -> MetricSums:
     """Means of each sequence's tokens [M, S] -> sums over the sequences with members [M, E]."""
-    stacked = [_token_metric(name, metric) for name, metric in outputs.metrics.items()]
-    if not stacked:
-        return None
+    num_sequences, stacked = len(row.lengths), []
+    for name, metric in outputs.metrics.items():
+        if not isinstance(metric, TokenMetric):
+            raise PluginError(
+                f"loss metric {name!r}: a token_wise loss sees all sequences at once, so its "
+                f"metrics have to be TokenMetric, got {type(metric).__name__}. Wrap it, or set "
+                "token_wise = False."
+            )
+        stacked.append(metric)
     masks = torch.stack([metric.mask for metric in stacked])
     values = torch.stack([metric.values.detach().float() for metric in stacked])
-    sums = values.new_zeros(len(stacked), row.num_sequences)
+    sums = values.new_zeros(len(stacked), num_sequences)
     sums.index_add_(1, row.sequence_ids, values.where(masks, values.new_zeros(())))
     sizes = torch.zeros_like(sums).index_add_(1, row.sequence_ids, masks.float())
-    # By index, not by a matrix of zeros and ones: an infinite mean stays with its own env.
-    nobody = len(row.envs)
-    columns = np.full(row.num_sequences, nobody)
+    # Sequences without members are added to a last column, which is dropped. By index, not by a
+    # matrix of zeros and ones: an infinite mean stays with its own env.
+    rest = len(row.envs)
+    columns = np.full(num_sequences, rest)
     owners = row.sequence_envs[component.sequences]
     columns[component.sequences] = owners
-    by_env = values.new_zeros(len(stacked), nobody + 1)
+    by_env = values.new_zeros(len(stacked), rest + 1)
     by_env.index_add_(1, to_device(columns, np.int64, sums.device), sums / sizes.clamp(min=1))
-    numbers = np.bincount(owners, minlength=nobody)
+    numbers = np.bincount(owners, minlength=rest)
     return MetricSums(
         names=tuple(outputs.metrics),
         envs=row.envs,
-        sums=by_env[:, :nobody],
-        numbers=np.broadcast_to(numbers, (len(stacked), nobody)),
+        sums=by_env[:, :rest],
+        numbers=np.broadcast_to(numbers, (len(stacked), rest)),
     )
 
 
-def _token_metric(name: str, metric: Any) -> TokenMetric:
-    if not isinstance(metric, TokenMetric):
-        raise PluginError(
-            f"loss metric {name!r}: a token_wise loss sees all sequences at once, so its "
-            f"metrics have to be TokenMetric, got {type(metric).__name__}. Wrap it, or set "
-            "token_wise = False."
-        )
-    return metric
-
-
-def _of_sequences(calls: Sequence[Call], row: Row) -> MetricSums | None:
-    """0-dim metrics count once a sequence, 1-D ones once an entry."""
+def _of_sequences(calls: Sequence[Call], row: PackedRow) -> MetricSums:
+    """0-dim metrics count once per sequence, 1-D ones once per entry."""
     names = tuple(dict.fromkeys(name for call in calls for name in call.outputs.metrics))
-    if not names:
-        return None
     numbers = np.zeros((len(names), len(row.envs)), np.int64)
     places: list[int] = []
     values = []

@@ -1,14 +1,21 @@
-"""The policy: a Hugging Face causal LM with the trainer's attention."""
+"""The policy: a Hugging Face causal LM with the trainer's attention, its decoder blocks recomputed
+or compiled."""
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -16,23 +23,22 @@ from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import parallel
-from prime_rl.trainer.attention import register
-from prime_rl.trainer.blocks import prepare_blocks
+from prime_rl.trainer import attention, parallel
+from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.lora import add_lora
+from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.trainer.packing import Packing, packings, use_attention
-from prime_rl.trainer.place import Place
-from prime_rl.trainer.row import Row
 
+COMPILERS = ("c++", "g++", "clang++")
 POLL_SECONDS = 0.02
 
 
 class Policy(nn.Module):
-    """The model as the trainer asks it: a row in, logprobs and entropies out.
+    """The model as the trainer calls it: a row in, logprobs and entropies out.
 
-    One forward for all of it, LM head included, because gathering sharded weights hangs on a
-    module's forward (``parallel.py``).
+    One forward for all of it, LM head included: FSDP gathers sharded weights in hooks of a module's
+    forward (``parallel.py``).
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
@@ -42,17 +48,17 @@ class Policy(nn.Module):
         self.packing = packings(config, model.device)[0]
 
     def use(self, packing: Packing) -> None:
-        """Rows go through the model like this from now on. Raises ``ValueError`` if the model's
-        kind does not have the attention."""
+        """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
+        attention."""
         use_attention(self.model, packing.attention)
         self.packing = packing
 
-    def forward(self, row: Row) -> tuple[Tensor, Tensor]:
+    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """See ``token_logprobs``."""
         return token_logprobs(self.model, row, *self.head, packing=self.packing.name)
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
-        """[T] log π of one document as transformers computes it; of the first token 0."""
+        """[T] log π of one document as transformers computes it; 0 for the first token."""
         logits = self.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1]
         logprobs = logits.float().log_softmax(-1).gather(1, token_ids[1:, None])[:, 0]
         return nn.functional.pad(logprobs, (1, 0))
@@ -69,31 +75,56 @@ def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerCon
     return policy.to(device)
 
 
-def choose_device(name: Literal["auto", "cpu", "cuda"], place: Place | None = None) -> torch.device:
-    """Raises ``ConfigError`` for a GPU that is not there. ``place``: of several ranks, each has its
-    own."""
-    if name == "cuda" and not torch.cuda.is_available():
+def prepare_blocks(
+    model: PreTrainedModel, config: TrainerConfig, device: torch.device | None = None
+) -> None:
+    """Recompute and compile the decoder blocks as configured, in place. ``device``: where it will
+    train, if it is not there yet. Raises ``ConfigError`` without blocks or a compiler.
+
+    A block's ``forward`` is replaced on the module itself: names of weights stay, and FSDP's hooks
+    still surround it. The compiled forward is inside the recomputed one. Attention is not compiled:
+    the documents differ with every row, and a graph that knew them would be compiled for each.
+    """
+    every = config.activation_checkpointing
+    if not every and not config.compile:
+        return
+    names = set(model._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
         raise ConfigError(
-            "trainer.device is 'cuda', but torch sees no GPU. Set it to 'auto' or 'cpu'."
+            f"trainer.activation_checkpointing and trainer.compile work block by block, and "
+            f"{type(model).__name__} does not say which modules are its blocks. Set both off."
         )
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    if place is None or place.size == 1:
-        return torch.device("cuda")
-    if place.local_rank >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank {place.rank} of {place.size} is number {place.local_rank} on its machine, where "
-            f"torch sees {torch.cuda.device_count()} GPUs: ranks cannot share one. Lower "
-            "trainer.num_ranks, give deployment.trainer_gpus more, or set trainer.device = 'cpu'."
-        )
-    return torch.device("cuda", place.local_rank)
+    if config.compile:
+        check_compiler(device or model.device)
+        attention.register(torch.compiler.disable)
+    for number, block in enumerate(blocks):
+        vars(block).pop("forward", None)  # of an earlier call
+        forward: Callable[..., Any] = block.forward
+        if config.compile:
+            forward = torch.compile(forward, dynamic=True)
+        if every and number % every == 0:
+            # Nothing is drawn at random: the policy trains without dropout.
+            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        vars(block)["forward"] = forward
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ``ConfigError`` that names what ``torch.compile`` lacks here."""
+    missing = None
+    if sys.platform == "win32":
+        missing = "a platform other than Windows"
+    elif not any(map(shutil.which, COMPILERS)):
+        missing = f"a C++ compiler on the path ({', '.join(COMPILERS)})"
+    elif device.type == "cuda" and find_spec("triton") is None:
+        missing = "triton (pip install triton)"
+    if missing:
+        raise ConfigError(f"trainer.compile needs {missing}. Install it, or set it to false.")
 
 
 def model_folder(launch: Launch, status: Status) -> Path:
-    """The policy's folder, waited for if it is still being made or fetched.
-
-    Raises ``WeightsError`` if it is no folder.
-    """
+    """Wait for the policy's folder if it is still being made or fetched. Raises ``WeightsError`` if
+    it is no folder."""
     path = Path(launch.model_path)
     if launch.wait_for_model and not (path / READY).exists():
         status.report("waiting", waiting_for=f"model folder {path.name}")
@@ -108,13 +139,13 @@ def load_model(
     model_path: Path, config: TrainerConfig, adapter: Path | None = None, on_host: bool = False
 ) -> PreTrainedModel:
     """The policy without dropout: π has to be what the engines sample from. On its device; with
-    several ranks, or ``on_host``, on the host, where each takes its part (``make_policy``). With
-    ``[trainer.lora]`` it is frozen, with an adapter in it that goes on from the folder ``adapter``.
+    several ranks, or ``on_host``, on the host, from which each takes its part (``make_policy``).
+    With ``[trainer.lora]`` it is frozen, with a new adapter or that of the folder ``adapter``.
 
     Raises ``WeightsError`` if the folder lacks weights, ``ConfigError`` if the trainer cannot train
     its kind.
     """
-    register()
+    attention.register()
     transformers_logging.disable_progress_bar()
     device = choose_device("cpu" if on_host or parallel.several_ranks() else config.device)
     try:
@@ -126,17 +157,12 @@ def load_model(
         )
     except (OSError, ValueError) as error:
         raise WeightsError(f"cannot load the policy from {model_path}: {error}") from error
-    _check(model, report, model_path)
-    use_attention(model, packings(config, device)[0].attention)
-    if config.lora is not None:
-        add_lora(model, config.lora, model_path, adapter)
-    return model.eval().to(device)
-
-
-def _check(model: Any, report: dict[str, Any], model_path: Path) -> None:
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
+    if missing := sorted(report["missing_keys"]):
         raise WeightsError(
             f"{model_path} lacks {len(missing)} of the policy's weights, first {missing[0]!r}: "
             "training would start from random numbers there. Make or fetch the folder again."
         )
+    use_attention(model, packings(config, device)[0].attention)
+    if config.lora is not None:
+        add_lora(model, config.lora, model_path, adapter)
+    return model.eval().to(device)

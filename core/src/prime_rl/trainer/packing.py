@@ -1,13 +1,13 @@
 """How the documents of a row go through the model: together, or apart.
 
-    shared   one call; a prompt that several documents start with is computed once (``layout.py``)
+    shared   one call; a prompt of several documents is computed once (``prefix_sharing.py``)
     packed   one call; the documents lie end to end
     apart    a call for each padded batch of documents of similar length
 
-Our attention keeps packed documents apart (``attention.py``). A recurrent or a convolution layer
-carries its state from one document into the next, unless its kernel takes the boundaries that we
-pass along. A model with attention of its own may see the whole row. ``self_check.py`` measures
-which of the three a model needs.
+Our attention keeps packed documents apart (``attention.py``). A recurrent or convolution layer
+carries its state from one document into the next, unless its kernel reads the boundaries that we
+pass. A model with attention of its own may see the whole row. ``self_check.py`` measures which of
+the three a model needs.
 
 Shapes: T = tokens of the row, D = hidden size.
 """
@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer import parallel
 from prime_rl.trainer.attention import NAMES
-from prime_rl.trainer.layout import Layout
+from prime_rl.trainer.prefix_sharing import Layout
 
 PackingName = Literal["shared", "packed", "apart"]
 
@@ -37,7 +37,7 @@ class Packing:
 
     name: PackingName
     attention: str
-    """The attention it takes, under the name that transformers knows."""
+    """The name of its attention in transformers."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.attention})"
@@ -46,34 +46,32 @@ class Packing:
 def packings(config: TrainerConfig, device: torch.device) -> list[Packing]:
     """Those that the config allows, the fastest first.
 
-    Apart, a model has attention from transformers. ``sdpa`` takes less memory; ``eager`` knows what
-    a model may ask for besides (a cap on scores, sinks).
+    Apart, attention is that of transformers. ``sdpa`` takes less memory; ``eager`` has a cap on
+    scores, sinks and more.
     """
     own = NAMES["mask" if config.attention == "mask" else "varlen"]
     found = [Packing("packed", own), Packing("apart", NAMES["sdpa"]), Packing("apart", "eager")]
-    # The dense mask and the GPU's kernel know documents only.
+    # The dense mask and the GPU's kernel have no continuations.
     if config.share_prompts and config.attention != "mask" and device.type == "cpu":
         found.insert(0, Packing("shared", own))
     return found
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Models that do not take their attention from transformers' interface keep their own.
-
-    Raises ``ValueError`` if the model's kind does not allow it.
-    """
+    """Set the attention; models that do not use transformers' interface keep their own. Raises
+    ``ValueError`` if the model's kind does not allow it."""
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
 
 
 def hidden_states(model: Any, layout: Layout, packing: PackingName = "shared") -> Tensor:
-    """[T, D] of the tokens of ``layout``, in its order. ``apart`` needs a layout that shares
-    nothing."""
+    """[T, D] of the tokens of ``layout``, in its order. ``apart`` needs a layout without shared
+    prompts."""
     if packing == "apart":
         return _apart(model, layout)
     documents = layout.documents
-    # Where prompts can be shared no layer carries state, so none needs the boundaries; and rows
-    # with and without them would be compiled apart.
+    # Where prompts are shared no layer carries state, so none needs boundaries. And torch.compile
+    # would compile rows with and without them separately.
     boundaries = documents.boundaries if packing == "packed" else {}
     states: Tensor = _decoder(model)(
         input_ids=layout.token_ids[None],
@@ -86,7 +84,7 @@ def hidden_states(model: Any, layout: Layout, packing: PackingName = "shared") -
 
 
 def _apart(model: Any, layout: Layout) -> Tensor:
-    """Padding is on the right, where a causal model does not see it."""
+    """Padding is on the right, where no token of a causal model attends to it."""
     documents = list(torch.split(layout.token_ids, list(layout.documents.lengths)))
     sizes, states, start = batch_sizes(layout.documents.lengths), [], 0
     num_calls = max(parallel.gather(len(sizes)))
@@ -96,7 +94,8 @@ def _apart(model: Any, layout: Layout) -> Tensor:
         states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
         start += size
     whole = torch.cat(states)
-    # Each call gathers sharded weights, so every rank makes as many as the others.
+    # Each call gathers sharded weights, so every rank has to make as many calls. An idle call has
+    # to be part of the graph: the backward pass gathers too.
     for _ in range(num_calls - len(sizes)):
         whole = whole + 0.0 * _call(model, documents[0][None, :1]).sum()
     return whole
@@ -114,8 +113,8 @@ def _decoder(model: Any) -> Any:
 
 
 def batch_sizes(lengths: Sequence[int]) -> list[int]:
-    """How many neighbors share a batch: those at least 7/8 as long as its first, so that an eighth
-    is padding at most. ``lengths`` descend."""
+    """How many neighbors share a batch: those at least 7/8 as long as its first, so that at most an
+    eighth is padding. ``lengths`` descend."""
     sizes: list[int] = []
     longest = 0
     for length in lengths:

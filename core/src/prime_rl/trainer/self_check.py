@@ -1,15 +1,15 @@
 """At start-up: does a document of a packed row have the log π that it has alone?
 
 The oracle is the model as transformers runs it, eager, one document per call, LM head included. A
-row of three documents goes through the trainer's own path, two of them a group that shares its
-prompt, and the first ``Packing`` whose log π agrees is taken. So no list of families decides what a
-model needs. A model that fails all of them is refused: its gradients would be wrong in silence.
+row of three documents, two of which share a prompt, is computed by the trainer in each ``Packing``,
+and the first one whose log π agrees is taken. So no list of model families is needed. A model that
+fails in all of them is refused: its gradients would be wrong in silence.
 
-How far log π may be off, in the mean of a document, is a share of what a full leak changes: the
-same documents are read as one to see that. Of thirty families with random weights, those that agree
-were off by up to 1e-6 of it in float32 and 2e-2 in bfloat16. Those that leak were off by 0.3 and
-more (RecurrentGemma: 0.07). A random model with weights so small that its recurrent layers do
-nothing yet cannot be told from one that agrees.
+The mean error of a document may be a share of what a full leak changes, which is measured by
+reading the same documents as one. Of thirty families with random weights, those that agree were off
+by up to 1e-6 of it in float32 and 2e-2 in bfloat16. Those that leak were off by 0.3 and more
+(RecurrentGemma: 0.07). A random model whose recurrent layers have almost no effect yet looks like
+one that agrees.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 from prime_rl.errors import ConfigError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.packing import Packing, use_attention
-from prime_rl.trainer.row import make_row
 from prime_rl.wire.micro_batch import MicroBatch
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Share of the full leak's effect, by precision of compute."""
 LEAST_EFFECT = 0.02
-"""A smaller effect counts as this one: rounding does not shrink with it."""
+"""A smaller effect is replaced by this one: rounding does not shrink with it."""
 LENGTHS, PROMPT = (9, 8, 7), 4
 """Tokens of the documents. The first and the last start with the same ``PROMPT`` tokens."""
 
@@ -76,7 +76,7 @@ def find_packing(
 
 
 def _micro_batch(vocab_size: int) -> MicroBatch:
-    """Random documents, of tokens from the middle of the vocabulary: few of those are special."""
+    """Random documents of tokens from the middle of the vocabulary, where few are special."""
     lengths = np.array(LENGTHS, np.int32)
     rng = np.random.default_rng(0)
     tokens = rng.integers(vocab_size // 4, vocab_size - vocab_size // 4, lengths.sum())
@@ -97,7 +97,7 @@ def _micro_batch(vocab_size: int) -> MicroBatch:
 
 
 def _oracle(policy: Policy, batch: MicroBatch, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[T], [T] log π of every token: each document alone, and all read as one."""
+    """[T], [T] log π of every token: of each document alone, and of all read as one."""
     whole = torch.from_numpy(batch.token_ids.astype(np.int64)).to(device)
     try:
         use_attention(policy.model, "eager")
@@ -116,7 +116,7 @@ def _oracle(policy: Policy, batch: MicroBatch, device: torch.device) -> tuple[Te
 def _measure(
     policy: Policy, packing: Packing, batch: MicroBatch, expected: Tensor
 ) -> tuple[float, str]:
-    """How far log π is off, at most, over all ranks, and the same or an error in words."""
+    """The largest error of log π over all ranks, and the same, or an exception, in words."""
     gap, reason = math.inf, ""
     try:
         policy.use(packing)
@@ -124,19 +124,19 @@ def _measure(
         gap = _gap(policy(row)[0], expected, batch)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # a model whose code does not fit: the next packing may
+    except Exception as error:  # the model's code does not fit; that of the next packing may
         reason = _text(error)
     worst = max(each if math.isfinite(each) else math.inf for each in parallel.gather(gap))
     return worst, reason or f"off by {worst:.1e}"
 
 
 def _gap(found: Tensor, expected: Tensor, batch: MicroBatch) -> float:
-    """Mean difference over the targets of a document; the largest of all documents."""
+    """Mean difference over a document's targets; the largest of all documents."""
     targets = torch.from_numpy(batch.loss_mask).to(found.device)
     columns = (torch.split(column, list(LENGTHS)) for column in (found - expected, targets))
     return max(float(gap[mask].abs().mean()) for gap, mask in zip(*columns, strict=True))
 
 
 def _text(error: Exception) -> str:
-    """Its first sentence: some of transformers' go on for long."""
+    """Its first sentence: some errors of transformers are long."""
     return f"{type(error).__name__}: {error}".partition(". ")[0]

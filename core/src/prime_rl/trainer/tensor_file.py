@@ -3,8 +3,8 @@
     [length of the header, 8 bytes][header, JSON][first tensor][second tensor] ...
 
 A shard of rows is a run of bytes in the file, so nothing is gathered and no rank waits for
-another's tensors. The file is byte for byte what one rank writes. What is sharded otherwise, and
-everything if a rank does not see rank 0's disk, is gathered by rank 0, one tensor at a time.
+another's tensors. The file is byte for byte the one that a single rank writes. Rank 0 gathers
+tensors that are sharded otherwise, or all if a rank does not see rank 0's disk, one at a time.
 """
 
 from __future__ import annotations
@@ -21,99 +21,122 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from prime_rl.trainer import parallel
-from prime_rl.trainer.place import Place
+from prime_rl.trainer.rank import Rank
 from prime_rl.weights.tensors import NAMES
 
 BLOCK = 1 << 20
-"""Elements rounded, fetched from a device and written at a time: 4 MiB of float32."""
+"""Elements that are rounded, copied to the host and written at a time: 4 MiB of float32."""
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor's place in the file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    start: int
-    """In bytes, from the file's beginning."""
-
-
-@dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """Where everything lies in a file."""
 
     header: bytes
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, tuple[torch.dtype, int]]
+    """Type of each tensor, and where it begins, in bytes from the header's end."""
     size: int
     """Of the whole file, in bytes."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run of a tensor's elements, in row-major order."""
+
+    values: Tensor
+    """[elements]"""
+    start: int
+    """How many come before them."""
+
+
+def own_part(tensor: Tensor) -> Part | None:
+    """The part of the whole that this rank writes: every element is in one rank's part. Rank 0
+    writes a tensor that all hold; replicas of a shard divide it among themselves.
+
+    None, on every rank, for a tensor whose shards are not runs of elements: it has to be gathered.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        values = tensor.reshape(-1)
+        return Part(values if parallel.rank() == 0 else values[:0], 0)
+    placements, mesh = tensor.placements, tensor.device_mesh
+    shards = [p for p in placements if type(p) is not Replicate]
+    by_rows = not shards or (len(shards) == 1 and type(shards[0]) is Shard and shards[0].dim == 0)
+    if not by_rows or mesh.size() != parallel.num_ranks():
+        return None
+    rows, values = max((1, *tensor.shape[:1])), tensor.to_local().reshape(-1)
+    start, replica, replicas = 0, 0, 1
+    place = mesh.get_coordinate() or ()
+    for placement, size, index in zip(placements, mesh.shape, place, strict=True):
+        if type(placement) is Replicate:
+            replica, replicas = replica * size + index, replicas * size
+        else:  # as torch.chunk cuts: the last parts may have fewer rows, or none
+            start = min(index * -(-rows // size), rows) * (tensor.numel() // rows)
+    first, last = (len(values) * n // replicas for n in (replica, replica + 1))
+    return Part(values[first:last], start + first)
 
 
 def lay_out(
     like: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype] | None = None,
     metadata: Mapping[str, str] | None = None,
-) -> Layout:
-    """Tensors of the names, shapes and types of ``like``, one after the other. ``dtypes``: those
-    that are stored in another type than they have."""
+) -> FileLayout:
+    """Tensors with the names, shapes and types of ``like``, one after the other. ``dtypes``: of
+    those that are stored in another type."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     slots, end = {}, 0
     for name, tensor in like.items():
         dtype = (dtypes or {}).get(name, tensor.dtype)
-        slots[name] = Slot(tuple(tensor.shape), dtype, end)
         start, end = end, end + tensor.numel() * dtype.itemsize
+        slots[name] = (dtype, start)
         shape = list(tensor.shape)
         table[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    moved = {n: Slot(s.shape, s.dtype, len(header) + s.start) for n, s in slots.items()}
-    return Layout(header, moved, len(header) + end)
+    return FileLayout(header, slots, len(header) + end)
 
 
 def write_shared(
-    path: Path, layout: Layout, tensors: Mapping[str, Tensor], flush: bool = False
+    path: Path, layout: FileLayout, tensors: Mapping[str, Tensor], flush: bool = False
 ) -> None:
-    """Write a file of this rank's and the other ranks' parts; every rank calls this. ``path``'s
-    folder lies on a disk of rank 0, which need not be there on the others.
+    """Write a file of all ranks' parts; every rank calls this. ``path`` is on a disk of rank 0,
+    which the others need not see.
 
-    ``flush``: what other machines wrote is on the disk when this returns; rank 0's machine can see
-    to its own at any time. Raises ``OSError`` on a rank whose disk refuses, and then
-    ``WeightsError`` on the others.
+    ``flush``: on return, the bytes of other machines are on the disk; rank 0 can flush its own at
+    any time. Raises ``OSError`` on a rank whose disk refuses, and then ``WeightsError`` on the
+    others.
     """
-    # A name that nobody has used: a rank that finds it sees what rank 0 sees.
+    # A rank that finds a file of a new random name sees rank 0's disk, and not one like it.
     mark = parallel.gather(secrets.token_hex(8))[0]
     unfinished = path.with_name(f".{mark}")
     parallel.on_main(partial(_begin, unfinished, layout))
     shared = all(parallel.gather(_is_there(unfinished, layout.size)))
-    parts = {n: parallel.own_part(tensor) if shared else None for n, tensor in tensors.items()}
+    parts = {n: own_part(tensor) if shared else None for n, tensor in tensors.items()}
     own = {name: part for name, part in parts.items() if part is not None}
-    parallel.on_all(partial(_write_parts, unfinished, layout, own, flush and _is_elsewhere()))
+    parallel.on_all(partial(_write_parts, unfinished, layout, own, flush))
     gathered = {name: tensors[name] for name, part in parts.items() if part is None}
     if gathered:
         parallel.stream_to_main(gathered, partial(_write_whole, unfinished, layout, list(gathered)))
     parallel.on_main(partial(unfinished.rename, path))
 
 
-def write_stream(
-    path: Path,
-    like: Mapping[str, Tensor],
-    stream: Iterator[Tensor],
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write a file tensor by tensor, so that no two need to be in memory at once; for one rank.
+def write_stream(path: Path, like: Mapping[str, Tensor], stream: Iterator[Tensor]) -> None:
+    """Write a file tensor by tensor, of which one is in memory at a time; for one rank.
 
-    ``like`` has names, shapes and types in the order in which ``stream`` brings the values.
+    ``like`` has names, shapes and types in the order in which ``stream`` yields the values.
     """
-    layout = lay_out(like, metadata=metadata)
+    layout = lay_out(like)
     _begin(path, layout)
     _write_whole(path, layout, list(like), stream)
 
 
-def _begin(path: Path, layout: Layout) -> None:
-    """The header, and room for the rest. Closed before anybody else opens it: network file systems
-    promise a look at its size only then."""
+def _begin(path: Path, layout: FileLayout) -> None:
+    """The header, and room for the rest. Closed before another rank opens it: network file systems
+    show the right size only then."""
     with path.open("wb") as file:
         file.write(layout.header)
         file.truncate(layout.size)
@@ -126,32 +149,27 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def _is_elsewhere() -> bool:
-    """Whether this is not rank 0's machine. Ranks are numbered machine by machine."""
-    place = Place.of_process()
-    return place.rank != place.local_rank
-
-
-def _write_parts(
-    path: Path, layout: Layout, parts: Mapping[str, parallel.Part], flush: bool
-) -> None:
+def _write_parts(path: Path, layout: FileLayout, parts: Mapping[str, Part], flush: bool) -> None:
     with _opened(path) as file:
         for name, part in parts.items():
-            _put(file, layout.slots[name], part)
-        if flush:
+            _put(file, layout, name, part)
+        rank = Rank.of_process()
+        if flush and rank.number != rank.local:  # not on rank 0's machine: numbers go by machine
             os.fsync(file)
 
 
-def _write_whole(path: Path, layout: Layout, names: list[str], stream: Iterator[Tensor]) -> None:
+def _write_whole(
+    path: Path, layout: FileLayout, names: list[str], stream: Iterator[Tensor]
+) -> None:
     with _opened(path) as file:
         for name, tensor in zip(names, stream, strict=True):
-            _put(file, layout.slots[name], parallel.Part(tensor.reshape(-1), 0))
+            _put(file, layout, name, Part(tensor.reshape(-1), 0))
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """For writing only: of a page that two machines share, a client of a network file system that
-    cannot have read it sends the bytes that were written, and not the page."""
+    """For writing only: a client of a network file system that could read would send whole pages,
+    and overwrite another machine's bytes in a page that both write to."""
     file = os.open(path, os.O_WRONLY)
     try:
         yield file
@@ -159,12 +177,13 @@ def _opened(path: Path) -> Iterator[int]:
         os.close(file)
 
 
-def _put(file: int, slot: Slot, part: parallel.Part) -> None:
+def _put(file: int, layout: FileLayout, name: str, part: Part) -> None:
     """Rounded to nearest, ties to even, as an engine that loads the float32 values rounds them."""
-    offset = slot.start + part.start * slot.dtype.itemsize
+    dtype, start = layout.slots[name]
+    offset = len(layout.header) + start + part.start * dtype.itemsize
     blocks: Sequence[Tensor] = torch.split(part.values, BLOCK) if len(part.values) else ()
     for block in blocks:
-        data = block.to(slot.dtype).cpu().contiguous().view(torch.uint8).numpy().data
-        while len(data):
+        data = block.to(dtype).cpu().contiguous().view(torch.uint8).numpy().data
+        while len(data):  # the system may write less than it is given
             written = os.pwrite(file, data, offset)
             data, offset = data[written:], offset + written

@@ -1,38 +1,67 @@
-"""``[trainer.token_export]``: what the loss saw of every token, for looking into a run.
+"""``[trainer.token_export]``: every token as the loss saw it, for looking into a run.
 
-    <run>/token_exports/step_3/rank_0.jsonl   one object a packed sequence that trains anything
-    <run>/token_exports/step_3/STABLE         last of all: step 3 is whole
+    <run>/token_exports/step_3/rank_0.jsonl   one object per packed sequence that trains anything
+    <run>/token_exports/step_3/STABLE         last of all: step 3 is complete
 
-Null stands for what does not exist: a stream that nobody assigned, a logprob of a token that no
-component trains, a ratio where π is not compared to μ, a number that is not finite. ``is_masked``
-and its two kin come from the losses, which tell by a ``TokenMetric`` of that name (``ref_kl/`` and
-the like before it aside); of a loss that does not tell they are null.
+Null stands for a value that does not exist: a stream that was not assigned, a logprob of a token
+that no component trains, a ratio where π is not compared with μ, a number that is not finite.
+``is_masked``, ``is_masked_high`` and ``is_masked_low`` come from the losses, as a ``TokenMetric``
+of that name (after ``ref_kl/`` and the like); they are null for a loss without one.
+
+Shapes: T = tokens of a micro batch, as it was packed.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from prime_rl.config.trainer import TokenExportConfig
+from prime_rl.plugins.base import TokenMetric
 from prime_rl.rollout import COMPONENTS, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.loss_metrics import Call
-from prime_rl.trainer.row import Row
-from prime_rl.trainer.token_columns import Column, token_columns
-from prime_rl.trainer.token_files import Exported, JsonLines, Parquet, Writer
+from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.weights.versions import STABLE
 from prime_rl.wire.micro_batch import MicroBatch
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
+
+Column: TypeAlias = npt.NDArray[Any]
+Kind: TypeAlias = Literal["int", "bool", "float", "str"]
+
+FACTS: dict[str, Kind] = {
+    **dict.fromkeys(("schema_version", "step", "rank", "micro_step", "micro_sequence_idx"), "int"),
+    "export_sequence_idx": "int",
+    "env_name": "str",
+}
+"""Columns of every sequence, before those of its tokens."""
+MASKS = ("is_masked", "is_masked_high", "is_masked_low")
+RATIOS = ("mismatch_kl", "log_importance_ratio", "importance_ratio", "prob_delta")
+STREAMS = ("rl_weights", "ce_weights", "ref_kl_weights")
+COLUMNS: dict[str, Kind] = {
+    "token_ids": "int",
+    "position_ids": "int",
+    "loss_mask": "bool",
+    **dict.fromkeys(("advantages", "inference_logprobs", "trainer_logprobs", "entropy"), "float"),
+    **dict.fromkeys(RATIOS, "float"),
+    **dict.fromkeys(MASKS, "bool"),
+    **dict.fromkeys(STREAMS, "float"),
+}
+"""Columns of every token, in order; a float that is not finite, as a bool too, is null."""
 
 
 def make_token_export(config: TokenExportConfig, run_dir: Path) -> TokenExport | None:
@@ -48,24 +77,22 @@ class TokenExport:
     directory: Path
 
     def begin(self, step: int) -> StepExport | None:
-        """A step's file, made anew; None: it is not this step's turn."""
+        """A step's file, made anew; None: the step is not exported."""
         if step % self.config.interval:
             return None
-        rank = parallel.rank()
-        directory = self.directory / f"step_{step}"
-        if rank == 0:  # what an earlier attempt may have left
-            shutil.rmtree(directory, ignore_errors=True)
-        parallel.barrier()
+        rank, directory = parallel.rank(), self.directory / f"step_{step}"
+        # An earlier attempt at the step may have left files, of this rank or another.
+        parallel.on_main(partial(shutil.rmtree, directory, ignore_errors=True))
         return StepExport(step, rank, directory / f"rank_{rank}.{self.config.format}")
 
 
 class StepExport:
-    """The export of one step. If the disk refuses it is left out, and the run goes on."""
+    """The export of one step. It is left out if the disk refuses, and the run goes on."""
 
     def __init__(self, step: int, rank: int, path: Path) -> None:
         self.step, self.rank, self.path = step, rank, path
-        self._writer: Writer
-        self._refused: str | None = None
+        self._writer: JsonLines | Parquet
+        self._error: str | None = None
         self._micro_step = 0
         self._num_sequences = 0
         self._try(self._open)
@@ -73,27 +100,46 @@ class StepExport:
     def add(
         self,
         micro_batch: MicroBatch,
-        row: Row,
+        row: PackedRow,
         logprobs: Tensor,
         entropies: Tensor,
         calls: Sequence[Call],
     ) -> None:
-        """One micro batch."""
+        """Export the sequences of one micro batch that have a member of any component."""
         columns = token_columns(micro_batch, row, logprobs, entropies, calls)
-        exported = self._select(micro_batch, columns)
+        lists = {
+            name: None if column is None else _nullable(column, COLUMNS[name])
+            for name, column in columns.items()
+        }
+        member = np.logical_or.reduce([members(micro_batch, name) for name in COMPONENTS])
+        bounds = np.cumsum([0, *micro_batch.sequence_lengths]).tolist()
+        chosen = np.flatnonzero(np.logical_or.reduceat(member, bounds[:-1])).tolist()
+        rows = []
+        for number, index in enumerate(chosen, self._num_sequences):
+            facts = {
+                "schema_version": SCHEMA_VERSION,
+                "step": self.step,
+                "rank": self.rank,
+                "micro_step": self._micro_step,
+                "micro_sequence_idx": index,
+                "export_sequence_idx": number,
+                "env_name": micro_batch.envs[micro_batch.env_ids[index]],
+            }
+            own = slice(bounds[index], bounds[index + 1])
+            rows.append(facts | {name: v and v[own] for name, v in lists.items()})
         self._micro_step += 1
-        self._num_sequences += len(exported.facts)
-        self._try(lambda: self._writer.write(exported))
+        self._num_sequences += len(rows)
+        self._try(lambda: self._writer.write(rows))
 
     def finish(self) -> None:
-        """Close the file, and mark the step as whole once every rank has."""
+        """Close the file, and mark the step as complete once every rank has."""
         self._try(lambda: self._writer.close())
-        refused = [each for each in parallel.gather(self._refused) if each is not None]
-        if self.rank == 0 and not refused:
-            self._try(lambda: (self.path.parent / STABLE).touch())
-            refused = [each for each in (self._refused,) if each is not None]
-        if self.rank == 0 and refused:
-            logger.error("step %d: no token export, the run goes on: %s", self.step, refused[0])
+        errors = [each for each in parallel.gather(self._error) if each is not None]
+        if self.rank == 0 and not errors:
+            self._try((self.path.parent / STABLE).touch)
+            errors = [self._error] if self._error else []
+        if self.rank == 0 and errors:
+            logger.error("step %d: no token export, the run goes on: %s", self.step, errors[0])
             shutil.rmtree(self.path.parent, ignore_errors=True)
 
     def _open(self) -> None:
@@ -103,31 +149,107 @@ class StepExport:
     def _try(self, action: Callable[[], object]) -> None:
         """Nothing more once the disk has refused."""
         try:
-            if self._refused is None:
+            if self._error is None:
                 action()
         except OSError as error:
-            self._refused = f"cannot write {self.path}: {error}"
+            self._error = f"cannot write {self.path}: {error}"
 
-    def _select(self, micro_batch: MicroBatch, columns: Mapping[str, Column | None]) -> Exported:
-        """The sequences with a member of any component."""
-        lengths = micro_batch.sequence_lengths.astype(np.int64)
-        member = np.logical_or.reduce([members(micro_batch, name) for name in COMPONENTS])
-        chosen = np.logical_or.reduceat(member, np.cumsum(lengths) - lengths)
-        tokens = np.repeat(chosen, lengths)
-        facts = [
-            {
-                "schema_version": SCHEMA_VERSION,
-                "step": self.step,
-                "rank": self.rank,
-                "micro_step": self._micro_step,
-                "micro_sequence_idx": index,
-                "export_sequence_idx": self._num_sequences + number,
-                "env_name": micro_batch.envs[micro_batch.env_ids[index]],
-            }
-            for number, index in enumerate(np.flatnonzero(chosen).tolist())
-        ]
-        return Exported(
-            facts,
-            {name: None if c is None else c[tokens] for name, c in columns.items()},
-            [0, *np.cumsum(lengths[chosen]).tolist()],
-        )
+
+def token_columns(
+    micro_batch: MicroBatch,
+    row: PackedRow,
+    logprobs: Tensor,
+    entropies: Tensor,
+    calls: Sequence[Call],
+) -> dict[str, Column | None]:
+    """[T] of each of ``COLUMNS``, in the micro batch's own order."""
+    targets = row.targets.cpu().numpy()
+    trainer = _only(logprobs, targets)
+    own = {"trainer_logprobs": trainer, "entropy": _only(entropies, targets)}
+    if len(row.ratio_tokens):
+        inference = _only(row.inference_logprobs, row.ratio_tokens)
+        log_ratio = trainer - inference
+        with np.errstate(over="ignore", invalid="ignore"):
+            ratio, difference = np.exp(log_ratio), np.exp(trainer) - np.exp(inference)
+            mismatch_kl = np.expm1(log_ratio) - log_ratio
+        own |= zip(RATIOS, (mismatch_kl, log_ratio, ratio, difference), strict=True)
+    own |= _masks(calls, len(trainer))
+    found: dict[str, Column | None] = {name: getattr(micro_batch, name, None) for name in COLUMNS}
+    for name, column in own.items():  # they are in the row's order
+        found[name] = packed = np.empty_like(column)
+        packed[row.origins] = column
+    return found
+
+
+def _only(column: Tensor, tokens: Column) -> Column:
+    """NaN for all other tokens."""
+    kept = np.full(len(column), np.nan)
+    kept[tokens] = column.cpu().numpy()[tokens]
+    return kept
+
+
+def _masks(calls: Sequence[Call], num_tokens: int) -> dict[str, Column]:
+    """1.0, 0.0, or NaN for tokens without a loss that reports one; 1.0 if any loss reports it."""
+    masks: dict[str, Column] = {}
+    for call in calls:
+        for name, metric in call.outputs.metrics.items():
+            field = name.rpartition("/")[2]
+            if field in MASKS and isinstance(metric, TokenMetric):
+                found = metric.values.detach().float().where(metric.mask, np.nan).cpu().numpy()
+                column = masks.setdefault(field, np.full(num_tokens, np.nan))
+                part = column[call.start : call.start + len(found)]
+                np.fmax(part, found, out=part)
+    return masks
+
+
+def _nullable(column: Column, kind: Kind) -> list[Any]:
+    """With None for numbers that are not finite, and bools from 0.0 and 1.0."""
+    missing = ~np.isfinite(column)
+    values = (column == 1 if kind == "bool" else column).astype(object)
+    values[missing] = None
+    found: list[Any] = values.tolist()
+    return found
+
+
+class JsonLines:
+    """One object per sequence. Opened for each micro batch, so that no file stays open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.touch()
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append the sequences."""
+        with self.path.open("ab") as file:
+            file.write(msgspec.json.Encoder().encode_lines(rows))
+
+    def close(self) -> None:
+        """No file is open."""
+
+
+class Parquet:
+    """One row per sequence and a list for each token column, written when the step is done."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._arrow: Any = importlib.import_module("pyarrow")
+        importlib.import_module("pyarrow.parquet")
+        types = {
+            "int": self._arrow.int64(),
+            "bool": self._arrow.bool_(),
+            "float": self._arrow.float32(),
+            "str": self._arrow.string(),
+        }
+        facts = [(name, types[kind]) for name, kind in FACTS.items()]
+        lists = [(name, self._arrow.list_(types[kind])) for name, kind in COLUMNS.items()]
+        self._schema = self._arrow.schema(facts + lists)
+        self._batches: list[Any] = []
+
+    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the sequences until the step is done."""
+        self._batches.append(self._arrow.RecordBatch.from_pylist(rows, self._schema))
+
+    def close(self) -> None:
+        """Write all sequences."""
+        table = self._arrow.Table.from_batches(self._batches, self._schema)
+        self._arrow.parquet.write_table(table, self.path)

@@ -1,4 +1,4 @@
-"""Tensors by the names and types of safetensors, as files and weight transports have them."""
+"""Names and types of tensors in safetensors, as files and weight transports use them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By safetensors' names."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def header_of(tensors: Mapping[str, Tensor], rounded: Mapping[str, torch.dtype]) -> Header:
-    """The header of ``tensors``, whole ones or shards; ``rounded``: those sent in another type."""
+    """The header of whole tensors or shards; ``rounded``: types of those sent in another type."""
     return [
         TensorInfo(name, NAMES[rounded.get(name, tensor.dtype)], list(tensor.shape))
         for name, tensor in tensors.items()

@@ -17,7 +17,7 @@ STABLE = "STABLE"
 MEMORY = "MEMORY"
 """Marker file of a version that the trainer keeps in memory for a weight transport."""
 MEETING = "meeting.json"
-"""Beside it: what the two parts of the transport have agreed on for this version."""
+"""Beside it: what the two ends of the transport have agreed on for this version."""
 FILES_WANTED = "FILES_WANTED"
 """Marker file in ``broadcasts``: asks the trainer to write the current version as files."""
 
@@ -42,19 +42,14 @@ def has_files(directory: Path) -> bool:
     return any(directory.glob("*.safetensors"))
 
 
-def from_memory(directory: Path) -> bool:
-    """Whether a version was announced in memory; its files may have been written since."""
-    return (directory / MEMORY).exists()
-
-
 def only_in_memory(directory: Path) -> bool:
-    """Whether a version waits in the trainer's memory and has no files."""
-    return from_memory(directory) and not has_files(directory)
+    """Whether a version waits in the trainer's memory. Its files may be written later."""
+    return (directory / MEMORY).exists() and not has_files(directory)
 
 
 def want_files(broadcasts: Path) -> None:
     """Ask the trainer to write the current version as files: it does so between steps."""
-    with suppress(OSError):  # a full disk: the caller polls and asks again
+    with suppress(OSError):  # the caller polls and asks again
         (broadcasts / FILES_WANTED).touch()
 
 

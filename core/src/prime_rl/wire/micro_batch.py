@@ -6,8 +6,8 @@ A frame holds one rank's micro batches of one optimizer step::
     ...
 
 Columns are raw little-endian buffers, 8-byte aligned, that the receiver maps without a Python
-object per token. An rl batch ships four bytes of token id, four of logprob, four of advantage and
-one bit of mask: 12.125 bytes a token, plus ten bytes a sequence.
+object per token. An rl batch has four bytes of token id, four of logprob, four of advantage and
+one bit of mask: 12.125 bytes per token, plus ten bytes per sequence.
 
 Shapes: T = tokens of the row, S = its sequences.
 """
@@ -15,7 +15,7 @@ Shapes: T = tokens of the row, S = its sequences.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ _DTYPES: dict[str, str] = {
 
 @dataclass(slots=True, eq=False)
 class MicroBatch:
-    """Sequences laid end to end: each attends only within itself, and positions restart."""
+    """Sequences end to end: each attends only within itself, and positions restart."""
 
     token_ids: IntColumn
     """[T]"""
@@ -123,28 +123,27 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
     rows, buffers = [], []
     for micro_batch in micro_batches:
         micro_batch.check()
-        columns = [(name, _to_bytes(name, column)) for name, column in _columns(micro_batch)]
-        buffers += [data for _, data in columns]
-        rows.append(
-            _Row(
-                len(micro_batch),
-                micro_batch.num_sequences,
-                micro_batch.envs,
-                [_Column(name, len(data)) for name, data in columns],
-            )
-        )
+        columns = []
+        for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
+            if (column := getattr(micro_batch, name)) is not None:
+                is_mask = name == "loss_mask"
+                data = np.packbits(column) if is_mask else np.asarray(column, _DTYPES[name])
+                buffers.append(data.tobytes())
+                columns.append(_Column(name, data.nbytes))
+        num_tokens, num_sequences = len(micro_batch), micro_batch.num_sequences
+        rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
     header = msgspec.msgpack.encode(_Header(step, rows))
     parts = [_PREFIX.pack(MAGIC, WIRE_VERSION, len(header)), header]
     parts.append(_padding(_PREFIX.size + len(header)))
-    for data in buffers:
-        parts += [data, _padding(len(data))]
+    for buffer in buffers:
+        parts += [buffer, _padding(len(buffer))]
     return b"".join(parts)
 
 
 def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
-    """The step and its micro batches; columns but the mask are read-only views into ``frame``.
+    """The step and its micro batches, whose columns (without the mask) are read-only views.
 
-    Raises ``WireError`` if the frame is truncated, foreign or of another version.
+    Raises ``WireError`` if the frame is truncated, not one of ours or of another version.
     """
     view = memoryview(frame).cast("B")
     header, offset = _read_header(view)
@@ -164,18 +163,6 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
     if offset != len(view):
         raise WireError(f"micro batch frame should end at byte {offset}, it has {len(view)}")
     return header.step, rows
-
-
-def _columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
-    for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
-        if (column := getattr(micro_batch, name)) is not None:
-            yield name, column
-
-
-def _to_bytes(name: str, column: npt.NDArray[Any]) -> bytes:
-    if name == "loss_mask":
-        return np.packbits(column).tobytes()
-    return np.ascontiguousarray(column, _DTYPES[name]).tobytes()
 
 
 def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:

@@ -1,12 +1,9 @@
-"""How frames reach the trainer's ranks: over sockets or through files.
+"""Transport of frames to the trainer's ranks: over sockets or as files.
 
     sender (orchestrator) --one frame per rank and step--> receiver (each trainer rank)
 
 Both transports keep the order, drop nothing, and make the sender wait while ``hwm`` batches are
-unread. ZMQ bounds the bytes in flight, not the batches, so the receiver acknowledges each frame
-with an empty one.
-
-A frame without rows ends the run early: the previous step was the last.
+unread. A frame without rows ends the run early: the previous step was the last.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,17 +23,16 @@ if TYPE_CHECKING:
     import zmq
     import zmq.asyncio
 
-DISK_WAITS: Sequence[float] = (1, 2, 5, 10, 20, *[30] * 18)
-"""Seconds between attempts at a disk that refuses what a run cannot do without: ten minutes."""
 POLL_SECONDS = 0.01
-"""How often a file transport looks again."""
+"""Between two looks of the file transport."""
 
 
 class Sender(Protocol):
     """The orchestrator's end."""
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        """Send one frame per rank; waits while ``hwm`` batches are unread."""
+        """Send one frame per rank; waits while ``hwm`` batches are unread. Raises ``WireError`` if
+        a disk refuses."""
 
     async def drain(self) -> None:
         """Wait until every rank has read all its frames."""
@@ -92,16 +87,12 @@ def _check_num_frames(step: int, frames: Sequence[bytes], num_ranks: int) -> Non
         )
 
 
-@dataclass
-class _Lane:
-    """The socket to one rank, and the number of its unread frames."""
-
-    socket: zmq.asyncio.Socket
-    unread: int = 0
-
-
 class ZmqSender:
-    """Binds one port per rank. ``send`` waits for a rank that has not connected yet."""
+    """Binds one port per rank. ``send`` waits for a rank that has not connected yet.
+
+    ZMQ bounds the bytes in flight and not the batches, so the receiver acknowledges each frame with
+    an empty one.
+    """
 
     def __init__(self, launch: Launch) -> None:
         import zmq
@@ -109,7 +100,8 @@ class ZmqSender:
 
         self.hwm = launch.transport_hwm
         self._context = zmq.asyncio.Context()
-        self._lanes: list[_Lane] = []
+        self._sockets: list[zmq.asyncio.Socket] = []
+        self._unread = [0] * len(launch.transport_ports)
         for port in launch.transport_ports:
             socket = self._context.socket(zmq.DEALER)
             socket.linger = 0
@@ -123,27 +115,26 @@ class ZmqSender:
                     f"cannot send micro batches from {address}: {error}. "
                     "Leave rollout_transport.port out to get a free port."
                 ) from error
-            self._lanes.append(_Lane(socket))
+            self._sockets.append(socket)
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        """See ``Sender.send``."""
-        _check_num_frames(step, frames, len(self._lanes))
-        for lane, frame in zip(self._lanes, frames, strict=True):
-            while lane.unread >= self.hwm:
-                await lane.socket.recv()
-                lane.unread -= 1
-            await lane.socket.send(frame, copy=False)
-            lane.unread += 1
+        _check_num_frames(step, frames, len(self._sockets))
+        for rank, frame in enumerate(frames):
+            await self._wait(rank, self.hwm - 1)
+            await self._sockets[rank].send(frame, copy=False)
+            self._unread[rank] += 1
 
     async def drain(self) -> None:
-        """See ``Sender.drain``."""
-        for lane in self._lanes:
-            while lane.unread:
-                await lane.socket.recv()
-                lane.unread -= 1
+        for rank in range(len(self._sockets)):
+            await self._wait(rank, 0)
+
+    async def _wait(self, rank: int, unread: int) -> None:
+        """Until the rank has at most ``unread`` frames to read."""
+        while self._unread[rank] > unread:
+            await self._sockets[rank].recv()
+            self._unread[rank] -= 1
 
     def close(self) -> None:
-        """See ``Sender.close``."""
         self._context.destroy(linger=0)
 
 
@@ -159,15 +150,13 @@ class ZmqReceiver:
         self._socket.connect(f"tcp://{host}:{port}")
 
     def receive(self, timeout: float) -> memoryview | None:
-        """See ``Receiver.receive``. The frame stays in ZMQ's buffer and is not copied."""
         if not self._socket.poll(int(timeout * 1000)):
             return None
-        frame = self._socket.recv(copy=False)
+        frame = self._socket.recv(copy=False)  # a view of ZMQ's buffer
         self._socket.send(b"")
         return frame.buffer
 
     def close(self) -> None:
-        """See ``Receiver.close``."""
         self._context.destroy(linger=0)
 
 
@@ -181,7 +170,6 @@ class FileSender:
         directory.mkdir(parents=True, exist_ok=True)
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        """See ``Sender.send``. Raises ``WireError`` if the disk refuses."""
         _check_num_frames(step, frames, self.num_ranks)
         while len(_steps(self.directory)) >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
@@ -198,7 +186,6 @@ class FileSender:
             ) from error
 
     async def drain(self) -> None:
-        """See ``Sender.drain``."""
         while _steps(self.directory):
             await asyncio.sleep(POLL_SECONDS)
 
@@ -214,26 +201,22 @@ class FileReceiver:
         self.rank = rank
 
     def receive(self, timeout: float) -> memoryview | None:
-        """See ``Receiver.receive``."""
         deadline = time.monotonic() + timeout
         while True:
             for step in _steps(self.directory):
                 path = _frame_path(self.directory / f"step_{step}", self.rank)
                 if path.exists():
-                    return self._take(path)
+                    frame = path.read_bytes()
+                    path.unlink()
+                    with suppress(OSError):  # another rank's frame is in it, or it is removed
+                        path.parent.rmdir()
+                    return memoryview(frame)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """Nothing to release."""
-
-    def _take(self, path: Path) -> memoryview:
-        frame = path.read_bytes()
-        path.unlink()
-        with suppress(OSError):  # another rank has an unread frame, or has removed the folder
-            path.parent.rmdir()
-        return memoryview(frame)
 
 
 def _steps(directory: Path) -> list[int]:

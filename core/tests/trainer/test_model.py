@@ -1,9 +1,12 @@
-"""Recomputing and compiling blocks changes memory and speed, and no number."""
+"""The policy from its folder; its blocks recomputed or compiled give the same numbers."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,19 +15,21 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
-from prime_rl import ConfigError
+from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer import attention, blocks
-from prime_rl.trainer.blocks import check_compiler, prepare_blocks
-from prime_rl.trainer.model import Policy
-from prime_rl.trainer.row import Row, make_row
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import Status
+from prime_rl.trainer import attention
+from prime_rl.trainer import model as module
+from prime_rl.trainer.model import Policy, check_compiler, load_model, model_folder, prepare_blocks
+from prime_rl.trainer.packed_row import PackedRow, make_row
 
 CPU = torch.device("cpu")
 MakeModel = Callable[..., PreTrainedModel]
 
 
 @pytest.fixture
-def rows(pack: Any, random_documents: Any) -> list[Row]:
+def rows(pack: Any, random_documents: Any) -> list[PackedRow]:
     """Of unlike documents, and one with a shared prompt."""
     first, second = random_documents([9, 9, 5]), random_documents([12, 7, 3, 3])
     shared = [[1, 2, 3, 4], [1, 2, 3, 5, 6]]
@@ -38,7 +43,7 @@ def restore_attention() -> Any:
     attention.register()
 
 
-def gradients(model: PreTrainedModel, rows: list[Row], **settings: Any) -> list[Tensor]:
+def gradients(model: PreTrainedModel, rows: list[PackedRow], **settings: Any) -> list[Tensor]:
     """Summed over the rows."""
     config = TrainerConfig(device="cpu", **settings)
     policy = Policy(model, config)
@@ -50,21 +55,23 @@ def gradients(model: PreTrainedModel, rows: list[Row], **settings: Any) -> list[
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_recomputed_gradients_are_the_same_bit_for_bit(
-    make_model: MakeModel, rows: list[Row], every: int
+    make_model: MakeModel, rows: list[PackedRow], every: int
 ) -> None:
     expected = gradients(make_model(num_hidden_layers=3), rows)
     found = gradients(make_model(num_hidden_layers=3), rows, activation_checkpointing=every)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_under_autocast_too(make_model: MakeModel, rows: list[Row]) -> None:
+def test_under_autocast_too(make_model: MakeModel, rows: list[PackedRow]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = gradients(make_model().float(), rows)
         found = gradients(make_model().float(), rows, activation_checkpointing=1)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_recomputed_blocks_keep_their_input_alone(make_model: MakeModel, rows: list[Row]) -> None:
+def test_recomputed_blocks_keep_their_input_alone(
+    make_model: MakeModel, rows: list[PackedRow]
+) -> None:
     def saved(every: int) -> int:
         """Bytes that a forward pass keeps, weights included."""
         sizes: list[int] = []
@@ -92,9 +99,9 @@ def test_names_of_weights_stay(make_model: MakeModel) -> None:
     assert list(model.state_dict()) == names
 
 
-def test_preparing_twice_does_it_once(make_model: MakeModel, rows: list[Row]) -> None:
+def test_preparing_twice_does_it_once(make_model: MakeModel, rows: list[PackedRow]) -> None:
     model, calls = make_model(num_hidden_layers=1), []
-    block = blocks.decoder_blocks(model)[0]
+    block = model.model.layers[0]
     block.register_forward_pre_hook(lambda *_: calls.append("outer"))
     block.get_submodule("mlp").register_forward_pre_hook(lambda *_: calls.append("inner"))
     for _ in range(2):
@@ -107,12 +114,12 @@ def test_preparing_twice_does_it_once(make_model: MakeModel, rows: list[Row]) ->
 @pytest.mark.filterwarnings("default")  # the compiler's own
 @pytest.mark.usefixtures("restore_attention")
 def test_compiled_blocks_give_the_same_gradients(
-    make_model: MakeModel, rows: list[Row], monkeypatch: pytest.MonkeyPatch
+    make_model: MakeModel, rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputed, too. For rows of other documents nothing is compiled again."""
     expected = gradients(make_model(num_hidden_layers=1).float(), rows)
     counting = CompileCounterWithBackend("inductor")
-    monkeypatch.setattr(blocks.torch, "compile", partial(torch.compile, backend=counting))
+    monkeypatch.setattr(module.torch, "compile", partial(torch.compile, backend=counting))
     torch._dynamo.reset()
     model = make_model(num_hidden_layers=1).float()
     settings = {"compile": True, "activation_checkpointing": 1}
@@ -125,7 +132,7 @@ def test_compiled_blocks_give_the_same_gradients(
 
 
 def test_no_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"trainer\.compile needs a C\+\+ compiler on the path"):
         check_compiler(CPU)
 
@@ -133,8 +140,8 @@ def test_no_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_triton_is_said_before_training(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "find_spec", lambda name: None)
-    monkeypatch.setattr(blocks.shutil, "which", lambda name: "/usr/bin/c++")
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: "/usr/bin/c++")
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):
         check_compiler(torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):  # not there yet
@@ -147,3 +154,67 @@ def test_a_model_without_blocks_is_refused(make_model: MakeModel) -> None:
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM does not say which modules"):
         prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+
+
+def make_launch(model_path: str, wait_for_model: bool = False) -> Launch:
+    return Launch(
+        model_path=model_path,
+        wait_for_model=wait_for_model,
+        served_model_name="",
+        engine_urls=[],
+        transport_type="zmq",
+        transport_host="",
+        transport_ports=[],
+    )
+
+
+def test_a_plain_folder_is_not_waited_for(model_dir: Path) -> None:
+    assert not (model_dir / ".ready").exists()
+    assert model_folder(make_launch(str(model_dir)), Status(None)) == model_dir
+
+
+def test_a_folder_in_the_making_is_waited_for(tmp_path: Path) -> None:
+    status, folder = Status(None), tmp_path / "policy"
+
+    def finish() -> None:
+        while status.last.waiting_for != "model folder policy":
+            time.sleep(0.005)
+        folder.mkdir()
+        (folder / ".ready").touch()
+
+    maker = threading.Thread(target=finish)
+    maker.start()
+    assert model_folder(make_launch(str(folder), wait_for_model=True), status) == folder
+    maker.join()
+
+
+def test_a_folder_that_is_not_there_is_named() -> None:
+    with pytest.raises(WeightsError, match=r"folder nowhere/nothing is not there"):
+        model_folder(make_launch("nowhere/nothing"), Status(None))
+
+
+def test_a_folder_that_lacks_weights_is_refused(model_dir: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = model_dir / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"lacks 1 of the policy's weights.*model\.norm\.weight"):
+        load_model(model_dir, TrainerConfig(device="cpu"))
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="cannot load the policy from"):
+        load_model(tmp_path, TrainerConfig(device="cpu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        load_model(model_dir, TrainerConfig(device="cuda"))
+
+
+def test_weights_stay_in_single_precision_under_autocast(model_dir: Path) -> None:
+    model = load_model(model_dir, TrainerConfig(device="cpu", dtype="bfloat16"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -21,12 +21,13 @@ from prime_rl.model_files import ModelFiles
 from prime_rl.rundir.checkpoints import finished, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore
+from prime_rl.trainer.export import export
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.lora import block_linears
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.row import make_row
-from prime_rl.trainer.weights import Publisher, export
+from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.publish import Publisher
 from prime_rl.wire import MicroBatch, encode_batch
 
 LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")

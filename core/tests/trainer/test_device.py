@@ -1,10 +1,10 @@
-"""What moves to the host and back. The host stands in for both: there is no GPU in these tests."""
+"""Offloading to the host and back. The host stands in for the GPU in these tests."""
 
 import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.offload import HOST, Offload, moving_state
+from prime_rl.trainer.device import HOST, Offload, moving_state
 
 
 def trained(**options):

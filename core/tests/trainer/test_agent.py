@@ -1,4 +1,4 @@
-"""The agent of several ranks: nobody outlives it, and what fails is named.
+"""The agent of several ranks: no rank outlives it, and the failed rank is named.
 
 Ranks that only wait stand in for the trainer's.
 """
@@ -24,7 +24,7 @@ from prime_rl.run.commands import trainer_command
 from prime_rl.rundir.control import exists
 from prime_rl.rundir.launch import Launch
 from prime_rl.trainer import agent
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.rank import STORE, Rank
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -96,7 +96,7 @@ def test_of_ranks_that_fail_together_the_one_that_was_killed_is_named(
 
 
 def exited(*codes: int | None) -> list[Any]:
-    """Stand-ins for ranks; None: it goes on."""
+    """Stand-ins for ranks; None: still running."""
     return [SimpleNamespace(poll=lambda code=code: code) for code in codes]
 
 
@@ -110,24 +110,24 @@ def exited(*codes: int | None) -> list[Any]:
         ((0, None, 0), "trainer rank 0 is done, and rank 1 does not end"),
     ],
 )
-def test_whom_the_agent_names(
+def test_the_rank_that_the_agent_names(
     codes: tuple[int | None, ...],
     said: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of several that end: who was told to, who failed first, who left the others alone."""
+    """Of several: the one that a signal ended, that failed first, that does not end."""
     monkeypatch.setattr(agent, "LINGER_SECONDS", 0.0)
     assert agent._watch(exited(*codes), lambda: False) == 1
     assert capsys.readouterr().err == f"{said}\n"
 
 
-def test_ranks_that_end_because_the_agent_was_told_to_have_not_failed() -> None:
-    told = iter([False, True])
-    assert agent._watch(exited(143, 143), lambda: next(told)) == 0
+def test_ranks_that_end_after_a_signal_to_the_agent_have_not_failed() -> None:
+    stopped = iter([False, True])
+    assert agent._watch(exited(143, 143), lambda: next(stopped)) == 0
 
 
-def test_an_agent_that_is_killed_takes_its_ranks_along(ranks: tuple) -> None:
+def test_ranks_end_when_their_agent_is_killed(ranks: tuple) -> None:
     process, pids = ranks
     process.kill()
     process.wait()
@@ -195,19 +195,19 @@ def test_arguments_that_do_not_fit_together(
     assert reason in capsys.readouterr().err
 
 
-def test_a_process_learns_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_reads_its_rank_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", STORE):
         monkeypatch.delenv(name, raising=False)
-    assert Place.of_process() == Place(0, 1, 0)
+    assert Rank.of_process() == Rank(0, 1, 0)
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert Place.of_process() == Place(5, 8, 1)
+    assert Rank.of_process() == Rank(5, 8, 1)
 
 
-def test_ranks_that_are_not_as_many_as_planned_are_refused() -> None:
-    Place(1, 2, 1).check(2)
+def test_another_number_of_ranks_than_planned_is_refused() -> None:
+    Rank(1, 2, 1).check(2)
     with pytest.raises(ConfigError) as caught:
-        Place().check(2)
+        Rank().check(2)
     assert str(caught.value) == (
         "the trainer was started with 1 ranks, configs/launch.json says 2. Start it by: "
         "python -m prime_rl.trainer.agent RUN_DIR --ranks 2"

@@ -1,4 +1,4 @@
-"""Whatever stands off the mask, and whatever ratio a dropped token has: never in loss or gradient.
+"""No value off the mask, and no ratio of a dropped token, reaches loss or gradient.
 
 Here for the fixed components; the rl losses' plugins do the same for theirs.
 """
@@ -70,8 +70,8 @@ def test_a_token_that_ref_kl_drops_trains_by_the_penalty_alone(gap: float, mu: f
 
 
 def test_a_row_whose_other_tokens_have_no_logprob_backpropagates_zeros(pack: Any) -> None:
-    from prime_rl.trainer.counts import count_members
-    from prime_rl.trainer.row import make_row
+    from prime_rl.trainer.loss import count_members
+    from prime_rl.trainer.packed_row import make_row
 
     micro_batch = pack(
         [[1, 2, 3]], prompt=3, ce_weights=[0, 1, 0], rl_weights=[0] * 3, advantages=[0] * 3

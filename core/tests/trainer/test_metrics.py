@@ -1,4 +1,4 @@
-"""A step's metrics by hand, and over two real ranks the same as over one."""
+"""A step's metrics worked out manually; two real ranks report the same as one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ import pytest
 import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl.trainer.counts import Counts, count_members
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.metrics import StepMetrics, console_line, disk_metrics
-from prime_rl.trainer.reduction import statistics
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.loss import Counts, count_members, row_loss
+from prime_rl.trainer.metrics import StepMetrics, console_line, disk_metrics, statistics
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
 
 
 class Gradient(Loss):
-    """-A * t over the member tokens; says how large the credit was."""
+    """-A * t over the member tokens; reports the size of the credit."""
 
     name = "gradient"
     token_wise = True
@@ -76,8 +74,8 @@ def observe(numbers: list[int], counts: Counts) -> StepMetrics:
         logprobs = -1 + 0.1 * (number + 1) * places
         loss = row_loss(row, logprobs, Gradient(PluginConfig()), counts)
         metrics.observe(row, logprobs, number + places / 10, loss)
-        metrics.add_max("peak", float(number))
-        metrics.add_sum("rows", 1.0)
+        metrics.add_max("peak", torch.tensor(float(number)))
+        metrics.add_sum("rows", torch.tensor(1.0))
     return metrics
 
 
@@ -89,7 +87,7 @@ def flat(by_env: dict[str, list[float]]) -> list[float]:
     return [value for values in by_env.values() for value in values]
 
 
-def test_two_envs_two_algorithms_and_unequal_lengths_by_hand() -> None:
+def test_metrics_of_two_envs_two_algorithms_and_unequal_lengths() -> None:
     found = observe([0, 1, 2, 3], count_members(rows_of_the_step())).result()
     # Sampled tokens that train, as (row, place): row 0 has a at 1-3 and b at 5-6, row 1 has b at
     # 1-5, row 2 has a at 1-2 (rl) and c at 4 (ce), row 3 none.
@@ -99,9 +97,9 @@ def test_two_envs_two_algorithms_and_unequal_lengths_by_hand() -> None:
     gaps = {"a": [k3(0.1 * (r + 1) * p) for r, p in a], "b": [k3(0.1 * (r + 1) * p) for r, p in b]}
     for name, by_env in (("entropy", entropy), ("mismatch_kl", gaps)):
         for env, values in {**by_env, "all": flat(by_env)}.items():
-            told = {key: found.pop(f"{name}/{env}/{key}") for key in ("mean", "median", "std")}
-            told |= {key: found.pop(f"{name}/{env}/{key}") for key in ("min", "max")}
-            assert told == pytest.approx({
+            seen = {key: found.pop(f"{name}/{env}/{key}") for key in ("mean", "median", "std")}
+            seen |= {key: found.pop(f"{name}/{env}/{key}") for key in ("min", "max")}
+            assert seen == pytest.approx({
                 "mean": np.mean(values), "median": np.median(values), "std": np.std(values),
                 "min": min(values), "max": max(values),
             }, abs=1e-5)  # fmt: skip
@@ -131,7 +129,7 @@ SPLITS = [[[0, 1], [2, 3]], [[3], [2, 0, 1]]]
 """Rows by rank: other envs and components on each; one rank with nothing that trains."""
 
 
-def test_two_ranks_tell_what_one_tells(tmp_path: Path) -> None:
+def test_two_ranks_report_the_same_as_one(tmp_path: Path) -> None:
     """Real processes over gloo."""
     import warm
     from waiting import LIMIT  # the ranks run this file outside of pytest

@@ -1,9 +1,9 @@
 """Which tokens of a row the model has to compute, and where each target finds its hidden state.
 
-Rollouts of one group start from the same prompt, and a hidden state depends on nothing but the
-tokens up to it. So a prompt that several sequences share is computed once, their continuations
-attend to it, and its gradient is the sum over all of them: the same numbers for less work. Nor is a
-sequence's last token computed, because nothing follows it, nor a sequence that trains nothing.
+Rollouts of one group start from the same prompt, and a hidden state depends only on the tokens up
+to it. So a prompt that several sequences share is computed once, their continuations attend to it,
+and its gradient is the sum over all of them: the same numbers for less work. A sequence's last
+token, which predicts nothing, and a sequence that trains nothing are not computed.
 
     row        prompt aaa | prompt bb | prompt cccc | other dd
     computed   prompt | other d | ccc | aa | b           (blocks, then what continues the first)
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.trainer.attention import Continuation, Documents
-from prime_rl.trainer.transfer import to_device
+from prime_rl.trainer.device import to_device
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Block: TypeAlias = tuple[int, list[int]]
@@ -64,7 +64,12 @@ def shared_layout(
     starts = np.cumsum(lengths) - lengths
     owners = sequence_ids[targets]
     before = targets - 1 - starts[owners]  # [N] the position that predicts each target
-    blocks, tails = _plan(token_ids, starts, _first_and_last(before, owners, len(lengths)))
+    # [S], [S] the first and the last position of each sequence that predicts a target; -1: none
+    first = np.full(len(lengths), np.iinfo(np.int64).max)
+    last = np.full(len(lengths), -1)
+    np.minimum.at(first, owners, before)
+    np.maximum.at(last, owners, before)
+    blocks, tails = _plan(token_ids, starts, first, last)
     rows: list[Ints] = []  # which tokens of the row are computed, in order
     head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
     split = np.zeros(len(lengths), np.int64)  # [S] ... for positions before this one,
@@ -82,14 +87,8 @@ def shared_layout(
             keys += [head[sequence] + np.arange(prefix), offset + np.arange(length)]
             split[sequence], tail[sequence] = prefix, offset - prefix
             offset += length
-        continuations.append(
-            Continuation(
-                len(keys) // 2,
-                length,
-                prefix + length,
-                to_device(np.concatenate(keys), np.int64, device),
-            )
-        )
+        key_index = to_device(np.concatenate(keys), np.int64, device)
+        continuations.append(Continuation(len(keys) // 2, length, prefix + length, key_index))
     chosen = np.concatenate(rows)
     sources = before + np.where(before < split[owners], head[owners], tail[owners])
     return Layout(
@@ -100,24 +99,11 @@ def shared_layout(
     )
 
 
-def _first_and_last(before: Ints, owners: Ints, num_sequences: int) -> tuple[Ints, Ints]:
-    """[S], [S] the first and the last position of each sequence that predicts a target; -1:
-    none."""
-    first = np.full(num_sequences, np.iinfo(np.int64).max)
-    last = np.full(num_sequences, -1)
-    np.minimum.at(first, owners, before)
-    np.maximum.at(last, owners, before)
-    return first, last
+def _plan(token_ids: Ints, starts: Ints, first: Ints, last: Ints) -> tuple[list[Block], list[Tail]]:
+    """Blocks and tails, longest first so that neighbors of equal length share a call.
 
-
-def _plan(
-    token_ids: Ints, starts: Ints, reach: tuple[Ints, Ints]
-) -> tuple[list[Block], list[Tail]]:
-    """Blocks and tails, longest first so that neighbours of equal length share a call.
-
-    A prompt reaches up to the first position that predicts a target, that one included.
+    A prompt ends with the first position that predicts a target.
     """
-    first, last = reach
     by_prompt: dict[bytes, list[int]] = {}
     for sequence in np.flatnonzero(last >= 0).tolist():
         start = starts[sequence]

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, in few bytes, and nothing else is taken for a frame."""
+"""Frames round-trip in few bytes, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_any_mix_of_streams_survives_the_wire(step: int, rows: list[MicroBatch])
         assert_equal(row, got)
 
 
-def test_plain_grpo_costs_at_most_thirteen_bytes_a_token() -> None:
+def test_plain_grpo_costs_at_most_thirteen_bytes_per_token() -> None:
     rows = [make_micro_batch([128] * 16, seed=seed) for seed in range(4)]  # 64 of 64 + 64
     num_bytes, num_tokens = len(encode_batch(1, rows)), 64 * 128
     # 12.125 a token; 10 a sequence of 128 tokens; headers and alignment
@@ -127,7 +127,7 @@ def test_a_frame_with_a_flipped_byte_raises_nothing_but_wire_errors(data: st.Dat
         decode_batch(bytes(frame))
 
 
-def test_messages_say_what_was_found() -> None:
+def test_errors_name_the_found_value() -> None:
     frame = encode_batch(3, [make_micro_batch([3])])
     with pytest.raises(WireError, match="starts with b'PK"):
         decode_batch(b"PK\x03\x04" + frame[4:])
@@ -137,7 +137,7 @@ def test_messages_say_what_was_found() -> None:
         decode_batch(frame[:5])
 
 
-def test_columns_that_do_not_line_up_never_leave() -> None:
+def test_columns_that_do_not_align_are_not_sent() -> None:
     row = make_micro_batch([3, 2])
     row.advantages = np.zeros(4, np.float32)
     with pytest.raises(StreamError, match=r"'advantages'.*got shape \(4,\), expected \(5,\)"):
@@ -151,7 +151,7 @@ def test_columns_that_do_not_line_up_never_leave() -> None:
         encode_batch(1, [row])
 
 
-def test_decoded_columns_are_views_and_cost_no_object_a_token() -> None:
+def test_decoded_columns_are_views_and_cost_no_object_per_token() -> None:
     frame = encode_batch(1, [make_micro_batch([1000] * 1000, {"advantages", "rl_weights"})])
     whole = np.frombuffer(frame, np.uint8)
     tracemalloc.start()

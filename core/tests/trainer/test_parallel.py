@@ -1,4 +1,4 @@
-"""What ranks tell one another, as far as one process can see it; ``test_ranks.py`` has the rest."""
+"""The exchange between ranks, as one process sees it; ``test_ranks.py`` has the rest."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer import counts, parallel
+from prime_rl.trainer import parallel
 from prime_rl.trainer.__main__ import set_up_logging
-from prime_rl.trainer.model import choose_device
-from prime_rl.trainer.place import STORE, Place
+from prime_rl.trainer.device import choose_device
+from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.trainer.tensor_file import write_stream
 
 CPU = torch.device("cpu")
@@ -88,14 +88,14 @@ def test_a_gathering_that_fails_is_not_tried_again(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_stops_rank_0_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def told(said: object) -> None:
+    def others_say(said: object) -> None:
         monkeypatch.setattr(parallel, "gather", lambda value, group: [said, value])
 
     monkeypatch.setattr(parallel, "rank", lambda: 1)
-    told([True, "disk full"])
+    others_say([True, "disk full"])
     with pytest.raises(WeightsError, match="disk full"):
         parallel.on_main(lambda: pytest.fail("rank 1 must not act"))
-    told([False, "no such key"])  # nothing that trying again could mend
+    others_say([False, "no such key"])  # a retry would not fix it
     with pytest.raises(RuntimeError, match="rank 0: no such key"):
         parallel.on_main(lambda: pytest.fail("rank 1 must not act"))
 
@@ -121,46 +121,36 @@ def test_a_full_disk_is_not_tried_again_when_another_rank_is_broken(
 
 
 @pytest.mark.parametrize(
-    ("error", "is_told"),
+    ("error", "sent"),
     [(OSError("full"), [True, "full"]), (KeyError("a"), [False, "'a'"])],
 )
-def test_rank_0_tells_the_others_whatever_has_stopped_it(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, is_told: list[object]
+def test_rank_0_sends_its_error_to_the_others(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, sent: list[object]
 ) -> None:
-    told: list[object] = []
+    seen: list[object] = []
 
     def fail() -> None:
         raise error
 
     def gather(value: object, group: object) -> list[object]:
-        told.append(value)
+        seen.append(value)
         return [value]
 
     monkeypatch.setattr(parallel, "gather", gather)
     with pytest.raises(type(error)):
         parallel.on_main(fail)
-    assert told == [is_told]
+    assert seen == [sent]
 
 
-def test_one_rank_alone_gathers_itself_and_waits_for_nobody() -> None:
+def test_a_single_rank_gathers_its_own_value_without_waiting() -> None:
     assert not parallel.several_ranks()
     assert (parallel.rank(), parallel.num_ranks()) == (0, 1)
     assert parallel.gather({"a": 1}) == [{"a": 1}]
-    parallel.barrier()
     done: list[int] = []
     parallel.on_main(lambda: done.append(1))
     assert done == [1]
-    with parallel.joined(Place(), CPU):
+    with parallel.joined(Rank(), CPU):
         assert not parallel.several_ranks()
-
-
-def test_counts_of_ranks_with_other_envs_add_up() -> None:
-    first = counts.Counts(("a", "b"), np.array([[1, 2], [0, 0], [3, 0]]), 10)
-    second = counts.Counts(("b", "c"), np.array([[5, 0], [0, 7], [0, 0]]), 20)
-    both = counts._add([first, second])
-    assert (both.envs, both.num_tokens) == (("a", "b", "c"), 30)
-    assert both.table.tolist() == [[1, 7, 0], [0, 0, 7], [3, 0, 0]]
-    assert both.of_env("rl", "b") == 7
 
 
 @pytest.mark.parametrize("ranks", [3, 1])
@@ -176,10 +166,10 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(ranks: int) -> None:
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert choose_device("auto", Place(0, 2, 0)) == torch.device("cuda", 0)
-    assert choose_device("cpu", Place(1, 2, 1)) == CPU
+    assert choose_device("auto", Rank(0, 2, 0)) == torch.device("cuda", 0)
+    assert choose_device("cpu", Rank(1, 2, 1)) == CPU
     with pytest.raises(ConfigError) as caught:
-        choose_device("auto", Place(1, 2, 1))
+        choose_device("auto", Rank(1, 2, 1))
     assert str(caught.value).startswith(
         "rank 1 of 2 is number 1 on its machine, where torch sees 1 GPUs: ranks cannot share one."
     )
@@ -190,24 +180,24 @@ def test_a_model_without_blocks_is_not_sharded() -> None:
         parallel.shard(nn.Linear(2, 2), {"Block"}, CPU, replicas=1)
 
 
-@pytest.mark.parametrize(("rank", "told"), [(0, ["of all", "its own"]), (1, ["its own"])])
-def test_other_ranks_leave_to_rank_0_what_all_do(
-    rank: int, told: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+@pytest.mark.parametrize(("rank", "seen"), [(0, ["of all", "its own"]), (1, ["its own"])])
+def test_other_ranks_do_not_log_what_all_ranks_do(
+    rank: int, seen: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(logging, "root", logging.RootLogger(logging.WARNING))
-    set_up_logging("info", Place(rank, 2, rank))
+    set_up_logging("info", Rank(rank, 2, rank))
     for name, message in (("prime_rl.trainer.loop", "of all"), ("prime_rl.trainer", "its own")):
         record = logging.LogRecord(name, logging.INFO, "", 0, message, None, None)
         for handler in logging.root.handlers:
             handler.handle(record)
     lines = capsys.readouterr().err.splitlines()
-    assert [line.rpartition(": ")[2] for line in lines] == told
+    assert [line.rpartition(": ")[2] for line in lines] == seen
     assert all(line.startswith("[rank 1] ") == (rank == 1) for line in lines)
 
 
-def test_ranks_of_one_machine_wait_for_one_that_is_slow_to_come(
+def test_ranks_of_one_machine_wait_for_a_slow_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store's own patience is five minutes: less than a large model takes from a slow disk."""
+    """The store's default of five minutes is too short for a large model on a slow disk."""
     monkeypatch.setattr(os, "environ", dict(os.environ) | {STORE: str(tmp_path / "store")})
-    assert parallel._local_store(Place(0, 2)).timeout == parallel.TIMEOUT
+    assert parallel._local_store(Rank(0, 2)).timeout == parallel.TIMEOUT

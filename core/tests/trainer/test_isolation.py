@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import NormalizeBy
-from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.row import make_row
+from prime_rl.trainer.loss import count_members, row_loss
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")

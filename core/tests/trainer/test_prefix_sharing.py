@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from prime_rl.trainer.attention import NAMES
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.row import Row, make_row
+from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -108,8 +108,8 @@ def models() -> Any:
     return [build(), build(use_sliding_window=True, sliding_window=3, max_window_layers=0)]
 
 
-def outcome(model: Any, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
-    """log π by the row's order, and the gradient of a loss that tells every target apart."""
+def outcome(model: Any, row: PackedRow) -> tuple[torch.Tensor, torch.Tensor]:
+    """log π by the row's order, and the gradient of a loss with another weight for every target."""
     logprobs, _ = token_logprobs(model, row)
     scale = torch.linspace(0.5, 2.0, len(logprobs), dtype=logprobs.dtype)
     torch.autograd.backward((logprobs * scale).sum())
@@ -127,5 +127,5 @@ def test_sharing_changes_neither_values_nor_gradients(
     plain = outcome(model, make_row(batch, CPU, share=False))
     shared = outcome(model, make_row(batch, CPU, share=True))
     for a, b in zip(plain, shared, strict=True):
-        # The model's norms compute in single precision whatever the weights are.
+        # The model's norms compute in single precision for any weights.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Steps that go wrong: skipped, explained, and not without end."""
+"""Bad steps are skipped, explained and limited; slow steps are reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer.guards import SlowSteps, worst_samples
+from prime_rl.trainer.diagnostics import SlowSteps, worst_samples
 from prime_rl.trainer.loop import Trainer
 
 
@@ -66,7 +66,7 @@ def test_a_bad_step_is_skipped_and_names_env_and_sample(
     assert "version 2 has the weights of version 1" in said
 
 
-def test_bad_steps_in_a_row_end_the_run_and_a_good_one_between_forgives(
+def test_bad_steps_in_a_row_end_the_run_and_a_good_step_resets_their_number(
     trainer: Trainer, pack: Any
 ) -> None:
     good = [pack([[1, 2, 3, 4]])]
@@ -91,23 +91,28 @@ def test_the_worst_sample_comes_first_with_its_figures(trainer: Trainer, pack: A
     assert worst[1].advantage == 7 and worst[0].num_tokens == 3
 
 
-def test_a_step_of_ten_times_the_median_says_where_the_time_went() -> None:
+def test_a_step_of_ten_times_the_median_says_where_the_time_went(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     slow = SlowSteps()
 
-    def step(number: int, waited: float, trained: float) -> str | None:
+    def step(number: int, waited: float, trained: float, saving: float = 0.0) -> None:
         parts = {"time/wait_for_batch": waited, "time/forward_backward": trained}
-        return slow.observe(number, parts | {"time/step": waited + trained})
+        slow.observe(number, parts | {"time/step": waited + trained}, saving)
 
-    assert step(1, 90.0, 1.0) is None  # nothing to compare with yet
-    assert [step(n, 0.5, 0.5) for n in range(2, 7)] == [None] * 5
-    assert step(7, 8.0, 1.0) is None
-    assert step(8, 29.0, 1.0) == (
-        "step 8 took 30.0 s, the median is 1.0 s: 29.0 s waiting for the orchestrator's batch, "
-        "1.0 s forward and backward, 0.0 s publishing the weights, 0.0 s handing over a checkpoint"
-    )
+    step(1, 90.0, 1.0)  # nothing to compare with yet
+    for number in range(2, 7):
+        step(number, 0.5, 0.5)
+    step(7, 8.0, 1.0)
+    assert not caplog.records
+    step(8, 27.0, 1.0, saving=2.0)
+    assert caplog.messages == [
+        "step 8 took 30.0 s, the median is 1.0 s: 27.0 s waiting for the orchestrator's batch, "
+        "2.0 s handing over a checkpoint, 1.0 s forward and backward, 0.0 s publishing the weights"
+    ]
 
 
-def test_a_batch_that_does_not_come_is_told_of_once_while_it_is_awaited(
+def test_a_missing_batch_is_reported_once_while_it_is_awaited(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = SlowSteps()

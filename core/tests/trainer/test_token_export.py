@@ -1,4 +1,4 @@
-"""The token export, read back: numbers by hand, both formats, and nothing where it is off."""
+"""The token export, read back in both formats; nothing if it is off."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl.config.trainer import TokenExportConfig, TrainerConfig
-from prime_rl.trainer.counts import count_members
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.loss import row_loss
-from prime_rl.trainer.row import make_row
-from prime_rl.trainer.token_export import make_token_export
-from prime_rl.trainer.token_files import JsonLines
+from prime_rl.trainer.loss import count_members, row_loss
+from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.token_export import JsonLines, make_token_export
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -36,7 +34,7 @@ FIELDS = [
 
 
 class Masking(Loss):
-    """Drops what has grown likelier under a positive advantage, and says so; nothing about lows."""
+    """Drops tokens that grew likelier under a positive advantage, and reports no lows."""
 
     name = "masking"
     token_wise = True
@@ -45,9 +43,9 @@ class Masking(Loss):
         grown = inputs.trainer_logprobs.detach() > inputs.inference_logprobs
         dropped = inputs.loss_mask & grown & (inputs.advantages > 0)
         loss = torch.where(inputs.loss_mask & ~dropped, -inputs.trainer_logprobs, 0.0).sum()
-        told = {"is_masked": dropped, "is_masked_high": dropped}
+        reported = {"is_masked": dropped, "is_masked_high": dropped}
         return LossOutputs(
-            loss, {name: TokenMetric(d.float(), inputs.loss_mask) for name, d in told.items()}
+            loss, {name: TokenMetric(d.float(), inputs.loss_mask) for name, d in reported.items()}
         )
 
 
@@ -58,7 +56,7 @@ class OneByOne(Masking):
 
 
 class Silent(Masking):
-    """Tells nothing."""
+    """Reports nothing."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         return LossOutputs(super().__call__(inputs).loss, {})
@@ -123,7 +121,7 @@ def rounded(values: list[Any] | None) -> list[Any] | None:
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 @pytest.mark.parametrize("rl", [Masking, OneByOne])
-def test_every_field_by_hand(format: str, rl: type[Loss], tmp_path: Path, pack: Any) -> None:
+def test_every_field(format: str, rl: type[Loss], tmp_path: Path, pack: Any) -> None:
     if format == "parquet":
         pytest.importorskip("pyarrow")
     rows = export(tmp_path, [mixed(pack)] * 2, [LOGPROBS] * 2, [ENTROPIES] * 2, rl, format=format)
@@ -153,7 +151,7 @@ def test_every_field_by_hand(format: str, rl: type[Loss], tmp_path: Path, pack: 
         "prob_delta": [None, up["delta"], down["delta"]],
         "is_masked": [None, True, False],
         "is_masked_high": [None, True, False],
-        "is_masked_low": None,  # this loss does not tell
+        "is_masked_low": None,  # this loss does not report it
         "rl_weights": [0, 1, 1],
         "ce_weights": [0, 0, 0],
         "ref_kl_weights": [0, 0, 0],
@@ -265,7 +263,7 @@ def test_a_step_done_again_starts_anew_and_one_that_trains_nothing_is_empty(
     assert (tmp_path / "token_exports/step_1/STABLE").exists()
 
 
-def test_a_disk_that_refuses_costs_the_export_of_that_step_and_not_the_run(
+def test_a_full_disk_costs_the_export_of_that_step_and_not_the_run(
     make_trainer: Callable[..., Trainer],
     tmp_path: Path,
     pack: Any,

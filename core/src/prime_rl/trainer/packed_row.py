@@ -1,7 +1,6 @@
 """A micro batch as tensors on the device, with what each token is for.
 
-Sequences are laid out by length, longest first: neighbours of equal length share one attention
-call.
+Sequences are sorted by length, longest first: neighbors of equal length share one attention call.
 
 Shapes: T = tokens of the row, S = its sequences, N = its targets.
 """
@@ -19,8 +18,8 @@ from torch import Tensor
 from prime_rl.errors import StreamError
 from prime_rl.plugins.base import LossComponent
 from prime_rl.rollout import COMPONENTS, members, missing_stream
-from prime_rl.trainer.layout import Layout, plain_layout, shared_layout
-from prime_rl.trainer.transfer import to_device
+from prime_rl.trainer.device import to_device
+from prime_rl.trainer.prefix_sharing import Layout, plain_layout, shared_layout
 from prime_rl.wire.micro_batch import MicroBatch
 
 
@@ -37,7 +36,7 @@ class Component:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class PackedRow:
     """One packed row, ready for the model."""
 
     layout: Layout
@@ -47,9 +46,9 @@ class Row:
     token_ids: Tensor
     """[T] int64"""
     sequence_ids: Tensor
-    """[T] int64: which document a token belongs to."""
+    """[T] int64: the sequence of each token."""
     targets: Tensor
-    """[N] int64: members of some component, but for a document's first token."""
+    """[N] int64: members of any component, without first tokens, which nothing predicts."""
     temperatures: Tensor | None
     """[N] of the targets; None: all are 1.0."""
     inference_logprobs: Tensor
@@ -58,29 +57,32 @@ class Row:
     components: dict[LossComponent, Component]
     """Only those that have members."""
     ratio_tokens: npt.NDArray[np.int64]
-    """On the host: members of rl or ref_kl, which compare π to μ."""
+    """On the host: members of rl or ref_kl, which compare π with μ."""
     sampled_tokens: npt.NDArray[np.int64]
     """On the host: the targets that the policy sampled."""
     origins: npt.NDArray[np.int64]
-    """[T] on the host: where each token lies in the micro batch."""
+    """[T] on the host: position of each token in the micro batch."""
     sequence_envs: npt.NDArray[np.int64]
     """[S] on the host: index into ``envs``."""
     env_ids: npt.NDArray[np.int64]
     """[T] the same, of each token."""
     envs: tuple[str, ...]
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.lengths)
 
+def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = True) -> PackedRow:
+    """Sort the sequences by length and move them over; ``share``: compute shared prompts once.
 
-def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = True) -> Row:
-    """Lay the sequences out by length and move them over; ``share``: compute shared prompts once.
-
-    Raises ``StreamError`` if a component has members but not the stream it needs.
+    Raises ``StreamError`` if a component has members but lacks the stream it needs.
     """
-    _check_streams(micro_batch)
-    tokens, order = _by_length(micro_batch)
+    if (missing := missing_stream(micro_batch)) is not None:
+        raise StreamError(
+            f"micro batch: {missing[2]} tokens are members of the {missing[0]} component, but the "
+            f"stream {missing[1]!r} is absent (envs: {', '.join(micro_batch.envs)}). Their "
+            "algorithm has to assign it."
+        )
+    order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
+    bounds = np.cumsum([0, *micro_batch.sequence_lengths])
+    tokens = np.concatenate([np.arange(bounds[each], bounds[each + 1]) for each in order])
     lengths = micro_batch.sequence_lengths[order].astype(np.int64)
     temperatures = np.repeat(micro_batch.temperatures[order], lengths)
     sequence_envs = micro_batch.env_ids[order].astype(np.int64)
@@ -104,7 +106,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
         layout = shared_layout(token_ids, sequence_ids, lengths, targets, device)
     else:
         layout = plain_layout(token_ids, positions, lengths, targets, device)
-    return Row(
+    return PackedRow(
         layout=layout,
         lengths=tuple(lengths.tolist()),
         token_ids=to_device(token_ids, np.int64, device),
@@ -122,20 +124,3 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
         env_ids=np.repeat(sequence_envs, lengths),
         envs=micro_batch.envs,
     )
-
-
-def _by_length(micro_batch: MicroBatch) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Indices of the tokens [T] and of the sequences [S] in the new order."""
-    lengths = micro_batch.sequence_lengths.astype(np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    shift = (np.cumsum(lengths) - lengths)[order] - (np.cumsum(lengths[order]) - lengths[order])
-    return np.arange(len(micro_batch)) + np.repeat(shift, lengths[order]), order
-
-
-def _check_streams(micro_batch: MicroBatch) -> None:
-    if (missing := missing_stream(micro_batch)) is not None:
-        raise StreamError(
-            f"micro batch: {missing[2]} tokens are members of the {missing[0]} component, but the "
-            f"stream {missing[1]!r} is absent (envs: {', '.join(micro_batch.envs)}). Their "
-            "algorithm has to assign it."
-        )

@@ -1,24 +1,25 @@
-"""Versions appear whole, old ones go, and the exported folder loads."""
+"""Versions as files and by a transport, and the exported folder."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from prime_rl import ConfigError, WeightsError
+from prime_rl import Header, TensorInfo, WeightSender, WeightsError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.run.chat_template import ChatTemplate
-from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
-from prime_rl.trainer.model import load_model, model_folder
-from prime_rl.trainer.weights import Publisher, export
+from prime_rl.trainer import publish
+from prime_rl.trainer.export import export
+from prime_rl.trainer.model import load_model
+from prime_rl.trainer.publish import Broadcaster, Publisher
+from prime_rl.weights.versions import FILES_WANTED, MEMORY, has_files
 
 MakeModel = Callable[..., PreTrainedModel]
 
@@ -135,65 +136,89 @@ def test_the_exported_folder_has_the_chat_template_of_the_run(
     assert (tmp_path / "again/chat_template.jinja").read_text() == "the model's own"
 
 
-def make_launch(model_path: str, wait_for_model: bool = False) -> Launch:
-    return Launch(
-        model_path=model_path,
-        wait_for_model=wait_for_model,
-        served_model_name="",
-        engine_urls=[],
-        transport_type="zmq",
-        transport_host="",
-        transport_ports=[],
-    )
+class Sender(WeightSender):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.received: dict[str, Any] = {}
+        self.header: Header = []
+        self.fails = False
+
+    def wait(self, directory: Path, files_wanted: Callable[[], bool]) -> object | None:
+        return None if files_wanted() else {"to": directory.name}
+
+    def send(self, order: object, header: Header, tensors: Iterator[torch.Tensor]) -> None:
+        if self.fails:
+            raise WeightsError("an engine did not come")
+        names = [info.name for info in header]
+        self.header = header
+        self.received = {"order": order, **dict(zip(names, tensors, strict=True))}
 
 
-def test_a_plain_folder_is_not_waited_for(model_dir: Path) -> None:
-    assert not (model_dir / ".ready").exists()
-    assert model_folder(make_launch(str(model_dir)), Status(None)) == model_dir
+@pytest.fixture
+def sender() -> Sender:
+    return Sender()
 
 
-def test_a_folder_in_the_making_is_waited_for(tmp_path: Path) -> None:
-    status, folder = Status(None), tmp_path / "policy"
-
-    def finish() -> None:
-        while status.last.waiting_for != "model folder policy":
-            time.sleep(0.005)
-        folder.mkdir()
-        (folder / ".ready").touch()
-
-    maker = threading.Thread(target=finish)
-    maker.start()
-    assert model_folder(make_launch(str(folder), wait_for_model=True), status) == folder
-    maker.join()
+@pytest.fixture
+def broadcaster(tmp_path: Path, sender: Sender) -> Broadcaster:
+    model: Any = torch.nn.Linear(2, 3)
+    return Broadcaster(model, Publisher(tmp_path, keep=2), sender, Status(None))
 
 
-def test_a_folder_that_is_not_there_is_named() -> None:
-    with pytest.raises(WeightsError, match=r"folder nowhere/nothing is not there"):
-        model_folder(make_launch("nowhere/nothing"), Status(None))
+def test_a_version_is_sent_and_not_written(
+    broadcaster: Broadcaster, sender: Sender, tmp_path: Path
+) -> None:
+    broadcaster.prepare(1, exact=False, last=False)
+    assert (tmp_path / "step_1" / MEMORY).exists()
+    assert broadcaster.size(1) == (6 + 3) * 4 / 2**20
+    broadcaster.pass_on()
+    assert sender.header == [TensorInfo("weight", "F32", [3, 2]), TensorInfo("bias", "F32", [3])]
+    assert sender.received["order"] == {"to": "step_1"}
+    model: Any = broadcaster._model
+    assert torch.equal(sender.received["weight"], model.weight)
+    assert not has_files(tmp_path / "step_1")
 
 
-def test_a_folder_that_lacks_weights_is_refused(model_dir: Path) -> None:
-    from safetensors.torch import save_file
-
-    path = model_dir / "model.safetensors"
-    tensors = load_file(path)
-    del tensors["model.norm.weight"]
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=r"lacks 1 of the policy's weights.*model\.norm\.weight"):
-        load_model(model_dir, TrainerConfig(device="cpu"))
+@pytest.mark.parametrize("kept", [{"exact": True, "last": False}, {"exact": False, "last": True}])
+def test_a_version_that_is_kept_is_written_and_not_sent(
+    broadcaster: Broadcaster, sender: Sender, tmp_path: Path, kept: dict[str, bool]
+) -> None:
+    broadcaster.prepare(1, **kept)
+    assert broadcaster.pass_on() == 0.0
+    assert has_files(tmp_path / "step_1") and not sender.received
 
 
-def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WeightsError, match="cannot load the policy from"):
-        load_model(tmp_path, TrainerConfig(device="cpu"))
+def test_files_are_written_if_an_engine_wants_them(
+    broadcaster: Broadcaster, sender: Sender, tmp_path: Path
+) -> None:
+    broadcaster.prepare(1, exact=False, last=False)
+    (tmp_path / FILES_WANTED).touch()
+    broadcaster.pass_on()
+    assert has_files(tmp_path / "step_1") and not (tmp_path / FILES_WANTED).exists()
+    assert not sender.received
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there_is_refused(model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="torch sees no GPU"):
-        load_model(model_dir, TrainerConfig(device="cuda"))
+def test_files_follow_a_version_that_was_not_delivered(
+    broadcaster: Broadcaster, sender: Sender, tmp_path: Path
+) -> None:
+    sender.fails = True
+    broadcaster.prepare(1, exact=False, last=False)
+    broadcaster.pass_on()
+    assert has_files(tmp_path / "step_1")
 
 
-def test_weights_stay_in_single_precision_whatever_computes(model_dir: Path) -> None:
-    model = load_model(model_dir, TrainerConfig(device="cpu", dtype="bfloat16"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+def test_a_full_disk_delays_a_version_that_waits_in_memory(
+    broadcaster: Broadcaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals, touch = [OSError(28, "No space left on device")], Path.touch
+
+    def refuse_once(path: Path) -> None:
+        if refusals:
+            raise refusals.pop()
+        touch(path)
+
+    monkeypatch.setattr(publish, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(Path, "touch", refuse_once)
+    broadcaster.prepare(1, exact=False, last=False)
+    assert (tmp_path / "step_1" / MEMORY).exists() and not refusals

@@ -1,0 +1,109 @@
+"""The trainer's device: which one, how host arrays get there, and when the trainer holds it."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Iterator, MutableMapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.rank import Rank
+
+HOST = torch.device("cpu")
+
+
+def choose_device(name: Literal["auto", "cpu", "cuda"], rank: Rank | None = None) -> torch.device:
+    """The device of ``rank``. Raises ``ConfigError`` if it has no GPU, or would share one."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.device is 'cuda', but torch sees no GPU. Set it to 'auto' or 'cpu'."
+        )
+    if name == "cpu" or not torch.cuda.is_available():
+        return HOST
+    if rank is None or rank.size == 1:
+        return torch.device("cuda")
+    if rank.local >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {rank.number} of {rank.size} is number {rank.local} on its machine, where "
+            f"torch sees {torch.cuda.device_count()} GPUs: ranks cannot share one. Lower "
+            "trainer.num_ranks, give deployment.trainer_gpus more, or set trainer.device = 'cpu'."
+        )
+    return torch.device("cuda", rank.local)
+
+
+def to_device(column: npt.NDArray[Any], dtype: type, device: torch.device) -> Tensor:
+    """The column as a tensor of ``dtype`` on the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(column, dtype))
+    if device.type != "cuda":
+        return tensor.to(device)
+    # A copy from ordinary memory waits until the device has finished all its work. A copy from
+    # pinned memory is queued, and the host goes on.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory used so far, in GiB: on the device, or by this process on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
+
+
+class Offload:
+    """Colocated with engines: moves model and optimizer state to the device for one step.
+
+        load -> step -> publish -> unload -> the version is announced, and the engines wake
+
+    ``enabled = False``: nothing moves.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, device: torch.device, enabled: bool
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._device, self._enabled = device, enabled
+
+    def load(self) -> float:
+        """Move everything to the device; the seconds it took."""
+        return self._move(self._device)
+
+    def unload(self) -> float:
+        """Move everything to the host and free the device's memory; the seconds it took."""
+        started = time.perf_counter()
+        self._move(HOST)
+        if self._enabled and self._device.type == "cuda":
+            gc.collect()  # graphs in cycles hold activations
+            torch.cuda.empty_cache()  # else the engines cannot allocate what we have freed
+        return time.perf_counter() - started if self._enabled else 0.0
+
+    def _move(self, device: torch.device) -> float:
+        if not self._enabled:
+            return 0.0
+        started = time.perf_counter()
+        self._model.to(device)  # in place: parameters stay the objects that the optimizer knows
+        for state, name in moving_state(self._optimizer):
+            state[name] = state[name].to(device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+
+def moving_state(optimizer: Optimizer) -> Iterator[tuple[MutableMapping[str, Any], str]]:
+    """State tensors that belong on the device of their parameters. The step count belongs there
+    only if the optimizer is fused or capturable."""
+    for group in optimizer.param_groups:
+        with_steps = bool(group.get("fused") or group.get("capturable"))
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                if torch.is_tensor(value) and (with_steps or name != "step"):
+                    yield state, name

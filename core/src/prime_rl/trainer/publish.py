@@ -1,0 +1,279 @@
+"""Versions of the weights for the engines: as files, or by a weight transport.
+
+    <run>/broadcasts/step_3/model.safetensors   written beside, then renamed: whole or not there
+    <run>/broadcasts/step_3/STABLE               last of all: engines may load version 3
+
+    after step n:  files, if due -> metrics -> version n announced -> wait for the engines
+                                                     engines join: send; files wanted: write them
+    waiting for a batch:  files wanted: write them
+
+The trainer goes on when the engines have the version, or can read it. All ranks write the one file
+together (``tensor_file.py``), so no rank holds the whole model. For a transport they gather one
+tensor at a time, and rank 0 sends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from prime_rl.adapter import ADAPTER_WEIGHTS
+from prime_rl.errors import RunError, WeightsError
+from prime_rl.plugins.weight_transports import Header, WeightSender
+from prime_rl.rundir.status import Status
+from prime_rl.trainer import parallel
+from prime_rl.trainer.lora import adapter_tensors, lora_of
+from prime_rl.trainer.tensor_file import lay_out, write_shared
+from prime_rl.weights.tensors import header_of, num_bytes
+from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "model.safetensors"
+RETRY_SECONDS = 10.0
+
+
+def retry(write: Callable[[], object], doing: str, status: Status | None = None) -> None:
+    """Call ``write``, and once more after ``RETRY_SECONDS`` if the disk refuses. Raises its second
+    error. ``doing`` completes "cannot ...".
+
+    ``write`` starts from nothing each time. With several ranks it fails on all or on none, so that
+    all make the second attempt together.
+    """
+    try:
+        write()
+    except (OSError, WeightsError) as error:
+        logger.error("cannot %s, next attempt in %g s: %s", doing, RETRY_SECONDS, error)
+        if status is not None:
+            status.report("waiting", waiting_for=f"disk ({error})")
+        time.sleep(RETRY_SECONDS)
+        write()
+
+
+class Publisher:
+    """Writes versions as files, announces them and keeps the last few."""
+
+    def __init__(
+        self, directory: Path, keep: int, dtype: Literal["float32", "bfloat16"] = "float32"
+    ) -> None:
+        """``dtype``: of the published weights (``trainer.publish_dtype``)."""
+        self.directory = directory
+        self.keep = keep
+        self.dtype = torch.bfloat16 if dtype == "bfloat16" else None
+
+    def path(self, version: int) -> Path:
+        """The folder of a version."""
+        return self.directory / f"step_{version}"
+
+    def write(self, model: PreTrainedModel, version: int, exact: bool = False) -> None:
+        """Write a version without announcing it; every rank calls this. ``exact``: unrounded, as a
+        checkpoint keeps this one. Raises ``WeightsError`` if a disk refuses."""
+        unfinished, final = self.directory / f".step_{version}", self.path(version)
+        with disk_errors(f"write weights version {version}", final):
+            parallel.on_main(partial(clear, unfinished, final))
+            save(model, unfinished, None if exact else self.dtype, flush=exact)
+            parallel.on_main(partial(_put, unfinished, final))
+
+    def size(self, version: int) -> float:
+        """Of a version that is written, in MiB; 0 if this machine does not see it."""
+        return sum(file.stat().st_size for file in self.path(version).glob("*")) / 2**20
+
+    def announce(self, version: int) -> None:
+        """Mark a version as complete, and delete those too old to keep. Rank 0 calls this."""
+        with disk_errors(f"announce weights version {version}", self.path(version)):
+            (self.path(version) / STABLE).touch()
+        for old in self.directory.glob("step_*"):
+            if int(old.name.removeprefix("step_")) <= version - self.keep:
+                shutil.rmtree(old, ignore_errors=True)
+
+
+class Broadcaster:
+    """Brings each version to the engines: by ``sender``, or as files without one."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        publisher: Publisher,
+        sender: WeightSender | None,
+        status: Status,
+    ) -> None:
+        self._model, self._publisher, self._status = model, publisher, status
+        self._sender = sender
+        self._version, self._waits = -1, False
+
+    def prepare(self, version: int, *, exact: bool, last: bool) -> None:
+        """Before a version is announced. ``exact``: a checkpoint will keep its files, unrounded.
+        ``last``: no engine will load it. A version that is written is not sent."""
+        files_only = exact or last or self._sender is None
+        # Rank 0 decides: the file may appear between the looks of two ranks, which would then wait
+        # in different collectives.
+        self._waits = not (files_only or _from_main(self._wanted.exists()))
+        self._version = version
+        if self._waits:
+            mark = partial(parallel.on_main, self._mark)
+            retry(mark, f"publish weights version {version}", self._status)
+        else:
+            self._write_files(exact)
+
+    def size(self, version: int) -> float:
+        """MiB that one engine has to read or receive; 0 if this rank does not know."""
+        if not self._waits:
+            return self._publisher.size(version)
+        return sum(num_bytes(info) for info in self._header()) / 2**20
+
+    def pass_on(self) -> float:
+        """After the announcement: wait until the engines have the version, or can read it; the
+        seconds it took."""
+        start, version, sender = time.perf_counter(), self._version, self._sender
+        if not self._waits or sender is None:
+            return 0.0
+        text = f"engines (to take weights version {version})"
+        self._status.report("waiting", waiting_for=text, step=version)
+        directory, main = self._publisher.path(version), parallel.rank() == 0
+        order = _from_main(sender.wait(directory, self._wanted.exists) if main else None)
+        if order is None or not self._send(sender, order):
+            self._write_files()
+        return time.perf_counter() - start
+
+    def settle(self, *, exact: bool) -> Path:
+        """The version announced last is the run's last: the folder with its files, written if they
+        are missing, or rounded and wanted ``exact``."""
+        if self._waits or (exact and self._publisher.dtype is not None):
+            self._write_files(exact)
+        return self._publisher.path(self._version)
+
+    def all_have(self, batch: bool) -> bool:
+        """While ranks wait for a batch: whether all of them have theirs. Until then files are
+        written if an engine wants them, which takes all ranks."""
+        if self._sender is None or self._version < 0:
+            return batch
+        wanted = parallel.rank() == 0 and self._wanted.exists()
+        answers = parallel.gather([batch, wanted])
+        if answers[0][1]:
+            self._write_files()
+        return all(has for has, _ in answers)
+
+    @property
+    def _wanted(self) -> Path:
+        return self._publisher.directory / FILES_WANTED
+
+    def _mark(self) -> None:
+        directory = self._publisher.path(self._version)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MEMORY).touch()
+
+    def _write_files(self, exact: bool = False) -> None:
+        """Every rank calls this."""
+        write = partial(self._publisher.write, self._model, self._version, exact)
+        retry(write, f"publish weights version {self._version}", self._status)
+        if parallel.rank() == 0:
+            self._wanted.unlink(missing_ok=True)
+
+    def _header(self) -> Header:
+        tensors = published_tensors(self._model)
+        return header_of(tensors, published_dtypes(self._model, tensors, self._publisher.dtype))
+
+    def _send(self, sender: WeightSender, order: object) -> bool:
+        """Whether the engines have the version now."""
+        tensors, version = published_tensors(self._model), self._version
+        # Engines check files before they load them. Those that take tensors one by one cannot.
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors.values()]
+        finite = [t.isfinite().all() for t in local if t.is_floating_point()]
+        if not all(parallel.gather(bool(torch.stack(finite).all()))):
+            raise RunError(f"weights version {version} hold values that are not finite")
+        send = partial(sender.send, order, self._header())
+        self._status.report("broadcasting weights", step=version)
+        try:
+            parallel.stream_to_main(tensors, send, device=sender.device)
+        except (OSError, WeightsError) as error:
+            logger.warning("version %d was not broadcast, its files follow: %s", version, error)
+            return False
+        return True
+
+
+def _from_main(value: object) -> Any:
+    """Rank 0's value, on every rank."""
+    return parallel.gather(value if parallel.rank() == 0 else None)[0]
+
+
+def clear(unfinished: Path, final: Path) -> None:
+    """An empty folder to write into, and nothing in the final place; a version that is announced
+    and lacks its files stays."""
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if not (final / STABLE).exists():
+        shutil.rmtree(final, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+
+
+def _put(unfinished: Path, final: Path) -> None:
+    if not final.exists():
+        unfinished.rename(final)
+        return
+    for file in unfinished.iterdir():
+        file.replace(final / file.name)
+    unfinished.rmdir()
+
+
+def save(
+    model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None, flush: bool = False
+) -> None:
+    """Write the whole model, or the adapter where LoRA trains one; every rank calls this."""
+    lora, tensors = lora_of(model), published_tensors(model)
+    name, metadata = (WEIGHTS, {}) if lora is None else (ADAPTER_WEIGHTS, lora.metadata)
+    layout = lay_out(tensors, published_dtypes(model, tensors, dtype), metadata)
+    write_shared(directory / name, layout, tensors, flush)
+    if lora is not None:
+        parallel.on_main(partial(lora.write_config, directory))
+
+
+def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The weights by their Hugging Face names, as this rank holds them; a tied head does not appear
+    twice. Where LoRA trains an adapter, that alone, by PEFT's names."""
+    if lora_of(model) is not None:
+        return adapter_tensors(model)
+    tensors: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        # By identity: tied modules hold one parameter, and two empty shards may share an address.
+        tensors.setdefault(id(tensor), (name, tensor))
+    return dict(tensors.values())
+
+
+def published_dtypes(
+    model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, torch.dtype]:
+    """The tensors that are rounded to ``dtype`` for the engines: floats, without what transformers
+    keeps in float32 for every type of model (a router's bias). None of an adapter, which engines
+    add to the base in float32."""
+    if dtype is None or lora_of(model) is not None:
+        return {}
+    kept = [f"*{pattern}*" for pattern in model._keep_in_fp32_modules_strict or ()]
+    return {
+        name: dtype
+        for name, tensor in tensors.items()
+        if tensor.is_floating_point() and not any(fnmatchcase(name, p) for p in kept)
+    }
+
+
+@contextmanager
+def disk_errors(doing: str, path: Path) -> Iterator[None]:
+    """Raises ``WeightsError`` with the space that is left instead of an error of the disk."""
+    try:
+        yield
+    except (OSError, WeightsError) as error:
+        folder = path
+        while not folder.exists():
+            folder = folder.parent
+        free = f"Free there: {shutil.disk_usage(folder).free / 2**30:.2f} GiB."
+        raise WeightsError(f"cannot {doing} to {path}: {error}. {free}") from error

@@ -1,0 +1,40 @@
+"""Which of the trainer's ranks a process is. Importing this brings in no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+
+from prime_rl.errors import ConfigError
+
+STORE = "PRIME_RL_RANKS_STORE"
+"""Environment variable: the file through which the ranks of one machine find one another."""
+
+FAILED, FOLLOWED, ENDED = 1, 3, 128 + signal.SIGTERM
+"""Exit codes of a rank: it failed; it failed after another rank had; it was asked to end."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A process among the ``size`` ranks of the trainer."""
+
+    number: int = 0
+    size: int = 1
+    local: int = 0
+    """Number among the ranks of its machine, and of its GPU there."""
+
+    @classmethod
+    def of_process(cls) -> Rank:
+        """As torchrun, or our agent, sets it in the environment."""
+        number, size, local = (os.environ.get(n) for n in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        return cls(int(number or 0), int(size or 1), int(local or 0))
+
+    def check(self, num_ranks: int) -> None:
+        """Raises ``ConfigError`` unless the launch expects as many ranks."""
+        if self.size != num_ranks:
+            raise ConfigError(
+                f"the trainer was started with {self.size} ranks, configs/launch.json says "
+                f"{num_ranks}. Start it by: python -m prime_rl.trainer.agent RUN_DIR --ranks "
+                f"{num_ranks}"
+            )
