@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from prime_rl.monitor.file import FileMonitor
 from prime_rl.orchestrator.sampler import StandardSampler
-from prime_rl.plugins.base import Monitor, Sampler
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.plugins.launchers import Launcher
+from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.sampler import Sampler
 from prime_rl.run.local import LocalLauncher
 
 

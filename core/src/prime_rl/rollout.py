@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import StreamError
-from prime_rl.plugins.base import LossComponent
 
 FloatColumn: TypeAlias = npt.NDArray[np.float32]
 BoolColumn: TypeAlias = npt.NDArray[np.bool_]
@@ -30,7 +29,9 @@ STREAMS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logp
 """The optional per-token streams. Absent: rl weighs 1.0 on every trainable token, the others
 nothing."""
 
-
+LossComponent = Literal["rl", "ce", "ref_kl"]
+"""The components of the loss. A loss plugin may replace what ``rl`` computes; the others are
+fixed."""
 COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
 
 NEEDS: Mapping[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}

@@ -32,18 +32,13 @@ import pluggy
 if TYPE_CHECKING:
     import typer
 
-    from prime_rl.plugins.base import (
-        Algorithm,
-        Engine,
-        Filter,
-        Loss,
-        ModelMaker,
-        Monitor,
-        RendererOffer,
-        Sampler,
-        Source,
-    )
+    from prime_rl.plugins.algorithm import Algorithm, Filter
+    from prime_rl.plugins.engine import Engine
     from prime_rl.plugins.launchers import Launcher
+    from prime_rl.plugins.loss import Loss
+    from prime_rl.plugins.model import ModelMaker, RendererOffer
+    from prime_rl.plugins.monitor import Monitor
+    from prime_rl.plugins.sampler import Sampler, Source
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
 

@@ -12,24 +12,17 @@ from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
 from prime_rl.errors import ConfigError, PluginError
-from prime_rl.plugins.base import (
-    Algorithm,
-    Engine,
-    Filter,
-    Loss,
-    ModelMaker,
-    Monitor,
-    Offer,
-    PluginConfig,
-    RendererOffer,
-    Sampler,
-)
-from prime_rl.plugins.base import (
-    Source as RolloutSource,
-)
+from prime_rl.plugins.algorithm import Algorithm, Filter
+from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.checks import check_plugin, marked_hooks
+from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.launchers import Launcher
+from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, Source
+from prime_rl.plugins.model import ModelMaker, RendererOffer
+from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.sampler import Sampler
+from prime_rl.plugins.sampler import Source as RolloutSource
 from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)

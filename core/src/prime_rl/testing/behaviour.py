@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from prime_rl.orchestrator.store import read_rollouts, write_rollouts
-from prime_rl.plugins.base import Algorithm, PluginConfig
+from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.rollout import COLUMNS, STREAMS, Group, Rollout
 from prime_rl.testing.host import FakeHost

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.base import Algorithm, Host
+from prime_rl.plugins.algorithm import Algorithm, Host
 from prime_rl.testing import behaviour, gradient, groups, shape
 from prime_rl.testing.host import conformance_host
 from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, promise_of

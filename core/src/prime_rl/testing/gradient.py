@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.plugins.base import Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs
 from prime_rl.rollout import Group, Sample
 from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl.testing.rollouts import tokens_of

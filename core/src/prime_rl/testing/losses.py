@@ -6,7 +6,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from prime_rl.plugins.base import Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs
 from prime_rl.testing.report import Broken, NotApplicable
 
 

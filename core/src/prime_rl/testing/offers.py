@@ -8,8 +8,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prime_rl.plugins.base import Filter, Offer, PluginConfig, SampledEnv, Sampler
+from prime_rl.plugins.algorithm import Filter
+from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.sampler import SampledEnv, Sampler
 from prime_rl.testing import losses
 from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, promise_of
 from prime_rl.testing.rollouts import conformance_group

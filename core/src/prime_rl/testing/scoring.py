@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
-from prime_rl.plugins.base import Algorithm, Host, PluginConfig
+from prime_rl.plugins.algorithm import Algorithm, Host
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.rollout import STREAMS, FloatColumn, Group, Rollout
 from prime_rl.testing.host import FakeHost

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from prime_rl.plugins.base import LossComponent
-from prime_rl.rollout import STREAMS, BoolColumn, Group, Sample
+from prime_rl.rollout import STREAMS, BoolColumn, Group, LossComponent, Sample
 from prime_rl.testing.report import Broken
 from prime_rl.testing.scoring import MIXED, Subject
 

@@ -12,8 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.plugins.base import LossComponent
-from prime_rl.rollout import COMPONENTS, members
+from prime_rl.rollout import COMPONENTS, LossComponent, members
 from prime_rl.trainer import parallel
 from prime_rl.wire.micro_batch import MicroBatch
 

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from prime_rl.config.trainer import NormalizeBy
 from prime_rl.errors import PluginError
-from prime_rl.plugins.base import Loss, LossComponent, LossInputs, LossOutputs, TokenMetric
+from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs, TokenMetric
+from prime_rl.rollout import LossComponent
 from prime_rl.trainer.counts import Counts
 from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
 from prime_rl.trainer.row import Component, Row

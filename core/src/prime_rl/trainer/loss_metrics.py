@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import PluginError
-from prime_rl.plugins.base import LossOutputs, TokenMetric
+from prime_rl.plugins.loss import LossOutputs, TokenMetric
 from prime_rl.trainer.counts import Ints
 from prime_rl.trainer.row import Component, Row
 from prime_rl.trainer.transfer import to_device

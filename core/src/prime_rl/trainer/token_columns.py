@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from prime_rl.plugins.base import TokenMetric
+from prime_rl.plugins.loss import TokenMetric
 from prime_rl.trainer.loss_metrics import Call
 from prime_rl.trainer.row import Row
 from prime_rl.wire.micro_batch import MicroBatch
