@@ -175,8 +175,8 @@ ORCHESTRATOR_SIDE = (
     "testing",
     "defaults.py",
 )
-WITH_TORCH = {"gradient.py", "losses.py"}
-"""Modules of the test kit that check gradients, where torch is there."""
+WITH_TORCH = {"gradient.py"}
+"""The module of the test kit that checks gradients, where torch is installed."""
 
 
 def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:

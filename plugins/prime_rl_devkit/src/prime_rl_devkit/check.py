@@ -17,8 +17,8 @@ from prime_rl.plugins import manager
 from prime_rl.plugins.manager import GROUPS, Hooks, Source, add_entry, installed_entries
 from prime_rl.plugins.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
 from prime_rl.testing.conformance import conformance
-from prime_rl.testing.offers import BY_KIND, check_offer
 from prime_rl.testing.report import Outcome, Report, Status
+from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 HEAVY = ("torch", "transformers", "verifiers", "renderers")
 

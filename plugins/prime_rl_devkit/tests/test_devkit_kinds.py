@@ -7,7 +7,7 @@ import re
 import pytest
 
 from prime_rl import Filter, Loss, LossOutputs, PluginConfig, Sampler, hookimpl
-from prime_rl.testing.offers import BY_KIND, check_offer
+from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 
 class Short(Filter):
