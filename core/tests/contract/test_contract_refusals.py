@@ -125,7 +125,7 @@ def test_a_failing_import(install):
     install("import no_such_thing_at_all")
     assert refusal() == (
         f"{WHO} failed to import: ModuleNotFoundError: No module named 'no_such_thing_at_all'. "
-        "Mend or uninstall demo-plugin, or list 'demo' under plugins.disabled."
+        "Fix or uninstall demo-plugin, or list 'demo' under plugins.disabled."
     )
 
 

@@ -179,7 +179,7 @@ def test_a_path_that_cannot_work_is_refused_with_the_config(
 
 def test_a_module_that_fails_is_told_from_one_that_is_not_there(module: Any) -> None:
     module("import not_installed_anywhere")
-    with pytest.raises(ConfigError, match=r"importing it failed: ModuleNotFoundError: .*Mend it"):
+    with pytest.raises(ConfigError, match=r"importing it failed: ModuleNotFoundError: .*Fix it"):
         custom("my_module.f")
     module("1 / 0")
     with pytest.raises(ConfigError, match=r"'my_module' is there, but .* ZeroDivisionError"):
