@@ -19,7 +19,8 @@ from prime_rl.config.orchestrator import (
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import EnvSettings, check_taskset, find_agents
+from prime_rl.env.episode import EnvSettings
+from prime_rl.env.loading import check_taskset, find_agents
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import PluginConfig
