@@ -1,5 +1,5 @@
-"""Core's own plugins, loaded like any other: the sampler ``standard``, the monitor ``file`` and the
-launcher ``local``."""
+"""Core's own plugin, loaded like any other: sampler ``standard``, monitor ``file``, launcher
+``local``."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from prime_rl.run.local import LocalLauncher
 
 @hookimpl
 def register_samplers() -> list[type[Sampler]]:
-    """Offer ``standard``."""
     return [StandardSampler]
 
 
 @hookimpl
 def register_monitors() -> list[type[Monitor]]:
-    """Offer ``file``."""
     return [FileMonitor]
 
 
 @hookimpl
 def register_launchers() -> list[type[Launcher]]:
-    """Offer ``local``."""
     return [LocalLauncher]

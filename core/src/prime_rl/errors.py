@@ -1,4 +1,4 @@
-"""Every exception the framework raises on purpose.
+"""The exceptions of the framework.
 
 PrimeRLError
 ├── ConfigError     a setting cannot work; names the place and the key
@@ -12,7 +12,7 @@ PrimeRLError
 
 
 class PrimeRLError(Exception):
-    """Base class, so that a caller can catch everything we raise on purpose."""
+    """Base class of every exception that the framework raises on purpose."""
 
 
 class ConfigError(PrimeRLError, ValueError):
@@ -20,7 +20,7 @@ class ConfigError(PrimeRLError, ValueError):
 
 
 class PluginError(PrimeRLError):
-    """A plugin cannot be loaded, or would have been skipped in silence."""
+    """A plugin cannot be loaded, or would be ignored in part."""
 
 
 class StreamError(PrimeRLError, ValueError):
@@ -36,11 +36,11 @@ class EngineError(PrimeRLError):
 
 
 class OverlongError(EngineError):
-    """A sequence is longer than an engine takes."""
+    """A sequence is longer than the engine's limit."""
 
 
 class EngineGone(EngineError):
-    """No answer came: the engine is dead, cut off, or not there yet."""
+    """The engine does not answer: dead, unreachable, or not started yet."""
 
 
 class WeightsError(PrimeRLError):

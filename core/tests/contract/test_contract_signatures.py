@@ -32,7 +32,7 @@ deprecation), remove with the next CONTRACT_VERSION. To write the file:
 """
 
 
-def test_the_public_contract_is_what_was_promised() -> None:
+def test_the_public_contract_matches_its_file() -> None:
     expected, found = GOLDEN.read_text().splitlines(), contract().splitlines()
     changes = list(difflib.unified_diff(expected, found, "promised", "found", lineterm="", n=0))
     assert not changes, "\n".join([WAY_OUT, *changes])
@@ -52,7 +52,7 @@ def test_every_public_name_is_pinned() -> None:
     assert [name for name in SPECS if f"\nhook {name}(" not in text] == []
 
 
-def test_a_changed_signature_is_seen(monkeypatch) -> None:
+def test_a_changed_signature_is_found(monkeypatch) -> None:
     before = contract()
 
     def next_example(self, env: int) -> tuple[int, int]: ...

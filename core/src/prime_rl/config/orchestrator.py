@@ -182,54 +182,47 @@ class EvalEnvConfig(SourceConfig):
 AnyEnv = TypeVar("AnyEnv", EnvConfig, EvalEnvConfig)
 
 
-def with_sampling_of(group: Settings | None, envs: tuple[AnyEnv, ...]) -> tuple[AnyEnv, ...]:
-    """The envs, each ``sampling`` table completed by the group's; None: the group's is invalid.
+class EnvGroup(Settings):
+    """Envs that share a harness and sampling parameters."""
 
-    Done at validation, since ``run.json`` writes every key and hides which ones an env set.
-    """
+    harness: dict[str, Any] | None = None
+    """The verifiers harness where neither the env nor its taskset has one."""
 
-    def completed(env: AnyEnv) -> AnyEnv:
-        if group is None or env.sampling is None:
-            return env
-        own = {key: getattr(env.sampling, key) for key in env.sampling.model_fields_set}
-        return env.model_copy(update={"sampling": group.model_copy(update=own)})
+    @field_validator("env", check_fields=False)
+    @classmethod
+    def _complete(cls, envs: tuple[AnyEnv, ...], info: ValidationInfo) -> tuple[AnyEnv, ...]:
+        """Complete each env's ``sampling`` table by the group's, unless that is invalid.
 
-    return tuple(map(completed, envs))
+        Not later: ``run.json`` writes every key and hides which ones an env set.
+        """
+        group = info.data.get("sampling")
+
+        def completed(env: AnyEnv) -> AnyEnv:
+            if group is None or env.sampling is None:
+                return env
+            own = {key: getattr(env.sampling, key) for key in env.sampling.model_fields_set}
+            return env.model_copy(update={"sampling": group.model_copy(update=own)})
+
+        return tuple(map(completed, envs))
 
 
-class TrainConfig(Settings):
+class TrainConfig(EnvGroup):
     """``[orchestrator.train]``"""
 
     sampling: SamplingConfig = SamplingConfig()
-    harness: dict[str, Any] | None = None
-    """The verifiers harness where neither the env nor its taskset has one."""
     env: tuple[EnvConfig, ...] = ()
 
-    @field_validator("env")
-    @classmethod
-    def _complete(cls, envs: tuple[EnvConfig, ...], info: ValidationInfo) -> tuple[EnvConfig, ...]:
-        return with_sampling_of(info.data.get("sampling"), envs)
 
-
-class EvalConfig(Settings):
+class EvalConfig(EnvGroup):
     """``[orchestrator.eval]``"""
 
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    harness: dict[str, Any] | None = None
-    """The verifiers harness where neither the env nor its taskset has one."""
     skip_first_step: bool = False
     """True: do not evaluate the model that training starts from."""
     max_hold_seconds: PositiveFloat = 300.0
     """Seconds an evaluation between steps may delay new weights, since it measures one version.
     Rollouts unfinished by then are left out and counted."""
     env: tuple[EvalEnvConfig, ...] = ()
-
-    @field_validator("env")
-    @classmethod
-    def _complete(
-        cls, envs: tuple[EvalEnvConfig, ...], info: ValidationInfo
-    ) -> tuple[EvalEnvConfig, ...]:
-        return with_sampling_of(info.data.get("sampling"), envs)
 
 
 class RendererConfig(PluginTable):

@@ -66,6 +66,7 @@ def result_of(
     """The result of one trace; a failed one carries no tokens."""
     info = dict(trace.info)
     versions = info.pop(VERSIONS_KEY, None)
+    index = {id(node): position for position, node in enumerate(trace.nodes)}
     return RolloutResult(
         ok=failure is None,
         reward=trace.reward,
@@ -80,19 +81,11 @@ def result_of(
         status_code=trace.last_error.status_code if failure and trace.last_error else None,
         agent=trace.agent.name,
         trainable=trace.agent.trainable and may_train,
-        branches=[] if failure else branches_of(trace, versions),
+        branches=[] if failure else [branch_tokens(b, index, versions) for b in trace.branches],
         trace=trace,
         timing=timing_of(trace),
         usage=usage_of(trace),
     )
-
-
-def branches_of(
-    trace: Trace, versions: Mapping[str, list[tuple[int, int, int]]] | None
-) -> list[BranchTokens]:
-    """Every root-to-leaf path as aligned columns."""
-    index = {id(node): position for position, node in enumerate(trace.nodes)}
-    return [branch_tokens(branch, index, versions) for branch in trace.branches]
 
 
 def branch_tokens(

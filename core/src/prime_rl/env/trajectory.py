@@ -95,8 +95,9 @@ def _sample(
     )
 
 
-def _content(flags: Sequence[bool | None]) -> npt.NDArray[Any] | None:
+def _content(flags: Sequence[bool | None] | None) -> npt.NDArray[Any] | None:
     """The renderer's attribution. A message without one counts as body as a whole; None: no message
     has one."""
-    known = any(flag is not None for flag in flags)
-    return np.array([flag is not False for flag in flags], np.bool_) if known else None
+    if flags is None or all(flag is None for flag in flags):
+        return None
+    return np.array([flag is not False for flag in flags], np.bool_)

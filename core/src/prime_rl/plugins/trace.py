@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -48,19 +48,21 @@ def _traced(function: Callable[..., Any], line: Callable[[float, str], None]) ->
 
         return wrapper
 
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def awaited(*arguments: Any) -> Any:
+            with _timed(line):
+                return await function(*arguments)
+
+        return awaited
+
     @wraps(function)
     def plain(*arguments: Any) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return _awaited(function(*arguments), line)
         with _timed(line):
             return function(*arguments)
 
     return plain
-
-
-async def _awaited(pending: Awaitable[Any], line: Callable[[float, str], None]) -> Any:
-    with _timed(line):
-        return await pending
 
 
 @contextmanager

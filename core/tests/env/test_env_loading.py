@@ -23,7 +23,7 @@ def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own():
     )
 
 
-def test_an_agent_with_a_model_of_its_own_is_none_of_the_policys():
+def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
     assert environment("propose-solve").agents == ("proposer", "solver")
     fixed = {"model": "other", "sampling": {"temperature": 0.1}}
     assert environment("propose-solve", solver=fixed).agents == ("proposer",)

@@ -95,7 +95,7 @@ def test_columns_of_a_sample():
     assert sample.inference_logprobs.tolist() == pytest.approx([0, 0, -0.2, 0])
 
 
-def test_where_the_renderer_tells_nothing_of_a_message_all_of_it_counts_as_body():
+def test_a_message_without_attribution_counts_as_body():
     def content(flags):
         (sample,) = build_samples([branch(user(0, 1), says(1, 2), is_content=flags)], 1.0)
         return None if sample.is_content is None else sample.is_content.tolist()
@@ -111,7 +111,7 @@ def test_samples_come_in_the_order_of_their_first_turns():
     assert second.token_ids.tolist() == late.token_ids
 
 
-def test_versions_that_nobody_tells_are_no_column():
+def test_versions_that_are_not_reported_have_no_column():
     (sample,) = build_samples([branch(user(0, 1), says(1, 2), policy_versions=None)], 1.0)
     assert sample.policy_versions is None
 
@@ -130,7 +130,7 @@ def test_building_samples_leaves_the_branches_alone():
     assert [each.sampled_mask for each in branches] == [[False, True], [False, True, True]]
 
 
-def test_a_rollout_carries_what_the_episode_came_to():
+def test_a_rollout_has_the_results_of_its_episode():
     result = RolloutResult(
         ok=True, reward=0.5, rewards={"lcs": 0.5}, metrics={"len": 3.0}, info={"k": 1}, num_turns=2,
         is_truncated=True, stop_condition="max_turns", branches=[branch(user(0, 1), says(1, 2))],
