@@ -1,4 +1,4 @@
-"""`[inference]`: engines of the run, or engines elsewhere, never half of each."""
+"""`[inference]`: engines of the run, or running engines, never both."""
 
 import pytest
 from pydantic import ValidationError
@@ -40,7 +40,7 @@ def test_the_error_says_what_a_url_looks_like():
         ({"embedded": {"num_slots": 4}}, "embedded says how to start an engine"),
     ],
 )
-def test_how_to_start_an_engine_is_refused_where_none_is_started(more, said):
+def test_start_settings_are_refused_with_running_engines(more, said):
     with pytest.raises(ValidationError, match=said):
         InferenceConfig(base_url="http://a:1", **more)
 

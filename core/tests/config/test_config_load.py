@@ -1,4 +1,4 @@
-"""TOML files and overrides to a frozen config, or to a line a person can act on."""
+"""TOML files and overrides to a frozen config, or to an error that says what to do."""
 
 import pytest
 

@@ -32,7 +32,7 @@ def test_a_known_name_gives_its_class():
     assert select(ALGORITHM, "rloo", OFFERS, "") is Rloo
 
 
-def test_a_near_miss_is_guessed():
+def test_a_close_name_is_suggested():
     assert message("rlo") == (
         "env 'a': algo: no installed plugin offers the algorithm 'rlo' (installed: rloo). "
         "Did you mean 'rloo'?"
@@ -47,7 +47,7 @@ def test_an_unknown_name_gives_the_package_by_convention():
     )
 
 
-def test_an_index_of_known_packages_knows_better(install):
+def test_an_index_of_known_packages_overrides_the_convention(install):
     install(group="prime_rl.known", plugin="algorithm.opd_x", value="prime_rl_distill_x")
     assert message("opd_x", {}).endswith(
         "(installed: none). Install the package that brings it: pip install prime-rl-distill-x"

@@ -1,4 +1,4 @@
-"""Who plays an env's agents decides what trains."""
+"""Agents of an env: the policy's train, others do not."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
 
 
 @pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
-async def test_a_reference_that_takes_less_than_a_rollout_may_have_is_refused_at_start(takes, fits):
+async def test_a_reference_with_a_shorter_limit_than_a_rollout_is_refused_at_start(takes, fits):
     class Pool:
         where, model, max_model_len = "env 'a': reference", "big", takes
 

@@ -162,7 +162,7 @@ class PairConfig(vf.EnvConfig):
 
 
 class PairEnv(vf.Env[PairConfig]):
-    """Two agents an episode; the asker does not train."""
+    """Two agents per episode; the asker does not train."""
 
     async def setup(self, agents: Any) -> None:
         agents.asker.trainable = False
@@ -348,7 +348,7 @@ async def test_a_malformed_reply(settings: Any, engine: FakeEngine, reply: web.R
     assert result.error
 
 
-async def test_the_engine_s_own_reason_is_passed_on(settings: Any, engine: FakeEngine) -> None:
+async def test_the_reason_of_the_engine_is_in_the_result(settings: Any, engine: FakeEngine) -> None:
     reason = {"error": {"message": "unknown token 999"}}
     engine.reply = lambda body: web.json_response(reason, status=400)
     result = await only(settings(PlainTaskset), engine)
@@ -417,7 +417,7 @@ async def test_cancelling_is_not_a_failure(settings: Any, engine: FakeEngine) ->
 # -- environments with settings of their own ----------------------------------------------
 
 
-async def test_every_seat_of_an_env_runs_here_and_keeps_its_standing(
+async def test_every_seat_of_an_env_runs_here_and_keeps_whether_it_trains(
     settings: Any, engine: FakeEngine
 ) -> None:
     results = await run_first(settings(PlainTaskset, PairEnv, args={"rounds": 2}), engine)

@@ -56,7 +56,7 @@ def test_roles_and_bodies_are_set(folder, tokenizer):
 
 def test_a_renderer_that_does_not_mark_the_assistants_tokens_is_refused(folder):
     rendering = Rendering(folder, config_from_name("default"))
-    with pytest.raises(ConfigError, match="'default' does not tell which tokens"):
+    with pytest.raises(ConfigError, match="'default' does not mark the assistant's tokens"):
         rendering.supervised_sample(CHAT)
 
 

@@ -89,8 +89,8 @@ class Rendering:
         size = len(whole.token_ids)
         if len(whole.sampled_mask) != size:
             raise ConfigError(
-                f"orchestrator.renderer: {self._config.name!r} does not tell which tokens are the "
-                "assistant's, so demonstrations cannot be trained on. Set the renderer of the "
+                f"orchestrator.renderer: {self._config.name!r} does not mark the assistant's "
+                "tokens, so demonstrations cannot be trained on. Set the renderer of the "
                 "model's family."
             )
         mask = np.asarray(whole.sampled_mask, np.bool_)

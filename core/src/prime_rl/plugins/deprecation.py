@@ -63,7 +63,7 @@ def warn_of_deprecated(
             code = inspect.unwrap(implementation).__code__
             warnings.warn_explicit(
                 f"plugin {where}: {what} goes with contract version {each.gone_in}; use "
-                f"{each.instead}. Upgrade the plugin, or tell its author.",
+                f"{each.instead}. Upgrade the plugin, or report it to its author.",
                 FutureWarning,
                 code.co_filename,
                 code.co_firstlineno,

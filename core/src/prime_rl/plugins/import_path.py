@@ -95,7 +95,7 @@ def _import(path: str, module: str) -> Any:
         if absent is not None and f"{module}.".startswith(f"{absent}."):
             raise ConfigError(
                 f"import_path {path!r}: there is no module {absent!r}, neither installed nor in "
-                f"the working directory {here}. Start the run where it lies, or install its "
+                f"the working directory {here}. Start the run in its folder, or install its "
                 "package."
             ) from error
         raise ConfigError(

@@ -32,7 +32,7 @@ REF_KL_MASK_LOW, REF_KL_TAU = 0.2, 1e-3
 
 
 def reference_aligned(subject: Subject) -> None:
-    """A reference logprob belongs to its own token, not to a neighbour's."""
+    """A reference logprob belongs to its own token, not to a neighbor's."""
     before = subject.scored(MIXED[:1])
     if all(sample.ref_logprobs is None for sample in before[0].samples):
         raise NotApplicable("assigns no ref_logprobs")
