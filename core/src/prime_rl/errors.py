@@ -1,14 +1,4 @@
-"""The exceptions of the framework.
-
-PrimeRLError
-├── ConfigError     a setting cannot work; names the place and the key
-├── PluginError     a plugin broke the contract; names the plugin and its distribution
-├── StreamError     a per-token stream does not line up with its tokens
-├── WireError       a frame is truncated, foreign or of another version
-├── EngineError     an inference engine refused or could not be reached
-├── WeightsError    published weights are missing, corrupt or do not fit the model
-└── RunError        the run as a whole cannot go on (a child died, nothing trains)
-"""
+"""The exceptions of the framework: each says when it is raised."""
 
 
 class PrimeRLError(Exception):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl import Algorithm, ConfigError, PluginConfig
-from prime_rl.plugins.manager import Source
+from prime_rl.plugins.manager import Origin
 from prime_rl.plugins.offers import ALGORITHM, KINDS, Offered, select, settings_of
 
 
@@ -19,7 +19,7 @@ class Rloo(Algorithm):
     config_class = RlooConfig
 
 
-OFFERS = {"rloo": Offered(Rloo, Source("rloo", "prime-rl-rloo", "1.0"))}
+OFFERS = {"rloo": Offered(Rloo, Origin("rloo", "prime-rl-rloo", "1.0"))}
 
 
 def message(name, offers=OFFERS):

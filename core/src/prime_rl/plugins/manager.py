@@ -27,8 +27,8 @@ UNKNOWN = "unknown distribution"
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a plugin came from."""
+class Origin:
+    """The entry point and distribution of a plugin."""
 
     plugin: str
     """Entry-point name."""
@@ -48,7 +48,7 @@ class Hooks(pluggy.PluginManager):
         self.group = group
         self.label = label
         """The scope: an env, a filter slot; empty: the shared plugins."""
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, Origin] = {}
         self.add_hookspecs(hookspecs)
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
@@ -134,7 +134,7 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
         if entry.name in skip:
             continue
         dist = entry.dist
-        source = Source(entry.name, dist.name if dist else UNKNOWN, dist.version if dist else "")
+        source = Origin(entry.name, dist.name if dist else UNKNOWN, dist.version if dist else "")
         if (first := hooks.sources.get(entry.name)) is not None:
             raise PluginError(
                 f"two distributions name a plugin {entry.name!r}: {first.distribution} "
@@ -145,7 +145,7 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     return hooks
 
 
-def add_entry(hooks: Hooks, entry: EntryPoint, source: Source) -> None:
+def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
     hooks.sources[entry.name] = source
     try:

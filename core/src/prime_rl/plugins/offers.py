@@ -18,11 +18,10 @@ from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.loss import Loss
-from prime_rl.plugins.manager import Hooks, Source
+from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
-from prime_rl.plugins.sampler import Sampler
-from prime_rl.plugins.sampler import Source as RolloutSource
+from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
@@ -56,7 +55,7 @@ ALGORITHM = Kind("algorithm", Algorithm, "algo.type", SCORING)
 FILTER = Kind("filter", Filter, "type", frozenset({"filter_rollout"}))
 RENDERER = Kind("renderer", RendererOffer, "orchestrator.renderer.name")
 SAMPLER = Kind("sampler", Sampler, "orchestrator.sampler.type")
-SOURCE = Kind("source", RolloutSource, "algo.sampling.source.type")
+SOURCE = Kind("source", Source, "algo.sampling.source.type")
 ENGINE = Kind("engine", Engine, "inference.engine")
 MONITOR = Kind("monitor", Monitor, "monitors.<name>")
 MODEL = Kind("model", ModelMaker, "model.name")
@@ -75,7 +74,7 @@ class Offered(Generic[AnyOffer]):
     """A registered class and the plugin it comes from."""
 
     cls: type[AnyOffer]
-    source: Source
+    source: Origin
 
 
 def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
@@ -83,7 +82,7 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
     the contract."""
     found: dict[str, Offered[AnyOffer]] = {}
     for impl in getattr(hooks.hook, kind.hook).get_hookimpls():
-        source = hooks.sources.get(impl.plugin_name) or Source(
+        source = hooks.sources.get(impl.plugin_name) or Origin(
             impl.plugin_name, "not installed", ""
         )
         try:
@@ -105,7 +104,7 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
     return dict(sorted(found.items()))
 
 
-def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
+def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
     if not (isinstance(cls, type) and issubclass(cls, kind.base)):
         raise PluginError(
             f"plugin {source}: {kind.hook} must give subclasses of {kind.base.__name__}, got "

@@ -126,11 +126,8 @@ class Foreign(Algorithm):
 def neighbors(subject: Subject) -> None:
     """Credit is the same when other envs run another algorithm, and this one, at the same time."""
     alone = streams(subject.scored(FOUR))
-    ours, twin, foreign = (
-        subject.make_group(FOUR),
-        subject.make_group(OTHER),
-        conformance_group(OTHER),
-    )
+    ours, twin = subject.make_group(FOUR), subject.make_group(OTHER)
+    foreign = conformance_group(OTHER)
     algorithms = (subject.fresh(), Foreign(PluginConfig()), subject.fresh())
 
     async def env(algorithm: Algorithm, group: list[Rollout]) -> None:
