@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.env.episode import BranchTokens as BranchTokens
@@ -117,12 +116,7 @@ class Environment:
         await self.start()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def run(

@@ -81,8 +81,7 @@ class Example:
     @property
     def fields(self) -> dict[str, Any]:
         """The row's own fields, ``prompt`` among them."""
-        fields: dict[str, Any] = self.task.data.model_dump(exclude_none=True)
-        return fields
+        return dict(self.task.data.model_dump(exclude_none=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,26 +140,21 @@ class RolloutResult:
 
     @property
     def messages(self) -> list[tuple[str, str]]:
-        """The conversation for people: ``(role, text)`` of the last branch."""
-        if self.trace is None:
-            return []
-        return [(message.role, str(message.content or "")) for message in self.trace.messages]
+        """The conversation as ``(role, text)`` of the last branch."""
+        messages = () if self.trace is None else self.trace.messages
+        return [(message.role, str(message.content or "")) for message in messages]
 
     @property
     def task_fields(self) -> dict[str, Any]:
         """The fields of this agent's own task."""
         if self.trace is None:
             return {}
-        fields: dict[str, Any] = self.trace.task.data.model_dump(exclude_none=True)
-        return fields
+        return dict(self.trace.task.data.model_dump(exclude_none=True))
 
     @property
     def trace_record(self) -> dict[str, Any]:
         """The whole trace as JSON, as verifiers writes it."""
-        record: dict[str, Any] = {}
-        if self.trace is not None:
-            record = self.trace.model_dump(mode="json", exclude_none=True)
-        return record
+        return {} if self.trace is None else self.trace.model_dump(mode="json", exclude_none=True)
 
     @property
     def had_tools(self) -> bool:
@@ -170,6 +164,5 @@ class RolloutResult:
     @property
     def wire_messages(self) -> list[dict[str, Any]]:
         """The conversation of the last branch in the OpenAI form."""
-        if self.trace is None:
-            return []
-        return [message.model_dump(exclude_none=True) for message in self.trace.messages]
+        messages = () if self.trace is None else self.trace.messages
+        return [message.model_dump(exclude_none=True) for message in messages]
