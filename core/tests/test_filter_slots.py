@@ -5,7 +5,7 @@ import pytest
 from prime_rl import Filter, PluginConfig, PluginError, hookimpl
 from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.orchestrator.filters import FilterSlot, build_filters
-from prime_rl.plugins.manager import Hooks, Source
+from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.offers import Offered
 from prime_rl.testing import make_rollout
 
@@ -129,7 +129,7 @@ def test_filters_are_built_with_their_settings_and_their_flag():
         name = "leveled"
         config_class = Level
 
-    offers = {"leveled": Offered(Leveled, Source("x", "x", "1"))}
+    offers = {"leveled": Offered(Leveled, Origin("x", "x", "1"))}
     configs = [FilterConfig.model_validate({"type": "leveled", "enforce": False, "level": 3})]
     ((built, enforce),) = build_filters(configs, offers, "slot")
     assert isinstance(built, Leveled) and built.config == Level(level=3) and enforce is False

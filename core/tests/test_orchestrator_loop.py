@@ -27,8 +27,8 @@ from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import RolloutRequest
 from prime_rl.orchestrator.watchdog import Watchdog
-from prime_rl.plugins.base import SampledEnv
 from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.testing import make_rollout

@@ -19,7 +19,8 @@ from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher, Member, Pace
 from prime_rl.orchestrator.progress import State
 from prime_rl.orchestrator.sampler import StandardSampler
-from prime_rl.plugins.base import Algorithm, SampledEnv
+from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.testing import make_rollout
 
 

@@ -98,7 +98,7 @@ def test_a_role_that_cannot_work_is_refused(roles, message):
          "filter: import_path: got 'keep', expected 'module.function' or 'module:function'"),
         ({"import_path": "echo_test_broken.keep"},
          "filter: import_path 'echo_test_broken.keep': module 'echo_test_broken' is there, but "
-         "importing it failed: ZeroDivisionError: division by zero. Mend it."),
+         "importing it failed: ZeroDivisionError: division by zero. Fix it."),
         ({"import_path": "echo_test_keepers.keep"},
          "filter: import_path 'echo_test_keepers.keep': module 'echo_test_keepers' has no 'keep', "
          "expected a function of that name. Functions there: answer, without, later."),

@@ -1,29 +1,27 @@
-"""Core's own plugins, loaded like any other: the sampler ``standard``, the monitor ``file`` and the
-launcher ``local``."""
+"""Core's own plugin, loaded like any other: sampler ``standard``, monitor ``file``, launcher
+``local``."""
 
 from __future__ import annotations
 
 from prime_rl.monitor.file import FileMonitor
 from prime_rl.orchestrator.sampler import StandardSampler
-from prime_rl.plugins.base import Monitor, Sampler
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.plugins.launchers import Launcher
+from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.sampler import Sampler
 from prime_rl.run.local import LocalLauncher
 
 
 @hookimpl
 def register_samplers() -> list[type[Sampler]]:
-    """Offer ``standard``."""
     return [StandardSampler]
 
 
 @hookimpl
 def register_monitors() -> list[type[Monitor]]:
-    """Offer ``file``."""
     return [FileMonitor]
 
 
 @hookimpl
 def register_launchers() -> list[type[Launcher]]:
-    """Offer ``local``."""
     return [LocalLauncher]

@@ -1,18 +1,8 @@
-"""Every exception the framework raises on purpose.
-
-PrimeRLError
-├── ConfigError     a setting cannot work; names the place and the key
-├── PluginError     a plugin broke the contract; names the plugin and its distribution
-├── StreamError     a per-token stream does not line up with its tokens
-├── WireError       a frame is truncated, foreign or of another version
-├── EngineError     an inference engine refused or could not be reached
-├── WeightsError    published weights are missing, corrupt or do not fit the model
-└── RunError        the run as a whole cannot go on (a child died, nothing trains)
-"""
+"""The exceptions of the framework: each says when it is raised."""
 
 
 class PrimeRLError(Exception):
-    """Base class, so that a caller can catch everything we raise on purpose."""
+    """Base class of every exception that the framework raises on purpose."""
 
 
 class ConfigError(PrimeRLError, ValueError):
@@ -20,7 +10,7 @@ class ConfigError(PrimeRLError, ValueError):
 
 
 class PluginError(PrimeRLError):
-    """A plugin cannot be loaded, or would have been skipped in silence."""
+    """A plugin cannot be loaded, or would be ignored in part."""
 
 
 class StreamError(PrimeRLError, ValueError):
@@ -36,11 +26,11 @@ class EngineError(PrimeRLError):
 
 
 class OverlongError(EngineError):
-    """A sequence is longer than an engine takes."""
+    """A sequence is longer than the engine's limit."""
 
 
 class EngineGone(EngineError):
-    """No answer came: the engine is dead, cut off, or not there yet."""
+    """The engine does not answer: dead, unreachable, or not started yet."""
 
 
 class WeightsError(PrimeRLError):

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias, get_args
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import StreamError
-from prime_rl.plugins.base import LossComponent
 
 FloatColumn: TypeAlias = npt.NDArray[np.float32]
 BoolColumn: TypeAlias = npt.NDArray[np.bool_]
@@ -24,17 +23,17 @@ IntColumn: TypeAlias = npt.NDArray[np.int32]
 Values: TypeAlias = Sequence[float] | npt.NDArray[Any]
 
 ROLES = ("system", "user", "assistant", "tool")
-"""Message roles; a token's role is its index here, -1 where nobody knows."""
+"""Message roles; a token's role is its index here, -1 if unknown."""
 
 STREAMS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
-"""The optional per-token streams. Absent: rl weighs 1.0 on every trainable token, the others
-nothing."""
-
-
+"""The optional per-token streams."""
+LossComponent = Literal["rl", "ce", "ref_kl"]
+"""The components of the loss. A loss plugin may replace what ``rl`` computes; the others are
+fixed."""
 COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
 
 NEEDS: Mapping[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
-"""The stream that the members of a component cannot do without."""
+"""The stream that the members of a component require."""
 
 
 class Columns(Protocol):
@@ -47,10 +46,10 @@ class Columns(Protocol):
 
 
 def members(columns: Columns, component: LossComponent) -> BoolColumn:
-    """[T] the tokens that train in a component: those its weight stream does not leave at zero.
+    """[T] the tokens that train in a component: those with a weight other than zero. Without a
+    weight stream, rl trains every sampled token and the others none.
 
-    Without a weight stream, rl trains every sampled token and the others nothing. This is the one
-    rule: scoring, packing and the trainer's counts use it.
+    Scoring, packing and the trainer's counts all use this rule.
     """
     weights: FloatColumn | None = getattr(columns, f"{component}_weights")
     if component == "rl":
@@ -59,8 +58,8 @@ def members(columns: Columns, component: LossComponent) -> BoolColumn:
 
 
 def missing_stream(columns: Columns) -> tuple[LossComponent, str, int] | None:
-    """A component that lacks the stream its members need: its name, the stream, the number of
-    members. None if all is there."""
+    """A component without the stream it needs: its name, the stream, the number of members. None if
+    none is missing."""
     for component, stream in NEEDS.items():
         if getattr(columns, stream) is None and (number := int(members(columns, component).sum())):
             return component, stream, number
@@ -69,28 +68,27 @@ def missing_stream(columns: Columns) -> tuple[LossComponent, str, int] | None:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sample:
-    """One token sequence the trainer will see. Every column has length T."""
+    """One token sequence for the trainer. Every column has length T."""
 
     token_ids: IntColumn
     loss_mask: BoolColumn
-    """True where the policy sampled the token and it is to be trained."""
+    """True where the policy sampled the token and it trains."""
     inference_logprobs: FloatColumn
-    """log μ under the policy that sampled the token, at the temperature it was sampled at; 0.0 off
-    the mask."""
+    """log μ under the policy that sampled the token, at its sampling temperature; 0.0 off the mask.
+    """
     temperature: float = 1.0
     roles: npt.NDArray[np.int8] | None = None
-    """Index into ``ROLES`` of the message each token belongs to, -1 unknown. None: no attribution.
-    """
+    """Index into ``ROLES`` of each token's message, -1 unknown. None: no attribution."""
     is_content: BoolColumn | None = None
     """True on a message's body, False on the chat template's scaffold. None: no attribution."""
     policy_versions: IntColumn | None = None
     """Version of the policy that sampled each token; -1 off the mask."""
     is_repeat: BoolColumn | None = None
-    """True where an earlier sample of the rollout holds the same token of the same message: it
-    trains there and not here. None: nowhere."""
+    """True where an earlier sample of the rollout has the same token of the same message: it trains
+    only there. None: nowhere."""
     node_ids: IntColumn | None = None
-    """The message each token belongs to: equal ids in two samples of a rollout are the same message
-    of its trajectory. It stays in the orchestrator. None: not known."""
+    """Each token's message in the trajectory, the same in all samples of a rollout. Stays in the
+    orchestrator. None: unknown."""
     advantages: FloatColumn | None = None
     rl_weights: FloatColumn | None = None
     ce_weights: FloatColumn | None = None
@@ -120,7 +118,7 @@ class Sample:
         return int(self.loss_mask.sum())
 
     def freeze(self) -> None:
-        """Make every column read-only: from here on the sample is what the trainer will see."""
+        """Make every column read-only."""
         for name in COLUMNS:
             if (column := getattr(self, name)) is not None:
                 column.flags.writeable = False
@@ -141,7 +139,7 @@ COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", *_OPTIONAL)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rollout:
-    """One finished episode of one agent: its reward, and the samples cut from its trajectory."""
+    """One finished episode of one agent: its reward and the samples of its trajectory."""
 
     env: str
     example_id: int
@@ -156,41 +154,37 @@ class Rollout:
     is_truncated: bool = False
     stop_condition: str | None = None
     policy_version: int = 0
-    """The policy's version when the rollout's group was started: staleness counts from here."""
+    """The policy's version when the rollout's group started: staleness counts from here."""
     episode_id: int = 0
-    """Which episode of the group it belongs to: the agents of one episode share it."""
+    """Its episode in the group, shared by the agents of one episode."""
     agent: str = "agent"
-    """The env's seat that acted."""
+    """Its seat in the env."""
     task: dict[str, Any] = field(default_factory=dict)
     """The fields of the example, ``prompt`` among them."""
     source: str = "policy"
-    """Who produced it: ``policy``, ``frozen``, or the type of a source."""
+    """Its origin: ``policy``, ``frozen``, or the type of a source."""
     has_logprobs: bool = True
-    """Its ``inference_logprobs`` are those of who sampled it. False: nobody sampled it, or nobody
-    told."""
+    """Whether its ``inference_logprobs`` come from the model that sampled it."""
     trace: Any = None
     """The env framework's own record (a ``verifiers`` trace)."""
     place: tuple[int, int, int, int] | None = None
-    """When it was scored: the attempt at the run, the group within it, the member within that, and
-    the group's size. Core writes it, so that saved rollouts can be scored again in the same order.
-    """
+    """When it was scored: the attempt at the run, the group in it, the member of that, and the
+    group's size. Written by core, so that saved rollouts are scored again in the same order."""
     given: dict[str, Any] | None = None
-    """What a plugin that scores it may have changed (``reward``, ``rewards``, ``metrics``,
-    ``info``), as it was before. Core writes it, so that saved rollouts can be scored again; None:
-    nothing was changed.
-    """
+    """``reward``, ``rewards``, ``metrics`` and ``info`` before a plugin changed them, for scoring a
+    saved rollout again. Written by core; None: unchanged."""
     assigned: set[str] = field(default_factory=set)
-    """Streams that an algorithm has written itself: stamping leaves them as they are."""
+    """Weight streams an algorithm wrote itself: stamping keeps them."""
     frozen: bool = False
 
     @property
     def is_live(self) -> bool:
-        """Sampled from the policy: it ages with every version."""
+        """Sampled from the policy: it becomes stale."""
         return self.source == "policy"
 
     @property
     def has_members(self) -> bool:
-        """Whether any token trains in any component, as the streams stand."""
+        """Whether any token trains in any component."""
         return any(members(s, name).any() for s in self.samples for name in COMPONENTS)
 
     @property
@@ -207,14 +201,13 @@ class Rollout:
 
     @property
     def trains_beside_rl(self) -> bool:
-        """Whether any token trains in ce or ref_kl, as the streams stand."""
-        others = [name for name in COMPONENTS if name != "rl"]
-        return any(members(s, name).any() for s in self.samples for name in others)
+        """Whether any token trains in ce or ref_kl."""
+        return any(members(s, "ce").any() or members(s, "ref_kl").any() for s in self.samples)
 
     @property
     def shared_prefixes(self) -> Iterator[tuple[int, int, int]]:
-        """Per sample that repeats tokens: its index, the index of an earlier sample that holds them
-        too, and how many. They are the first tokens of both: samples are paths of one tree."""
+        """Per sample that repeats tokens: its index, the index of an earlier sample with the same
+        tokens, and their number. They come first in both: samples are paths of one tree."""
         columns = [s.token_ids if s.node_ids is None else s.node_ids for s in self.samples]
         for later, sample in enumerate(self.samples):
             length = 0 if sample.is_repeat is None else int(sample.is_repeat.sum())
@@ -226,8 +219,8 @@ class Rollout:
 
     @property
     def sampled_paths(self) -> list[tuple[BoolColumn, FloatColumn]]:
-        """Per sample, what the policy sampled on the whole path, repeated tokens included: the mask
-        and log μ, [T] each."""
+        """Per sample, the mask and log μ, [T] each, of all sampled tokens on its path, repeated
+        ones included."""
         paths = [(s.loss_mask.copy(), s.inference_logprobs.copy()) for s in self.samples]
         for later, earlier, length in self.shared_prefixes:
             for ours, theirs in zip(paths[later], paths[earlier], strict=True):
@@ -237,38 +230,29 @@ class Rollout:
     @property
     def advantages(self) -> FloatColumn | None:
         """Credit on the trainable tokens, in order: [C]. None until assigned."""
-        parts = [
-            sample.advantages[sample.loss_mask]
-            for sample in self.samples
-            if sample.advantages is not None
-        ]
-        if len(parts) < len(self.samples) or not parts:
-            return None
-        return np.concatenate(parts)
+        parts = [s.advantages[s.loss_mask] for s in self.samples if s.advantages is not None]
+        return np.concatenate(parts) if parts and len(parts) == len(self.samples) else None
 
     def assign_advantages(self, credit: float | Values) -> None:
         """Write per-token credit.
 
         ``credit`` is one number (for every trainable token), one value per trainable token [C], or
-        one per token [N] with 0.0 off the mask; the list forms are told apart by length. Raises
-        ``StreamError`` on any other length, on a value that is not finite, and on credit off the
-        mask.
+        one per token [N] with 0.0 off the mask. Raises ``StreamError`` on any other length, on a
+        value that is not finite, and on credit off the mask.
         """
         self._check_open("advantages")
         values = np.asarray(credit, np.float32)
         if values.ndim == 0:
             if not np.isfinite(values):
-                raise StreamError(
-                    f"{self._where('advantages')}: got {credit}, expected a finite number"
-                )
+                where = self._where("advantages")
+                raise StreamError(f"{where}: got {credit}, expected a finite number")
             for sample in self.samples:
                 sample.advantages = np.where(sample.loss_mask, values, np.float32(0.0))
             return
         self._write("advantages", values, off_mask_must_be_zero=True)
 
     def assign_ref_logprobs(self, values: Values) -> None:
-        """Write a reference model's log-probabilities: one per trainable token [C] or one per token
-        [N]."""
+        """Write a reference model's logprobs: one per trainable token [C] or one per token [N]."""
         self._check_open("ref_logprobs")
         self._write("ref_logprobs", np.asarray(values, np.float32))
 
@@ -281,7 +265,7 @@ class Rollout:
         self.assigned.add(name)
 
     def freeze(self) -> None:
-        """Stamp the streams: any later assignment raises ``StreamError``."""
+        """Freeze the streams: later assignments raise ``StreamError``."""
         self.frozen = True
         for sample in self.samples:
             sample.freeze()
@@ -302,9 +286,8 @@ class Rollout:
         elif off_mask_must_be_zero and values[~mask].any():
             raise StreamError(
                 f"{self._where(name)}: got credit on {int((values[~mask] != 0).sum())} tokens the "
-                "policy did not "
-                "sample; expected 0.0 there. To train env-provided tokens use the hook "
-                "observation_weights."
+                "policy did not sample; expected 0.0 there. To train env-provided tokens use the "
+                "hook observation_weights."
             )
         start = 0
         for sample in self.samples:

@@ -135,7 +135,7 @@ def test_what_a_plugin_implements_and_wraps_is_listed(monkeypatch):
     def load(group, **_):
         hooks = manager.Hooks(group)
         if group == "prime_rl":
-            hooks.sources["w"] = manager.Source("w", "prime-rl-watch", "3.0")
+            hooks.sources["w"] = manager.Origin("w", "prime-rl-watch", "3.0")
             hooks.register(Watcher(), "w")
         return hooks
 

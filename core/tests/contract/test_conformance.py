@@ -39,7 +39,7 @@ class Sound(Algorithm):
 
 
 class Sampled(Sound):
-    """Writes columns behind the back of ``assign_*``."""
+    """Writes columns without ``assign_*``."""
 
     stream = "advantages"
 
@@ -99,7 +99,7 @@ class LeavesOneOut(Sound):
 
 
 class OwnReward(Sound):
-    """Where there is nobody else, their mean is taken to be 0."""
+    """For a lone rollout, the mean of the others is 0."""
 
     group_relative = True
 
@@ -135,7 +135,7 @@ class Squares(Sound):
 
 
 class SpreadsNaN(Sampled):
-    """What a reward that is no number becomes, where nothing checks."""
+    """Turns a reward of nan into a stream of nan."""
 
     @hookimpl
     async def score_group(self, group):
@@ -184,7 +184,7 @@ class WaitsOnSelf(Sound):
 
 
 class OnTheClass(Sound):
-    """Two envs share what only one should have."""
+    """Two envs share state of one."""
 
     seen: list[float] = []
 
@@ -219,7 +219,7 @@ class Distils(Algorithm):
 
 
 class OffByOne(Distils):
-    """Takes position t to hold the logprob of token t + 1."""
+    """Reads position t as the logprob of token t + 1."""
 
     def align(self, column):
         return np.append(column[1:], np.float32(0.0))
@@ -296,12 +296,12 @@ def test_a_sound_algorithm_fails_nothing(algorithm):
 
 
 @pytest.mark.parametrize("broken", [Dice, Sorts, CutsMask, KeepsObject, OffByOne, WaitsOnSelf])
-def test_a_fault_of_behaviour_does_not_drown_the_others(broken):
-    """One fault, at most three checks that see it: the report still points at it."""
+def test_a_fault_of_behavior_fails_few_checks(broken):
+    """One fault fails at most three checks."""
     assert 1 <= len(conformance(broken(PluginConfig())).failed) <= 3
 
 
-def test_streams_that_do_not_align_leave_nothing_else_to_look_at():
+def test_streams_that_do_not_align_skip_the_other_checks():
     report = conformance(TooShort(PluginConfig()))
     assert [outcome.check for outcome in report.failed] == ["streams_align"]
     assert {outcome.message for outcome in report.skipped} == {"streams_align failed"}
@@ -322,7 +322,7 @@ class Running(Sound):
         return credit
 
 
-def test_an_algorithm_with_a_memory_is_not_asked_about_order():
+def test_order_is_not_checked_for_an_algorithm_with_a_memory():
     report = conformance(Running(PluginConfig()))
     assert report.ok, str(report)
     skipped = {outcome.check: outcome.message for outcome in report.skipped}
@@ -359,7 +359,7 @@ class NeedsVerdict(Sound):
         return super().credit(group)
 
 
-def test_rollouts_may_be_made_to_measure():
+def test_a_custom_group_factory():
     def judged(rewards):
         group = conformance_group(rewards)
         for rollout in group:
@@ -372,7 +372,7 @@ def test_rollouts_may_be_made_to_measure():
     assert check_algorithm(algorithm, make_group=judged).ok
 
 
-def test_hosts_may_be_made_to_measure():
+def test_a_custom_host_factory():
     asked = []
 
     class Named(Sound):
@@ -383,5 +383,5 @@ def test_hosts_may_be_made_to_measure():
     assert set(asked) == {"mine"}
 
 
-def test_any_group_factory_will_do():
+def test_make_group_is_a_group_factory():
     assert check_algorithm(Sound(PluginConfig()), make_group=make_group).ok

@@ -54,10 +54,10 @@ def test_every_check_is_a_test_with_a_name(run):
     assert re.search(r"\d+ passed, [12] skipped", done.stdout)
 
 
-def test_a_broken_promise_is_a_failure_that_says_which(run):
+def test_a_broken_promise_is_a_failure_with_its_name(run):
     done = run("--prime-rl", "prime-rl-mine", "-k", "permutation", place="index")
     assert done.returncode == 1
-    assert "no rollout is favoured for its place. rewards [1.0, 0.0, 0.5, 0.25]" in done.stdout
+    assert "no rollout is favored for its place. rewards [1.0, 0.0, 0.5, 0.25]" in done.stdout
     assert "1 failed, 15 deselected" in done.stdout
 
 

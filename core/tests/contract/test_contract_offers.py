@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl import Algorithm, ConfigError, PluginConfig
-from prime_rl.plugins.manager import Source
+from prime_rl.plugins.manager import Origin
 from prime_rl.plugins.offers import ALGORITHM, KINDS, Offered, select, settings_of
 
 
@@ -19,7 +19,7 @@ class Rloo(Algorithm):
     config_class = RlooConfig
 
 
-OFFERS = {"rloo": Offered(Rloo, Source("rloo", "prime-rl-rloo", "1.0"))}
+OFFERS = {"rloo": Offered(Rloo, Origin("rloo", "prime-rl-rloo", "1.0"))}
 
 
 def message(name, offers=OFFERS):
@@ -32,7 +32,7 @@ def test_a_known_name_gives_its_class():
     assert select(ALGORITHM, "rloo", OFFERS, "") is Rloo
 
 
-def test_a_near_miss_is_guessed():
+def test_a_close_name_is_suggested():
     assert message("rlo") == (
         "env 'a': algo: no installed plugin offers the algorithm 'rlo' (installed: rloo). "
         "Did you mean 'rloo'?"
@@ -47,7 +47,7 @@ def test_an_unknown_name_gives_the_package_by_convention():
     )
 
 
-def test_an_index_of_known_packages_knows_better(install):
+def test_an_index_of_known_packages_overrides_the_convention(install):
     install(group="prime_rl.known", plugin="algorithm.opd_x", value="prime_rl_distill_x")
     assert message("opd_x", {}).endswith(
         "(installed: none). Install the package that brings it: pip install prime-rl-distill-x"

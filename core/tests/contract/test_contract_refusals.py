@@ -1,4 +1,4 @@
-"""What pluggy would never call is an error: plugin, distribution, fault, way out."""
+"""Hooks that pluggy would never call are errors with plugin, distribution, fault and fix."""
 
 import re
 
@@ -47,7 +47,7 @@ def test_a_hook_without_its_mark(install):
     )
 
 
-def test_a_misspelt_hook(install):
+def test_a_misspelled_hook(install):
     install("@hookimpl\ndef score_grup(group): ...")
     assert refusal() == f"{WHO}: 'score_grup' is not a hook; did you mean 'score_group'?"
 
@@ -68,7 +68,7 @@ def test_a_name_like_no_hook_lists_the_hooks(install):
         ("register_algorithms", ""),
     ],
 )
-def test_async_where_nobody_awaits(install, hook, arguments):
+def test_an_async_implementation_of_a_sync_hook(install, hook, arguments):
     install(f"@hookimpl\nasync def {hook}({arguments}): ...")
     assert refusal() == (
         f"{WHO}: {hook!r} is a sync hook, so an 'async def' would never be awaited. "
@@ -91,7 +91,7 @@ def test_an_argument_with_a_default(install):
     )
 
 
-def test_an_argument_nobody_passes(install):
+def test_an_argument_that_the_hook_does_not_have(install):
     install("@hookimpl\ndef score_group(group, reward): ...")
     message = refusal()
     assert message.startswith(f"{WHO}: ")
@@ -125,11 +125,11 @@ def test_a_failing_import(install):
     install("import no_such_thing_at_all")
     assert refusal() == (
         f"{WHO} failed to import: ModuleNotFoundError: No module named 'no_such_thing_at_all'. "
-        "Mend or uninstall demo-plugin, or list 'demo' under plugins.disabled."
+        "Fix or uninstall demo-plugin, or list 'demo' under plugins.disabled."
     )
 
 
-def test_an_entry_point_to_nothing(install):
+def test_an_entry_point_to_a_missing_module(install):
     install(value="demo_plugin:missing")
     message = refusal()
     assert message.startswith(f"{WHO} failed to import: AttributeError: ")
@@ -161,7 +161,7 @@ def test_another_contract_version(install, asked, way_out):
     )
 
 
-def test_the_present_contract_version_is_fine(install):
+def test_the_current_contract_version_loads(install):
     install("prime_rl_contract = 1")
     assert load_plugins().get_plugin("demo") is not None
 
@@ -232,7 +232,7 @@ def test_no_name(install, body):
     assert refused_offer() == f"{WHO}: class Mine needs a class attribute 'name'"
 
 
-def test_a_config_class_of_another_make(install):
+def test_a_config_class_that_is_no_plugin_config(install):
     install(offer("class Mine(Algorithm):\n    name = 'mine'\n    config_class = dict"))
     assert refused_offer() == (
         f"{WHO}: Mine.config_class must be a subclass of PluginConfig, got <class 'dict'>"

@@ -9,7 +9,7 @@ from prime_rl import Rollout, Sample, StreamError
 
 
 def sample(mask: str) -> Sample:
-    """One character a token: ``#`` was sampled by the policy."""
+    """One character per token: the policy sampled ``#``."""
     trained = [character == "#" for character in mask]
     return Sample(
         token_ids=list(range(len(mask))), loss_mask=trained, inference_logprobs=[0.0] * len(mask)
@@ -63,7 +63,7 @@ def test_both_lengths_are_one_where_every_token_is_trainable():
     assert columns(one) == [[1, 2]]
 
 
-def test_the_streams_do_not_share_memory_with_what_was_given():
+def test_the_streams_do_not_share_memory_with_the_arguments():
     given_values = np.array([1.0, 2.0], np.float32)
     one = rollout("##")
     one.assign_advantages(given_values)
@@ -231,7 +231,7 @@ def test_a_path_has_what_was_sampled_before_its_fork():
     assert not one.samples[1].loss_mask[:3].any()  # the samples stay as they are
 
 
-def test_siblings_with_the_same_tokens_are_told_apart_by_their_nodes():
+def test_nodes_distinguish_siblings_with_the_same_tokens():
     """Node 2 says what node 1 says; the third sample goes on from node 2."""
     sampled = [False, True, True]
     one = rollout()

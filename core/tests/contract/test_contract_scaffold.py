@@ -1,4 +1,4 @@
-"""Names that ``prime-rl plugins new`` leaves to those who have them."""
+"""Names that ``prime-rl plugins new`` refuses because they are taken."""
 
 import pytest
 

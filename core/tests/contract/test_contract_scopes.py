@@ -1,4 +1,4 @@
-"""Each env has hooks of its own; wrappers wrap whatever runs in it; observation weights combine."""
+"""Each env has hooks of its own; wrappers wrap every algorithm; observation weights combine."""
 
 import asyncio
 
@@ -34,7 +34,7 @@ class Patient(Algorithm):
 
 
 class Clip:
-    """Clips whatever credit was given to 0.5."""
+    """Clips credit to 0.5."""
 
     @hookimpl(wrapper=True)
     def score_group(self, group):
@@ -222,7 +222,7 @@ def weights(*answers, samples: int = 1):
     return hooks.observation_weights(rollout)
 
 
-def test_nobody_weighs_observations():
+def test_without_implementations_observations_have_no_weights():
     assert weights() == [None]
     assert weights(None, [None]) == [None]
 

@@ -1,4 +1,4 @@
-"""Stamping: sampled tokens go to the algorithm's component, and nothing trains on a guess."""
+"""Stamping: sampled tokens go to the algorithm's component, and missing streams are errors."""
 
 import asyncio
 
@@ -150,7 +150,7 @@ def test_observation_weights_become_ce_weights():
     assert stream(rollout, "ce_weights") == [0, 0, 0.5, 0.25]
 
 
-def test_observation_weights_merge_with_what_score_rollout_assigned_by_the_larger():
+def test_observation_weights_and_assigned_weights_combine_by_the_larger():
     class Assign:
         @hookimpl
         def score_rollout(self, rollout):
@@ -170,7 +170,7 @@ def test_sampled_tokens_are_no_observations():
 
 
 @pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_stops_at_the_door(reward):
+def test_a_reward_that_is_not_finite_is_refused(reward):
     with pytest.raises(StreamError) as caught:
         arrive(make_rollout(reward))
     assert str(caught.value) == (
@@ -179,13 +179,13 @@ def test_a_reward_that_is_no_number_stops_at_the_door(reward):
     )
 
 
-def test_nobody_weighs_and_no_stream_appears():
+def test_without_weights_there_is_no_stream():
     rollout = make_rollout()
     arrive(rollout)
     assert stream(rollout, "ce_weights") is None
 
 
-def test_stamping_leaves_the_plugins_own_array_out_of_a_second_rollout():
+def test_stamping_does_not_freeze_the_array_of_a_plugin():
     shared = np.array([0, 0, 0.5], np.float32)
     first, second = (make_rollout(prompt=1, completion=1, tool=1) for _ in range(2))
     for rollout in (first, second):
@@ -211,7 +211,7 @@ def test_rl_weights_assigned_beside_another_component_stay_too():
     assert stream(rollout, "rl_weights") == [0, 1, 0]
 
 
-def test_an_observed_token_that_an_earlier_sample_holds_trains_there_only():
+def test_a_repeated_observed_token_trains_in_the_earlier_sample_only():
     class Observed:
         @hookimpl
         def observation_weights(self, rollout):
@@ -226,7 +226,7 @@ def test_an_observed_token_that_an_earlier_sample_holds_trains_there_only():
 
 
 @pytest.mark.parametrize("component", ["rl", "ref_kl"])
-def test_what_nobody_sampled_feeds_ce_only(component):
+def test_rollouts_without_sampling_logprobs_feed_ce_only(component):
     rollout = credited()
     rollout.assign_ref_logprobs([-1.0, -1.0])
     rollout.has_logprobs, rollout.source = False, "dataset"

@@ -1,4 +1,4 @@
-"""What plugins are written against, name by name, is what ``contract.txt`` says it is.
+"""The public contract, name by name, equals ``contract.txt``.
 
 After a change that is meant:    python core/tests/contract/test_contract_signatures.py
 """
@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).with_name("contract.txt")
 
 WAY_OUT = f"""
 The public contract differs from {GOLDEN.name}. Lines with + alone are additions (a new hook, an
-optional argument of a hook, a field with a default): write the file anew and note it in the
+optional argument of a hook, a field with a default): rewrite the file and note it in the
 CHANGELOG. A line with - is a plugin that stops working: deprecate first (prime_rl.plugins.
 deprecation), remove with the next CONTRACT_VERSION. To write the file:
 
@@ -32,14 +32,14 @@ deprecation), remove with the next CONTRACT_VERSION. To write the file:
 """
 
 
-def test_the_public_contract_is_what_was_promised() -> None:
+def test_the_public_contract_matches_its_file() -> None:
     expected, found = GOLDEN.read_text().splitlines(), contract().splitlines()
     changes = list(difflib.unified_diff(expected, found, "promised", "found", lineterm="", n=0))
     assert not changes, "\n".join([WAY_OUT, *changes])
 
 
 def test_every_public_name_is_pinned() -> None:
-    """Counted another way: a name that the walk passes over would be free to change."""
+    """A name that the walk misses could change unnoticed."""
     text = GOLDEN.read_text()
     for module in (prime_rl, prime_rl.testing):
         public = [
@@ -52,7 +52,7 @@ def test_every_public_name_is_pinned() -> None:
     assert [name for name in SPECS if f"\nhook {name}(" not in text] == []
 
 
-def test_a_changed_signature_is_seen(monkeypatch) -> None:
+def test_a_changed_signature_is_found(monkeypatch) -> None:
     before = contract()
 
     def next_example(self, env: int) -> tuple[int, int]: ...
@@ -66,7 +66,7 @@ def test_a_changed_signature_is_seen(monkeypatch) -> None:
 
 
 def contract() -> str:
-    """One line a name, one indented line a member."""
+    """One line per name, one indented line per member."""
     lines = [f"contract version {CONTRACT_VERSION}", f"entry-point groups {', '.join(GROUPS)}", ""]
     lines += [f"hook {name}{signature(spec)}{async_mark(spec)}" for name, spec in SPECS.items()]
     for name, found in sorted(public_names()):
@@ -144,7 +144,7 @@ def class_default(cls: type, name: str) -> str:
 
 
 def signature(function: Any) -> str:
-    """As written, without quotes; a default that is a function is only said to be there."""
+    """As written, without quotes; the default of a function is ``...``."""
     found = inspect.signature(function)
     plain = [
         each.replace(default=...)

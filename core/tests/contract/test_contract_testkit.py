@@ -8,7 +8,7 @@ from prime_rl import Algorithm, PluginConfig, hookimpl
 from prime_rl.testing import FakeReference, conformance_group, make_group, make_rollout, score
 
 
-def test_a_made_rollout_has_the_tokens_asked_for():
+def test_a_made_rollout_has_the_given_tokens():
     rollout = make_rollout(0.5, prompt=2, completion=3, tool=1)
     (sample,) = rollout.samples
     assert rollout.reward == 0.5
@@ -18,7 +18,7 @@ def test_a_made_rollout_has_the_tokens_asked_for():
     assert sample.policy_versions.tolist() == [-1, -1, 0, 0, 0, -1]
 
 
-def test_a_made_group_has_the_rewards_asked_for():
+def test_a_made_group_has_the_given_rewards():
     assert [rollout.reward for rollout in make_group([1, 0, 0.5])] == [1, 0, 0.5]
 
 
@@ -54,7 +54,7 @@ def test_scoring_runs_as_in_the_orchestrator_setup_first_close_last():
     assert calls == ["setup", "rollout", "rollout", "group", "close"]
 
 
-def test_the_fake_reference_answers_and_remembers():
+def test_the_fake_reference_answers_and_records():
     reference = FakeReference(lambda ids: [-float(token) for token in ids])
     column = asyncio.run(reference.logprobs(np.array([3, 4, 5])))
     assert column.dtype == np.float32 and column.tolist() == [0.0, -4.0, -5.0]

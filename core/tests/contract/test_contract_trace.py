@@ -57,7 +57,7 @@ def test_each_call_is_a_line_with_plugin_scope_and_time(monkeypatch, capsys):
     assert group[0].advantages[0] == 0.5, "tracing changes nothing"
 
 
-def test_a_call_that_raises_says_so_and_the_error_goes_on(monkeypatch, capsys):
+def test_a_call_that_raises_is_printed_and_the_error_propagates(monkeypatch, capsys):
     monkeypatch.setenv("PRIME_RL_TRACE", "1")
     with pytest.raises(KeyError, match="judge"):
         asyncio.run(env_hooks().score_rollout(make_rollout()))
@@ -65,7 +65,7 @@ def test_a_call_that_raises_says_so_and_the_error_goes_on(monkeypatch, capsys):
     assert line.endswith(" ms raised KeyError")
 
 
-def test_hooks_of_everyone_have_no_scope(monkeypatch, capsys):
+def test_shared_hooks_have_no_scope(monkeypatch, capsys):
     class Watch:
         @hookimpl
         def step_finished(self, step): ...
@@ -79,7 +79,7 @@ def test_hooks_of_everyone_have_no_scope(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
-def test_off_means_the_plugins_own_functions_are_called(monkeypatch, capsys, value):
+def test_off_means_that_functions_are_unwrapped(monkeypatch, capsys, value):
     if value is None:
         monkeypatch.delenv("PRIME_RL_TRACE", raising=False)
     else:

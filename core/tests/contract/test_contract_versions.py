@@ -122,7 +122,7 @@ def test_an_old_plugin_works_with_a_hook_that_gained_an_argument(specify, monkey
     assert (watcher.seen, given) == ([2, 3], [4])
 
 
-def test_a_new_plugin_on_an_old_core_is_told_which_argument_it_has_not():
+def test_a_new_plugin_on_an_old_core_gets_an_error_with_the_argument():
     class New:
         @hookimpl
         def score_group(self, group, step): ...
@@ -144,19 +144,19 @@ async def score_group(group): ...
 def step_finished(step, metrics): ...
 
 
-def test_a_hook_that_goes_warns_with_the_plugin_its_distribution_and_what_to_use(specify, install):
+def test_a_deprecated_hook_warns_with_plugin_distribution_and_replacement(specify, install):
     specify(score_group)
     module = install("@hookimpl\ndef score_group(group): ...")
     with pytest.warns(FutureWarning) as caught:
         load_plugins()
     assert [str(each.message) for each in caught] == [
         f"{WHO}: 'score_group' goes with contract version 2; use 'score_rollout'. Upgrade the "
-        "plugin, or tell its author."
+        "plugin, or report it to its author."
     ]
     assert caught[0].filename.endswith(f"{module}.py")
 
 
-def test_an_algorithm_that_has_it_warns_too_and_still_works(specify):
+def test_an_algorithm_with_a_deprecated_hook_warns_and_works(specify):
     specify(score_group)
     group = make_group([1.0])
     with pytest.warns(FutureWarning, match="'score_group' goes with contract version 2"):
@@ -164,7 +164,7 @@ def test_an_algorithm_that_has_it_warns_too_and_still_works(specify):
     assert group[0].advantages.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_an_argument_that_goes_warns_those_who_take_it(specify):
+def test_taking_a_deprecated_argument_warns(specify):
     specify(step_finished)
 
     class Takes:
@@ -177,12 +177,12 @@ def test_an_argument_that_goes_warns_those_who_take_it(specify):
 
     assert warned(lambda: Hooks().register(Takes(), "takes")) == [
         "plugin 'takes': 'step' of 'step_finished' goes with contract version 2; use the metrics' "
-        "own 'step'. Upgrade the plugin, or tell its author."
+        "own 'step'. Upgrade the plugin, or report it to its author."
     ]
     assert warned(lambda: Hooks().register(Leaves(), "leaves")) == []
 
 
-def test_a_method_of_a_base_class_that_goes_warns_those_who_override_it(install, monkeypatch):
+def test_overriding_a_deprecated_method_of_a_base_class_warns(install, monkeypatch):
     @deprecated("'stop'", gone_in=2)
     async def close(self): ...
 
@@ -194,12 +194,12 @@ def test_a_method_of_a_base_class_that_goes_warns_those_who_override_it(install,
     )
     hooks = load_plugins()
     assert warned(lambda: collect(hooks, ALGORITHM)) == [
-        f"{WHO}: 'close' goes with contract version 2; use 'stop'. Upgrade the plugin, or tell "
-        "its author."
+        f"{WHO}: 'close' goes with contract version 2; use 'stop'. Upgrade the plugin, or "
+        "report it to its author."
     ]
 
 
-def test_what_is_marked_now_goes_with_a_later_version_and_nothing_of_ours_uses_it():
+def test_marked_parts_go_with_a_later_version_and_we_use_none():
     marked = [each for spec in checks.SPECS.values() for each in deprecations(spec)]
     assert all(each.gone_in > CONTRACT_VERSION for each in marked)
     assert warned(lambda: [load_plugins(group) for group in manager.GROUPS]) == []

@@ -1,4 +1,4 @@
-"""Three wrappers that are of use, and what a naive one gets wrong around an async hook."""
+"""Three useful wrappers, and the fault of a naive one around an async hook."""
 
 import asyncio
 import time
@@ -53,7 +53,7 @@ def credit(group):
 
 
 class ClipCredit:
-    """Bounds whatever credit any algorithm gives."""
+    """Clips the credit of any algorithm."""
 
     limit = 0.25
 
@@ -135,7 +135,7 @@ def test_equal_rollouts_cost_one_request_and_score_the_same():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_a_cached_algorithm_keeps_its_promises():
+def test_a_cached_algorithm_passes_every_check():
     assert check_algorithm(DistilsCached(PluginConfig())).ok
 
 
@@ -193,7 +193,7 @@ def test_the_time_of_an_async_hook_is_the_time_until_it_is_done():
     assert min(watch.seconds["score_rollout"]) >= 0.015
 
 
-def test_a_failure_is_timed_and_goes_on():
+def test_a_failure_is_timed_and_raised():
     watch = Stopwatch()
     with pytest.raises(StreamError, match="a judge said no"):
         score(Slow(PluginConfig()), make_group([-1.0]), watch)
@@ -203,7 +203,7 @@ def test_a_failure_is_timed_and_goes_on():
 # -- together --------------------------------------------------------------------------------------
 
 
-def test_wrappers_go_around_each_other_and_the_algorithm_keeps_its_promises():
+def test_nested_wrappers_pass_every_check():
     watch, group = Stopwatch(), make_group([1.0, 0.0])
     score(Centred(PluginConfig()), group, ClipCredit(), watch)
     assert credit(group) == [0.25, -0.25]
@@ -223,7 +223,7 @@ def plain_pluggy(*plugins):
     return manager
 
 
-def test_under_plain_pluggy_the_wrapper_is_over_before_the_hook_has_run():
+def test_under_plain_pluggy_the_wrapper_ends_before_the_hook_runs():
     """There the hook call only makes coroutines: what follows the ``yield`` sees no credit yet, so
     a clip clips nothing, a stopwatch reads nothing, and both in silence."""
     clock = Clock()
@@ -249,7 +249,7 @@ def test_under_plain_pluggy_the_wrapper_is_over_before_the_hook_has_run():
     assert watch.seconds["score_rollout"] == [0.0], "20 ms of waiting were not seen"
 
 
-def test_ours_goes_on_after_the_yield_when_the_work_is_done():
+def test_ours_continues_after_the_yield_when_the_work_is_done():
     seen = []
 
     class Watch:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prime_rl import ConfigError, PluginConfig, WeightsError
-from prime_rl.config.broadcast import WeightBroadcastConfig
+from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.weights.transports import make_transport

@@ -15,7 +15,8 @@ from waiting import LIMIT
 
 from prime_rl import EngineCommand
 from prime_rl.errors import EngineError
-from prime_rl.plugins.base import Engine, EngineLaunch, PluginConfig
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.engine import Engine, EngineLaunch
 from prime_rl.testing.report import Report, promise_of
 from prime_rl_devkit import check as plugin_check
 from prime_rl_devkit.engines import CHECKS, EngineSubject, conformance, hold, run_check, started

@@ -151,7 +151,7 @@ def test_what_stands_off_the_mask_is_no_nan_even_in_a_careless_function(module: 
         ("ppo_clip_loss", {}, "got 'ppo_clip_loss', expected 'module.function' or 'module:funct"),
         ("my_module.", {}, "got 'my_module.', expected 'module.function'"),
         ("other_module.f", {}, r"there is no module 'other_module', neither installed nor in the "
-                               r"working directory .*Start the run where it lies"),
+                               r"working directory .*Start the run in its folder"),
         ("my_module.deeper.f", {}, "there is no module 'my_module.deeper'"),
         ("my_module.neds", {}, "'my_module' has no 'neds', .*Did you mean 'needs'"),
         ("my_module.zzz", {}, "'my_module' has no 'zzz', .*Functions there: no_parameter, by_name"),
@@ -178,7 +178,7 @@ def test_a_path_that_cannot_work_is_refused_with_the_config(
 
 def test_a_module_that_fails_is_told_from_one_that_is_not_there(module: Any) -> None:
     module("import not_installed_anywhere")
-    with pytest.raises(ConfigError, match=r"importing it failed: ModuleNotFoundError: .*Mend it"):
+    with pytest.raises(ConfigError, match=r"importing it failed: ModuleNotFoundError: .*Fix it"):
         custom("my_module.f")
     module("1 / 0")
     with pytest.raises(ConfigError, match=r"'my_module' is there, but .* ZeroDivisionError"):

@@ -12,7 +12,7 @@ from typing import Any
 from prime_rl.errors import ConfigError
 from prime_rl.plugins import manager
 from prime_rl.plugins.checks import CONTRACT_VERSION, marked_hooks
-from prime_rl.plugins.manager import GROUPS, Hooks, Source, installed_entries
+from prime_rl.plugins.manager import GROUPS, Hooks, Origin, installed_entries
 from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
 
 Row = dict[str, Any]
@@ -135,7 +135,7 @@ def _described_group(hooks: Hooks) -> list[Row]:
     return rows
 
 
-def _origin(source: Source) -> Row:
+def _origin(source: Origin) -> Row:
     try:
         summary = metadata(source.distribution)["Summary"] or ""
         needs = [each for each in requires(source.distribution) or [] if each.startswith(CORE)]

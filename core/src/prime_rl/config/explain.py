@@ -1,17 +1,14 @@
-"""Turn pydantic's findings into lines a person can act on: where, what was found, what was
-expected."""
+"""Turn pydantic's errors into lines that say where, what was found and what was expected."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 TAGS = ("policy", "frozen", "plugin")
-"""What pydantic puts into a path to say which member of a union it tried."""
-
+"""Union tags that pydantic puts into a path."""
 
 EXPECTED = {
     "tuple_type": "expected a list",
@@ -19,35 +16,30 @@ EXPECTED = {
     "dict_type": "expected a table of keys",
     "model_type": "expected a table of keys",
 }
-"""In TOML's words, not Python's."""
+"""In the words of TOML instead of Python."""
 
 
 def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
-    """One line a problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
+    """One line per problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
     problems = error.errors()
-    own = [problem for problem in problems if not _follows_from_another(problem, problems)]
-    return "\n".join(_line(problem, model, where) for problem in own)
 
+    def follows(problem: Any) -> bool:
+        """pydantic also calls a list too short if it refused its entries."""
+        place = problem["loc"]
+        deeper = [p for p in problems if p["loc"][: len(place)] == place != p["loc"]]
+        return problem["type"] == "too_short" and bool(deeper)
 
-def _follows_from_another(problem: Any, problems: Sequence[Any]) -> bool:
-    """A list whose entries were refused counts as too short besides."""
-    place, size = problem["loc"], len(problem["loc"])
-    deeper = any(len(p["loc"]) > size and p["loc"][:size] == place for p in problems)
-    return problem["type"] == "too_short" and deeper
+    return "\n".join(_line(each, model, where) for each in problems if not follows(each))
 
 
 def _line(problem: Any, model: type[BaseModel], where: str) -> str:
     location = tuple(part for part in problem["loc"] if part not in TAGS)
-    place = (
-        ".".join(str(part) for part in ((where,) if where else ()) + location) or "configuration"
-    )
+    place = ".".join(map(str, (where, *location) if where else location)) or "configuration"
     if problem["type"] == "extra_forbidden":
         known = sorted(_fields_at(model, location[:-1]))
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known) or 'none'}"
-        )
-        return f"{place}: unknown key; {hint}"
+        here = f"known here: {', '.join(known) or 'none'}"
+        return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"
     found = f" (got {problem['input']!r})" if not isinstance(problem["input"], dict) else ""
@@ -56,8 +48,7 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
-    """The field names of the table at ``location``, following nested models and tuples of
-    models."""
+    """The field names of the table at ``location``."""
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""``[inference]``: who samples."""
+"""``[inference]``: the engines that sample."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     BeforeValidator,
+    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -17,17 +18,15 @@ from pydantic import (
 
 from prime_rl.config.base import Settings
 
-STARTS_ENGINES = (
-    *("engine", "host", "port", "python", "replicas", "max_restarts", "hang_timeout"),
-)
-"""Keys that say how the run starts engines: nothing reads them where it starts none."""
+STARTS_ENGINES = ["engine", "host", "port", "python", "replicas", "max_restarts", "hang_timeout"]
+"""Keys about engines that the run starts: unused with ``base_url``."""
 
 
 URL = re.compile(r"https?://[^/\s]+(/\S*)?$")
 
 
 def _as_urls(value: Any) -> Any:
-    """One URL or several, with or without ``/v1``. Raises ``ValueError`` for what is none."""
+    """One URL or several, with or without ``/v1``. Raises ``ValueError`` for anything else."""
     urls = [value] if isinstance(value, str) else value
     if not isinstance(urls, list | tuple) or not all(isinstance(url, str) for url in urls):
         return value
@@ -41,40 +40,38 @@ def _as_urls(value: Any) -> Any:
 
 
 class InferenceConfig(Settings):
-    """``[inference]``: the engine. A table of the engine's name holds the settings it brings
-    along."""
+    """``[inference]``: the engine. A table of the engine's name holds its own settings."""
 
-    model_config = Settings.model_config | {"extra": "allow"}
+    model_config = ConfigDict(extra="allow")
 
     engine: str = ""
     """Name of an installed engine. Needed unless ``base_url`` is set."""
     host: str = "127.0.0.1"
-    """Address the server binds. Nothing listens beyond loopback unless told."""
+    """Address the server binds; by default loopback only."""
     port: int | None = Field(default=None, ge=1, le=65535)
-    """Of the first replica; the others get those that follow. None: free ports are chosen."""
+    """Port of the first replica; the others follow. None: free ports."""
     replicas: PositiveInt = 1
     """Engines to start, each with the whole model. Groups are spread over them."""
     max_restarts: NonNegativeInt = 3
-    """How often an engine that has served and then dies or hangs is started again, each by itself.
-    Beyond that the run goes on with the others, or ends if there are none."""
+    """Restarts of each engine that served and then died or hung. After that the run continues with
+    the others, or ends if none is left."""
     hang_timeout: PositiveFloat = 300.0
-    """Seconds for which an engine that has served may take connections and answer nothing, not even
-    whether it is there. Beyond that its process is ended and started again. One that sleeps is let
-    be, and so is one that has only just been started."""
+    """Seconds an engine may accept connections without answering, health checks included, before it
+    is restarted. Sleeping and starting engines are exempt."""
     base_url: Annotated[tuple[str, ...] | None, Field(min_length=1), BeforeValidator(_as_urls)] = (
         None
     )
-    """Engines that are running already, one URL or several: the run starts none. They must serve
-    the model under ``model.name``, and see the run directory and the model's folder."""
+    """One or more URLs of running engines: the run starts none. They must serve the model under
+    ``model.name``, and see the run directory and the model's folder."""
     admin_key_var: str = "PRIME_RL_ADMIN_KEY"
     """Environment variable with the key of the admin routes of ``base_url``."""
     python: str | None = None
-    """Interpreter the engine runs under, if it is installed in an environment of its own, relative
-    to the working directory: ``.venv-vllm/bin/python``. None: the run's own."""
+    """Interpreter of an engine with an environment of its own, relative to the working directory:
+    ``.venv-vllm/bin/python``. None: the run's own."""
     max_model_len: PositiveInt | None = None
     """Prompt and completion together, in tokens. None: ``seq_len``."""
     ready_timeout: PositiveFloat = 600.0
-    """Seconds to wait until an engine serves: at the start, and whenever none is left."""
+    """Seconds to wait for an engine: at the start, and whenever none is left."""
 
     @model_validator(mode="after")
     def _starts_them_or_not(self) -> InferenceConfig:
@@ -96,14 +93,13 @@ class InferenceConfig(Settings):
         return self
 
     def _sets(self, key: str) -> bool:
-        """Whether a key says something else than by default; a key we don't have says nothing.
-        (Not ``model_fields_set``: in the config that a run writes down every key is set.)"""
-        field = type(self).model_fields.get(key)
-        return field is not None and getattr(self, key) != field.default
+        """Whether a key differs from its default. (Not ``model_fields_set``: the config that a run
+        writes sets every key.)"""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
 
     @property
     def interpreter(self) -> Path | None:
-        """``python`` as an absolute path. Links stay: they are what makes it an environment's."""
+        """``python`` as an absolute path. Links stay: they select the environment."""
         return None if self.python is None else Path(self.python).expanduser().absolute()
 
     @property

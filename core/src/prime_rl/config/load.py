@@ -25,8 +25,7 @@ DEFAULTS = "prime_rl.defaults"
 
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConfig:
-    """Read, compose, override and validate. Raises ``ConfigError`` that says which file or key and
-    why."""
+    """Read, compose, override and validate. Raises ``ConfigError`` that names the file or key."""
     table: dict[str, Any] = {}
     for file in files:
         table = merge(table, read_toml(file))
@@ -41,13 +40,10 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
     whole = merge(defaults, table)
     inference = whole.get("inference")
     if isinstance(inference, dict) and inference.get("base_url"):
-        # The run starts no engine, so the config refuses to name one.
-        below = defaults.get("inference", {})
-        whole["inference"] = {
-            key: value
-            for key, value in inference.items()
-            if key != "engine" or value != below.get(key)
-        }
+        # The run starts no engine and refuses one: drop the default engine.
+        default = defaults.get("inference", {}).get("engine")
+        if "engine" in inference and inference["engine"] == default:
+            whole["inference"] = {k: v for k, v in inference.items() if k != "engine"}
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:
@@ -55,13 +51,11 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
 
 
 def installed_defaults() -> dict[str, Any]:
-    """The table that an installed distribution offers as defaults; empty if there is none. Raises
-    ``ConfigError`` if there are several."""
+    """The defaults of an installed distribution; empty if there are none. Raises ``ConfigError`` if
+    there are several."""
     entries = list(entry_points(group=DEFAULTS))
     if len(entries) > 1:
-        names = ", ".join(
-            sorted(entry.dist.name if entry.dist else entry.name for entry in entries)
-        )
+        names = ", ".join(sorted(e.dist.name if e.dist else e.name for e in entries))
         raise ConfigError(
             f"{len(entries)} installed distributions offer defaults ({names}), expected one. "
             "Uninstall the others."
@@ -115,8 +109,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value (number, bool, list, inline table); ``None`` is null; anything else is a
-    string."""
+    """A TOML value (number, bool, list, inline table), ``None``, or else a string."""
     if text == "None":
         return None
     try:
@@ -126,27 +119,20 @@ def parse_value(text: str) -> Any:
 
 
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Write ``value`` at a dotted path. Raises ``ConfigError`` if the path runs through something
-    not a table."""
-    *parents, last = path
+    """Write ``value`` at a dotted path. Raises ``ConfigError`` if it leads through a value."""
     current: Any = table
-    for depth, part in enumerate(parents):
-        if isinstance(current, list):
-            current = current[_index(current, part, path[: depth + 1])]
-        else:
-            current = current.setdefault(part, {})
+    for depth, part in enumerate(path, start=1):
         if not isinstance(current, dict | list):
-            raise ConfigError(f"--{'.'.join(path)}: {'.'.join(path[: depth + 1])} is not a table")
-    if isinstance(current, list):
-        current[_index(current, last, path)] = value
-    else:
-        current[last] = value
-
-
-def _index(entries: list[Any], part: str, path: Sequence[str]) -> int:
-    if not part.isdigit() or int(part) >= len(entries):
-        raise ConfigError(
-            f"--{'.'.join(path)}: expected the number of an entry, 0 to {len(entries) - 1}, got "
-            f"{part!r}"
-        )
-    return int(part)
+            raise ConfigError(f"--{'.'.join(path)}: {'.'.join(path[: depth - 1])} is not a table")
+        key: Any = part
+        if isinstance(current, list):
+            if not part.isdigit() or int(part) >= len(current):
+                raise ConfigError(
+                    f"--{'.'.join(path[:depth])}: expected the number of an entry, 0 to "
+                    f"{len(current) - 1}, got {part!r}"
+                )
+            key = int(part)
+        if depth == len(path):
+            current[key] = value
+        else:
+            current = current[key] if isinstance(current, list) else current.setdefault(key, {})

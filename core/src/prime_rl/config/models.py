@@ -1,4 +1,4 @@
-"""References to models: ``"policy"``, the one that is trained, or a frozen one somewhere else."""
+"""References to frozen models, which run somewhere else."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from prime_rl.config.base import Settings
 
 
 class FrozenModel(Settings):
-    """A hosted model that prime-rl neither starts nor updates: a teacher, a judge.
-
-    ``prime-rl serve`` starts one; so does anything that speaks the routes of ``docs/engines.md``.
-    """
+    """A hosted model that the run neither starts nor updates: a teacher, a judge. ``prime-rl
+    serve`` starts one; any server with the routes of ``docs/engines.md`` will do."""
 
     name: str
     """The model's name at the endpoint (``served_model_name``)."""
     base_url: tuple[str, ...]
-    """One URL or a list of replicas, each ending in ``/v1``; requests of a group stay on one."""
+    """One URL or a list of replicas, each ending in ``/v1``; a group's requests go to one replica.
+    """
     api_key_var: str | None = None
-    """Environment variable that holds the bearer key. None: no key."""
+    """Environment variable with the bearer key. None: no key."""
     max_concurrency: PositiveInt = 32
-    """Scoring requests in flight at once, over all replicas."""
+    """Scoring requests in flight, over all replicas."""
     timeout: PositiveFloat = 600.0
     """Seconds one request may take."""
 

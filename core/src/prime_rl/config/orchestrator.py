@@ -1,4 +1,4 @@
-"""``[orchestrator]``: what is sampled, how it is credited, filtered and batched."""
+"""``[orchestrator]``: sampling, credit, filters and batches."""
 
 from __future__ import annotations
 
@@ -16,31 +16,19 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import Settings
+from prime_rl.config.base import PluginTable, Settings
 from prime_rl.config.models import FrozenModel
 
 
-class PluginTable(Settings):
-    """A table whose ``type`` names an installed plugin class; its other keys belong to that
-    class."""
-
-    model_config = Settings.model_config | {"extra": "allow"}
+class SourceTable(PluginTable):
+    """A source of rollouts that no model samples, by the ``type`` an installed plugin offers."""
 
     type: str
-    """Name of an installed class of the table's kind."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keys the plugin validates."""
-        return dict(self.model_extra or {})
-
-
-class SourceTable(PluginTable):
-    """A source of rollouts that nobody samples, by the ``type`` an installed plugin offers."""
+    """Name of an installed source."""
 
 
 def _kind_of_source(value: Any) -> str:
-    """Which of the three forms of ``source`` a value is meant to be."""
+    """The tag of the form of ``source`` that a value has."""
     if isinstance(value, str):
         return "policy"
     plugin = isinstance(value, SourceTable) or (isinstance(value, dict) and "type" in value)
@@ -56,22 +44,22 @@ SourceReference = Annotated[
 
 
 class AlgoSamplingConfig(Settings):
-    """``[orchestrator.algo.sampling]``: who produces the rollouts."""
+    """``[orchestrator.algo.sampling]``: where the rollouts come from."""
 
     source: SourceReference = "policy"
     """``"policy"``, a frozen model (``name`` and ``base_url``), or a table whose ``type`` names an
     installed source (``dataset``, ``replay``)."""
     client: Literal["tokens", "chat"] = "tokens"
-    """How a frozen model is asked: ``tokens`` sends and receives token ids, for one that shares the
-    policy's tokenizer; ``chat`` sends messages to any OpenAI-compatible endpoint and tokenizes its
-    replies with the policy's renderer."""
+    """Requests to a frozen model: ``tokens`` exchanges token ids and needs the policy's tokenizer;
+    ``chat`` sends messages to any OpenAI-compatible endpoint and tokenizes the replies with the
+    policy's renderer."""
 
 
 class AlgoConfig(PluginTable):
     """``[orchestrator.algo]`` or one env's ``algo``: the per-token training signal."""
 
     type: str = ""
-    """Name of an installed algorithm. Needed, in an env's own ``algo`` too."""
+    """Name of an installed algorithm. Required, also in an env's own ``algo``."""
     sampling: AlgoSamplingConfig = AlgoSamplingConfig()
 
 
@@ -85,8 +73,10 @@ class SamplerConfig(PluginTable):
 class FilterConfig(PluginTable):
     """One entry of a filter slot."""
 
+    type: str
+    """Name of an installed filter."""
     enforce: bool = True
-    """False: count what it would drop, and drop nothing."""
+    """False: only count what it would drop."""
 
 
 SHAPING_KEYS = {
@@ -96,19 +86,18 @@ SHAPING_KEYS = {
     *("stop", "stop_token_ids", "logits_processors", "structured_outputs", "guided_json"),
     *("guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "logprobs"),
 }
-"""Sampling parameters that training sets itself, or cannot allow."""
+"""Sampling parameters that training sets itself or must not allow."""
 
 
 class SamplingConfig(Settings):
-    """How rollouts are sampled. Training needs the distribution whole: no top_p, top_k or min_p
-    here."""
+    """How rollouts are sampled. Training needs the whole distribution: no top_p, top_k or min_p."""
 
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits; the trainer applies the same to its own."""
+    """Divides the logits, in the engine and in the trainer."""
     max_completion_tokens: PositiveInt | None = None
-    """None: up to the context's end."""
+    """None: up to the end of the context."""
     extra_body: dict[str, Any] = {}
-    """Further keys of the engine's sampling parameters; none that shapes the distribution."""
+    """More sampling parameters of the engine, except those that change the distribution."""
 
     @field_validator("extra_body")
     @classmethod
@@ -128,15 +117,15 @@ class EvalSamplingConfig(Settings):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample among the likeliest tokens that hold this much probability."""
+    """Sample from the likeliest tokens with this total probability."""
     top_k: int | None = None
-    """Sample among so many likeliest tokens. -1: all."""
+    """Sample from this many likeliest tokens. -1: all."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Leave out tokens below this share of the likeliest one's probability."""
+    """Drop tokens below this fraction of the likeliest token's probability."""
     max_completion_tokens: PositiveInt | None = None
-    """Per turn. None: up to the context's end."""
+    """Per turn. None: up to the end of the context."""
     extra_body: dict[str, Any] = {}
-    """Further keys of the engine's sampling parameters."""
+    """More sampling parameters of the engine."""
 
 
 class SourceConfig(Settings):
@@ -152,13 +141,13 @@ class SourceConfig(Settings):
     """The verifiers harness (``id`` and its settings). None: the one the taskset brings, else
     the ``harness`` of ``[orchestrator.train]`` or ``[orchestrator.eval]``."""
     timeout: PositiveFloat | None = 600.0
-    """Seconds one rollout may take before it counts as failed. None: no bound."""
+    """Seconds until a rollout counts as failed. None: no limit."""
     max_turns: PositiveInt | None = None
-    """Turns after which a rollout is stopped. None: as the taskset has it."""
+    """Turns after which a rollout is stopped. None: the taskset's limit."""
 
     @property
     def label(self) -> str:
-        """The name metrics and files carry."""
+        """Its name in metrics and files."""
         return self.name or self.id
 
 
@@ -168,133 +157,114 @@ class EnvConfig(SourceConfig):
     algo: AlgoConfig | None = None
     """This env's algorithm. None: ``[orchestrator.algo]``."""
     ratio: PositiveFloat | None = None
-    """Share of groups, relative to the other envs' ratios. None: 1."""
+    """Its share of groups, relative to the other envs. None: 1."""
     group_size: PositiveInt | None = None
     """None: ``orchestrator.group_size``."""
     sampling: SamplingConfig | None = None
-    """Laid over ``[orchestrator.train.sampling]``, key by key."""
+    """Overrides ``[orchestrator.train.sampling]``, key by key."""
 
 
 class EvalEnvConfig(SourceConfig):
-    """``[[orchestrator.eval.env]]``: held-out examples, before the first step, after the last, and
-    in between."""
+    """``[[orchestrator.eval.env]]``: held-out examples, evaluated before the first step, after the
+    last, and in between."""
 
     interval: PositiveInt | None = None
-    """Steps between two evaluations while training goes on. None: before and after only."""
+    """Steps between evaluations. None: only before and after training."""
     num_examples: PositiveInt = 64
-    """How many examples are evaluated, from the first."""
+    """Number of examples, from the first."""
     group_size: PositiveInt = 1
-    """Rollouts an example: the reward reported is their mean; where every reward is 0 or 1, pass@k
-    and pass^k are reported for k = 1, 2, 4 ... up to this. A failed rollout counts as 0."""
+    """Rollouts per example. Reported are the mean reward and, if every reward is 0 or 1, pass@k and
+    pass^k for k = 1, 2, 4 ... up to this. A failed rollout counts as 0."""
     sampling: EvalSamplingConfig | None = None
-    """Laid over ``[orchestrator.eval.sampling]``, key by key."""
+    """Overrides ``[orchestrator.eval.sampling]``, key by key."""
 
 
 AnyEnv = TypeVar("AnyEnv", EnvConfig, EvalEnvConfig)
 
 
-def with_sampling_of(group: Settings | None, envs: tuple[AnyEnv, ...]) -> tuple[AnyEnv, ...]:
-    """The envs, each own ``sampling`` table completed by the group's; None: the group's is invalid.
+class EnvGroup(Settings):
+    """Envs that share a harness and sampling parameters."""
 
-    Done at validation: ``run.json`` writes every key of a table, so a later reader cannot know
-    which keys the env set itself.
-    """
-    return tuple(
-        env.model_copy(update={"sampling": group.model_copy(update=own)})
-        if group is not None and (own := _set_keys(env.sampling)) is not None
-        else env
-        for env in envs
-    )
+    harness: dict[str, Any] | None = None
+    """The verifiers harness where neither the env nor its taskset has one."""
+
+    @field_validator("env", check_fields=False)
+    @classmethod
+    def _complete(cls, envs: tuple[AnyEnv, ...], info: ValidationInfo) -> tuple[AnyEnv, ...]:
+        """Complete each env's ``sampling`` table by the group's, unless that is invalid.
+
+        Not later: ``run.json`` writes every key and hides which ones an env set.
+        """
+        group = info.data.get("sampling")
+
+        def completed(env: AnyEnv) -> AnyEnv:
+            if group is None or env.sampling is None:
+                return env
+            own = {key: getattr(env.sampling, key) for key in env.sampling.model_fields_set}
+            return env.model_copy(update={"sampling": group.model_copy(update=own)})
+
+        return tuple(map(completed, envs))
 
 
-def _set_keys(table: Settings | None) -> dict[str, Any] | None:
-    return None if table is None else {key: getattr(table, key) for key in table.model_fields_set}
-
-
-class TrainConfig(Settings):
+class TrainConfig(EnvGroup):
     """``[orchestrator.train]``"""
 
     sampling: SamplingConfig = SamplingConfig()
-    harness: dict[str, Any] | None = None
-    """The verifiers harness of tasksets that bring none, where the env names none either."""
     env: tuple[EnvConfig, ...] = ()
 
-    @field_validator("env")
-    @classmethod
-    def _complete(cls, envs: tuple[EnvConfig, ...], info: ValidationInfo) -> tuple[EnvConfig, ...]:
-        return with_sampling_of(info.data.get("sampling"), envs)
 
-
-class EvalConfig(Settings):
+class EvalConfig(EnvGroup):
     """``[orchestrator.eval]``"""
 
     sampling: EvalSamplingConfig = EvalSamplingConfig()
-    harness: dict[str, Any] | None = None
-    """The verifiers harness of tasksets that bring none, where the env names none either."""
     skip_first_step: bool = False
     """True: do not evaluate the model that training starts from."""
     max_hold_seconds: PositiveFloat = 300.0
-    """Seconds an evaluation between two steps may keep new weights waiting: it measures one
-    version, so the engines get the next when it is done. What is unfinished then is left out, and
-    counted."""
+    """Seconds an evaluation between steps may delay new weights, since it measures one version.
+    Rollouts unfinished by then are left out and counted."""
     env: tuple[EvalEnvConfig, ...] = ()
 
-    @field_validator("env")
-    @classmethod
-    def _complete(
-        cls, envs: tuple[EvalEnvConfig, ...], info: ValidationInfo
-    ) -> tuple[EvalEnvConfig, ...]:
-        return with_sampling_of(info.data.get("sampling"), envs)
 
-
-class RendererConfig(Settings):
+class RendererConfig(PluginTable):
     """``[orchestrator.renderer]``: messages to tokens. Other keys belong to the renderer."""
 
-    model_config = Settings.model_config | {"extra": "allow"}
-
     name: str = ""
-    """Name of an installed renderer. Needed."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keys the renderer validates."""
-        return dict(self.model_extra or {})
+    """Name of an installed renderer. Required."""
 
 
 class OrchestratorConfig(Settings):
     """``[orchestrator]``"""
 
     batch_size: PositiveInt = 128
-    """Rollouts a step. Must be a multiple of every env's group size."""
+    """Rollouts per step. Must be a multiple of every env's group size."""
     group_size: PositiveInt = 8
-    """Rollouts sampled for one example."""
+    """Rollouts per example."""
     max_off_policy_steps: NonNegativeInt = 8
-    """How many versions behind the weights it trains a rollout may be, counted from its start."""
+    """Versions a rollout may be behind the weights it trains, counted from its start."""
     oversampling_factor: Annotated[float, Field(ge=1)] = 1.0
-    """Groups in flight, as a multiple of what the batch still needs, so that filters do not starve
-    it."""
+    """Groups in flight, as a multiple of what the batch still needs: makes up for filtered ones."""
     max_inflight_rollouts: PositiveInt | None = None
-    """Bound on rollouts being sampled at once. None: ``batch_size * oversampling_factor``."""
+    """Maximum of rollouts sampled at once. None: ``batch_size * oversampling_factor``."""
     algo: AlgoConfig = AlgoConfig()
     sampler: SamplerConfig = SamplerConfig()
     buffer: dict[str, Any] | None = None
-    """Short for ``[orchestrator.sampler]`` with these settings and the type ``buffer_sampler``."""
+    """Shorthand for ``[orchestrator.sampler]`` with type ``buffer_sampler`` and these settings."""
     buffer_sampler: str = ""
     """Name of the installed sampler that ``buffer`` selects."""
     renderer: RendererConfig = RendererConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
     pre_batch_filters: tuple[FilterConfig, ...] = ()
-    """Asked when a group is scored; what they enforce takes no place in the batch. Setting it
-    replaces it."""
+    """Filters of a scored group; rollouts they drop take no place in the batch. Replaces the
+    default list."""
     post_batch_filters: tuple[FilterConfig, ...] = ()
-    """Asked of the batch; what they drop is back-filled. Setting it replaces it."""
+    """Filters of the batch; dropped rollouts are replaced by others. Replaces the default list."""
     max_empty_batches: PositiveInt = 10
-    """Stop the run after so many batches' worth of rollouts in a row left nothing to train."""
+    """Stop the run after this many batches of rollouts in a row without any to train on."""
     save_rollouts: bool = True
     """Write every step's rollouts to the run directory."""
     weights_timeout: PositiveFloat = 1200.0
-    """Seconds to wait for new weights before the run is declared stuck."""
+    """Seconds to wait for new weights before the run fails."""
 
     @model_validator(mode="after")
     def _one_sampler(self) -> OrchestratorConfig:
@@ -307,7 +277,7 @@ class OrchestratorConfig(Settings):
 
     @property
     def max_inflight(self) -> int:
-        """Bound on rollouts being sampled at once."""
+        """Maximum of rollouts sampled at once."""
         return self.max_inflight_rollouts or int(self.batch_size * self.oversampling_factor)
 
     @property

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from prime_rl.config.base import Settings
-from prime_rl.config.broadcast import WeightBroadcastConfig
+from prime_rl.config.base import PluginTable, Settings
 from prime_rl.config.ckpt import CkptConfig
-from prime_rl.config.deployment import DeploymentConfig
+from prime_rl.config.deployment import DeploymentConfig, LauncherConfig
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.launcher import LauncherConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
 
+FILES = "filesystem"
 
-class ModelConfig(Settings):
+
+class ModelConfig(PluginTable):
     """``[model]``: the policy. Other keys belong to the model maker, if ``name`` names one."""
-
-    model_config = Settings.model_config | {"extra": "allow"}
 
     name: str
     """A Hugging Face folder or id, or the name of a model that an installed plugin makes here."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keys the model maker validates."""
-        return dict(self.model_extra or {})
 
 
 class TransportConfig(Settings):
@@ -40,32 +40,56 @@ class TransportConfig(Settings):
     port: int | None = Field(default=None, ge=1, le=65535)
     """None: a free port is chosen."""
     hwm: PositiveInt = 4
-    """Batches that may wait for a slow trainer before the orchestrator waits too."""
+    """Batches that may wait for the trainer before the orchestrator waits."""
+
+
+class WeightBroadcastConfig(PluginTable):
+    """``[weight_broadcast]``: how new weights reach the engines. Its other keys belong to the
+    weight transport."""
+
+    type: str = FILES
+    """``filesystem``: as files in the run directory. Or an installed weight transport (``nccl``,
+    ``gloo``): from memory to memory, with files only for checkpoints, after the last step, and for
+    an engine that restarts."""
+    timeout: PositiveFloat = 120.0
+    """With a weight transport: seconds until all engines must have joined, and per message."""
+
+    @property
+    def as_files(self) -> bool:
+        """Whether no weight transport takes part."""
+        return self.type == FILES
+
+    @model_validator(mode="after")
+    def _no_settings_of_files(self) -> WeightBroadcastConfig:
+        if self.as_files and self.settings:
+            found = ", ".join(sorted(self.settings))
+            raise ValueError(f"unknown key {found}; type 'filesystem' takes no other settings")
+        return self
 
 
 class RunDirConfig(Settings):
     """``[run]``"""
 
     name: Annotated[str, Field(pattern=r"^[\w][\w.+=@ -]*$")] | None = None
-    """Name of the run directory, no path. None: environments, model and a number that is free."""
+    """Name of the run directory, not a path. None: environments, model and a free number."""
 
 
 class PluginsConfig(Settings):
     """``[plugins]``"""
 
     disabled: tuple[str, ...] = ()
-    """Entry-point names of installed plugins that this run leaves out."""
+    """Entry-point names of installed plugins that this run does not load."""
 
 
 class LogConfig(Settings):
     """``[log]``"""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe records that go to the logs."""
+    """Lowest severity that is logged."""
 
 
 class RunConfig(Settings):
-    """Everything a run is told. Tables compose left to right over several files."""
+    """All settings of a run. Tables compose left to right over several files."""
 
     model: ModelConfig
     orchestrator: OrchestratorConfig = OrchestratorConfig()
@@ -77,19 +101,19 @@ class RunConfig(Settings):
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
-    """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""
+    """One table per monitor, by the name an installed plugin offers. ``file`` is always on."""
     ckpt: CkptConfig = CkptConfig()
-    """Checkpoints to resume from. None, as in runs of version 0.1, is ``enabled = false``."""
+    """Checkpoints to resume from. None (runs of version 0.1) means ``enabled = false``."""
     log: LogConfig = LogConfig()
     run: RunDirConfig = RunDirConfig()
     seq_len: PositiveInt = 2048
-    """Longest sample, in tokens; also the default of the engine's context and of a packed row."""
+    """Longest sample, in tokens; default of the engine's context and of a packed row."""
     max_steps: PositiveInt
     """Optimizer steps to take."""
     seed: NonNegativeInt = 0
-    """Seeds model making, the sampler and the engine."""
+    """Seed of the model maker, the sampler and the engine."""
     output_dir: str = "outputs"
-    """Run directories are made in here."""
+    """Folder of the run directories."""
 
     @field_validator("ckpt", mode="before")
     @classmethod

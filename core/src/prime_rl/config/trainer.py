@@ -1,9 +1,9 @@
-"""``[trainer]``: how the weights are updated."""
+"""``[trainer]``: optimizer, loss, precision and ranks."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     Field,
@@ -14,22 +14,21 @@ from pydantic import (
     model_validator,
 )
 
-from prime_rl.config.base import Settings
+from prime_rl.config.base import PluginTable, Settings
 from prime_rl.errors import ConfigError
 
 
 class OptimConfig(Settings):
-    """``[trainer.optim]``: the optimizer and gradient clipping. A key of another optimizer is
-    refused."""
+    """``[trainer.optim]``: optimizer and gradient clipping. Keys of other optimizers are errors."""
 
     type: Literal["adamw", "sgd", "muon", "sign_sgd"] = "adamw"
-    """``muon`` makes the updates of the blocks' matrices orthogonal, scaled to AdamW's usual size,
-    so that one learning rate serves both; embeddings, head, norms and biases take AdamW's.
-    ``sgd`` without momentum and ``sign_sgd`` keep no state."""
+    """``muon`` makes the updates of the blocks' matrices orthogonal, at AdamW's scale, so both use
+    one learning rate; embeddings, head, norms and biases get AdamW. ``sgd`` without momentum and
+    ``sign_sgd`` keep no state."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled: times the learning rate, off the weights each step."""
+    """Decoupled: each step subtracts this times the learning rate times the weights."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """adamw, muon: decay of the gradient's running mean."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -39,7 +38,7 @@ class OptimConfig(Settings):
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     """sgd, muon: decay of the sum of gradients. None: 0 for sgd, 0.95 for muon."""
     nesterov: bool | None = None
-    """sgd, muon: look one step of momentum ahead. None: not with sgd, but with muon."""
+    """sgd, muon: Nesterov momentum. None: off for sgd, on for muon."""
     ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
     """muon: Newton-Schulz iterations that make an update orthogonal."""
     max_norm: PositiveFloat | None = 1.0
@@ -64,7 +63,7 @@ OWNERS = {
     **dict.fromkeys(("momentum", "nesterov"), ("sgd", "muon")),
     "ns_steps": ("muon",),
 }
-"""Which optimizers a key of ``[trainer.optim]`` belongs to; one that is not named here, to all."""
+"""The optimizers of a key of ``[trainer.optim]``; other keys belong to all."""
 
 
 class SchedulerConfig(Settings):
@@ -74,14 +73,14 @@ class SchedulerConfig(Settings):
     """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to ``max_steps``.
     """
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises to ``optim.lr``."""
+    """Steps until the rate reaches ``optim.lr``."""
     decay_steps: NonNegativeInt | None = None
-    """Steps of the final decay of ``linear``. None: everything after warm-up."""
+    """Steps of the final decay of ``linear``. None: all after warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """The rate at the end of the decay."""
 
     def num_decay_steps(self, max_steps: int) -> int:
-        """How many steps the final decay takes."""
+        """Steps of the final decay."""
         if self.type == "constant":
             return 0
         if self.type == "cosine" or self.decay_steps is None:
@@ -89,8 +88,7 @@ class SchedulerConfig(Settings):
         return self.decay_steps
 
     def check(self, peak: float, max_steps: int) -> None:
-        """Raises ``ConfigError`` if it does not fit into a run of ``max_steps`` at rate
-        ``peak``."""
+        """Raises ``ConfigError`` if it does not fit a run of ``max_steps`` at rate ``peak``."""
         warmup, decay = self.warmup_steps, self.num_decay_steps(max_steps)
         if warmup + decay > max_steps:
             raise ConfigError(
@@ -106,22 +104,15 @@ class SchedulerConfig(Settings):
 NormalizeBy: TypeAlias = Literal["tokens", "env"]
 
 
-class LossConfig(Settings):
+class LossConfig(PluginTable):
     """``[trainer.loss]``: the loss of the rl component. Its other keys belong to the loss
     plugin."""
 
-    model_config = Settings.model_config | {"extra": "allow"}
-
     type: str = ""
-    """Name of an installed loss. Needed."""
+    """Name of an installed loss. Required."""
     normalize_by: NormalizeBy = "tokens"
-    """What each component's sum is divided by. ``tokens``: its trained tokens in the batch.
-    ``env``: each env's part by that env's own, so that no env dilutes another."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The keys the loss plugin validates."""
-        return dict(self.model_extra or {})
+    """The divisor of each component's sum. ``tokens``: its trained tokens in the batch. ``env``:
+    each env's own tokens for that env's part, so no env dilutes another."""
 
 
 class TokenExportConfig(Settings):
@@ -129,11 +120,11 @@ class TokenExportConfig(Settings):
     in ``<run>/token_exports``."""
 
     enabled: bool = False
-    """Write them. It takes time and disk: some hundred bytes a token as JSON."""
+    """Write them. Costs time and disk: some hundred bytes per token as JSON."""
     format: Literal["jsonl", "parquet"] = "jsonl"
     """``parquet`` needs pyarrow: ``pip install "prime-rl-core[parquet]"``."""
     interval: PositiveInt = 1
-    """Every how many steps."""
+    """Steps between exports."""
 
     @model_validator(mode="after")
     def _needs_pyarrow(self) -> TokenExportConfig:
@@ -147,20 +138,20 @@ class TokenExportConfig(Settings):
 
 class LoraConfig(Settings):
     """``[trainer.lora]``: train small matrices beside the frozen weights (LoRA). Adapters are
-    published; the run's end leaves a merged model. Needs ``pip install "prime-rl-core[lora]"``."""
+    published; the final export is merged. Needs ``pip install "prime-rl-core[lora]"``."""
 
     rank: PositiveInt = 16
-    """r, inner size of the two matrices: A [r, inputs], B [outputs, r]."""
+    """r, the inner size of the two matrices: A [r, inputs], B [outputs, r]."""
     alpha: PositiveInt = 32
     """A module's output is W x + alpha / rank * B A x."""
     use_rslora: bool = False
-    """alpha / sqrt(rank) instead, with which large ranks learn as fast as small ones."""
+    """Scale by alpha / sqrt(rank): large ranks learn as fast as small ones."""
     dropout: NonNegativeFloat = 0.0
-    """Only 0: the engines sample without dropout, and what trains must be what was sampled from."""
+    """Must be 0: engines sample without dropout, and the trained policy must be the sampled one."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Ends of the names of linear modules that get an adapter. None: all but the head."""
+    """Name suffixes of the linear modules with an adapter. None: all but the head."""
     modules_to_save: list[str] = []
-    """Ends of the names of modules that train whole and are published with the adapter."""
+    """Name suffixes of modules that train in full and are published with the adapter."""
 
     @model_validator(mode="after")
     def _can_run(self) -> LoraConfig:
@@ -187,53 +178,50 @@ class TrainerConfig(Settings):
     lora: LoraConfig | None = None
     """None: all weights train."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of compute. Weights and optimizer state stay in float32: steps of a usual size
-    would
-    vanish in bfloat16's rounding."""
+    """Precision of compute. Weights and optimizer state stay in float32: bfloat16 would round
+    typical steps away."""
     micro_batch_tokens: PositiveInt | None = None
     """Capacity of one packed row, in tokens. None: ``seq_len``."""
     attention: Literal["auto", "varlen", "mask"] = "auto"
-    """How documents of a packed row are kept apart: ``varlen`` computes each document by itself,
-    ``mask`` builds a dense block mask. ``auto`` takes the faster one for the device. A model for
-    which neither is exact (checked at start-up) gets its documents apart, with transformers'
-    attention."""
+    """How documents of a packed row are separated: ``varlen`` computes each alone, ``mask`` builds
+    a dense block mask, ``auto`` takes the faster one for the device. If neither is exact for the
+    model (checked at start-up), documents run one by one through transformers' attention."""
     fused_lm_head: Literal["auto"] | bool = "auto"
-    """Compute logits block by block, going forward and again going backward, and never keep them:
-    memory for a quarter of the head's arithmetic. ``auto``: where a row's logits are many. With
-    ``bfloat16`` always: called by itself the head would round its logits."""
+    """Compute logits in blocks, forward and again backward, and never store them: saves memory for
+    a quarter more arithmetic in the head. ``auto``: for rows with many logits. Always on with
+    ``bfloat16``, where a separate head would round its logits."""
     lm_head_block: PositiveInt | None = None
-    """Logits of such a block. None: 2^20 on CPU (4 MiB), 2^26 on a GPU (256 MiB)."""
+    """Logits per block. None: 2^20 on CPU (4 MiB), 2^26 on a GPU (256 MiB)."""
     activation_checkpointing: NonNegativeInt = 0
-    """Recompute every n-th decoder block going backward instead of keeping its activations. 1: all
-    of them, which takes a third more arithmetic and the least memory. 0: none."""
+    """Recompute every n-th decoder block in the backward pass instead of storing its activations.
+    1: all, for a third more arithmetic and the least memory. 0: none."""
     compile: bool = False
     """Compile the decoder blocks with ``torch.compile``. The first steps take minutes. Needs a C++
     compiler, and triton on a GPU."""
     share_prompts: bool = True
-    """Compute a prompt that several rollouts of a row start from once: the same numbers for less
-    work. On CPU, with ``varlen`` attention, for models whose log π stays the same (checked at
-    start-up)."""
+    """Compute a prompt shared by rollouts of a row once. On CPU, with ``varlen`` attention, for
+    models whose log π stays the same (checked at start-up)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``auto`` takes CUDA if there is one."""
+    """``auto``: CUDA if present."""
     num_ranks: PositiveInt | None = None
-    """Processes that train together, one a GPU; each holds a part of weights and optimizer state.
-    None: one for each of ``deployment.trainer_gpus``, else one."""
+    """Training processes, one per GPU; each holds a shard of weights and optimizer state. None: one
+    per entry of ``deployment.trainer_gpus``, else one."""
     dp_replicate: PositiveInt = 1
-    """Copies of the model: the ranks form so many groups, and each group shards one copy among its
-    ranks. 1: all ranks share one copy; ``num_ranks``: each has a whole one."""
+    """Copies of the model: the ranks form this many groups, each of which shards one copy. 1: all
+    ranks share one copy; ``num_ranks``: each rank has a whole one."""
     attention_flops: NonNegativeFloat = 1e-4
-    """What one more token of context costs each token, relative to its linear layers: layers *
-    heads * head size / parameters. Rows are balanced over ranks by n * (1 + attention_flops * n)
-    for each sample of n tokens."""
+    """Cost of one more token of context for each token, relative to its linear layers: layers *
+    heads * head size / parameters. Ranks are balanced by n * (1 + attention_flops * n) for each
+    sample of n tokens."""
     keep_broadcasts: Annotated[int, Field(ge=2)] = 2
-    """How many published weight versions stay on disk; an engine may still be loading the last but
-    one."""
+    """Published weight versions to keep on disk; an engine may still be loading the previous one.
+    """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of published weights. ``bfloat16``: half the bytes, for engines that serve in it:
-    they get the numbers that they would round float32 to. Other engines would get worse ones.
-    Adapters, checkpoints and the final export stay as they train."""
+    """Precision of published weights. ``bfloat16`` halves the bytes for engines that serve in it
+    and would round float32 to the same numbers; for others it loses precision. Adapters,
+    checkpoints and the final export keep full precision."""
     max_bad_steps: PositiveInt = 3
-    """Steps in a row that may be skipped because their loss or gradient is not finite; then the run
+    """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run
     ends."""
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What goes into an environment and what comes out of it: plain data, no verifiers.
+"""Inputs and outputs of an environment: plain data, no verifiers.
 
 Shapes: T = tokens of one branch.
 """
@@ -27,14 +27,14 @@ class EnvSettings:
     harness: Mapping[str, Any] | None = None
     """``id`` and settings. None: the taskset's own, else ``default_harness``."""
     default_harness: Mapping[str, Any] | None = None
-    """Of a taskset that brings none."""
+    """The harness of a taskset that brings none."""
     timeout: float | None = None
-    """Seconds an episode may take before it counts as failed."""
+    """Seconds until an episode counts as failed."""
     max_turns: int | None = None
     renderer: Any = None
-    """A config object of the ``renderers`` package. None: it guesses from the tokenizer's name."""
+    """A config object of the ``renderers`` package. None: chosen by the tokenizer's name."""
     tokenizer_path: Path | None = None
-    """Folder the renderer loads its tokenizer from. None: the model's name is used."""
+    """Folder of the renderer's tokenizer. None: the model's name."""
 
     @property
     def label(self) -> str:
@@ -43,7 +43,7 @@ class EnvSettings:
 
 @dataclass(frozen=True)
 class ModelEndpoint:
-    """Who answers."""
+    """The model that answers."""
 
     name: str
     base_url: str
@@ -51,21 +51,21 @@ class ModelEndpoint:
     api_key_var: str = "PRIME_RL_ENGINE_API_KEY"
     """Environment variable with the bearer key; unset means no key."""
     client: str = "tokens"
-    """``tokens``: token ids go to and fro. ``chat``: messages, by the OpenAI API."""
+    """``tokens``: requests and replies are token ids. ``chat``: messages, by the OpenAI API."""
     timeout: float | None = None
-    """Seconds one call may take. None: no bound but the episode's."""
+    """Seconds per call. None: only the episode's limit."""
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How it answers. None: the engine's default."""
+    """Sampling parameters. None: the engine's default."""
 
     temperature: float | None = 1.0
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     max_completion_tokens: int | None = None
-    """Per turn. None: up to the context's end."""
+    """Per turn. None: up to the end of the context."""
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Further sampling parameters."""
 
@@ -81,38 +81,34 @@ class Example:
     @property
     def fields(self) -> dict[str, Any]:
         """The row's own fields, ``prompt`` among them."""
-        fields: dict[str, Any] = self.task.data.model_dump(exclude_none=True)
-        return fields
+        return dict(self.task.data.model_dump(exclude_none=True))
 
 
 @dataclass(frozen=True, eq=False)
 class BranchTokens:
-    """One token sequence of a trace, columns of length T. Branches of one trace may share leading
-    nodes."""
+    """One token sequence of a trace: columns of length T. Branches may share leading nodes."""
 
     token_ids: list[int]
     sampled_mask: list[bool]
     logprobs: list[float]
-    """log μ of sampled tokens, at the temperature they were sampled at; 0.0 elsewhere."""
+    """log μ of sampled tokens, at their sampling temperature; 0.0 elsewhere."""
     roles: list[str]
-    """Role of the message each token belongs to."""
+    """Role of each token's message."""
     is_content: list[bool | None]
-    """Body or scaffold of its message; None where the renderer cannot tell."""
+    """True: body of its message; False: scaffold; None: unknown to the renderer."""
     node_ids: list[int]
-    """The trace's node each token belongs to: equal ids in two branches are the same sampling
-    event."""
+    """Each token's node of the trace: equal ids in two branches are the same sampling event."""
     policy_versions: list[int] | None
-    """Policy that sampled each token; -1 off the mask, or unknown. None: the engine or harness
-    does not tell."""
+    """Policy version of each sampled token; -1: off the mask or unknown. None: not reported."""
     trainable: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutResult:
-    """What one agent's run in one episode came to."""
+    """The result of one agent in one episode."""
 
     ok: bool
-    """It finished, scored, and has sampled tokens; and so did its siblings in the episode."""
+    """It finished, was scored and has sampled tokens; so did its siblings in the episode."""
     reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     """Named reward terms, each before its weight."""
@@ -124,11 +120,11 @@ class RolloutResult:
     error_type: str | None = None
     """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
     error: str | None = None
-    """What went wrong, in one line or more."""
+    """The reason, in one line or more."""
     status_code: int | None = None
-    """HTTP status of a model call that failed."""
+    """HTTP status of a failed model call."""
     agent: str = "agent"
-    """The env's seat that ran."""
+    """Its seat in the env."""
     trainable: bool = True
     """False: a fixed opponent or judge; never trains."""
     branches: list[BranchTokens] = field(default_factory=list)
@@ -136,43 +132,37 @@ class RolloutResult:
     group_id: int = 0
     """The group it was sampled for."""
     timing: dict[str, float] = field(default_factory=dict)
-    """Seconds by stage: ``setup``, ``agent`` (``agent/model`` and ``agent/harness`` are parts of
-    it), ``finalize``, ``scoring``."""
+    """Seconds per stage: ``setup``, ``agent`` (includes ``agent/model`` and ``agent/harness``),
+    ``finalize``, ``scoring``."""
     usage: tuple[int, int] = (0, 0)
-    """Tokens that went in and came out, each once, as the server counted them: where only messages
-    went to and fro, and it tells."""
+    """Input and output tokens, each once, as the server counted them, where only messages were
+    exchanged."""
 
     @property
     def messages(self) -> list[tuple[str, str]]:
-        """The conversation for people: ``(role, text)`` of the last branch."""
-        if self.trace is None:
-            return []
-        return [(message.role, str(message.content or "")) for message in self.trace.messages]
+        """The conversation as ``(role, text)`` of the last branch."""
+        messages = () if self.trace is None else self.trace.messages
+        return [(message.role, str(message.content or "")) for message in messages]
 
     @property
     def task_fields(self) -> dict[str, Any]:
-        """The fields of the task that this agent was given: in an episode of several, its own."""
+        """The fields of this agent's own task."""
         if self.trace is None:
             return {}
-        fields: dict[str, Any] = self.trace.task.data.model_dump(exclude_none=True)
-        return fields
+        return dict(self.trace.task.data.model_dump(exclude_none=True))
 
     @property
     def trace_record(self) -> dict[str, Any]:
         """The whole trace as JSON, as verifiers writes it."""
-        record: dict[str, Any] = {}
-        if self.trace is not None:
-            record = self.trace.model_dump(mode="json", exclude_none=True)
-        return record
+        return {} if self.trace is None else self.trace.model_dump(mode="json", exclude_none=True)
 
     @property
     def had_tools(self) -> bool:
-        """Whether the model was told of tools."""
+        """Whether the model had tools."""
         return self.trace is not None and any(node.tools for node in self.trace.nodes)
 
     @property
     def wire_messages(self) -> list[dict[str, Any]]:
         """The conversation of the last branch in the OpenAI form."""
-        if self.trace is None:
-            return []
-        return [message.model_dump(exclude_none=True) for message in self.trace.messages]
+        messages = () if self.trace is None else self.trace.messages
+        return [message.model_dump(exclude_none=True) for message in messages]

@@ -1,23 +1,65 @@
-"""Conversations as tokens of the policy's tokenizer, for who has no rollout to take them from."""
+"""Conversations as tokens of the policy's tokenizer, where no rollout has them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from prime_rl.env.environment import load_tokenizer
 from prime_rl.errors import ConfigError
 from prime_rl.rollout import ROLES, BoolColumn, Sample
+from prime_rl.rundir.processes import lasting_imports
 
 Messages = Sequence[Mapping[str, Any]]
 
+ROLLOUTS_PER_RENDERER = 4096
+"""One tokenizer serves all of them: a render takes a fraction of a millisecond."""
+
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Tokenizer classes without code of their own: ``tokenizer.json`` has everything."""
+
+
+def warm_renderer(tokenizer_path: Path, config: Any) -> None:
+    """Load the tokenizer before the first rollout's clock runs.
+
+    verifiers keeps one pool of renderers per process; this adds the first one.
+    """
+    with lasting_imports():
+        from renderers import create_renderer
+        from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
+
+        pool = ElasticRendererPool(str(tokenizer_path), config, multiplex=ROLLOUTS_PER_RENDERER)
+        if not pool.renderers:
+            renderer = create_renderer(load_tokenizer(tokenizer_path), config)
+            pool.renderers.append(RendererSlot(renderer))
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a folder. Raises ``ConfigError`` if there is none.
+
+    ``AutoTokenizer`` imports torch to find out what ``tokenizer_config.json`` already says.
+    """
+    try:
+        table = json.loads((path / "tokenizer_config.json").read_text())
+        if table.get("tokenizer_class") in GENERIC_TOKENIZERS:
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from renderers.base import load_tokenizer as load_by_auto
+
+        return load_by_auto(str(path))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"tokenizer {str(path)!r} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
+
 
 class Rendering:
-    """The run's renderer and its tokenizer, loaded when first asked. Sync and quick: a render takes
-    a fraction of a millisecond."""
+    """The run's renderer and its tokenizer, loaded at first use. Sync and quick: a render takes a
+    fraction of a millisecond."""
 
     def __init__(self, tokenizer_path: Path, config: Any) -> None:
         """``config`` is a config object of the ``renderers`` package."""
@@ -28,7 +70,7 @@ class Rendering:
     def ids(
         self, messages: Messages, *, config: Any = None, add_generation_prompt: bool = False
     ) -> list[int]:
-        """Tokens of a conversation; ``config`` takes another renderer than the run's."""
+        """Tokens of a conversation; ``config`` selects another renderer than the run's."""
         renderer = self._renderer(config or self._config)
         ids: list[int] = renderer.render_ids(
             list(messages), add_generation_prompt=add_generation_prompt
@@ -38,17 +80,17 @@ class Rendering:
     def supervised_sample(self, messages: Messages) -> Sample:
         """A conversation whose assistant tokens train, as if the policy had sampled them.
 
-        What the generation prompt already holds (an empty thought, where thinking is off) is not
-        trained: in a rollout nobody samples it. Raises ``ConfigError`` if the renderer cannot tell
-        which tokens are the assistant's.
+        Tokens of the generation prompt (an empty thought, where thinking is off) do not train: no
+        rollout samples them. Raises ``ConfigError`` if the renderer does not mark the assistant's
+        tokens.
         """
         renderer = self._renderer(self._config)
         whole = renderer.render(list(messages))
         size = len(whole.token_ids)
         if len(whole.sampled_mask) != size:
             raise ConfigError(
-                f"orchestrator.renderer: {self._config.name!r} does not tell which tokens are the "
-                "assistant's, so demonstrations cannot be trained on. Set the renderer of the "
+                f"orchestrator.renderer: {self._config.name!r} does not mark the assistant's "
+                "tokens, so demonstrations cannot be trained on. Set the renderer of the "
                 "model's family."
             )
         mask = np.asarray(whole.sampled_mask, np.bool_)
@@ -69,7 +111,7 @@ class Rendering:
     def _unmask_prompt(
         self, messages: Messages, index: int, token_ids: list[int], owners: Any, mask: BoolColumn
     ) -> None:
-        """Take the tokens of message ``index`` that its generation prompt holds off the mask."""
+        """Unmask the tokens of message ``index`` that belong to its generation prompt."""
         before = self.ids(messages[:index])
         opener = self.ids(messages[:index], add_generation_prompt=True)[len(before) :]
         for position, token in zip(np.flatnonzero(owners == index), opener, strict=False):

@@ -1,6 +1,6 @@
-"""From verifiers' episode to our results: who failed and why, and every branch as aligned columns.
+"""From verifiers' episode to our results: failures with their reasons, branches as aligned columns.
 
-Reads attributes of verifiers' objects and imports nothing of it at run time (``env.py`` does).
+Reads attributes of verifiers' objects and does not import it at run time.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ VERSIONS_KEY = "weight_versions"
 def results_of(
     episode: Episode, with_tokens: bool = True, fixed: Container[str] = ()
 ) -> list[RolloutResult]:
-    """One result a trace. If any failed, all are failed: half an episode does not train.
+    """One result per trace. If one failed, all are failed: half an episode does not train.
 
-    ``with_tokens``: a trace whose agent trains has failed if it holds no sampled tokens.
+    ``with_tokens``: a trace whose agent trains has failed if it has no sampled tokens.
     ``fixed``: agents that a model of their own plays; they never train.
     """
     failure = episode_failure(episode)
@@ -41,15 +41,14 @@ def results_of(
 
 
 def episode_failure(episode: Episode) -> tuple[str, str] | None:
-    """``(class, text)`` of a failure of the episode itself: a hook of the env raised, or it took
-    too long."""
+    """``(class, text)`` of a failure of the episode itself: an error of the env, or a timeout."""
     if episode.errors:
         return episode.errors[-1].type, episode.errors[-1].message
     return ("TimeoutError", "the episode timed out") if episode.is_timeout else None
 
 
 def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | None:
-    """``(class, text)`` of why a trace must not train, or None."""
+    """``(class, text)`` of the reason why a trace must not train, or None."""
     if not trace.ok:
         error = trace.last_error
         return (error.type, error.message) if error else ("Failed", f"{trace.stop_condition}")
@@ -67,6 +66,7 @@ def result_of(
     """The result of one trace; a failed one carries no tokens."""
     info = dict(trace.info)
     versions = info.pop(VERSIONS_KEY, None)
+    index = {id(node): position for position, node in enumerate(trace.nodes)}
     return RolloutResult(
         ok=failure is None,
         reward=trace.reward,
@@ -81,19 +81,11 @@ def result_of(
         status_code=trace.last_error.status_code if failure and trace.last_error else None,
         agent=trace.agent.name,
         trainable=trace.agent.trainable and may_train,
-        branches=[] if failure else branches_of(trace, versions),
+        branches=[] if failure else [branch_tokens(b, index, versions) for b in trace.branches],
         trace=trace,
         timing=timing_of(trace),
         usage=usage_of(trace),
     )
-
-
-def branches_of(
-    trace: Trace, versions: Mapping[str, list[tuple[int, int, int]]] | None
-) -> list[BranchTokens]:
-    """Every root-to-leaf path as aligned columns."""
-    index = {id(node): position for position, node in enumerate(trace.nodes)}
-    return [branch_tokens(branch, index, versions) for branch in trace.branches]
 
 
 def branch_tokens(
@@ -101,7 +93,7 @@ def branch_tokens(
     index: Mapping[int, int],
     versions: Mapping[str, list[tuple[int, int, int]]] | None,
 ) -> BranchTokens:
-    """Columns of one branch; ``index`` finds a node's place in the trace by the node's ``id()``."""
+    """Columns of one branch; ``index`` maps a node's ``id()`` to its place in the trace."""
     roles: list[str] = []
     content: list[bool | None] = []
     node_ids: list[int] = []
@@ -125,8 +117,7 @@ def branch_tokens(
 
 
 def node_versions(mask: list[bool], spans: Any) -> list[int]:
-    """Policy version by token of one node; the spans count its sampled tokens, which end the
-    node."""
+    """Policy version of each token of a node; spans count its sampled tokens, which come last."""
     column = [-1] * len(mask)
     first = len(mask) - sum(mask)
     for version, start, end in spans:
@@ -136,14 +127,14 @@ def node_versions(mask: list[bool], spans: Any) -> list[int]:
 
 
 def usage_of(trace: Trace) -> tuple[int, int]:
-    """Tokens in and out as the server counted them, where the trace itself holds none."""
+    """Tokens in and out as the server counted them, for a trace without tokens."""
     if any(node.token_ids for node in trace.nodes) or trace.usage is None:
         return 0, 0
     return trace.num_input_tokens, trace.usage.completion_tokens
 
 
 def timing_of(trace: Trace) -> dict[str, float]:
-    """Seconds by stage; the model's and the harness's are parts of the agent's."""
+    """Seconds per stage; ``agent`` includes the model and the harness."""
     timing = trace.timing
     return {
         "setup": timing.boot.duration + timing.setup.duration,

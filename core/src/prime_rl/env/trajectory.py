@@ -1,9 +1,8 @@
-"""From a finished episode to samples: one sample a branch, a shared sampled token trains once.
+"""From a finished episode to samples: one sample per branch; a shared sampled token trains once.
 
-A trajectory is a tree of messages. As long as each turn's prompt extends the previous tokens
-exactly, its branch grows and stays one sample; where it does not (thinking stripped, a hand-over to
-a sub-agent), a new branch starts. A node that lies on several branches trains in the first of them
-only: one gradient a sampled token.
+A trajectory is a tree of messages. While each turn's prompt extends the previous tokens exactly,
+its branch grows and stays one sample; where it does not (thinking stripped, a hand-over to a
+sub-agent), a new branch starts. A node on several branches trains in the first of them only.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def build_rollout(
     policy_version: int,
     temperature: float,
 ) -> Rollout:
-    """What the plugins will see of one usable episode."""
+    """The rollout that plugins see of one successful episode."""
     return Rollout(
         env=env,
         example_id=example_id,
@@ -50,8 +49,8 @@ def build_rollout(
 
 
 def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[Sample]:
-    """The samples of one episode, in the order in which their first turns were sampled; branches
-    with nothing left to train give none."""
+    """The samples of one episode, in the order of their first sampled turns; branches with nothing
+    left to train have none."""
     seen: set[int] = set()
     samples = []
     for branch in sorted(branches, key=_first_turn):
@@ -66,7 +65,7 @@ def build_samples(branches: Sequence[BranchTokens], temperature: float) -> list[
 
 
 def _first_turn(branch: BranchTokens) -> int:
-    """The node of its first sampled token: nodes are numbered as they came."""
+    """The node of its first sampled token: nodes are numbered in time order."""
     sampled = (n for n, mine in zip(branch.node_ids, branch.sampled_mask, strict=True) if mine)
     return next(sampled, -1)
 
@@ -77,8 +76,8 @@ def _sample(
     logprobs = np.asarray(branch.logprobs, np.float32)
     if not np.isfinite(logprobs[mask]).all():
         raise StreamError(
-            "a sampled token has a logprob that is not finite; the engine must give the logprob of "
-            "the sampling distribution"
+            "a sampled token has a logprob that is not finite; the engine must return the logprob "
+            "of the sampling distribution"
         )
     versions = branch.policy_versions
     return Sample(
@@ -97,8 +96,8 @@ def _sample(
 
 
 def _content(flags: Sequence[bool | None] | None) -> npt.NDArray[Any] | None:
-    """Attribution as far as the renderer gave it: where it tells nothing of a message, all of it
-    counts as body. None: it told nothing of any."""
+    """The renderer's attribution. A message without one counts as body as a whole; None: no message
+    has one."""
     if flags is None or all(flag is None for flag in flags):
         return None
     return np.array([flag is not False for flag in flags], np.bool_)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from prime_rl.plugins.base import Monitor
+from prime_rl.plugins.monitor import Monitor
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prime_rl.plugins.base import Monitor, PluginConfig
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.monitor import Monitor
 
 
 class FileMonitor(Monitor):

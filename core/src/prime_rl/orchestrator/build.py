@@ -41,15 +41,11 @@ from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
 from prime_rl.orchestrator.watchdog import Watchdog
-from prime_rl.plugins.base import (
-    Algorithm,
-    Monitor,
-    PluginConfig,
-    RendererOffer,
-    SampledEnv,
-    Sampler,
-)
+from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.model import RendererOffer
+from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.offers import (
     ALGORITHM,
     FILTER,
@@ -61,6 +57,7 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
+from prime_rl.plugins.sampler import SampledEnv, Sampler
 from prime_rl.run.restarts import ENGINES, engine_names
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status

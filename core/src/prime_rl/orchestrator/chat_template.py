@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import load_tokenizer
+from prime_rl.env.rendering import load_tokenizer
 from prime_rl.orchestrator.build import renderer_offer
 from prime_rl.plugins.manager import Hooks
 from prime_rl.run.chat_template import ChatTemplate

@@ -12,7 +12,7 @@ from prime_rl.monitor.waiting import Stopwatch
 from prime_rl.orchestrator.host import EnvHost, Outages
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
-from prime_rl.plugins.base import Algorithm
+from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status

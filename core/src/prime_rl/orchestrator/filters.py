@@ -10,7 +10,7 @@ from typing import Any
 
 from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.errors import PluginError
-from prime_rl.plugins.base import Filter
+from prime_rl.plugins.algorithm import Filter
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.offers import FILTER, Offered, select, settings_of
 from prime_rl.rollout import Rollout

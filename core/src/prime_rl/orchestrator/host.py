@@ -11,7 +11,7 @@ from prime_rl.env.environment import Environment
 from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
 from prime_rl.inference.reference import ScoringPool
-from prime_rl.plugins.base import ReferenceModel
+from prime_rl.plugins.algorithm import ReferenceModel
 from prime_rl.rollout import Sample
 
 

@@ -29,7 +29,7 @@ from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.dispatcher import OpenGroup
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.store import RolloutStore
-from prime_rl.plugins.base import Monitor
+from prime_rl.plugins.monitor import Monitor
 from prime_rl.rollout import Group, Rollout
 
 log = logging.getLogger(__name__)

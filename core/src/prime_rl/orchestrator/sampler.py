@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.plugins.base import PluginConfig, SampledEnv, Sampler
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.sampler import SampledEnv, Sampler
 
 STATE = "sampler.json"
 """Its file in a checkpoint."""

@@ -16,7 +16,7 @@ from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
-from prime_rl.plugins.base import Sampler
+from prime_rl.plugins.sampler import Sampler
 
 
 class Sampling(Observer):

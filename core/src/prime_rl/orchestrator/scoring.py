@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import StreamError
-from prime_rl.plugins.base import LossComponent
 from prime_rl.plugins.manager import Hooks
-from prime_rl.rollout import Group, Rollout, Sample, members, missing_stream
+from prime_rl.rollout import Group, LossComponent, Rollout, Sample, members, missing_stream
 
 FACTS = ("reward", "rewards", "metrics", "info")
 """What a plugin that scores a rollout may change of it, apart from its streams."""

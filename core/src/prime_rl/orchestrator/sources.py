@@ -29,7 +29,7 @@ from prime_rl.env.trajectory import build_rollout
 from prime_rl.errors import ConfigError
 from prime_rl.inference.reference import ScoringPool
 from prime_rl.orchestrator.engines import OneEndpoint, Place, is_outage
-from prime_rl.plugins.base import Source, SourceRequest
+from prime_rl.plugins.sampler import Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from prime_rl.plugins.deprecation import deprecations, warn_of_deprecated
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
 CONTRACT_VERSION = 1
-"""Version of the plugin contract: hooks, base classes, streams. It rises when something goes or
-changes; what is only added (a hook, an optional argument of one) leaves it as it is."""
+"""Version of the plugin contract: hooks, base classes, streams. Removals and changes raise it;
+additions (a hook, an optional argument of one) do not."""
 
 SPECS: dict[str, Callable[..., Any]] = {
     name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, f"{PROJECT}_spec")
@@ -28,16 +28,15 @@ _MARK = f"{PROJECT}_impl"
 
 
 def check_plugin(plugin: object, where: str, group: str) -> None:
-    """Raise ``PluginError`` on the first thing that would fail in silence; ``where`` names plugin
-    and distribution."""
+    """Raise ``PluginError`` for the first hook that pluggy would ignore. ``where`` names plugin and
+    distribution."""
     _check_version(plugin, where)
     for name, function in _functions(plugin):
         marked = hasattr(function, _MARK)
         if name in SPECS and not marked:
             raise PluginError(
                 f"plugin {where}: {name!r} has a hook's name but no @hookimpl, so it would never "
-                "be called. "
-                "Decorate it (an override needs it too) or rename it."
+                "be called. Decorate it (an override needs it too) or rename it."
             )
         if marked:
             _check_hook(name, function, where, group)
@@ -46,7 +45,7 @@ def check_plugin(plugin: object, where: str, group: str) -> None:
 
 
 def _overridden(plugin: object, name: str, function: object) -> object:
-    """The method of a base class that is marked as going and that ``function`` overrides."""
+    """The deprecated method of a base class that ``function`` overrides."""
     for base in plugin.__mro__ if isinstance(plugin, type) else ():
         found = vars(base).get(name)
         if found is not function and deprecations(found):
@@ -78,8 +77,7 @@ def _check_version(plugin: object, where: str) -> None:
         way_out = "prime-rl-core" if asked > CONTRACT_VERSION else "the plugin"
         raise PluginError(
             f"plugin {where} asks for contract version {asked}, this prime-rl-core speaks "
-            f"{CONTRACT_VERSION}. "
-            f"Upgrade {way_out}, or list the plugin under plugins.disabled."
+            f"{CONTRACT_VERSION}. Upgrade {way_out}, or list the plugin under plugins.disabled."
         )
 
 
@@ -115,7 +113,7 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
 
 
 def _check_generator(name: str, function: Callable[..., Any], where: str) -> None:
-    """A wrapper is a generator and says so; of anything else, a generator's body never runs."""
+    """Only a wrapper may be a generator: the body of any other generator never runs."""
     options = getattr(function, _MARK)
     if options["hookwrapper"]:
         raise PluginError(

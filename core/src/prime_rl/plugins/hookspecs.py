@@ -14,7 +14,7 @@ subset of the arguments, by name. Five rules:
   No hook stops at the first result.
 * A wrapper (``@hookimpl(wrapper=True)``) is a generator with one ``yield``. What follows it runs
   when everything it wraps is done, async implementations included.
-* An exception stops the run. What may fail must handle its own failures.
+* An exception stops the run: handle expected failures inside the hook.
 * Hooks run per rollout, per group or per step; never per token.
 
 Scoring and filtering happen in a scope: the env's own algorithm, or one filter slot's own filters,
@@ -32,18 +32,13 @@ import pluggy
 if TYPE_CHECKING:
     import typer
 
-    from prime_rl.plugins.base import (
-        Algorithm,
-        Engine,
-        Filter,
-        Loss,
-        ModelMaker,
-        Monitor,
-        RendererOffer,
-        Sampler,
-        Source,
-    )
+    from prime_rl.plugins.algorithm import Algorithm, Filter
+    from prime_rl.plugins.engine import Engine
     from prime_rl.plugins.launchers import Launcher
+    from prime_rl.plugins.loss import Loss
+    from prime_rl.plugins.model import ModelMaker, RendererOffer
+    from prime_rl.plugins.monitor import Monitor
+    from prime_rl.plugins.sampler import Sampler, Source
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
 
@@ -94,12 +89,12 @@ def register_monitors() -> Iterable[type[Monitor]]:
 
 @hookspec
 def register_models() -> Iterable[type[ModelMaker]]:
-    """Offer models that are made on this machine, selected by ``model.name``."""
+    """Offer models made on this machine, selected by ``model.name``."""
 
 
 @hookspec
 def register_launchers() -> Iterable[type[Launcher]]:
-    """Offer launchers, selected by ``launcher.type``: who starts the processes of a run."""
+    """Offer launchers, which start the processes of a run, selected by ``launcher.type``."""
 
 
 @hookspec
@@ -134,7 +129,7 @@ async def score_rollout(rollout: Rollout) -> None:
     """Score one rollout as it arrives, before its siblings are known.
 
     The place for model I/O (a teacher's logprobs, a judge's verdict) and for credit that needs no
-    baseline. A rollout filtered later has paid for it.
+    baseline. Rollouts that a filter drops later are scored too.
     """
 
 
@@ -152,8 +147,8 @@ def observation_weights(rollout: Rollout) -> Sequence[np.ndarray | Sequence[floa
 async def score_group(group: Group) -> None:
     """Score a complete group: group-relative credit, by ``rollout.assign_advantages``.
 
-    Runs once, after ``score_rollout`` has finished for every member. Expect fewer than
-    ``group_size`` members: the ones that failed are not here.
+    Runs once, after ``score_rollout`` has finished for every member. Failed members are missing, so
+    expect fewer than ``group_size``.
     """
 
 
@@ -162,9 +157,9 @@ async def score_group(group: Group) -> None:
 
 @hookspec
 def filter_rollout(rollout: Rollout) -> str | None:
-    """Say why to drop the rollout, or None to keep it.
+    """The reason to drop the rollout, or None to keep it.
 
-    Everyone is asked even after one objects, so that each rate can be logged.
+    Every filter is called, also after an objection, so that each rate can be logged.
     """
 
 
@@ -173,7 +168,7 @@ def filter_rollout(rollout: Rollout) -> str | None:
 
 @hookspec
 def batch_packed(step: int, samples: Sequence[Sample]) -> None:
-    """A batch is about to leave for the trainer. Read it; it is frozen."""
+    """A batch is about to leave for the trainer. It is frozen: read only."""
 
 
 @hookspec

@@ -1,4 +1,4 @@
-"""From an import path in the TOML to a function, and every way in which that can be wrong."""
+"""From an import path in the TOML to a function."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prime_rl.errors import ConfigError
@@ -21,13 +20,17 @@ _POSITIONAL = (
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """What ``module.function`` or ``module:function`` names.
+def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callable[..., Any]:
+    """The function of an import path in the TOML, to be called as ``fn(<first>, **kwargs)``.
 
-    Modules of the working directory are found too. Raises ``ConfigError`` for a path of another
-    form, a module that is not there or fails, a missing attribute, and one that is no function.
+    ``module.function`` or ``module:function``; modules of the working directory are found too.
+    Raises ``ConfigError`` if it does not exist, or cannot be called like that.
     """
-    module_name, attribute = _split(path)
+    module_name, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+        raise ConfigError(
+            f"import_path: got {path!r}, expected 'module.function' or 'module:function'"
+        )
     found = _import(path, module_name)
     for part in attribute.split("."):
         if not hasattr(found, part):
@@ -42,24 +45,13 @@ def load_function(path: str) -> Callable[..., Any]:
             f"import_path {path!r}: found a {type(found).__name__}, expected a function. Name the "
             "function itself."
         )
+    _check_call(found, path, kwargs, first)
     return found  # type: ignore[no-any-return]
 
 
-def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callable[..., Any]:
-    """The function of an import path in the TOML, which is called as ``fn(<first>, **kwargs)``.
-
-    Raises ``ConfigError`` if it is not there, or cannot be called like that.
-    """
-    function = load_function(path)
-    check_call(function, path, kwargs, first)
-    return function
-
-
-def check_call(
+def _check_call(
     function: Callable[..., Any], path: str, kwargs: Mapping[str, Any], first: str
 ) -> None:
-    """Whether ``function(<first>, **kwargs)`` can be called. Raises ``ConfigError`` saying what is
-    in the way."""
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"import_path {path!r}: the function is async and would never be awaited. "
@@ -68,20 +60,14 @@ def check_call(
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return  # compiled and silent about what it takes: the first call will tell
+        return  # compiled code may have no signature: the first call will show
     parameters = list(signature.parameters.values())
     if not parameters or parameters[0].kind not in _POSITIONAL:
         raise ConfigError(
             f"import_path {path!r}: the function has the signature {signature}, expected "
             f"fn({first}, **kwargs). Give it a first parameter for the {first}."
         )
-    _check_kwargs(parameters[1:], path, kwargs)
-
-
-def _check_kwargs(
-    parameters: Iterable[inspect.Parameter], path: str, kwargs: Mapping[str, Any]
-) -> None:
-    by_name = {each.name: each for each in parameters if each.kind in _BY_NAME}
+    by_name = {each.name: each for each in parameters[1:] if each.kind in _BY_NAME}
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     for name in kwargs:
         if name not in by_name and not takes_any:
@@ -97,46 +83,25 @@ def _check_kwargs(
         )
 
 
-def _split(path: str) -> tuple[str, str]:
-    module, _, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
-        raise ConfigError(
-            f"import_path: got {path!r}, expected 'module.function' or 'module:function'"
-        )
-    return module, attribute
-
-
 def _import(path: str, module: str) -> Any:
-    try:
-        with _working_directory_importable():
-            return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"import_path {path!r}: there is no module {error.name!r}, neither installed nor "
-                f"in the working directory {os.getcwd()}. Start the run where it lies, or install "
-                "its package."
-            ) from error
-        raise _failed(path, module, error) from error
-    except Exception as error:
-        raise _failed(path, module, error) from error
-
-
-def _failed(path: str, module: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"import_path {path!r}: module {module!r} is there, but importing it failed: "
-        f"{type(error).__name__}: {error}. Mend it."
-    )
-
-
-@contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    """For the moment, as ``python -m`` does: an installed command does not have it on its path."""
     here = os.getcwd()
+    # As ``python -m`` does: an installed command does not have the working directory on its path.
     sys.path.insert(0, here)
     importlib.invalidate_caches()
     try:
-        yield
+        return importlib.import_module(module)
+    except Exception as error:
+        absent = error.name if isinstance(error, ModuleNotFoundError) else None
+        if absent is not None and f"{module}.".startswith(f"{absent}."):
+            raise ConfigError(
+                f"import_path {path!r}: there is no module {absent!r}, neither installed nor in "
+                f"the working directory {here}. Start the run in its folder, or install its "
+                "package."
+            ) from error
+        raise ConfigError(
+            f"import_path {path!r}: module {module!r} is there, but importing it failed: "
+            f"{type(error).__name__}: {error}. Fix it."
+        ) from error
     finally:
         sys.path.remove(here)
 

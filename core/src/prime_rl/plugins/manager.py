@@ -1,8 +1,7 @@
 """Find plugins, check them, and give each env its own hooks.
 
-pluggy is lenient: a misspelt hook is never called, an ``async def`` is never awaited. Here each
-such silence is an error at start-up that names the plugin, its distribution, the fault and the way
-out.
+pluggy is lenient: a misspelled hook is never called, an ``async def`` is never awaited. Both are
+errors here: at start-up, they name the plugin, its distribution, the fault and the fix.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ UNKNOWN = "unknown distribution"
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a plugin came from."""
+class Origin:
+    """The entry point and distribution of a plugin."""
 
     plugin: str
     """Entry-point name."""
@@ -41,19 +40,19 @@ class Source:
 
 
 class Hooks(pluggy.PluginManager):
-    """A pluggy manager that turns pluggy's silences into errors, and the typed front of every
-    hook."""
+    """A pluggy manager that refuses what pluggy would ignore. Its methods are the typed, awaited
+    calls of the hooks: no other module calls a hook by name."""
 
     def __init__(self, group: str = PROJECT, label: str = "") -> None:
         super().__init__(PROJECT)
         self.group = group
         self.label = label
-        """Whose hooks these are: an env, a filter slot; empty: everyone's."""
-        self.sources: dict[str, Source] = {}
+        """The scope: an env, a filter slot; empty: the shared plugins."""
+        self.sources: dict[str, Origin] = {}
         self.add_hookspecs(hookspecs)
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
-        """Add a plugin. Raises ``PluginError`` for anything pluggy would accept and never call."""
+        """Add a plugin. Raises ``PluginError`` for what pluggy would accept and never call."""
         label = name or self.get_canonical_name(plugin)
         where = str(self.sources.get(label, repr(label)))
         check_plugin(plugin, where, self.group)
@@ -65,8 +64,6 @@ class Hooks(pluggy.PluginManager):
             trace_calls(self, registered, self.label)
         return registered
 
-    # The only places hooks are called by name: typed once, awaited once.
-
     async def score_rollout(self, rollout: Rollout) -> None:
         """Run every ``score_rollout``, one after the other."""
         await _call_async(self.hook.score_rollout, rollout=rollout)
@@ -76,19 +73,14 @@ class Hooks(pluggy.PluginManager):
         await _call_async(self.hook.score_group, group=group)
 
     def observation_weights(self, rollout: Rollout) -> list[np.ndarray | None]:
-        """The ce weights of each sample: the largest that any plugin gives each token, None where
-        nobody does.
-
-        Raises ``PluginError`` if an answer does not have one array per sample, each as long as its
-        tokens.
-        """
+        """The ce weights of each sample: the largest of all plugins for each token; None without
+        any. Raises ``PluginError`` for an answer of another shape."""
         combined: list[np.ndarray | None] = [None] * len(rollout.samples)
         for answer in self.hook.observation_weights(rollout=rollout):
             if len(answer) != len(rollout.samples):
                 raise PluginError(
                     f"env {rollout.env!r}: observation_weights gave {len(answer)} arrays, "
-                    "expected one for each of "
-                    f"the rollout's {len(rollout.samples)} samples"
+                    f"expected one for each of the rollout's {len(rollout.samples)} samples"
                 )
             for index, (sample, weights) in enumerate(zip(rollout.samples, answer, strict=True)):
                 if weights is not None:
@@ -98,23 +90,21 @@ class Hooks(pluggy.PluginManager):
         return combined
 
     def batch_packed(self, step: int, samples: Sequence[Sample]) -> None:
-        """Tell everyone that a batch leaves for the trainer."""
+        """A batch leaves for the trainer."""
         self.hook.batch_packed(step=step, samples=samples)
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Tell everyone that the trainer took a step."""
+        """The trainer took a step."""
         self.hook.step_finished(step=step, metrics=metrics)
 
     def weights_published(self, version: int) -> None:
-        """Tell everyone that inference samples from new weights."""
+        """Inference samples from new weights."""
         self.hook.weights_published(version=version)
 
 
 async def _call_async(hook: pluggy.HookCaller, **arguments: object) -> None:
-    """pluggy's own order of calls, each awaited before the next.
-
-    So a wrapper's code after its ``yield`` finds the work done, be what it wraps sync or async.
-    """
+    """Call in pluggy's order and await each: a wrapper's code after its ``yield`` finds the work
+    done, sync or async."""
     with ExitStack() as wrappers:
         for impl in reversed(hook.get_hookimpls()):
             given = [arguments[name] for name in impl.argnames]
@@ -127,11 +117,8 @@ async def _call_async(hook: pluggy.HookCaller, **arguments: object) -> None:
 
 def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.ndarray:
     column = np.asarray(weights, np.float32)
-    if (
-        column.shape != sample.token_ids.shape
-        or not np.isfinite(column).all()
-        or (column < 0).any()
-    ):
+    valid = np.isfinite(column) & (column >= 0)
+    if column.shape != sample.token_ids.shape or not valid.all():
         raise PluginError(
             f"env {rollout.env!r}: observation_weights must give one finite weight >= 0 per token: "
             f"got shape {column.shape}, expected {sample.token_ids.shape}"
@@ -143,56 +130,44 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     """Load every installed plugin of an entry-point group, in name order. Raises
     ``PluginError``."""
     hooks, skip = Hooks(group), frozenset(disabled)
-    for entry in sorted(installed_entries(group), key=lambda entry: entry.name):
+    for entry in installed_entries(group):
         if entry.name in skip:
             continue
-        source = _source(entry)
-        first = hooks.sources.get(entry.name)
-        if first is not None:
+        dist = entry.dist
+        source = Origin(entry.name, dist.name if dist else UNKNOWN, dist.version if dist else "")
+        if (first := hooks.sources.get(entry.name)) is not None:
             raise PluginError(
                 f"two distributions name a plugin {entry.name!r}: {first.distribution} "
-                f"{first.version} and "
-                f"{source.distribution} {source.version}. Uninstall one, or list the name under "
-                "plugins.disabled."
+                f"{first.version} and {source.distribution} {source.version}. Uninstall one, or "
+                "list the name under plugins.disabled."
             )
         add_entry(hooks, entry, source)
     return hooks
 
 
-def add_entry(hooks: Hooks, entry: EntryPoint, source: Source) -> None:
+def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
     hooks.sources[entry.name] = source
-    hooks.register(_load(entry, source), entry.name)
-
-
-def installed_entries(group: str) -> Iterable[EntryPoint]:
-    """Entry points of a group; an editable install may be listed twice, so equal ones count
-    once."""
-    found = {(e.name, e.value, e.dist.name if e.dist else ""): e for e in entry_points(group=group)}
-    return found.values()
-
-
-def _source(entry: EntryPoint) -> Source:
-    if entry.dist is None:
-        return Source(entry.name, UNKNOWN, "")
-    return Source(entry.name, entry.dist.name, entry.dist.version)
-
-
-def _load(entry: EntryPoint, source: Source) -> object:
     try:
-        return entry.load()
+        plugin = entry.load()
     except Exception as error:
         raise PluginError(
             f"plugin {source} failed to import: {type(error).__name__}: {error}. "
-            f"{_asked_for(entry)}Mend or uninstall {source.distribution}, or list {entry.name!r} "
-            "under plugins.disabled."
+            f"{_core_wanted_by(entry)}Fix or uninstall {source.distribution}, or list "
+            f"{entry.name!r} under plugins.disabled."
         ) from error
+    hooks.register(plugin, entry.name)
 
 
-def _asked_for(entry: EntryPoint) -> str:
-    """Which core the plugin's distribution is made for, and which is here; nothing if unknown."""
-    named = (entry.dist.requires or []) if entry.dist else []
-    wanted = next((each for each in named if each.startswith("prime-rl-core")), None)
+def installed_entries(group: str) -> list[EntryPoint]:
+    """Entry points of a group, in name order."""
+    return sorted(entry_points(group=group), key=lambda entry: entry.name)
+
+
+def _core_wanted_by(entry: EntryPoint) -> str:
+    """The core version that the plugin's distribution requires, and ours; empty if unknown."""
+    required = (entry.dist.requires or []) if entry.dist else []
+    wanted = next((each for each in required if each.startswith("prime-rl-core")), None)
     try:
         return f"It asks for {wanted}; {version('prime-rl-core')} is here. " if wanted else ""
     except PackageNotFoundError:
@@ -200,11 +175,8 @@ def _asked_for(entry: EntryPoint) -> str:
 
 
 def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
-    """The shared plugins plus one env's (or one filter slot's) own.
-
-    One manager per scope: isolation comes from construction, not from a list of other scopes'
-    plugins to leave out.
-    """
+    """The shared plugins plus one env's (or one filter slot's) own, in a manager of their own: no
+    scope can reach another one's plugins."""
     hooks = Hooks(shared.group, label)
     hooks.sources |= shared.sources
     for name, plugin in shared.list_name_plugin():

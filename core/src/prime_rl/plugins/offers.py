@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
@@ -12,24 +12,16 @@ from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
 from prime_rl.errors import ConfigError, PluginError
-from prime_rl.plugins.base import (
-    Algorithm,
-    Engine,
-    Filter,
-    Loss,
-    ModelMaker,
-    Monitor,
-    Offer,
-    PluginConfig,
-    RendererOffer,
-    Sampler,
-)
-from prime_rl.plugins.base import (
-    Source as RolloutSource,
-)
+from prime_rl.plugins.algorithm import Algorithm, Filter
+from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.checks import check_plugin, marked_hooks
+from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.launchers import Launcher
-from prime_rl.plugins.manager import Hooks, Source
+from prime_rl.plugins.loss import Loss
+from prime_rl.plugins.manager import Hooks, Origin
+from prime_rl.plugins.model import ModelMaker, RendererOffer
+from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
@@ -41,10 +33,9 @@ class Kind(Generic[AnyOffer]):
 
     name: str
     """In messages: ``algorithm``."""
-    hook: str
     base: type[AnyOffer]
     key: str
-    """What selects it in the TOML, as a user writes it."""
+    """The key that selects it in the TOML."""
     hooks: frozenset[str] = frozenset()
     """Hooks that are called on its instances; any other on the class would never be."""
 
@@ -52,48 +43,38 @@ class Kind(Generic[AnyOffer]):
     def plural(self) -> str:
         return f"{self.name}es" if self.name.endswith("s") else f"{self.name}s"
 
+    @property
+    def hook(self) -> str:
+        """The hook that registers it."""
+        return f"register_{self.plural}"
 
-ALGORITHM = Kind(
-    "algorithm",
-    "register_algorithms",
-    Algorithm,
-    "algo.type",
-    frozenset({"score_rollout", "observation_weights", "score_group"}),
-)
-FILTER = Kind("filter", "register_filters", Filter, "type", frozenset({"filter_rollout"}))
-RENDERER = Kind("renderer", "register_renderers", RendererOffer, "orchestrator.renderer.name")
-SAMPLER = Kind("sampler", "register_samplers", Sampler, "orchestrator.sampler.type")
-SOURCE = Kind("source", "register_sources", RolloutSource, "algo.sampling.source.type")
-ENGINE = Kind("engine", "register_engines", Engine, "inference.engine")
-MONITOR = Kind("monitor", "register_monitors", Monitor, "monitors.<name>")
-MODEL = Kind("model", "register_models", ModelMaker, "model.name")
-LAUNCHER = Kind("launcher", "register_launchers", Launcher, "launcher.type")
-LOSS = Kind("loss", "register_losses", Loss, "trainer.loss.type")
-WEIGHT_TRANSPORT = Kind(
-    "weight_transport", "register_weight_transports", WeightTransport, "weight_broadcast.type"
-)
+
+SCORING = frozenset({"score_rollout", "observation_weights", "score_group"})
+
+ALGORITHM = Kind("algorithm", Algorithm, "algo.type", SCORING)
+FILTER = Kind("filter", Filter, "type", frozenset({"filter_rollout"}))
+RENDERER = Kind("renderer", RendererOffer, "orchestrator.renderer.name")
+SAMPLER = Kind("sampler", Sampler, "orchestrator.sampler.type")
+SOURCE = Kind("source", Source, "algo.sampling.source.type")
+ENGINE = Kind("engine", Engine, "inference.engine")
+MONITOR = Kind("monitor", Monitor, "monitors.<name>")
+MODEL = Kind("model", ModelMaker, "model.name")
+LAUNCHER = Kind("launcher", Launcher, "launcher.type")
+LOSS = Kind("loss", Loss, "trainer.loss.type")
+WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
-    ALGORITHM,
-    FILTER,
-    RENDERER,
-    SAMPLER,
-    SOURCE,
-    ENGINE,
-    MONITOR,
-    MODEL,
-    LAUNCHER,
-    LOSS,
+    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, LOSS),
     WEIGHT_TRANSPORT,
 )
 
 
 @dataclass(frozen=True)
 class Offered(Generic[AnyOffer]):
-    """A registered class and who registered it."""
+    """A registered class and the plugin it comes from."""
 
     cls: type[AnyOffer]
-    source: Source
+    source: Origin
 
 
 def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
@@ -101,33 +82,29 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
     the contract."""
     found: dict[str, Offered[AnyOffer]] = {}
     for impl in getattr(hooks.hook, kind.hook).get_hookimpls():
-        source = hooks.sources.get(impl.plugin_name) or Source(
+        source = hooks.sources.get(impl.plugin_name) or Origin(
             impl.plugin_name, "not installed", ""
         )
-        for cls in _answer(impl.function, kind, source):
+        try:
+            classes = list(impl.function())
+        except Exception as error:
+            raise PluginError(
+                f"plugin {source}: {kind.hook} failed: {type(error).__name__}: {error}. It must "
+                f"give a list of subclasses of {kind.base.__name__}."
+            ) from error
+        for cls in classes:
             _check_class(cls, kind, source)
             check_plugin(cls, str(source), hooks.group)
             first = found.setdefault(cls.name, Offered(cls, source))
             if first.cls is not cls:
                 raise PluginError(
                     f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and "
-                    "by plugin "
-                    f"{source}. Uninstall one, or list its plugin under plugins.disabled."
+                    f"by plugin {source}. Uninstall one, or list its plugin under plugins.disabled."
                 )
     return dict(sorted(found.items()))
 
 
-def _answer(function: Callable[[], Any], kind: Kind[Any], source: Source) -> list[Any]:
-    try:
-        return list(function())
-    except Exception as error:
-        raise PluginError(
-            f"plugin {source}: {kind.hook} failed: {type(error).__name__}: {error}. It must give "
-            f"a list of subclasses of {kind.base.__name__}."
-        ) from error
-
-
-def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
+def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
     if not (isinstance(cls, type) and issubclass(cls, kind.base)):
         raise PluginError(
             f"plugin {source}: {kind.hook} must give subclasses of {kind.base.__name__}, got "
@@ -156,8 +133,8 @@ def _check_class(cls: Any, kind: Kind[Any], source: Source) -> None:
 def select(
     kind: Kind[AnyOffer], name: str, offers: Mapping[str, Offered[AnyOffer]], where: str
 ) -> type[AnyOffer]:
-    """The class called ``name``. Raises ``ConfigError`` naming what is installed and the package
-    that brings it."""
+    """The class called ``name``. Raises ``ConfigError`` that names what is installed and the
+    package to install."""
     if name in offers:
         return offers[name].cls
     installed = ", ".join(offers) or "none"
@@ -166,8 +143,15 @@ def select(
             f"{where}: no {kind.name} is set, and no installed distribution brings a default. Set "
             f"{kind.key} (installed: {installed}), or pip install prime-rl, which brings defaults."
         )
-    close = difflib.get_close_matches(name, offers, n=1)
-    way_out = f"Did you mean {close[0]!r}?" if close else _bringer(kind.name, name)
+    if close := difflib.get_close_matches(name, offers, n=1):
+        way_out = f"Did you mean {close[0]!r}?"
+    elif package := bringer(kind.name, name):
+        way_out = f"Install the package that brings it: pip install {package}"
+    else:
+        guess = f"prime-rl-{name.replace('_', '-')}"
+        way_out = (
+            f"Check the spelling, or install the package that brings it (by convention {guess})."
+        )
     raise ConfigError(
         f"{where}: no installed plugin offers the {kind.name} {name!r} (installed: {installed}). "
         f"{way_out}"
@@ -193,11 +177,3 @@ def bringer(kind: str, name: str) -> str | None:
         if entry.name == f"{kind}.{name}":
             return str(entry.value).replace("_", "-")
     return None
-
-
-def _bringer(kind: str, name: str) -> str:
-    """Which package brings it, as declared; else by convention."""
-    if (package := bringer(kind, name)) is not None:
-        return f"Install the package that brings it: pip install {package}"
-    guess = f"prime-rl-{name.replace('_', '-')}"
-    return f"Check the spelling, or install the package that brings it (by convention {guess})."

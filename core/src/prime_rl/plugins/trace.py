@@ -1,11 +1,10 @@
-"""``PRIME_RL_TRACE=1``: every hook call on stderr, with its plugin, its scope and what it took.
+"""``PRIME_RL_TRACE=1``: every hook call on stderr, with process id, scope, plugin and duration.
 
     [hook 4242] score_group 'reverse-text' my_algo 0.183 ms
     [hook 4242] score_group 'reverse-text' clip 0.342 ms (wraps)
 
-A line is printed when the call is over, so what a wrapper wraps comes before it, and its time is
-part of the wrapper's. Decided as a plugin is registered: while the variable is unset, calls are as
-they were. In every process, each with its own id.
+A line is printed when the call ends, so wrapped calls come before their wrapper, and its time
+includes theirs. The variable is read when a plugin registers: unset, it costs nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -30,13 +29,12 @@ def wanted() -> bool:
 
 
 def trace_calls(manager: pluggy.PluginManager, plugin: str, scope: str) -> None:
-    """Put a printing function in the place of each hook function of one registered plugin."""
+    """Replace each hook function of a registered plugin by one that prints."""
     for caller in manager.get_hookcallers(manager.get_plugin(plugin)) or []:
         for impl in caller.get_hookimpls():
             if impl.plugin_name == plugin:
                 line = partial(_print, caller.name, scope, plugin, impl.wrapper)
-                # pluggy has no way to put a function in another's place; its own callers look it
-                # up on every call, as ours do.
+                # pluggy cannot replace a function, but all callers look it up on every call.
                 impl.function = _traced(impl.function, line)  # type: ignore[misc]
 
 
@@ -50,19 +48,21 @@ def _traced(function: Callable[..., Any], line: Callable[[float, str], None]) ->
 
         return wrapper
 
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def awaited(*arguments: Any) -> Any:
+            with _timed(line):
+                return await function(*arguments)
+
+        return awaited
+
     @wraps(function)
     def plain(*arguments: Any) -> Any:
-        if inspect.iscoroutinefunction(function):
-            return _awaited(function(*arguments), line)
         with _timed(line):
             return function(*arguments)
 
     return plain
-
-
-async def _awaited(pending: Awaitable[Any], line: Callable[[float, str], None]) -> Any:
-    with _timed(line):
-        return await pending
 
 
 @contextmanager

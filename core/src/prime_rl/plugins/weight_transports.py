@@ -1,10 +1,10 @@
-"""What a weight transport offers: new weights from the trainer to the engines without files.
+"""Weight transports: new weights from the trainer to the engines without files.
 
     trainer, rank 0     WeightSender     wait for the engines -> send every tensor
     orchestrator        WeightDelivery   bring the engines and the trainer together
 
-Files are the default and need no transport. They also remain the way back: a version that the
-transport does not deliver is written as files, and so is what a checkpoint keeps.
+Files are the default and need no transport. They are also the fallback: a version that a transport
+does not deliver is written as files. So are checkpoints.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Receives(msgspec.Struct):
     """How an engine can receive weights: ``receives`` in its ``GET /health``."""
 
     workers: int
-    """Processes that each take all of them."""
+    """Processes, each of which receives all weights."""
     backends: list[str]
 
 
@@ -62,12 +62,12 @@ class ReceivingEngine(Protocol):
 
     @property
     def receives(self) -> Receives | None:
-        """None: it reads files only."""
+        """None: files only."""
         ...
 
     @property
     def session(self) -> object:
-        """Another object each time the engine joins the fleet."""
+        """A new object each time the engine joins the fleet."""
         ...
 
 
@@ -92,9 +92,9 @@ class WeightDelivery(ABC):
     ) -> tuple[list[AnyEngine], dict[AnyEngine, BaseException]]:
         """Have the trainer send a version to ``engines``.
 
-        Returns the engines that have to load the version's files instead, which are there now, and
-        the reason for each engine that has not got it. Raises ``EngineError`` if no engine has got
-        it and the trainer has gone on to the next version.
+        Returns the engines that have to load the version's files, which exist by then, and the
+        reason for each engine without the version. Raises ``EngineError`` if no engine has it and
+        the trainer continued with the next version.
         """
 
 
@@ -108,20 +108,20 @@ class WeightSender(ABC):
     def wait(self, directory: Path, files_wanted: Callable[[], bool]) -> object | None:
         """On rank 0, after the version in ``directory`` was announced: wait for the engines.
 
-        Returns the order that ``send`` gets; None if ``files_wanted`` was true first, and the
-        trainer has to write files.
+        Returns the argument ``order`` of ``send``; None if ``files_wanted`` became true first: the
+        trainer then writes files.
         """
 
     @abstractmethod
     def send(self, order: object, header: Header, tensors: Iterator[torch.Tensor]) -> None:
         """On rank 0: send the tensors in the order of ``header``, rounded to its types. Raises
-        ``WeightsError`` or ``OSError`` if an engine has not got them: files follow."""
+        ``WeightsError`` or ``OSError`` if an engine did not get them: files follow."""
 
 
 class WeightTransport(Offer):
     """How new weights reach the engines without files. Keep ``import torch`` inside ``sender``.
 
-    Its hook is called on both sides: offer the plugin under ``prime_rl`` and ``prime_rl.trainer``.
+    Offer the plugin under ``prime_rl`` and ``prime_rl.trainer``: both sides call its hook.
     """
 
     def check(self, device: str) -> None:

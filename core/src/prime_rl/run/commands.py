@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.base import Engine, EngineLaunch
+from prime_rl.plugins.engine import Engine, EngineLaunch
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.rundir.addresses import LOCAL
 from prime_rl.rundir.directory import log_dir

@@ -22,8 +22,8 @@ from pathlib import Path
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.model_files import read_headers
-from prime_rl.plugins.base import ModelMaker
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.model import ModelMaker
 from prime_rl.plugins.offers import MODEL, collect
 from prime_rl.run.resolve import build_model_maker
 from prime_rl.rundir.launch import READY, Launch

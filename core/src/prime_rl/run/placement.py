@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prime_rl.adapter import is_adapter
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.base import Engine
+from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
 from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
 from prime_rl.run.models import model_path

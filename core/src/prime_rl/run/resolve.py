@@ -19,19 +19,16 @@ from prime_rl.config.orchestrator import (
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import EnvSettings, check_taskset, find_agents
+from prime_rl.env.episode import EnvSettings
+from prime_rl.env.loading import check_taskset, find_agents
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.base import (
-    Algorithm,
-    Engine,
-    Filter,
-    ModelMaker,
-    PluginConfig,
-    RendererOffer,
-)
+from prime_rl.plugins.algorithm import Algorithm, Filter
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
+from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.offers import (
     ALGORITHM,
     ENGINE,

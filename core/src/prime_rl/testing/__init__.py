@@ -1,5 +1,4 @@
-"""What a plugin's own tests need: small rollouts, real hook calls, and the promises every algorithm
-keeps."""
+"""The author's test kit: small rollouts, real hook calls, conformance checks of algorithms."""
 
 from prime_rl.testing.conformance import CHECKS as CHECKS
 from prime_rl.testing.conformance import check_algorithm as check_algorithm

@@ -1,9 +1,9 @@
-"""The promises every algorithm keeps, whatever its signal: one small check each.
+"""The conformance checks of an algorithm, whatever its signal.
 
     streams    long enough, finite, on the mask, of the component it declared
-    groups     of one, tied, all failed, with huge and tiny rewards, with a reward that is no number
-    behaviour  same input same credit, whatever the order, the neighbours or what else is going on
-    training   a step on the credit moves the policy the way the credit points
+               for groups of one, tied, failed, with huge and tiny rewards, with a reward of nan
+    behavior   same input same credit, whatever the order and whatever runs at the same time
+    gradient   a step on the credit moves the policy the way the credit points
 
 ``check_algorithm`` raises; ``conformance`` reports; ``prime-rl plugins check`` prints; ``pytest
 --prime-rl NAME`` runs each as a test.
@@ -15,33 +15,33 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.base import Algorithm, Host
-from prime_rl.testing import behaviour, gradient, groups, shape
+from prime_rl.plugins.algorithm import Algorithm, Host
+from prime_rl.testing import behavior, gradient, streams
 from prime_rl.testing.host import conformance_host
-from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, promise_of
+from prime_rl.testing.report import Outcome, Report, promise_of, run
 from prime_rl.testing.rollouts import conformance_group
 from prime_rl.testing.scoring import MIXED, MakeGroup, Subject
 
 Check: TypeAlias = Callable[[Subject], None]
 
 FIRST = "streams_align"
-"""Nothing else can be looked at while this one fails."""
+"""While this check fails, the others are skipped."""
 
 CHECKS: Mapping[str, Check] = {
-    FIRST: shape.streams_align,
-    "credit_on_mask": shape.credit_on_mask,
-    "declared_component": shape.declared_component,
-    "group_of_one": groups.group_of_one,
-    "tied_group": groups.tied_group,
-    "failed_group": groups.failed_group,
-    "extreme_rewards": groups.extreme_rewards,
-    "nan_reward": groups.nan_reward,
-    "permutation": behaviour.permutation,
-    "inputs_kept": behaviour.inputs_kept,
-    "deterministic": behaviour.deterministic,
-    "concurrent_groups": behaviour.concurrent_groups,
-    "neighbours": behaviour.neighbours,
-    "round_trip": behaviour.round_trip,
+    FIRST: streams.streams_align,
+    "credit_on_mask": streams.credit_on_mask,
+    "declared_component": streams.declared_component,
+    "group_of_one": streams.group_of_one,
+    "tied_group": streams.tied_group,
+    "failed_group": streams.failed_group,
+    "extreme_rewards": streams.extreme_rewards,
+    "nan_reward": streams.nan_reward,
+    "permutation": behavior.permutation,
+    "inputs_kept": behavior.inputs_kept,
+    "deterministic": behavior.deterministic,
+    "concurrent_groups": behavior.concurrent_groups,
+    "neighbours": behavior.neighbors,
+    "round_trip": behavior.round_trip,
     "reference_aligned": gradient.reference_aligned,
     "gradient": gradient.gradient,
 }
@@ -54,11 +54,11 @@ def check_algorithm(
     make_group: MakeGroup = conformance_group,
     make_host: Callable[[], Host] = conformance_host,
 ) -> Report:
-    """Raise ``AssertionError`` with everything the algorithm does not keep; give the report else.
+    """Run every check; raise ``AssertionError`` with all that fail, else return the report.
 
-    ``algorithm`` lends its class and its settings: every check builds a fresh instance. Where the
+    Every check builds a fresh instance from the class and settings of ``algorithm``. Where the
     kit's rollouts lack what it reads (an agent, a key of ``info``), pass ``make_group``: it takes
-    rewards and gives sibling rollouts.
+    rewards and returns sibling rollouts.
     """
     report = conformance(algorithm, make_group=make_group, make_host=make_host)
     if not report.ok:
@@ -74,42 +74,19 @@ def conformance(
 ) -> Report:
     """Run every check. Raises ``ConfigError`` if the algorithm refuses to score the rollouts."""
     subject = Subject(type(algorithm), algorithm.config, make_group, make_host)
-    _probe(subject)
-    first = run_check(subject, FIRST)
-    rest = [name for name in CHECKS if name != FIRST]
-    if first.status == "failed":
-        outcomes = [_unseen(name) for name in rest]
-    else:
-        outcomes = [run_check(subject, name) for name in rest]
-    return Report("algorithm", subject.cls.name, (first, *outcomes))
-
-
-def _probe(subject: Subject) -> None:
-    """A setting that cannot work with the kit's rollouts says nothing about the algorithm."""
     try:
         subject.scored(MIXED)
     except ConfigError:
-        raise
+        raise  # settings that cannot work with the kit's rollouts: not a fault of the algorithm
     except Exception:
-        return  # the first check meets it again, and reports it
+        pass  # the first check meets it again, and reports it
+    outcomes = [run_check(subject, FIRST)]
+    for name, check in list(CHECKS.items())[1:]:
+        unseen = Outcome(name, promise_of(check), "skipped", f"{FIRST} failed")
+        outcomes.append(unseen if outcomes[0].status == "failed" else run_check(subject, name))
+    return Report("algorithm", subject.cls.name, tuple(outcomes))
 
 
 def run_check(subject: Subject, name: str) -> Outcome:
-    """One check; whatever the algorithm raises under it is a failure."""
-    check = CHECKS[name]
-    promise = promise_of(check)
-    try:
-        check(subject)
-    except NotApplicable as reason:
-        return Outcome(name, promise, "skipped", str(reason))
-    except Broken as error:
-        return Outcome(name, promise, "failed", str(error), error)
-    except Exception as error:
-        said = f"scoring raised {type(error).__name__}: {error}"
-        return Outcome(name, promise, "failed", said, error)
-    return Outcome(name, promise, "passed")
-
-
-def _unseen(name: str) -> Outcome:
-    promise = promise_of(CHECKS[name])
-    return Outcome(name, promise, "skipped", f"{FIRST} failed")
+    """One check; whatever the algorithm raises in it is a failure."""
+    return run(CHECKS[name], subject, name=name, said="scoring raised ")

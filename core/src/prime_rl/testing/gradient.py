@@ -1,15 +1,14 @@
 """Checks of what the trainer makes of the streams: the gradient, and the direction it points in.
 
-A toy policy has logits of its own at every position, so that a token's probability depends on
-nothing else, and the gradient is known in closed form (``closed_form``).
+A toy policy has its own logits at every position, so a token's probability depends on nothing else
+and the gradient has a closed form (``closed_form``).
 
     p_v = softmax(logits)_v        t = log p_token        i = inference logprob
     dL/dlogits_v = dL/dt (1[v = token] - p_v)
 
 Shapes: T = tokens of one sample, V = vocabulary.
 
-The kit belongs to the orchestrator's side; this and ``losses`` are its only modules that import
-torch.
+This is the kit's only module that imports torch.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.plugins.base import Loss, LossInputs, LossOutputs, PluginConfig
-from prime_rl.rollout import Group, Sample
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs
+from prime_rl.rollout import COMPONENTS, Group, Sample, members
 from prime_rl.testing.report import Broken, NotApplicable
-from prime_rl.testing.rollouts import tokens_of
 from prime_rl.testing.scoring import MIXED, Subject, streams
-from prime_rl.testing.shape import COMPONENTS, members
 
 Floats = npt.NDArray[np.float64]
 
@@ -34,13 +32,13 @@ REF_KL_MASK_LOW, REF_KL_TAU = 0.2, 1e-3
 
 
 def reference_aligned(subject: Subject) -> None:
-    """A reference logprob belongs to its own token, not to a neighbour's."""
+    """A reference logprob belongs to its own token, not to a neighbor's."""
     before = subject.scored(MIXED[:1])
     if all(sample.ref_logprobs is None for sample in before[0].samples):
         raise NotApplicable("assigns no ref_logprobs")
     sample = before[0].samples[0]
     place = int(np.flatnonzero(sample.loss_mask)[0])
-    changed = subject.group(MIXED[:1])
+    changed = subject.make_group(MIXED[:1])
     ids = changed[0].samples[0].token_ids.copy()
     ids[place] += 1
     changed[0].samples[0].token_ids = ids
@@ -62,7 +60,8 @@ def gradient(subject: Subject) -> None:
         raise NotApplicable("torch is not installed")
     group = subject.stamped(MIXED)
     samples = [sample for rollout in group for sample in rollout.samples]
-    logits = [toy_logits(sample, tokens_of(group)) for sample in samples]
+    vocabulary = 1 + max(int(sample.token_ids.max()) for sample in samples)
+    logits = [toy_logits(sample, vocabulary) for sample in samples]
     expected, found = closed_form(samples, logits), trainer_gradient(group, logits)
     for index, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         if not np.allclose(ours, theirs, rtol=1e-3, atol=1e-6):
@@ -91,12 +90,12 @@ def _check_direction(
                 f"{old[t]:.6f} to {new[t]:.6f}. Is a weight or a sign the wrong way round?"
             )
     if not moved or not largest:
-        raise Broken(f"rewards {list(MIXED)} give no gradient: nothing can be learnt from them")
+        raise Broken(f"rewards {list(MIXED)} give no gradient: nothing can be learned from them")
 
 
 def _credit(subject: Subject, sample: Sample, old: Floats) -> Floats:
-    """[T] which way the declared component should move each sampled token; 0.0 where another
-    component pulls too."""
+    """[T] the direction in which the declared component moves each sampled token; 0.0 where another
+    component acts too."""
     component = subject.cls.action_loss
     if component == "rl":
         credit = np.zeros(len(sample)) if sample.advantages is None else sample.advantages
@@ -128,7 +127,7 @@ def token_logprobs(sample: Sample, logits: Floats) -> Floats:
 
 
 def closed_form(samples: Sequence[Sample], logits: Sequence[Floats]) -> list[Floats]:
-    """dL/dlogits of each sample, [T, V], by hand:
+    """dL/dlogits of each sample, [T, V], in closed form:
 
         rl      dL/dt = -w A exp(t - i) / N_rl                   (importance-weighted REINFORCE)
         ce      dL/dt = -w / N_ce

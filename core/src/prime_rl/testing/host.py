@@ -15,8 +15,7 @@ from prime_rl.rollout import ROLES, FloatColumn, Sample
 
 @dataclass
 class FakeReference:
-    """A reference model that answers by a function of the tokens, and remembers what it was
-    asked."""
+    """A reference model that answers by a function of the tokens and records its requests."""
 
     answer: Callable[[list[int]], Sequence[float]] = lambda ids: [-0.5] * len(ids)
     """[T] log-probabilities of [T] tokens; the first is replaced by 0.0."""
@@ -25,7 +24,7 @@ class FakeReference:
     async def logprobs(
         self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
     ) -> FloatColumn:
-        """What ``answer`` says. Others run meanwhile, as they do while a server is asked."""
+        """The result of ``answer``. Yields to other tasks, as a request to a server does."""
         ids = [int(token) for token in token_ids]
         self.asked.append(ids)
         await asyncio.sleep(0)
@@ -36,20 +35,20 @@ class FakeReference:
 
 @dataclass
 class FakeHost:
-    """A ``Host`` without engine or environment. Text is rendered as its code points, one message
-    after another; the assistant's are the sampled ones."""
+    """A ``Host`` without engine or environment. Text is rendered as its code points; the
+    assistant's count as sampled."""
 
     env: str = "test"
     policy: FakeReference = field(default_factory=FakeReference)
     frozen: FakeReference = field(default_factory=FakeReference)
-    """Every model that is connected."""
+    """Stands for every connected model."""
     connected: list[FrozenModel] = field(default_factory=list)
     tasks: Sequence[Mapping[str, Any]] = ()
     agents: tuple[str, ...] = ("agent", "solver", "proposer")
     envs: tuple[str, ...] = ("test",)
 
     def connect(self, model: FrozenModel) -> FakeReference:
-        """Note the model; scores come from ``frozen``."""
+        """Record the model; scores come from ``frozen``."""
         self.connected.append(model)
         return self.frozen
 
@@ -65,7 +64,7 @@ class FakeHost:
         return [*ids, -1] if add_generation_prompt else ids
 
     def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
-        """Code points, with the mask on the assistant's."""
+        """Code points; the mask is on the assistant's."""
         roles = [str(m["role"]) for m in messages for _ in str(m["content"])]
         mask = np.array([role == "assistant" for role in roles], np.bool_)
         return Sample(
@@ -87,11 +86,11 @@ class FakeHost:
 
 
 def _likelier(ids: list[int]) -> list[float]:
-    """By the token itself, and the likelier the more came before it: a hint helps."""
+    """Depends on the token, and rises with its position: a hint helps."""
     return [(-0.4 - 0.2 * (token % 7)) * 20 / (20 + place) for place, token in enumerate(ids)]
 
 
 def conformance_host() -> FakeHost:
-    """What ``check_algorithm`` lends: models that find some tokens likelier and some less likely
-    than the policy did, and all of them likelier after a hint."""
+    """The host of ``check_algorithm``. Its models find some tokens likelier than the policy did and
+    some less likely, and all of them likelier after a hint."""
     return FakeHost(policy=FakeReference(_likelier), frozen=FakeReference(_likelier))

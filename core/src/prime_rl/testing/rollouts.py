@@ -1,4 +1,4 @@
-"""Small rollouts for a plugin's own tests."""
+"""Small rollouts for tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from prime_rl.rollout import ROLES, Group, Rollout, Sample
+from prime_rl.rollout import ROLES, Rollout, Sample
 
 
 def make_rollout(
@@ -52,18 +52,11 @@ TASK = {"prompt": "2 + 2?", "answer": "4", "demonstration": "4"}
 
 
 def conformance_group(rewards: Iterable[float]) -> list[Rollout]:
-    """What ``check_algorithm`` feeds: siblings of two samples each, with an observed tool message.
-
-    Two samples, so that an algorithm that looks at the first alone is seen.
-    """
+    """The groups of ``check_algorithm``: siblings of two samples each, the first with an observed
+    tool message. Two samples expose an algorithm that reads the first only."""
     group = make_group(rewards, tool=2)
     for rollout in group:
         rollout.samples.append(make_sample(prompt=1, completion=2))
         rollout.num_turns = 2
         rollout.task = dict(TASK)
     return group
-
-
-def tokens_of(group: Group) -> int:
-    """One more than the largest token id."""
-    return 1 + max(int(s.token_ids.max()) for rollout in group for s in rollout.samples)

@@ -1,4 +1,4 @@
-"""Score groups as the orchestrator does, and compare what came of it."""
+"""Score groups as the orchestrator does, and compare the streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
-from prime_rl.plugins.base import Algorithm, Host, PluginConfig
+from prime_rl.plugins.algorithm import Algorithm, Host
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.rollout import STREAMS, FloatColumn, Group, Rollout
 from prime_rl.testing.host import FakeHost
@@ -51,7 +52,7 @@ async def score_async(
 
 @dataclass(frozen=True)
 class Subject:
-    """An algorithm under test, and what it is fed. Every check starts from a fresh instance."""
+    """An algorithm under test and its input. Every check starts from a fresh instance."""
 
     cls: type[Algorithm]
     config: PluginConfig
@@ -59,19 +60,15 @@ class Subject:
     make_host: Callable[[], Host]
 
     def fresh(self) -> Algorithm:
-        """An instance that has seen nothing."""
+        """A new instance."""
         return self.cls(self.config)
 
-    def group(self, rewards: Sequence[float]) -> list[Rollout]:
-        """A group that nobody has scored."""
-        return self.make_group(rewards)
-
     def scored(self, rewards: Sequence[float], *plugins: object) -> list[Rollout]:
-        """A group that a fresh instance has scored, before stamping."""
-        return self.score(self.group(rewards), *plugins)
+        """A new group, scored by a fresh instance, before stamping."""
+        return self.score(self.make_group(rewards), *plugins)
 
     def score(self, group: list[Rollout], *plugins: object) -> list[Rollout]:
-        """Let a fresh instance score this group."""
+        """Score this group with a fresh instance."""
         self.run([group], plugins)
         return group
 
@@ -85,30 +82,23 @@ class Subject:
         return rollout
 
     def run(
-        self,
-        groups: Sequence[Group],
-        plugins: Sequence[object] = (),
-        *,
-        at_once: bool = False,
+        self, groups: Sequence[Group], plugins: Sequence[object] = (), *, at_once: bool = False
     ) -> None:
-        """Let one fresh instance score several groups."""
+        """Score several groups with one fresh instance."""
         host = self.make_host()
         asyncio.run(score_async(self.fresh(), groups, plugins, host, at_once=at_once))
 
     def remembers(self) -> bool:
-        """Whether credit depends on what was scored before, so that order matters by design.
-
-        An algorithm says so by ``order_dependent = True``, or shows it.
-        """
-        if getattr(self.cls, "order_dependent", False):
+        """Whether credit depends on groups scored before: ``order_dependent``, or measured."""
+        if self.cls.order_dependent:
             return True
-        first, again = self.group(MIXED), self.group(MIXED)
+        first, again = self.make_group(MIXED), self.make_group(MIXED)
         self.run([first, again])
         return bool(different(streams(first), streams(again)))
 
 
 MIXED = (1.0, 0.0, 0.5)
-"""Rewards of a group that tells its members apart."""
+"""Distinct rewards of a group."""
 
 
 def streams(group: Group) -> Streams:
@@ -121,18 +111,17 @@ def streams(group: Group) -> Streams:
 
 
 def different(found: Streams, expected: Streams) -> str:
-    """Which stream of which sample differs by more than rounding, and how; empty if none does."""
+    """The first stream that differs by more than rounding, and how; empty if none does."""
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         for name in STREAMS:
             a, b = ours[name], theirs[name]
-            if (a is None) != (b is None) or (a is not None and not _close(a, b)):
+            if a is None or b is None:
+                same = a is b
+            else:
+                same = len(a) == len(b) and np.allclose(a, b, 1e-4, 1e-6, equal_nan=True)
+            if not same:
                 return f"{name} of sample {index}: {_text(b)} against {_text(a)}"
     return ""
-
-
-def _close(a: FloatColumn | None, b: FloatColumn | None) -> bool:
-    assert a is not None and b is not None
-    return a.shape == b.shape and np.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def _text(column: FloatColumn | None) -> str:

@@ -24,8 +24,8 @@ from typing import NoReturn
 
 from prime_rl.config import RunConfig
 from prime_rl.errors import PrimeRLError
-from prime_rl.plugins.base import Loss
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.plugins.offers import LOSS, collect, select, settings_of
 from prime_rl.plugins.weight_transports import WeightTransport

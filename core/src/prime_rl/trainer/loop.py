@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import RunError, WireError
-from prime_rl.plugins.base import Loss
+from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel

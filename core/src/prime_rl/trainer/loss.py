@@ -32,8 +32,8 @@ from torch import Tensor
 
 from prime_rl.config.trainer import NormalizeBy
 from prime_rl.errors import PluginError
-from prime_rl.plugins.base import Loss, LossComponent, LossInputs, LossOutputs, TokenMetric
-from prime_rl.rollout import COMPONENTS, members
+from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs, TokenMetric
+from prime_rl.rollout import COMPONENTS, LossComponent, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import PluginError
-from prime_rl.plugins.base import LossOutputs, TokenMetric
+from prime_rl.plugins.loss import LossOutputs, TokenMetric
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packed_row import Component, PackedRow
 

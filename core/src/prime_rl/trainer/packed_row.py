@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import StreamError
-from prime_rl.plugins.base import LossComponent
-from prime_rl.rollout import COMPONENTS, members, missing_stream
+from prime_rl.rollout import COMPONENTS, LossComponent, members, missing_stream
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.prefix_sharing import Layout, plain_layout, shared_layout
 from prime_rl.wire.micro_batch import MicroBatch

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from prime_rl.config.trainer import TokenExportConfig
-from prime_rl.plugins.base import TokenMetric
+from prime_rl.plugins.loss import TokenMetric
 from prime_rl.rollout import COMPONENTS, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.loss_metrics import Call

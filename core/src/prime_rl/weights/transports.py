@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prime_rl.config.broadcast import WeightBroadcastConfig
+from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import WEIGHT_TRANSPORT, collect, select, settings_of
 from prime_rl.plugins.weight_transports import WeightTransport

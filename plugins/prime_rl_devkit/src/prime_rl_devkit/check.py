@@ -14,11 +14,11 @@ from typing import Any
 from prime_rl.cli.plugin_facts import described, offers_by_plugin
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins import manager
-from prime_rl.plugins.manager import GROUPS, Hooks, Source, add_entry, installed_entries
+from prime_rl.plugins.manager import GROUPS, Hooks, Origin, add_entry, installed_entries
 from prime_rl.plugins.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
 from prime_rl.testing.conformance import conformance
-from prime_rl.testing.offers import BY_KIND, check_offer
 from prime_rl.testing.report import Outcome, Report, Status
+from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 HEAVY = ("torch", "transformers", "verifiers", "renderers")
 
@@ -53,7 +53,7 @@ def _check_folder(folder: Path, settings: Mapping[str, Any]) -> list[Report]:
         hooks = Hooks(group)
         try:
             for plugin, value in entries.items():
-                add_entry(hooks, EntryPoint(plugin, value, group), Source(plugin, name, version))
+                add_entry(hooks, EntryPoint(plugin, value, group), Origin(plugin, name, version))
             reports += _check_hooks(hooks, None, settings, [*entries.values()])
         except PluginError as error:
             reports.append(_one("plugin", name, "loads", "failed", str(error)))

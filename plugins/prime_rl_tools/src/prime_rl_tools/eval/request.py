@@ -16,8 +16,8 @@ import httpx
 from prime_rl.config.load import build_config, merge, parse_overrides, read_toml, set_at
 from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig, EvalSamplingConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import check_taskset
 from prime_rl.env.episode import ModelEndpoint
+from prime_rl.env.loading import check_taskset
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.plugins.manager import load_plugins

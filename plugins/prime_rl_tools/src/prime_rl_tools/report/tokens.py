@@ -84,7 +84,7 @@ class Pieces:
 def _load(folder: Path) -> Any:
     if not (folder / "tokenizer_config.json").exists():
         return None
-    from prime_rl.env.environment import load_tokenizer
+    from prime_rl.env.rendering import load_tokenizer
 
     try:
         return load_tokenizer(folder)

@@ -24,7 +24,7 @@ import httpx
 from rich.console import Console
 
 from prime_rl.errors import RunError
-from prime_rl.plugins.base import EngineLaunch
+from prime_rl.plugins.engine import EngineLaunch
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.run.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
 from prime_rl.run.models import model_path

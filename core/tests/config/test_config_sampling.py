@@ -41,7 +41,7 @@ def test_an_env_without_a_table_of_its_own_has_none():
     assert sampling_of(config_with("train", {"temperature": 0.7}, None), "train") is None
 
 
-def test_a_misspelt_key_of_the_group_is_reported_once():
+def test_a_misspelled_key_of_the_group_is_reported_once():
     with pytest.raises(ConfigError) as caught:
         config_with("train", {"temprature": 0.7}, {"max_completion_tokens": 64})
     assert str(caught.value) == (

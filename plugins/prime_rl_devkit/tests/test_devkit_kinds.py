@@ -7,7 +7,7 @@ import re
 import pytest
 
 from prime_rl import Filter, Loss, LossOutputs, PluginConfig, Sampler, hookimpl
-from prime_rl.testing.offers import BY_KIND, check_offer
+from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 
 class Short(Filter):
@@ -31,7 +31,7 @@ class SaysTrue(Short):
 
 
 class Forgets(Short):
-    """Drops what it has seen: asked twice, it says two things."""
+    """Drops rollouts it has seen: two calls give two answers."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -134,7 +134,7 @@ BROKEN = [
 @pytest.mark.parametrize(
     ("kind", "check", "broken", "says"), BROKEN, ids=[broken.__name__ for _, _, broken, _ in BROKEN]
 )
-def test_what_is_broken_in_one_way_fails_that_check(kind, check, broken, says):
+def test_a_class_broken_in_one_way_fails_that_check(kind, check, broken, says):
     if kind == "loss":
         pytest.importorskip("torch")
     report = check_offer(kind, broken, PluginConfig())
@@ -153,7 +153,7 @@ def test_every_check_has_something_that_fails_it():
     ("kind", "sound"),
     [("filter", Short), ("filter", Keeps), ("loss", Reinforce), ("sampler", InTurn)],
 )
-def test_what_is_sound_passes(kind, sound):
+def test_a_sound_class_passes(kind, sound):
     report = check_offer(kind, sound, PluginConfig())
     assert report.ok, str(report)
 

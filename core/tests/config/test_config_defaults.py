@@ -50,7 +50,7 @@ def test_the_defaults_of_prime_rl_name_installed_plugins():
     assert config.orchestrator.eval.harness == {"id": "in-process"}
 
 
-def test_a_file_of_the_run_lies_over_the_defaults(offer, tmp_path):
+def test_a_file_of_the_run_overrides_the_defaults(offer, tmp_path):
     offer(
         '[orchestrator.algo]\ntype = "one"\n[orchestrator]\npost_batch_filters = [{type = "f"}]\n'
     )
@@ -80,7 +80,7 @@ def test_without_a_distribution_of_defaults_nothing_is_named(offer):
         ({"inference.engine": "embedded"}, "trainer.loss: no loss is set"),
     ],
 )
-def test_a_name_that_nothing_sets_is_asked_for(offer, given, message):
+def test_a_required_name_without_a_default_is_an_error(offer, given, message):
     offer()
     words = {"orchestrator.algo.type": "grpo", "orchestrator.renderer.name": "qwen3",
              "inference.engine": "embedded"}  # fmt: skip

@@ -1,4 +1,4 @@
-"""From branches to samples: one sample a branch, a shared sampled token trains once."""
+"""From branches to samples: one sample per branch; a shared sampled token trains once."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def trained(samples) -> list[list[int]]:
 
 
 def test_five_steps_whose_third_breaks_the_prefix_give_two_samples():
-    """The seeds' example: steps 1-3 extend one another, 4 starts anew, 5 extends 4."""
+    """Steps 1-3 extend one another, 4 starts a new prefix, 5 extends 4."""
     start = [user(0, 1), says(1, 2), user(2, 3), says(3, 4), user(4, 5), says(5, 6)]
     again = [user(6, 9, 9), says(7, 7), user(8, 3), says(9, 8)]
     samples = build_samples([branch(*start), branch(*again)], 1.0)
@@ -95,7 +95,7 @@ def test_columns_of_a_sample():
     assert sample.inference_logprobs.tolist() == pytest.approx([0, 0, -0.2, 0])
 
 
-def test_where_the_renderer_tells_nothing_of_a_message_all_of_it_counts_as_body():
+def test_a_message_without_attribution_counts_as_body():
     def content(flags):
         (sample,) = build_samples([branch(user(0, 1), says(1, 2), is_content=flags)], 1.0)
         return None if sample.is_content is None else sample.is_content.tolist()
@@ -111,7 +111,7 @@ def test_samples_come_in_the_order_of_their_first_turns():
     assert second.token_ids.tolist() == late.token_ids
 
 
-def test_versions_that_nobody_tells_are_no_column():
+def test_versions_that_are_not_reported_have_no_column():
     (sample,) = build_samples([branch(user(0, 1), says(1, 2), policy_versions=None)], 1.0)
     assert sample.policy_versions is None
 
@@ -130,7 +130,7 @@ def test_building_samples_leaves_the_branches_alone():
     assert [each.sampled_mask for each in branches] == [[False, True], [False, True, True]]
 
 
-def test_a_rollout_carries_what_the_episode_came_to():
+def test_a_rollout_has_the_results_of_its_episode():
     result = RolloutResult(
         ok=True, reward=0.5, rewards={"lcs": 0.5}, metrics={"len": 3.0}, info={"k": 1}, num_turns=2,
         is_truncated=True, stop_condition="max_turns", branches=[branch(user(0, 1), says(1, 2))],
@@ -184,7 +184,7 @@ def test_every_sampled_token_of_the_trainable_branches_trains_exactly_once(branc
 
 
 @given(trees())
-def test_columns_align_and_say_nothing_off_the_mask(branches):
+def test_columns_align_and_are_empty_off_the_mask(branches):
     whole = {tuple(each.token_ids) for each in branches if each.trainable}
     for sample in build_samples(branches, 1.0):
         assert tuple(sample.token_ids.tolist()) in whole
@@ -196,7 +196,7 @@ def test_columns_align_and_say_nothing_off_the_mask(branches):
         assert not (sample.loss_mask & (sample.roles != 2)).any()
 
 
-def test_what_an_earlier_sample_holds_is_marked_as_repeated():
+def test_tokens_of_an_earlier_sample_are_marked_as_repeated():
     shared = [user(0, 1, 2), says(1, 3)]
     samples = build_samples(
         [branch(*shared, user(2, 4), says(3, 5)), branch(*shared, user(4, 6), says(5, 7))], 1.0

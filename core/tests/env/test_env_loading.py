@@ -1,4 +1,4 @@
-"""Who plays an env's agents decides what trains."""
+"""Agents of an env: the policy's train, others do not."""
 
 import pytest
 
@@ -23,14 +23,14 @@ def test_a_seat_that_the_policy_plays_has_no_sampling_of_its_own():
     )
 
 
-def test_an_agent_with_a_model_of_its_own_is_none_of_the_policys():
+def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
     assert environment("propose-solve").agents == ("proposer", "solver")
     fixed = {"model": "other", "sampling": {"temperature": 0.1}}
     assert environment("propose-solve", solver=fixed).agents == ("proposer",)
 
 
 @pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
-async def test_a_reference_that_takes_less_than_a_rollout_may_have_is_refused_at_start(takes, fits):
+async def test_a_reference_with_a_shorter_limit_than_a_rollout_is_refused_at_start(takes, fits):
     class Pool:
         where, model, max_model_len = "env 'a': reference", "big", takes
 

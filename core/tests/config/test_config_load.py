@@ -1,4 +1,4 @@
-"""TOML files and overrides to a frozen config, or to a line a person can act on."""
+"""TOML files and overrides to a frozen config, or to an error that says what to do."""
 
 import pytest
 
@@ -242,7 +242,7 @@ def test_no_key_is_left_unread():
     assert set(unread(RunConfig, "")) == set()
 
 
-def test_a_number_whose_value_was_forgotten_is_no_silent_one(tmp_path):
+def test_a_number_without_a_value_is_refused(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('max_steps = 3\n[model]\nname = "m"\n')
     with pytest.raises(ConfigError, match=r"max_steps: .*\(got 'true'\)"):

@@ -47,16 +47,16 @@ def test_the_tokens_before_the_first_trained_one_are_the_prompt_of_a_rollout(fol
     assert sample.token_ids[:first].tolist() == prompt
 
 
-def test_roles_and_bodies_are_told(folder, tokenizer):
+def test_roles_and_bodies_are_set(folder, tokenizer):
     rendering = Rendering(folder, Qwen3RendererConfig(enable_thinking=False))
     sample = rendering.supervised_sample(CHAT[:2])
     user = sample.token_ids[(sample.roles == ROLES.index("user")) & sample.is_content]
     assert tokenizer.decode(user) == "ab"
 
 
-def test_a_renderer_that_cannot_tell_the_assistants_tokens_is_refused(folder):
+def test_a_renderer_that_does_not_mark_the_assistants_tokens_is_refused(folder):
     rendering = Rendering(folder, config_from_name("default"))
-    with pytest.raises(ConfigError, match="'default' does not tell which tokens"):
+    with pytest.raises(ConfigError, match="'default' does not mark the assistant's tokens"):
         rendering.supervised_sample(CHAT)
 
 

@@ -1,4 +1,4 @@
-"""Checks of how an algorithm behaves: order, purity, determinism, and others at work beside it."""
+"""Checks of how an algorithm behaves: order, purity, determinism, concurrency."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from prime_rl.orchestrator.store import read_rollouts, write_rollouts
-from prime_rl.plugins.base import Algorithm, PluginConfig
+from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.rollout import COLUMNS, STREAMS, Group, Rollout
 from prime_rl.testing.host import FakeHost
@@ -21,13 +22,14 @@ from prime_rl.testing.scoring import MIXED, Streams, Subject, different, score_a
 FOUR = (1.0, 0.0, 0.5, 0.25)
 OTHER = (0.0, 3.0, 1.0)
 INPUTS = tuple(name for name in COLUMNS if name not in STREAMS)
-"""Columns that are given, not written."""
+"""Columns an algorithm may read and not write."""
 FACTS = ("env", "example_id", "group_id", "reward", "rewards", "policy_version", "agent", "task")
-"""Fields of a rollout that are given, not written. ``info`` and ``metrics`` may be added to."""
+"""Fields of a rollout that an algorithm may read and not write. It may add to ``info`` and
+``metrics``."""
 
 
 def permutation(subject: Subject) -> None:
-    """Permuting a group permutes its credit: no rollout is favoured for its place."""
+    """Permuting a group permutes its credit: no rollout is favored for its place."""
     if subject.remembers():
         raise NotApplicable(
             "credit depends on what was scored before, so order matters; if that is not meant, "
@@ -43,7 +45,7 @@ def permutation(subject: Subject) -> None:
 
 def inputs_kept(subject: Subject) -> None:
     """Scoring leaves tokens, masks, sampling logprobs, rewards and the group's order alone."""
-    group = subject.group(FOUR)
+    group = subject.make_group(FOUR)
     members, before = list(group), [_inputs(rollout) for rollout in group]
     subject.score(group)
     if [id(each) for each in group] != [id(each) for each in members]:
@@ -80,11 +82,11 @@ def deterministic(subject: Subject) -> None:
     first, again = streams(subject.scored(FOUR)), streams(subject.scored(FOUR))
     for one, two in zip(first, again, strict=True):
         for name in STREAMS:
-            a, b = one[name], two[name]
-            if _plain(a) != _plain(b):
+            a, b = _plain(one[name]), _plain(two[name])
+            if a != b:
                 raise Broken(
-                    f"{name}: two fresh instances gave {_plain(a)} and {_plain(b)}. Seed what is "
-                    "random; keep state on self, not on the class or the module."
+                    f"{name}: two fresh instances gave {a} and {b}. Seed what is random; keep "
+                    "state on self, not on the class or the module."
                 )
 
 
@@ -95,14 +97,14 @@ def concurrent_groups(subject: Subject) -> None:
     differences = [different(found, expected) for expected in in_turn]
     if all(differences):
         raise Broken(
-            f"two groups mixed: {differences[0]}. What belongs to one group must not wait on self "
-            "while another is scored: keep it in local variables."
+            f"two groups mixed: {differences[0]}. State of one group must not wait on self while "
+            "another is scored: keep it in local variables."
         )
 
 
 def _scored_two(subject: Subject, *, at_once: bool = False, turned: bool = False) -> Streams:
     """The streams of two groups, always in the same order, whichever was scored first."""
-    one, two = subject.group(FOUR), subject.group(OTHER)
+    one, two = subject.make_group(FOUR), subject.make_group(OTHER)
     for rollout in two:
         rollout.group_id += 1
     subject.run([two, one] if turned else [one, two], at_once=at_once)
@@ -121,30 +123,32 @@ class Foreign(Algorithm):
             rollout.assign_advantages(rollout.reward)
 
 
-def neighbours(subject: Subject) -> None:
+def neighbors(subject: Subject) -> None:
     """Credit is the same when other envs run another algorithm, and this one, at the same time."""
     alone = streams(subject.scored(FOUR))
-    ours, twin, foreign = (subject.group(FOUR), subject.group(OTHER), conformance_group(OTHER))
+    ours, twin = subject.make_group(FOUR), subject.make_group(OTHER)
+    foreign = conformance_group(OTHER)
     algorithms = (subject.fresh(), Foreign(PluginConfig()), subject.fresh())
+
+    async def env(algorithm: Algorithm, group: list[Rollout]) -> None:
+        host = FakeHost() if isinstance(algorithm, Foreign) else subject.make_host()
+        await score_async(algorithm, [group], (), host)
 
     async def beside() -> None:
         pairs = zip(algorithms, (twin, foreign, ours), strict=True)
-        await asyncio.gather(*(_env(subject, *pair) for pair in pairs))
+        await asyncio.gather(*(env(*pair) for pair in pairs))
 
     asyncio.run(beside())
     expected = [[rollout.reward] * rollout.num_trainable_tokens for rollout in foreign]
     if [_plain(rollout.advantages) for rollout in foreign] != expected:
-        raise Broken("another env's credit changed beside this algorithm. Keep to your own env.")
+        raise Broken(
+            "another env's credit changed beside this algorithm. Write to your own group only."
+        )
     if found := different(streams(ours), alone):
         raise Broken(
             f"beside other envs: {found}. Keep state on self, not on the class or the module: each "
             "env has an instance of its own."
         )
-
-
-async def _env(subject: Subject, algorithm: Algorithm, group: list[Rollout]) -> None:
-    host = FakeHost() if isinstance(algorithm, Foreign) else subject.make_host()
-    await score_async(algorithm, [group], (), host)
 
 
 def round_trip(subject: Subject) -> None:

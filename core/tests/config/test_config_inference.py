@@ -1,4 +1,4 @@
-"""`[inference]`: engines of the run, or engines elsewhere, never half of each."""
+"""`[inference]`: engines of the run, or running engines, never both."""
 
 import pytest
 from pydantic import ValidationError
@@ -22,7 +22,7 @@ def test_what_is_no_url_is_refused(urls):
         InferenceConfig(base_url=urls)
 
 
-def test_what_is_expected_of_a_url_is_said_in_words():
+def test_the_error_says_what_a_url_looks_like():
     with pytest.raises(ValidationError) as caught:
         InferenceConfig(base_url=["http://a", "a:1"])
     said = str(caught.value)
@@ -40,7 +40,7 @@ def test_what_is_expected_of_a_url_is_said_in_words():
         ({"embedded": {"num_slots": 4}}, "embedded says how to start an engine"),
     ],
 )
-def test_how_to_start_an_engine_is_refused_where_none_is_started(more, said):
+def test_start_settings_are_refused_with_running_engines(more, said):
     with pytest.raises(ValidationError, match=said):
         InferenceConfig(base_url="http://a:1", **more)
 
@@ -53,7 +53,7 @@ def test_an_engine_named_twice_and_a_key_for_none_are_refused():
 
 
 @pytest.mark.parametrize("table", [{}, {"replicas": 3}, {"base_url": "http://a:1"}])
-def test_what_a_run_writes_down_it_reads_again(table):
+def test_a_written_config_reads_back(table):
     config = InferenceConfig(**table)
     assert InferenceConfig.model_validate_json(config.model_dump_json()) == config
 

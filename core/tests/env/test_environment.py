@@ -162,7 +162,7 @@ class PairConfig(vf.EnvConfig):
 
 
 class PairEnv(vf.Env[PairConfig]):
-    """Two agents an episode; the asker does not train."""
+    """Two agents per episode; the asker does not train."""
 
     async def setup(self, agents: Any) -> None:
         agents.asker.trainable = False
@@ -256,7 +256,7 @@ async def test_rewards_metrics_and_the_rest_of_the_record(
     assert result.trace.nodes[1].message.content == "ok"
 
 
-async def test_an_engine_that_does_not_tell_versions_gives_none(
+async def test_an_engine_that_reports_no_versions_gives_none(
     settings: Any, engine: FakeEngine
 ) -> None:
     result = await only(settings(PlainTaskset), engine)
@@ -348,7 +348,7 @@ async def test_a_malformed_reply(settings: Any, engine: FakeEngine, reply: web.R
     assert result.error
 
 
-async def test_the_engine_s_own_reason_is_passed_on(settings: Any, engine: FakeEngine) -> None:
+async def test_the_reason_of_the_engine_is_in_the_result(settings: Any, engine: FakeEngine) -> None:
     reason = {"error": {"message": "unknown token 999"}}
     engine.reply = lambda body: web.json_response(reason, status=400)
     result = await only(settings(PlainTaskset), engine)
@@ -417,7 +417,7 @@ async def test_cancelling_is_not_a_failure(settings: Any, engine: FakeEngine) ->
 # -- environments with settings of their own ----------------------------------------------
 
 
-async def test_every_seat_of_an_env_runs_here_and_keeps_its_standing(
+async def test_every_seat_of_an_env_runs_here_and_keeps_whether_it_trains(
     settings: Any, engine: FakeEngine
 ) -> None:
     results = await run_first(settings(PlainTaskset, PairEnv, args={"rounds": 2}), engine)
@@ -432,7 +432,7 @@ async def test_max_turns_bounds_the_conversation(settings: Any, engine: FakeEngi
     assert (result.ok, result.num_turns, result.is_truncated) == (True, 1, True)
 
 
-def test_an_env_nobody_installed_is_named(settings: Any) -> None:
+def test_an_env_that_is_not_installed_is_named(settings: Any) -> None:
     with pytest.raises(ConfigError, match=r"env 'mine': .*taskset 'no-such-env' not found"):
         Environment(settings(PlainTaskset, id="no-such-env", name="mine"))
 
@@ -442,7 +442,7 @@ def test_an_unknown_setting_is_named(settings: Any) -> None:
         Environment(settings(PlainTaskset, args={"promt": "ab"}))
 
 
-def test_a_harness_nobody_installed_is_named(settings: Any) -> None:
+def test_a_harness_that_is_not_installed_is_named(settings: Any) -> None:
     with pytest.raises(ConfigError, match=r"no-such-harness"):
         Environment(settings(PlainTaskset, harness={"id": "no-such-harness"}))
 
@@ -481,9 +481,7 @@ def test_a_finite_env_is_a_sequence(settings: Any) -> None:
         env.examples[2]
 
 
-def test_an_endless_env_is_read_as_far_as_asked(
-    settings: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_env_is_read_on_demand(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Examples, "KEPT", 3)
     env = Environment(settings(EndlessTaskset))
     assert env.num_examples is None

@@ -1,0 +1,203 @@
+"""From an env's settings to verifiers' environment object, and errors for what cannot work.
+
+verifiers finds tasksets and harnesses by importing a module of their id. Its default runtime is a
+remote sandbox and its default harness runs the model's code here, so both are always set.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import logging
+import pkgutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from prime_rl.env.episode import EnvSettings
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.offers import bringer
+from prime_rl.rundir.processes import lasting_imports
+
+INTERCEPTION = {"type": "elastic", "multiplex": 4096}
+"""One interception server per process: verifiers' 32 rollouts per server are for tunnels, and each
+server takes a port."""
+
+QUIET_LOGGERS = {
+    "httpx": logging.WARNING,
+    "aiohttp.access": logging.WARNING,
+    "openai": logging.WARNING,
+    "renderers": logging.WARNING,
+    "verifiers": logging.CRITICAL,  # its failures come back as results, and are logged from there
+}
+
+
+def check_taskset(env_id: str, where: str) -> None:
+    """Raises ``ConfigError`` if no installed module can be the taskset; imports none of them.
+
+    verifiers looks among its own tasksets first, then for a top-level module of that name.
+    """
+    name = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    package = importlib.util.find_spec("verifiers")
+    places = package.submodule_search_locations if package else None
+    shipped = [Path(place) / "v1" / "tasksets" for place in places or ()]
+    own = {each.stem for folder in shipped if folder.is_dir() for each in folder.iterdir()}
+    if name in own or importlib.util.find_spec(name) is not None:
+        return
+    installed = {module.name for module in pkgutil.iter_modules()} | own
+    close = difflib.get_close_matches(name, installed, n=1, cutoff=0.8)
+    hint = f"Did you mean {close[0].replace('_', '-')!r}?" if close else "Install its package."
+    raise ConfigError(f"{where}: no taskset {env_id!r}: there is no module {name!r}. {hint}")
+
+
+def find_agents(settings: EnvSettings) -> tuple[str, ...]:
+    """The agents of an env that the policy plays, without its rows. Imports verifiers and the
+    taskset. Raises ``ConfigError`` if the env cannot be made."""
+    with lasting_imports():
+        env = load_environment(import_verifiers(settings), settings)
+    return agents_of(env.config)
+
+
+def import_verifiers(settings: EnvSettings) -> ModuleType:
+    """verifiers' v1 API, with quiet loggers. Raises ``ConfigError`` if it is not installed."""
+    for name, level in QUIET_LOGGERS.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        import verifiers.v1 as vf
+    except ImportError as error:
+        raise ConfigError(
+            f"env {settings.label!r}: verifiers cannot be imported ({error}). "
+            "pip install 'prime-rl-core[run]'"
+        ) from error
+    return vf  # type: ignore[no-any-return]
+
+
+def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
+    """Resolve and construct the environment. Raises ``ConfigError`` that names the env and the
+    fault."""
+    from pydantic import ValidationError
+
+    where = f"env {settings.label!r}"
+    try:
+        env = vf.load_environment(vf.resolve_env_config(_environment_table(settings)))
+    except ImportError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{_own_path(fault['loc'])}: {fault['msg']} (got {fault['input']!r})"
+            for fault in error.errors()
+        )
+        raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
+    except (AttributeError, TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+    _check_tools(env, where)
+    _check_sampling(env.config, where)
+    return env
+
+
+def _own_path(location: tuple[Any, ...]) -> str:
+    """The key as our TOML has it: verifiers' ``taskset`` table is our ``args``."""
+    parts = [str(part) for part in location]
+    return ".".join(["args", *parts[1:]] if parts[:1] == ["taskset"] else parts)
+
+
+def _environment_table(settings: EnvSettings) -> dict[str, Any]:
+    """The env's table in verifiers' own layout: taskset, seats, timeouts."""
+    from verifiers.v1.configs.env import EnvConfig
+    from verifiers.v1.utils.loaders import default_harness_id, env_config_type
+
+    config_class = env_config_type(settings.id)
+    own = set(config_class.model_fields) - set(EnvConfig.model_fields)
+    seats = {name for name in own if _is_seat(config_class.model_fields[name].default)}
+    harness = settings.harness
+    if harness is None and default_harness_id(settings.id) != settings.id:
+        harness = _default_harness(settings)
+    table: dict[str, Any] = {key: settings.args[key] for key in (own - seats) & set(settings.args)}
+    table["taskset"] = {"id": settings.id} | {
+        key: value for key, value in settings.args.items() if key not in own
+    }
+    table["interception"] = dict(INTERCEPTION)
+    table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
+    for name in seats:
+        default = config_class.model_fields[name].default
+        table[name] = _seat_table(settings, default, harness) | dict(settings.args.get(name, {}))
+    return table
+
+
+def _is_seat(default: Any) -> bool:
+    """Whether an env's field is an agent, which its default shows."""
+    from verifiers.v1.configs.agent import AgentConfig
+
+    return isinstance(default, AgentConfig)
+
+
+def _seat_table(
+    settings: EnvSettings, default: Any, harness: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Our settings of one agent, where the env's author has not set them."""
+    table: dict[str, Any] = {"max_turns": settings.max_turns}
+    if "runtime" not in default.model_fields_set:
+        table["runtime"] = {"type": "subprocess"}
+    if harness is not None and default.harness is None:
+        table["harness"] = dict(harness)
+    return {key: value for key, value in table.items() if value is not None}
+
+
+def _default_harness(settings: EnvSettings) -> Mapping[str, Any]:
+    """The harness of a taskset that brings none. Raises ``ConfigError`` if there is none, or it is
+    not installed: verifiers' default would run the model's code here."""
+    harness = settings.default_harness or {}
+    name = str(harness.get("id", ""))
+    if name and importlib.util.find_spec(name.replace("-", "_")) is not None:
+        return harness
+    package = bringer("harness", name)
+    found = f"the default, {name!r}, is not installed" if name else "there is no default"
+    install = f"pip install {package}, or set" if package else "Set"
+    raise ConfigError(
+        f"env {settings.label!r}: the taskset brings no harness, and {found}. {install} the env's "
+        "harness = {id = ...}."
+    )
+
+
+def _seats_of(config: Any) -> dict[str, Any]:
+    """The agents of a resolved env config, by name."""
+    fields = type(config).model_fields.items()
+    return {name: getattr(config, name) for name, info in fields if _is_seat(info.default)}
+
+
+def fixed_seats(config: Any) -> frozenset[str]:
+    """Agents that a model of their own plays: an opponent, a judge. They never train."""
+    return frozenset(n for n, seat in _seats_of(config).items() if seat.model or seat.client)
+
+
+def agents_of(config: Any) -> tuple[str, ...]:
+    """The agents of a resolved env config that the policy plays, by name."""
+    return tuple(name for name in _seats_of(config) if name not in fixed_seats(config))
+
+
+def _check_sampling(config: Any, where: str) -> None:
+    """Refuse sampling settings of an agent that the policy plays: the trainer would reproduce
+    another distribution."""
+    for name in agents_of(config):
+        if getattr(config, name).sampling is not None:
+            raise ConfigError(
+                f"{where}: args.{name}.sampling: the policy plays this agent, and the trainer has "
+                "to reproduce how it is sampled. Set the env's sampling table instead, or give "
+                "the agent a model and client of its own."
+            )
+
+
+def _check_tools(env: Any, where: str) -> None:
+    """Refuse tool servers with a harness without MCP: verifiers fails at every rollout."""
+    task = type(env.taskset).task_type()
+    tools = [
+        *env.taskset.toolsets(env.taskset.config),
+        *task.toolsets(env.taskset.config.task),
+    ]
+    for harness in env._harnesses.values():
+        if tools and not harness.SUPPORTS_MCP:
+            raise ConfigError(
+                f"{where}: the taskset serves tools over MCP, which harness "
+                f"{harness.config.id!r} cannot call; set harness = {{id = ...}} to one that can."
+            )

@@ -1,0 +1,134 @@
+"""Algorithms and filters, and what core lends to an algorithm: a ``Host`` with models that score.
+
+Orchestrator side: entry-point group ``prime_rl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from prime_rl.plugins.base import Offer
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from prime_rl.config.models import FrozenModel
+    from prime_rl.rollout import FloatColumn, LossComponent, Sample
+
+
+class ReferenceModel(Protocol):
+    """A model that scores tokens: the live policy, or a frozen one."""
+
+    async def logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
+    ) -> FloatColumn:
+        """The log-probability of each token given those before it: [T]; 0.0 for the first.
+
+        Requests are bounded and retried; while the endpoint does not answer, the call waits and the
+        run reports it. Requests with one ``group_id`` go to one replica. Raises ``EngineError`` if
+        the endpoint refuses the request.
+        """
+        ...
+
+
+class Host(Protocol):
+    """What core lends to the algorithm, or the source, of one env; passed to ``setup``."""
+
+    @property
+    def env(self) -> str:
+        """The env's label."""
+        ...
+
+    @property
+    def policy(self) -> ReferenceModel:
+        """The live policy, as it samples now."""
+        ...
+
+    def connect(self, model: FrozenModel) -> ReferenceModel:
+        """A frozen model to score with. Core closes it at the end of the run."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        renderer: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Tokens of a conversation in the policy's tokenizer. ``renderer`` names another family
+        than the run's."""
+        ...
+
+    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        """A conversation as a sample. ``loss_mask`` selects the assistant's own tokens;
+        ``inference_logprobs`` are 0.0, since no model sampled them."""
+        ...
+
+    def task(self, example_id: int) -> Mapping[str, Any]:
+        """The fields of one example of the env, ``prompt`` among them. Raises ``IndexError`` beyond
+        its end."""
+        ...
+
+    @property
+    def num_examples(self) -> int | None:
+        """None: the env generates examples without end."""
+        ...
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """The seats of the env, by name: the possible values of ``rollout.agent``."""
+        ...
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        """The labels of every training env of the run."""
+        ...
+
+
+class Algorithm(Offer):
+    """One env's training signal. Subclass, set ``name``, implement a scoring hook."""
+
+    action_loss: ClassVar[LossComponent] = "rl"
+    """The loss component that trains the tokens the model sampled."""
+
+    group_relative: ClassVar[bool] = False
+    """Credit is relative to siblings: ``group_size = 1`` cannot learn and is a config error."""
+
+    needs_frozen_source: ClassVar[bool] = False
+    """It imitates its source: sampling from the policy itself is a config error."""
+
+    needs_attribution: ClassVar[bool] = False
+    """It reads ``sample.roles`` or ``sample.is_content``: a renderer without them is a config
+    error."""
+
+    needs_temperature: ClassVar[float | None] = None
+    """The only sampling temperature it can learn at; another one is a config error. None: any."""
+
+    order_dependent: ClassVar[bool] = False
+    """Credit depends on earlier rollouts, as with a running baseline."""
+
+    def check_agents(self, env: str, agents: tuple[str, ...]) -> None:
+        """Raise ``ConfigError`` if the settings do not fit the env's agents.
+
+        Called before any process starts, also with ``--dry-run``. For an algorithm that overrides
+        it, core imports verifiers and the taskset to find the agents, which takes seconds.
+        """
+
+    async def setup(self, host: Host) -> None:
+        """Connect what the algorithm owns (a teacher, a judge) before the first rollout."""
+
+    async def close(self) -> None:
+        """Release what ``setup`` acquired."""
+
+    def save(self, directory: Path) -> None:
+        """Write the state that ``load`` needs, if any. The folder exists and belongs to this env
+        alone."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``ConfigError`` if it does not fit."""
+
+
+class Filter(Offer):
+    """One reason to drop rollouts. Subclass, set ``name``, implement ``filter_rollout``."""

@@ -1,0 +1,125 @@
+"""Samplers choose examples; sources give rollouts that no model has to sample.
+
+Orchestrator side: entry-point group ``prime_rl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from prime_rl.plugins.base import Offer, PluginConfig
+
+if TYPE_CHECKING:
+    from prime_rl.plugins.algorithm import Host
+    from prime_rl.rollout import Group, LossComponent, Rollout
+
+
+@dataclass(frozen=True)
+class SampledEnv:
+    """What a sampler may know of one training env."""
+
+    name: str
+    num_examples: int | None
+    """None: the env generates examples without end."""
+    ratio: float | None
+    """The env's share of groups as configured; None: not configured."""
+    is_ready: Callable[[], bool] = lambda: True
+    """False while its source is empty (a new replay buffer): choose another env."""
+    task: Callable[[int], Mapping[str, Any]] = lambda index: {}
+    """The fields of one of its examples, ``prompt`` among them."""
+
+
+class Sampler(Offer):
+    """Chooses which example of which env is sampled next; learns from finished groups."""
+
+    def __init__(self, config: PluginConfig, envs: Sequence[SampledEnv], seed: int) -> None:
+        super().__init__(config)
+        self.envs = envs
+        self.seed = seed
+
+    def next_example(self) -> tuple[int, int]:
+        """The next group's ``(env index, example index)``. Raises ``RunError`` when none is
+        left."""
+        raise NotImplementedError
+
+    def observe(self, group: Group) -> None:
+        """A scored group: feedback for curricula."""
+
+    def reject(self, group: Group) -> str | None:
+        """Why no member of a scored group may train, or None. Called after ``observe``, before any
+        filter; rejected groups are sampled again from other examples."""
+        return None
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers since the last call, by name. Called once per step."""
+        return {}
+
+    def save(self, directory: Path) -> None:
+        """Write the state that ``load`` needs. The folder exists and has no files of this
+        sampler."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``ConfigError`` if it does not fit."""
+
+
+@dataclass(frozen=True)
+class SourceRequest:
+    """One group to take from a source."""
+
+    group_id: int
+    example_id: int
+    policy_version: int
+    """The policy's version now."""
+
+
+class Source(Offer):
+    """Gives one env rollouts that no model has to sample: demonstrations, past experience.
+
+    Selected by ``algo.sampling.source.type``. Its rollouts never go stale.
+    """
+
+    from_policy: ClassVar[bool] = False
+    """The policy wrote its rollouts: nothing to imitate."""
+
+    feeds: ClassVar[frozenset[LossComponent]] = frozenset({"ce"})
+    """Loss components its rollouts may train. ``rl`` and ``ref_kl`` need sampling logprobs of the
+    policy."""
+
+    async def setup(self, host: Host) -> None:
+        """Load what it needs. Raises ``ConfigError``."""
+
+    @property
+    def num_examples(self) -> int | None:
+        """How many examples a sampler can choose from; None: the choice does not matter."""
+        raise NotImplementedError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has a group to give now."""
+        return True
+
+    def task(self, example_id: int) -> Mapping[str, Any] | None:
+        """The fields of one of its own examples, ``prompt`` among them; None: the env's own example
+        of that index."""
+        return None
+
+    async def group(self, request: SourceRequest) -> Sequence[Rollout]:
+        """New ``Rollout`` objects of one group, without credit; the env's algorithm scores them.
+        Empty if nothing is left."""
+        raise NotImplementedError
+
+    def observe(self, group: Group) -> None:
+        """A scored group of any env that the sampler did not reject. Copy what you keep."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers since the last call, by name. Called once per step."""
+        return {}
+
+    def save(self, directory: Path) -> None:
+        """Write the state that ``load`` needs."""
+
+    def load(self, directory: Path) -> None:
+        """Restore what ``save`` wrote."""

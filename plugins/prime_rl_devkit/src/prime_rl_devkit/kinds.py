@@ -1,0 +1,142 @@
+"""Conformance checks of filters, losses and samplers. Other kinds need a server, a file or a model:
+their package's own tests check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from prime_rl import Filter, Loss, LossInputs, LossOutputs, PluginConfig, SampledEnv, Sampler
+from prime_rl.plugins.base import Offer
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.testing import conformance_group
+from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, run
+from prime_rl.testing.scoring import MIXED
+
+Check = Callable[[type[Any], PluginConfig], None]
+
+
+def filter_answers(cls: type[Filter], config: PluginConfig) -> None:
+    """It gives a reason or None, and the same one when asked again."""
+    hooks = scope("slot", Hooks(), [cls(config)])
+    for rollout in conformance_group(MIXED):
+        for sample in rollout.samples:
+            sample.freeze()
+        first, again = (hooks.hook.filter_rollout(rollout=rollout) for _ in range(2))
+        for reason in first:
+            if not isinstance(reason, str):
+                raise Broken(f"got {reason!r}, expected the reason to drop a rollout, or None")
+        if first != again:
+            raise Broken(f"asked twice about one rollout, it said {first} and {again}")
+
+
+def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
+    """It gives a 0-dim tensor whose gradient is finite, and zero off the mask."""
+    _need_torch()
+    import torch
+
+    inputs = _loss_inputs()
+    outputs = cls(config)(inputs)
+    if not isinstance(outputs, LossOutputs) or outputs.loss.dim():
+        raise Broken(f"got {outputs!r}, expected LossOutputs with a 0-dim loss")
+    loss: Any = outputs.loss
+    loss.backward()
+    gradient = inputs.trainer_logprobs.grad
+    if gradient is None or not torch.isfinite(gradient).all():
+        raise Broken(f"the gradient is {gradient}, expected finite numbers")
+    if gradient[~inputs.loss_mask].any():
+        raise Broken(
+            f"the gradient is {gradient.tolist()} under the mask {inputs.loss_mask.tolist()}: "
+            "expected 0.0 off the mask. Use torch.where(inputs.loss_mask, ..., 0.0)."
+        )
+
+
+def is_a_sum(cls: type[Loss], config: PluginConfig) -> None:
+    """It is summed, not averaged: two copies of a sequence give twice the loss."""
+    _need_torch()
+    import torch
+
+    one = _loss_inputs()
+    if not cls.token_wise:
+        raise NotApplicable("token_wise is False, so it is called once a sequence")
+    columns = {name: torch.cat([value, value]) for name, value in vars(one).items()}
+    once, twice = (cls(config)(each).loss.item() for each in (one, LossInputs(**columns)))
+    if abs(twice - 2 * once) > 1e-4 * max(1.0, abs(once)):
+        raise Broken(
+            f"one copy gives {once:.6g}, two give {twice:.6g}, expected {2 * once:.6g}. Return "
+            "the sum; the trainer divides by the global count of member tokens."
+        )
+
+
+def _need_torch() -> None:
+    if find_spec("torch") is None:
+        raise NotApplicable("torch is not installed")
+
+
+def _loss_inputs() -> LossInputs:
+    """Six tokens, the last off the mask; on the policy, above and below it."""
+    import torch
+
+    return LossInputs(
+        trainer_logprobs=torch.tensor([0.9, 0.1, 0.5, 0.5, 0.3, 0.05]).log().requires_grad_(),
+        inference_logprobs=torch.tensor([0.6, 0.4, 0.5, 0.2, 0.55, 0.06]).log(),
+        ref_logprobs=torch.tensor([0.8, 0.2, 0.7, 0.4, 0.3, 0.9]).log(),
+        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0]),
+        loss_mask=torch.tensor([True, True, True, True, True, False]),
+        loss_weights=torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0, 1.0]),
+    )
+
+
+ENVS = (SampledEnv("small", 3, None), SampledEnv("endless", None, None))
+
+
+def sampler_in_range(cls: type[Sampler], config: PluginConfig) -> None:
+    """It names examples that exist, the same ones for the same seed."""
+    first, again = ([*_drawn(cls(config, ENVS, 0), 20)] for _ in range(2))
+    for env, example in first:
+        if env not in (0, 1) or example < 0 or (env == 0 and example >= 3):
+            raise Broken(
+                f"gave (env {env}, example {example}) of {len(ENVS)} envs with 3 examples and "
+                "without end"
+            )
+    if first != again:
+        raise Broken(f"seed 0 gave {first[:5]} and then {again[:5]}. Draw from self.seed.")
+
+
+def sampler_resumes(cls: type[Sampler], config: PluginConfig) -> None:
+    """It continues from what it saved."""
+    if cls.save is Sampler.save:
+        raise NotApplicable("saves nothing: a resumed run starts its order anew")
+    sampler = cls(config, ENVS, 0)
+    _drawn(sampler, 5)
+    with TemporaryDirectory() as folder:
+        sampler.save(Path(folder))
+        expected = _drawn(sampler, 10)
+        resumed = cls(config, ENVS, 0)
+        resumed.load(Path(folder))
+        found = _drawn(resumed, 10)
+    if found != expected:
+        raise Broken(f"goes on with {found[:5]} after a resume, expected {expected[:5]}")
+
+
+def _drawn(sampler: Sampler, number: int) -> list[tuple[int, int]]:
+    return [sampler.next_example() for _ in range(number)]
+
+
+BY_KIND: dict[str, tuple[Check, ...]] = {
+    "filter": (filter_answers,),
+    "loss": (sums_over_the_mask, is_a_sum),
+    "sampler": (sampler_in_range, sampler_resumes),
+}
+
+
+def check_offer(kind: str, cls: type[Offer], config: PluginConfig) -> Report:
+    """Run the checks of one kind. Whatever the class raises in one is a failure."""
+    outcomes = tuple(run(check, cls, config) for check in BY_KIND.get(kind, ()))
+    nothing = Outcome(
+        "conformance", "", "skipped", f"the kit has no checks of {kind}s: test it yourself"
+    )
+    return Report(kind, cls.name, outcomes or (nothing,))
