@@ -3,7 +3,7 @@
 import pytest
 
 from prime_rl import Algorithm, ConfigError, PluginConfig, RendererOffer, Source, hookimpl
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.plugins.manager import Hooks
 from prime_rl.run.resolve import _check_algorithms
 

@@ -10,7 +10,7 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import ConfigError, ModelMaker, PluginConfig
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.run.models import cache_dir, cached_path, fetch, make, model_path
 from prime_rl.rundir.launch import READY, wait_for_model
 from prime_rl.rundir.status import Status, read_status

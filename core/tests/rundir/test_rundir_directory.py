@@ -9,7 +9,7 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.rundir.directory import SUBFOLDERS, log_dir, make_run_dir
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status, StatusReport, read_status, replace_text

@@ -20,21 +20,12 @@ def group() -> None:
 @app.command("list")
 def list_plugins(as_json: AsJson = False) -> None:
     """Every installed plugin: distribution, version, offers, and the hooks it implements and
-    wraps."""
+    wraps; for a broken one, the reason."""
+    from prime_rl.cli.plugin_facts import inventory
     from prime_rl.cli.plugin_tables import print_inventory
 
     rows = inventory()
-    if as_json:
-        print_json(rows)
-    else:
-        print_inventory(rows)
-
-
-def inventory() -> list[dict[str, Any]]:
-    """One entry per plugin of both entry-point groups, with the names of its offers."""
-    from prime_rl.cli import plugin_facts
-
-    return plugin_facts.inventory()
+    print_json(rows) if as_json else print_inventory(rows)
 
 
 @app.command("show")
@@ -47,10 +38,7 @@ def show(
     from prime_rl.cli.plugin_tables import print_described
 
     rows = described(name)
-    if as_json:
-        print_json(rows)
-    else:
-        print_described(rows)
+    print_json(rows) if as_json else print_described(rows)
 
 
 def print_json(value: Any) -> None:

@@ -146,7 +146,7 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     for entry in sorted(installed_entries(group), key=lambda entry: entry.name):
         if entry.name in skip:
             continue
-        source = _source(entry)
+        source = source_of(entry)
         first = hooks.sources.get(entry.name)
         if first is not None:
             raise PluginError(
@@ -172,7 +172,8 @@ def installed_entries(group: str) -> Iterable[EntryPoint]:
     return found.values()
 
 
-def _source(entry: EntryPoint) -> Source:
+def source_of(entry: EntryPoint) -> Source:
+    """The distribution of an entry point."""
     if entry.dist is None:
         return Source(entry.name, UNKNOWN, "")
     return Source(entry.name, entry.dist.name, entry.dist.version)
