@@ -45,7 +45,7 @@ FOR_TRANSPORTS = {
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",
     ),
-    *("prime_rl.rundir.addresses", "prime_rl.rundir.launch", "prime_rl.rundir.status"),
+    *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
 }
 """What a weight transport may import besides: the contract, versions on disk and addresses."""
 

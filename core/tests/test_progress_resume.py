@@ -15,8 +15,9 @@ from prime_rl.cli.app import app
 from prime_rl.cli.run import split_resume
 from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
-from prime_rl.run.drift import check_optimizer, config_drift, installed_versions, version_drift
+from prime_rl.plugins.manager import installed_versions
 from prime_rl.run.resume import begin, plan, rewind
+from prime_rl.run.resume_checks import check_optimizer, config_drift, version_drift
 from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
 from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
 

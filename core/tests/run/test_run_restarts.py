@@ -17,7 +17,7 @@ from prime_rl.orchestrator.engines import EnginesStatus
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.run.children import end, free_ports
 from prime_rl.run.local import LocalLauncher
-from prime_rl.run.restarts import Restarts, engine_names
+from prime_rl.run.restarts import Restarts
 from prime_rl.rundir.control import exists
 from prime_rl.rundir.status import Status, read_status
 
@@ -223,7 +223,3 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
         keeping.cancel()
         await asyncio.gather(keeping, fleet.close(), return_exceptions=True)
         end(processes, grace=0.2)
-
-
-def test_engines_are_numbered_from_the_second_on():
-    assert engine_names(3) == ["inference", "inference_1", "inference_2"]

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.run.chat_template import ChatTemplate
+from prime_rl.rundir.chat_template import ChatTemplate
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.model import load_model, model_folder

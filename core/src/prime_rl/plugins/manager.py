@@ -218,3 +218,10 @@ def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
 
 GROUPS = (PROJECT, TRAINER_GROUP)
 """Every entry-point group a plugin may be found in."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of core and of every distribution with plugins. Imports none of them."""
+    entries = [entry for group in GROUPS for entry in installed_entries(group)]
+    found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
+    return {"prime-rl-core": version("prime-rl-core")} | dict(sorted(found.items()))

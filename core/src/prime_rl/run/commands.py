@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.base import Engine, EngineLaunch
 from prime_rl.plugins.launchers import ProcessCommand, Task
-from prime_rl.rundir.addresses import LOCAL
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
 
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 TRAINER, AGENT = "prime_rl.trainer", "prime_rl.trainer.agent"

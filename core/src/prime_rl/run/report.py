@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.run.chat_template import read_chat_template
+from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
 from prime_rl.rundir.stop import Stopped
 

@@ -12,20 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.rundir.status import read_status
-
-ENGINES = "engines"
-"""Status file with the orchestrator's state of each engine, by name."""
-STARTING = "starting"
-"""State of an engine that has not served yet."""
-HUNG = "hung"
-"""Prefix of the state of an engine that accepts connections and does not answer. A count follows,
-so that each hang is handled once."""
-
-
-def engine_names(number: int) -> list[str]:
-    """Names of a run's engine processes, logs and status files."""
-    return ["inference" if place == 0 else f"inference_{place}" for place in range(number)]
+from prime_rl.rundir.status import ENGINES, HUNG, STARTING, read_status
 
 
 class Restarts:

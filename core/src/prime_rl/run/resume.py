@@ -20,12 +20,12 @@ from typing import Any
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
-from prime_rl.run.drift import (
+from prime_rl.plugins.manager import installed_versions
+from prime_rl.run.resume_checks import (
     check_lora,
     check_model,
     check_optimizer,
     config_drift,
-    installed_versions,
     version_drift,
 )
 from prime_rl.rundir.checkpoints import (

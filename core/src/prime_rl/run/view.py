@@ -21,8 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.rundir.status import DONE, StatusReport, read_status
-from prime_rl.rundir.tail import Tail
+from prime_rl.rundir.status import DONE, StatusReport, Tail, read_status
 
 PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0

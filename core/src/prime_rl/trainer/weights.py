@@ -23,7 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from prime_rl.adapter import ADAPTER_WEIGHTS, merged_tensors
 from prime_rl.errors import WeightsError
 from prime_rl.model_files import ModelFiles
-from prime_rl.run.chat_template import put_chat_template
+from prime_rl.rundir.chat_template import put_chat_template
 from prime_rl.trainer import parallel
 from prime_rl.trainer.lora import adapter_tensors, lora_of
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream

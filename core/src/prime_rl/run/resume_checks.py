@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.manager import installed_entries
-
-CORE = "prime-rl-core"
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Keys of a model's ``config.json`` that do not affect its weights."""
-
-
-def installed_versions() -> dict[str, str]:
-    """Version of core and of every distribution with plugins. Imports none of them."""
-    entries = [*installed_entries(PROJECT), *installed_entries(TRAINER_GROUP)]
-    found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
-    return {CORE: version(CORE)} | dict(sorted(found.items()))
 
 
 def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
