@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.base import Engine, EngineLaunch
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
+from prime_rl.rundir.status import process_name
 
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 TRAINER, AGENT = "prime_rl.trainer", "prime_rl.trainer.agent"
@@ -111,7 +112,7 @@ def engine_launch(
 ) -> EngineLaunch:
     """The launch settings of one engine."""
     host, _, port = launch.engine_urls[number].removeprefix("http://").rpartition(":")
-    name = f"inference_{number}" if number else "inference"
+    name = process_name("inference", number)
     return EngineLaunch(
         model_path=Path(launch.model_path),
         wait_for_model=launch.wait_for_model,
