@@ -42,13 +42,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_one_folder_for_each_set_of_settings_seed_and_version():
-    base = cached_path(Tiny(Settings()), "1.0", 0)
+    base = cached_path(Tiny(Settings()), "1.0", 0, cache_dir())
     assert base.parent == cache_dir() and base.name.startswith("tiny-")
-    assert base == cached_path(Tiny(Settings(width=8)), "1.0", 0)
+    assert base == cached_path(Tiny(Settings(width=8)), "1.0", 0, cache_dir())
     others = {
-        cached_path(Tiny(Settings(width=9)), "1.0", 0),
-        cached_path(Tiny(Settings()), "1.1", 0),
-        cached_path(Tiny(Settings()), "1.0", 1),
+        cached_path(Tiny(Settings(width=9)), "1.0", 0, cache_dir()),
+        cached_path(Tiny(Settings()), "1.1", 0, cache_dir()),
+        cached_path(Tiny(Settings()), "1.0", 1, cache_dir()),
     }
     assert len(others | {base}) == 4
 

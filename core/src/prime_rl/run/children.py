@@ -78,6 +78,11 @@ def start(
     return Child(name, process, log)
 
 
+def ending(code: int) -> str:
+    """How a process has ended, by its exit code."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
 def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
     """Send SIGTERM to every child, and after ``grace`` seconds SIGKILL to its whole session."""
     for child in children:

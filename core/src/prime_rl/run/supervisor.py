@@ -13,18 +13,17 @@ lines, and all processes are ended. The first Ctrl-C or SIGTERM stops the run gr
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.plugins.launchers import Launcher, Place, Process
+from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.run.children import first_signal_asks, sigterm_is_ctrl_c, uninterrupted
+from prime_rl.run.children import ending, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 from prime_rl.run.commands import Commands, Keys
-from prime_rl.run.placement import Layout, lay_out, plan
+from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.restarts import Restarts
 from prime_rl.run.view import View
@@ -46,16 +45,13 @@ def run(config: RunConfig, run_dir: Path, view: View, checkpoint: Checkpoint | N
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     processes: list[Process] = []
 
-    def tell(line: str) -> None:  # printed above the live view
-        view.console.print(line, markup=False, highlight=False)
-
     with supervised(run_dir), sigterm_is_ctrl_c():
         try:
-            restarts = Restarts(launcher, run_dir, config.inference.max_restarts, tell)
+            restarts = Restarts(launcher, run_dir, config.inference.max_restarts, view.print)
             # Extends the list process by process, so a failure ends those that have started.
-            processes += _start(config, run_dir, launcher, restarts, tell, checkpoint)
+            processes += _start(config, run_dir, launcher, restarts, view.print, checkpoint)
             with first_signal_asks() as asked:
-                stop = Stop(run_dir, first_step, asked, tell)
+                stop = Stop(run_dir, first_step, asked, view.print)
                 _watch(processes, view, restarts.restart, stop)
             if stopped := stop.result:
                 raise stopped
@@ -72,32 +68,23 @@ def _start(
     tell: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> Iterator[Process]:
-    """Start all processes at once: they import in parallel and then wait for each other."""
+    """Start all processes at once: they import in parallel and then wait for each other. What the
+    launcher waits for is printed, and written to its status."""
     engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
     layout = lay_out(config, launcher, engine, checkpoint)
-    places = _place(launcher, layout, run_dir, tell)
-    launch = plan(config, layout, places, checkpoint)
-    launch.write(run_dir)
-    keys = Keys.of_run(config, launcher.is_remote)
-    seen = run_dir.absolute() if launcher.is_remote else run_dir
-    commands = Commands(config, launch, seen, engine, keys)
-    for task in layout.tasks:
-        yield restarts.start(task, commands.of(task))
-
-
-def _place(
-    launcher: Launcher, layout: Layout, run_dir: Path, tell: Callable[[str], None]
-) -> Mapping[str, Place]:
-    """A place for every task. What the launcher waits for is printed, and written to its status."""
     status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
 
-    def say(what: str) -> None:
+    def wait_for(what: str) -> None:
         tell(f"waiting for {what}")
         status.report("placing", waiting_for=what)
 
-    places = launcher.place(layout.tasks, run_dir, say)
+    launch = plan(config, layout, launcher.place(layout.tasks, run_dir, wait_for), checkpoint)
     status.report(DONE)
-    return places
+    launch.write(run_dir)
+    seen = run_dir.absolute() if launcher.is_remote else run_dir
+    commands = Commands(config, launch, seen, engine, Keys.of_run(config, launcher.is_remote))
+    for task in layout.tasks:
+        yield restarts.start(task, commands.of(task))
 
 
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
@@ -152,8 +139,7 @@ def _check_alive(process: Process, run_dir: Path) -> None:
     code = process.exit_code
     if code is None or (code == 0 and _is_done(process, run_dir)):
         return
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    how += " before it was done" if code == 0 else ""
+    how = ending(code) + (" before it was done" if code == 0 else "")
     tail = "\n".join(f"    {line}" for line in process.last_lines())
     steps = whole_steps(run_dir)
     resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""

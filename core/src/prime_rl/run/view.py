@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.rundir.status import DONE, StatusReport, Tail, read_status
+from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
 
-PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0
 PRINT_EVERY = 10
 """Steps between two lines without a terminal."""
@@ -75,26 +74,20 @@ class View:
         )
 
     def _headline(self) -> RenderableType:
-        latest, rewards = self.metrics.latest, self.metrics.rewards
-        step = self.metrics.step
+        metrics, kl = self.metrics, self.metrics.latest.get("mismatch_kl/all/mean")
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
         table.add_column()
-        bar = ProgressBar(total=self.max_steps, completed=step, width=40)
-        seconds = time.monotonic() - self.started
-        table.add_row(
-            "step", _row(Text(f"{step}/{self.max_steps}"), bar, Text(clock(seconds), "dim"))
-        )
-        if rewards:
-            table.add_row(
-                "reward",
-                Text.assemble((f"{rewards[-1]:.3f} ", "bold"), (sparkline(rewards), "green")),
-            )
-        elif latest.get("loss/mean") is not None:
-            table.add_row("loss", f"{latest['loss/mean']:.3f}")
-        table.add_row("tokens/s", f"{self.metrics.tokens_per_second:,.0f}")
-        table.add_row("off-policy", _off_policy(latest))
-        kl = latest.get("mismatch_kl/all/mean")
+        bar = ProgressBar(total=self.max_steps, completed=metrics.step, width=40)
+        elapsed = Text(clock(time.monotonic() - self.started), "dim")
+        table.add_row("step", _row(Text(f"{metrics.step}/{self.max_steps}"), bar, elapsed))
+        if metrics.rewards:
+            curve = (sparkline(metrics.rewards), "green")
+            table.add_row("reward", Text.assemble((f"{metrics.rewards[-1]:.3f} ", "bold"), curve))
+        elif metrics.latest.get("loss/mean") is not None:
+            table.add_row("loss", f"{metrics.latest['loss/mean']:.3f}")
+        table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f}")
+        table.add_row("off-policy", metrics.off_policy)
         if kl is not None:
             table.add_row("mismatch KL", f"{kl:.1e}")
         return table
@@ -103,43 +96,41 @@ class View:
         table = Table(box=None, header_style="dim", padding=(0, 2))
         for title in ("process", "does", "waits for", ""):
             table.add_column(title)
-        for name in self._names():
-            report = read_status(self.run_dir / "status" / f"{name}.json")
-            if report is not None:
-                table.add_row(Text(name, "bold"), *_status_cells(report))
+        for name, report in self._reports():
+            table.add_row(Text(name, "bold"), *_status_cells(report))
         return table
 
-    def _names(self) -> list[str]:
+    def _reports(self) -> Iterator[tuple[str, StatusReport]]:
         """Processes to show. Several engines, or remote ones, add the line ``engines``."""
-        statuses = self.run_dir / "status"
-        others = (path.stem for path in statuses.glob("inference_*.json"))
+        folder = self.run_dir / "status"
+        others = (path.stem for path in folder.glob("inference_*.json"))
         more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
-        together = more or not (statuses / "inference.json").exists()
-        before, after = PROCESSES.index("inference"), PROCESSES.index("trainer")
-        engines = [*(["engines"] if together else []), *PROCESSES[before:after], *more]
-        return [*PROCESSES[:before], *engines, *PROCESSES[after:]]
+        together = more or not (folder / "inference.json").exists()
+        engines = [*([ENGINES] if together else []), "inference", *more]
+        for name in ("model", *engines, "trainer", "orchestrator"):
+            if (report := read_status(folder / f"{name}.json")) is not None:
+                yield name, report
 
     def _print_news(self) -> None:
         """Print a line for each process whose state is new, and one for every few steps."""
-        for name in self._names():
-            report = read_status(self.run_dir / "status" / f"{name}.json")
-            if report is None or self.metrics.step > self._steps_before:
-                continue  # once this attempt trains, the line per step is enough
+        metrics, step = self.metrics, self.metrics.step
+        # Once this attempt trains, the line per step is enough.
+        for name, report in self._reports() if step <= self._steps_before else ():
             waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
             if self._printed.get(name) != (news := f"{report.state}{waits}"):
                 self._printed[name] = news
-                self.console.print(f"{name}: {news}", markup=False, highlight=False)
-        step = self.metrics.step
+                self.print(f"{name}: {news}")
         shown = self.max_steps if step == self.max_steps else step - step % PRINT_EVERY
         if shown > self._printed_step:
             self._printed_step = shown
-            self.console.print(
-                f"step {step}/{self.max_steps} | {self.metrics.headline} | "
-                f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy "
-                f"{_off_policy(self.metrics.latest)}",
-                markup=False,
-                highlight=False,
+            self.print(
+                f"step {step}/{self.max_steps} | {metrics.headline} | "
+                f"{metrics.tokens_per_second:,.0f} tokens/s | off-policy {metrics.off_policy}"
             )
+
+    def print(self, line: str) -> None:
+        """Print a line; on a terminal, above the view."""
+        self.console.print(line, markup=False, highlight=False)
 
 
 class MetricsTail:
@@ -184,6 +175,12 @@ class MetricsTail:
         (t0, n0), (t1, n1) = self._clock[max(-len(self._clock), -20)], self._clock[-1]
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
 
+    @property
+    def off_policy(self) -> str:
+        """Staleness of the last batch, in steps."""
+        mean, most = (self.latest.get(f"off_policy/{key}") for key in ("mean", "max"))
+        return "-" if mean is None or most is None else f"{mean:.2f} steps (max {most:.0f})"
+
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
     """Values as at most ``width`` bars, averaged in chunks, scaled between minimum and maximum."""
@@ -205,11 +202,6 @@ def _row(*cells: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_row(*cells)
     return grid
-
-
-def _off_policy(latest: dict[str, Any]) -> str:
-    mean, most = latest.get("off_policy/mean"), latest.get("off_policy/max")
-    return "-" if mean is None or most is None else f"{mean:.2f} steps (max {most:.0f})"
 
 
 def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:
