@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prime_rl.plugins.base import Monitor, PluginConfig
+from prime_rl import Monitor, PluginConfig
 
 
 class FileMonitor(Monitor):

@@ -38,13 +38,19 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
     A real run may claim the directory of a dry run. Raises ``ConfigError`` if ``run.name`` is
     taken: a run never writes into the directory of another run.
     """
-    parent = Path(config.output_dir)
+    parent, name = Path(config.output_dir), config.run.name
+    names = [name] if name else (f"{_stem(config)}--{number}" for number in itertools.count(1))
     try:
-        run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
+        run_dir = next((parent / each for each in names if _claim(parent / each)), None)
     except OSError as error:
         raise ConfigError(
             f"output_dir: no run directory can be made in {parent}: {error}"
         ) from error
+    if run_dir is None:
+        raise ConfigError(
+            f"run.name: {parent / name} exists already. Choose another run.name, leave it out to "
+            "get a free one, or remove the folder."
+        )
     for folder in ("configs",) if dry else SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     if dry:
@@ -112,23 +118,6 @@ def _claim(run_dir: Path) -> bool:
         except FileNotFoundError:
             return False
     return True
-
-
-def _named(parent: Path, name: str) -> Path:
-    run_dir = parent / name
-    if not _claim(run_dir):
-        raise ConfigError(
-            f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a "
-            "free one, or remove the folder."
-        )
-    return run_dir
-
-
-def _numbered(parent: Path, config: RunConfig) -> Path:
-    stem = _stem(config)
-    return next(
-        run_dir for number in itertools.count(1) if _claim(run_dir := parent / f"{stem}--{number}")
-    )
 
 
 def _stem(config: RunConfig) -> str:
