@@ -34,7 +34,7 @@ class Commands(TyperGroup):
         if name and not name.startswith("-") and name not in self.commands:
             broken = add_commands(PROJECT)
             here, path = (app, name) if ctx.parent is None else (plugins.app, f"plugins.{name}")
-            self.commands |= get_group(here).commands
+            self.commands.update(get_group(here).commands)
             if name not in self.commands and (package := bringer("command", path)):
                 ctx.fail(f"no command {name!r} is installed. Run: pip install {package}")
             if name not in self.commands and broken:

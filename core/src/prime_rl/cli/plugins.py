@@ -24,12 +24,12 @@ def list_plugins(as_json: AsJson = False) -> None:
     from prime_rl.cli.plugin_facts import inventory
     from prime_rl.cli.plugin_tables import print_inventory
 
-    rows = inventory()
-    print_json(rows) if as_json else print_inventory(rows)
+    show = print_json if as_json else print_inventory
+    show(inventory())
 
 
 @app.command("show")
-def show(
+def show_plugin(
     name: Annotated[str, typer.Argument(help="A plugin, a distribution, or the name of an offer.")],
     as_json: AsJson = False,
 ) -> None:
@@ -37,8 +37,8 @@ def show(
     from prime_rl.cli.plugin_facts import described
     from prime_rl.cli.plugin_tables import print_described
 
-    rows = described(name)
-    print_json(rows) if as_json else print_described(rows)
+    show = print_json if as_json else print_described
+    show(described(name))
 
 
 def print_json(value: Any) -> None:

@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 
+OVER_ENGINES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean, "median": median, "min": min, "max": max, "sum": sum,
+}  # fmt: skip
+
 Scrape = Callable[[], Awaitable[Sequence[str]]]
 """The pages of the engines that answered."""
 
@@ -77,16 +81,14 @@ class EngineWatch:
         metrics: Reduced = {}
         for name in sorted({name for page in self._pages for name in page.gauges}):
             values = [page.gauges[name] for page in self._pages if name in page.gauges]
-            reductions = {"mean": fmean, "median": median, "min": min, "max": max, "sum": sum}
-            for key, reduce in reductions.items():
-                metrics[f"inference/{name}/{key}"] = reduce(values)
+            metrics |= {f"inference/{name}/{key}": f(values) for key, f in OVER_ENGINES.items()}
         if self._before is None or self._now is None or self._now[0] <= self._before[0]:
             return metrics
         (since, before), (now, totals) = self._before, self._now
         # A sum falls if an engine restarted or did not answer.
         grown = {name: max(0.0, v - before.get(name, v)) for name, v in totals.items()}
         histograms = {name for page in self._pages for name in page.histograms}
-        for name in grown.keys() - histograms:
+        for name in sorted(grown.keys() - histograms):
             metrics[f"inference/{name}:rate"] = grown[name] / (now - since)
         for name in sorted(n.removesuffix("_sum") for n in histograms if n.endswith("_sum")):
             if number := grown.get(f"{name}_count"):

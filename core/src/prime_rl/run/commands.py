@@ -42,7 +42,7 @@ class Keys:
     @property
     def env(self) -> dict[str, str]:
         """The environment variables that carry the keys."""
-        return {ADMIN_KEY: self.admin, **({ENGINE_KEY: self.engine} if self.engine else {})}
+        return {ADMIN_KEY: self.admin} | ({ENGINE_KEY: self.engine} if self.engine else {})
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ class Commands:
     def of(self, task: Task) -> ProcessCommand:
         """The command of one task."""
         log = log_dir(self.run_dir) / f"{task.name}.log"
+        module = [sys.executable, "-m"]
         env = {"HF_HUB_OFFLINE": "1"}  # the model is, or will be, a local folder
         needs = [self.run_dir / "configs" / "launch.json"]
         if task.part == "model":  # the only process that may access the hub
-            return ProcessCommand(self._module(MODEL), log, {}, needs)
+            return ProcessCommand([*module, MODEL, str(self.run_dir)], log, {}, needs)
         model = Path(self.launch.model_path)
         # A machine must see the model's folder, or its parent until the folder exists.
         needs.append(model.parent if self.launch.wait_for_model else model)
@@ -76,10 +77,7 @@ class Commands:
         if task.part == "trainer":
             env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
             return ProcessCommand(trainer_command(self.launch, self.run_dir), log, env, needs)
-        return ProcessCommand(self._module(ORCHESTRATOR), log, env, needs)
-
-    def _module(self, module: str) -> list[str]:
-        return [sys.executable, "-m", module, str(self.run_dir)]
+        return ProcessCommand([*module, ORCHESTRATOR, str(self.run_dir)], log, env, needs)
 
 
 def trainer_command(launch: Launch, run_dir: Path) -> list[str]:

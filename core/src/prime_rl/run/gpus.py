@@ -73,13 +73,16 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
         return NOTHING
     ranks = 0 if on_cpu else config.trainer.num_ranks or 0
     everything = tuple(range(num_gpus))
+    sides: tuple[Gpus, Gpus]
     if on_cpu:
-        inference, trainer = deployment.inference_gpus or everything, ()
+        sides = (deployment.inference_gpus or everything, ())
     elif engines == 0:
-        inference, trainer = (), deployment.trainer_gpus or everything
+        sides = ((), deployment.trainer_gpus or everything)
+    elif deployment.colocated:
+        sides = _shared(deployment, everything, ranks)
     else:
-        sides = _shared if deployment.colocated else _separate
-        inference, trainer = sides(deployment, everything, ranks)
+        sides = _separate(deployment, everything, ranks)
+    inference, trainer = sides
     if ranks > len(trainer):
         raise ConfigError(
             f"trainer.num_ranks is {ranks}, and the trainer has {len(trainer)} GPUs "

@@ -75,8 +75,8 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
             f"[dim]{after['env']}, {after['num_rollouts']} rollouts; not measured before[/]{failed}"
         )
         return
-    failed = before["num_failed"], after["num_failed"]  # they count as reward 0
-    failures = f"   [red]failed: {failed[0]} before, {failed[1]} after[/]" if any(failed) else ""
+    numbers = before["num_failed"], after["num_failed"]  # they count as reward 0
+    failures = f"   [red]failed: {numbers[0]} before, {numbers[1]} after[/]" if any(numbers) else ""
     console.print(
         f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
         f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]{failures}"

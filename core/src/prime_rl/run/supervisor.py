@@ -89,10 +89,9 @@ def _start(
 
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
     """End the engines last: their clients would report a failure."""
-    engines = [each for each in processes if _is_of("inference", each)]
     try:
-        launcher.end([each for each in processes if each not in engines])
-        launcher.end(engines)
+        launcher.end([each for each in processes if not _is_of("inference", each)])
+        launcher.end([each for each in processes if _is_of("inference", each)])
     finally:
         launcher.close()
 
@@ -137,7 +136,7 @@ def _is_of(part: str, process: Process) -> bool:
 def _check_alive(process: Process, run_dir: Path) -> None:
     """Raises ``RunError`` if a process has ended without reporting that it is done."""
     code = process.exit_code
-    if code is None or (code == 0 and _is_done(process, run_dir)):
+    if code is None or (code == 0 and _is_done(process.name, run_dir)):
         return
     how = ending(code) + (" before it was done" if code == 0 else "")
     tail = "\n".join(f"    {line}" for line in process.last_lines())
@@ -146,8 +145,8 @@ def _check_alive(process: Process, run_dir: Path) -> None:
     raise RunError(f"{process.name} {how}. The end of its log ({process.log}):\n{tail}{resume}")
 
 
-def _is_done(process: Process, run_dir: Path) -> bool:
-    """Whether a process has reported that it is done. The trainer's first node reports for all."""
-    name = "trainer" if process.name.startswith("trainer_") else process.name
-    report = read_status(run_dir / "status" / f"{name}.json")
-    return report is not None and (report.state == DONE or name != process.name)
+def _is_done(name: str, run_dir: Path) -> bool:
+    """The trainer's first node reports for all nodes."""
+    is_other_node = name.startswith("trainer_")
+    report = read_status(run_dir / "status" / f"{'trainer' if is_other_node else name}.json")
+    return report is not None and (is_other_node or report.state == DONE)

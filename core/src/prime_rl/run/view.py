@@ -42,8 +42,8 @@ class View:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._printed: dict[str, str] = {}
         self.metrics.read_new()
+        # Steps that previous attempts have trained.
         self._steps_before = self._printed_step = self.metrics.step
-        """Steps that previous attempts have trained."""
 
     def __enter__(self) -> View:
         if self._live:
@@ -81,11 +81,10 @@ class View:
         bar = ProgressBar(total=self.max_steps, completed=metrics.step, width=40)
         elapsed = Text(clock(time.monotonic() - self.started), "dim")
         table.add_row("step", _row(Text(f"{metrics.step}/{self.max_steps}"), bar, elapsed))
-        if metrics.rewards:
-            curve = (sparkline(metrics.rewards), "green")
-            table.add_row("reward", Text.assemble((f"{metrics.rewards[-1]:.3f} ", "bold"), curve))
-        elif metrics.latest.get("loss/mean") is not None:
-            table.add_row("loss", f"{metrics.latest['loss/mean']:.3f}")
+        if metrics.headline is not None:
+            name, value = metrics.headline
+            curve = sparkline(metrics.rewards) if metrics.rewards else ""
+            table.add_row(name, Text.assemble((f"{value} ", "bold"), (curve, "green")))
         table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f}")
         table.add_row("off-policy", metrics.off_policy)
         if kl is not None:
@@ -124,7 +123,7 @@ class View:
         if shown > self._printed_step:
             self._printed_step = shown
             self.print(
-                f"step {step}/{self.max_steps} | {metrics.headline} | "
+                f"step {step}/{self.max_steps} | {' '.join(metrics.headline or ('no reward',))} | "
                 f"{metrics.tokens_per_second:,.0f} tokens/s | off-policy {metrics.off_policy}"
             )
 
@@ -146,26 +145,24 @@ class MetricsTail:
     def read_new(self) -> None:
         """Read the lines written since the last call."""
         for line in self._tail.new_lines():
-            self._take(json.loads(line))
-
-    def _take(self, row: dict[str, Any]) -> None:
-        self.latest |= row
-        if row.get(REWARD) is not None:
-            self.rewards.append(row[REWARD])
-        if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
-            self.step = row["step"]
-            now = row["progress/seconds"], row["progress/total_tokens"]
-            if self._clock and now < self._clock[-1]:  # a new attempt: both start again
-                self._clock.clear()
-            self._clock.append(now)
+            row = json.loads(line)
+            self.latest |= row
+            if row.get(REWARD) is not None:
+                self.rewards.append(row[REWARD])
+            if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
+                self.step = row["step"]
+                now = row["progress/seconds"], row["progress/total_tokens"]
+                if self._clock and now < self._clock[-1]:  # a new attempt: both start again
+                    self._clock.clear()
+                self._clock.append(now)
 
     @property
-    def headline(self) -> str:
-        """The latest reward; without rewards, the loss."""
+    def headline(self) -> tuple[str, str] | None:
+        """Name and value of the latest reward; without rewards, of the loss."""
         if self.rewards:
-            return f"reward {self.rewards[-1]:.3f}"
+            return "reward", f"{self.rewards[-1]:.3f}"
         loss = self.latest.get("loss/mean")
-        return "no reward" if loss is None else f"loss {loss:.3f}"
+        return None if loss is None else ("loss", f"{loss:.3f}")
 
     @property
     def tokens_per_second(self) -> float:

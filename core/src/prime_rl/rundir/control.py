@@ -1,7 +1,6 @@
-"""The supervisor's record: who runs a run, and the outcome.
+"""The supervisor's record: its process id during a run and, at the end, the outcome.
 
-The supervisor writes its process id to ``status/supervisor.json`` and, at the end, the outcome. The
-start time distinguishes the process from a later one with the same id.
+The start time distinguishes the process from a later one with the same id.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import psutil
 
 from prime_rl.rundir.status import replace_text
 
+RECORD = "status/supervisor.json"
 RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped"
 
 
@@ -39,21 +39,16 @@ class Supervisor:
 
     def write(self, run_dir: Path) -> None:
         """Replace the record of the run."""
-        path = _path(run_dir)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps(asdict(self)))
+        (run_dir / "status").mkdir(parents=True, exist_ok=True)
+        replace_text(run_dir / RECORD, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, run_dir: Path) -> Supervisor | None:
         """The run's supervisor, past or present; None if there is no record."""
         try:
-            return cls(**json.loads(_path(run_dir).read_text()))
+            return cls(**json.loads((run_dir / RECORD).read_text()))
         except (FileNotFoundError, json.JSONDecodeError, TypeError):
             return None
-
-
-def _path(run_dir: Path) -> Path:
-    return run_dir / "status" / "supervisor.json"
 
 
 @contextmanager

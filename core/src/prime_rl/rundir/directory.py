@@ -20,7 +20,7 @@ import glob
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
@@ -48,8 +48,8 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
         ) from error
     if run_dir is None:
         raise ConfigError(
-            f"run.name: {parent / name} exists already. Choose another run.name, leave it out to "
-            "get a free one, or remove the folder."
+            f"run.name: {parent / str(name)} exists already. Choose another run.name, leave it out "
+            "to get a free one, or remove the folder."
         )
     for folder in ("configs",) if dry else SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
@@ -105,19 +105,19 @@ def runs_of(config: RunConfig) -> list[Path]:
     stem = _stem(config)
     found = [path for path in parent.glob(f"{glob.escape(stem)}--*") if path.is_dir()]
     numbered = {int(n): p for p in found if (n := p.name.removeprefix(f"{stem}--")).isdecimal()}
-    return [numbered[number] for number in sorted(numbered, reverse=True)]
+    return [path for _, path in sorted(numbered.items(), reverse=True)]
 
 
 def _claim(run_dir: Path) -> bool:
     """Create the directory or claim that of a dry run. Of concurrent callers one succeeds."""
     try:
         run_dir.mkdir(parents=True)
+        return True
     except FileExistsError:
-        try:
+        with suppress(FileNotFoundError):
             (run_dir / DRY).unlink()
-        except FileNotFoundError:
-            return False
-    return True
+            return True
+    return False
 
 
 def _stem(config: RunConfig) -> str:
