@@ -204,6 +204,11 @@ def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
             assert not foreign & set(each.names), f"{each}: {each.names}"
 
 
+def test_the_processes_of_a_run_import_nothing_of_their_supervisor() -> None:
+    sides = files(*SHARED, "env", "inference", "monitor", "orchestrator", "rundir", "trainer")
+    assert offences(sides, "prime_rl.run", "prime_rl.cli") == []
+
+
 def test_what_both_sides_share_imports_neither_side() -> None:
     both = ("prime_rl.orchestrator", "prime_rl.trainer", "prime_rl.inference", "prime_rl.monitor")
     assert offences(files(*SHARED), *both, "verifiers", "renderers") == []
