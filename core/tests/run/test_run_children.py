@@ -218,4 +218,4 @@ def test_ports_are_distinct_free_and_outside_the_ephemeral_range():
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", port))
     with pytest.raises(OSError):
-        free_ports(1, "203.0.113.7")  # nobody's here
+        free_ports(1, "203.0.113.7")  # not an address of this machine

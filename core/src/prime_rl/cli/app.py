@@ -44,7 +44,6 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     name="prime-rl",
-    help="Reinforcement-learning post-training in which an algorithm is a pip package.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

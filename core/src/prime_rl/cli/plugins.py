@@ -12,11 +12,6 @@ app = typer.Typer(help="Installed plugins.", no_args_is_help=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.callback()
-def group() -> None:
-    """Installed plugins."""
-
-
 @app.command("list")
 def list_plugins(as_json: AsJson = False) -> None:
     """Every installed plugin: distribution, version, offers, and the hooks it implements and
