@@ -45,7 +45,7 @@ FOR_TRANSPORTS = {
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",
     ),
-    *("prime_rl.rundir.addresses", "prime_rl.rundir.launch", "prime_rl.rundir.status"),
+    *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
 }
 """What a weight transport may import besides: the contract, versions on disk and addresses."""
 
@@ -202,6 +202,11 @@ def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
     for file in files("trainer"):
         for each in imports(file):
             assert not foreign & set(each.names), f"{each}: {each.names}"
+
+
+def test_the_processes_of_a_run_import_nothing_of_their_supervisor() -> None:
+    sides = files(*SHARED, "env", "inference", "monitor", "orchestrator", "rundir", "trainer")
+    assert offences(sides, "prime_rl.run", "prime_rl.cli") == []
 
 
 def test_what_both_sides_share_imports_neither_side() -> None:

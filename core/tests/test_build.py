@@ -1,7 +1,7 @@
 """Sampling settings as engines get them, and which monitors there are."""
 
-from prime_rl.config import RunConfig
 from prime_rl.config.orchestrator import EvalSamplingConfig, SamplingConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.build import build_monitors, eval_sampling, train_sampling
 from prime_rl.plugins.manager import load_plugins
 

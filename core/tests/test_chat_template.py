@@ -14,8 +14,8 @@ from prime_rl.config.load import build_config
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.orchestrator.chat_template import choose, write_chat_template
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.run.chat_template import ChatTemplate, put_chat_template, read_chat_template
 from prime_rl.run.report import print_summary
+from prime_rl.rundir.chat_template import ChatTemplate, put_chat_template, read_chat_template
 from prime_rl_environments.tasks import LOOKUP_SCHEMA
 from prime_rl_environments.tiny.chat import build_chat_tokenizer
 from prime_rl_environments.tiny.tokenizer import build_tokenizer

@@ -9,8 +9,8 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
-from prime_rl.run.drift import check_lora
 from prime_rl.run.models import model_path
+from prime_rl.run.resume_checks import check_lora
 from prime_rl.rundir.launch import Launch
 
 LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "target_modules": None, "modules_to_save": []}

@@ -12,9 +12,8 @@ from waiting import LIMIT
 
 from prime_rl.cli import main
 from prime_rl.cli.app import app
-from prime_rl.cli.plugins import inventory
 from prime_rl.cli.run import split_arguments
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 
 BIN = Path(sys.executable).with_name("prime-rl")
 CONFIG = """
@@ -79,18 +78,116 @@ def test_errors_are_one_message_on_stderr_and_code_2(tmp_path, toml):
     )
 
 
-def test_a_plugin_error_is_one_message_too(tmp_path, toml):
-    site = tmp_path / "site"
-    info = site / "bad-0.1.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[prime_rl]\nbad = no_such_module_anywhere\n")
-    done = subprocess.run(
-        [BIN, "plugins", "list"], capture_output=True, text=True, env={"PYTHONPATH": str(site)}
-    )
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """Installs a distribution of one module, for the processes that a test starts."""
+    folder = tmp_path / "site"
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    def install(name, entry_points, code=""):
+        info = folder / f"{name}-0.1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        (folder / f"{name}.py").write_text(code)
+
+    return install
+
+
+def test_a_plugin_error_is_one_message_too(tmp_path, toml, site):
+    site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
+    done = prime_rl("run", toml, "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: plugin 'bad' (bad 0.1) failed to import: ModuleNotFound")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_broken_plugin_is_listed_with_the_reason_beside_the_others(tmp_path, site):
+    site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
+    done = prime_rl("plugins", "list", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    assert "prime-rl-grpo" in text and "broken: plugin 'bad' (bad" in text
+    rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
+    assert [row["plugin"] for row in rows if row["error"]] == ["bad"]
+
+
+def test_a_broken_plugin_is_shown_with_the_reason(tmp_path, site):
+    code = "from prime_rl import hookimpl\n@hookimpl\ndef register_algorithms(): return [1]\n"
+    site("bad", "[prime_rl]\nbad = bad\n", code)
+    (row,) = json.loads(prime_rl("plugins", "show", "bad", "--json", cwd=tmp_path).stdout)
+    assert (row["version"], row["entry_point"], row["offers"]) == ("0.1", "bad", [])
+    assert row["error"] == (
+        "plugin 'bad' (bad 0.1): register_algorithms must give subclasses of Algorithm, got 1"
+    )
+    assert "broken" in prime_rl("plugins", "show", "bad", cwd=tmp_path).stdout
+    other = prime_rl("plugins", "show", "grpo", cwd=tmp_path)
+    assert other.returncode == 0 and "broken" not in other.stdout
+
+
+def test_two_plugins_of_one_name_are_listed_with_the_reason(tmp_path, site):
+    site("second", "[prime_rl]\nzz = second\n")
+    site("first", "[prime_rl]\nzz = first\n")
+    rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
+    ((first, second),) = [[row for row in rows if row["plugin"] == "zz"]]
+    assert first["error"] is None
+    assert second["error"] == (
+        f"plugin 'zz' is also brought by plugin 'zz' ({first['distribution']} 0.1). Uninstall one, "
+        "or list its plugin under plugins.disabled."
+    )
+
+
+# -- commands of plugins ------------------------------------------------------------------------
+
+WALK = """
+from prime_rl import hookimpl
+
+@hookimpl
+def register_commands(cli, plugins):
+    @cli.command("walk")
+    def walk():
+        print("walks")
+
+    @plugins.command("walk")
+    def walk_plugins():
+        print("walks plugins")
+"""
+
+
+def test_the_help_lists_commands_of_the_commands_group_only(tmp_path, site):
+    site("walk", "[prime_rl]\nwalk = walk\n", WALK)
+    assert "walk" not in prime_rl("--help", cwd=tmp_path).stdout
+    site("more", "[prime_rl.commands]\nwalk = walk\n")
+    assert "walk" in prime_rl("--help", cwd=tmp_path).stdout
+    assert "walk" in prime_rl("plugins", "--help", cwd=tmp_path).stdout
+
+
+def test_a_command_of_any_plugin_runs(tmp_path, site):
+    site("walk", "[prime_rl]\nwalk = walk\n", WALK)
+    site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
+    assert prime_rl("walk", cwd=tmp_path).stdout == "walks\n"
+    assert prime_rl("plugins", "walk", cwd=tmp_path).stdout == "walks plugins\n"
+
+
+def test_a_command_that_is_not_installed_names_its_package(tmp_path, site):
+    site("index", "[prime_rl.known]\ncommand.walk = prime_rl_walk\ncommand.plugins.run = a_b\n")
+    done = prime_rl("walk", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "no command 'walk' is installed. Run: pip install prime-rl-walk" in done.stderr
+    assert "Run: pip install a-b" in prime_rl("plugins", "run", cwd=tmp_path).stderr
+
+
+def test_a_broken_plugin_hides_no_command_of_the_others(tmp_path, site):
+    site("bad", "[prime_rl]\nbad = bad\n[prime_rl.commands]\nbad = bad\n", "import no_such_one")
+    done = prime_rl("--help", cwd=tmp_path)
+    assert done.returncode == 0 and "report" in done.stdout
+    assert "Commands of these plugins are missing: plugin 'bad' (bad 0.1) failed to import" in (
+        " ".join(done.stdout.split())
+    )
+    assert "failed to import" in prime_rl("walk", cwd=tmp_path).stderr
+
+
+# -- plugins list and show ----------------------------------------------------------------------
 
 
 def test_the_inventory_as_json_through_the_real_command(tmp_path):
@@ -120,29 +217,22 @@ def test_the_table_names_plugin_distribution_and_offers():
     )
 
 
-def test_what_a_plugin_implements_and_wraps_is_listed(monkeypatch):
-    from prime_rl import hookimpl
-    from prime_rl.plugins import manager
+def test_hooks_that_a_plugin_implements_and_wraps_are_listed(tmp_path, site):
+    code = """
+from prime_rl import hookimpl
 
-    class Watcher:
-        @hookimpl
-        def step_finished(self, step): ...
+@hookimpl
+def step_finished(step): ...
 
-        @hookimpl(wrapper=True)
-        def score_group(self, group):
-            return (yield)
-
-    def load(group, **_):
-        hooks = manager.Hooks(group)
-        if group == "prime_rl":
-            hooks.sources["w"] = manager.Origin("w", "prime-rl-watch", "3.0")
-            hooks.register(Watcher(), "w")
-        return hooks
-
-    monkeypatch.setattr(manager, "load_plugins", load)
-    assert inventory() == [
-        {"plugin": "w", "distribution": "prime-rl-watch", "version": "3.0", "group": "prime_rl",
-         "offers": {}, "implements": ["step_finished"], "wraps": ["score_group"]}
+@hookimpl(wrapper=True)
+def score_group(group):
+    return (yield)
+"""
+    site("watch", "[prime_rl]\nw = watch\n", code)
+    rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
+    assert [row for row in rows if row["plugin"] == "w"] == [
+        {"plugin": "w", "distribution": "watch", "version": "0.1", "group": "prime_rl",
+         "offers": {}, "implements": ["step_finished"], "wraps": ["score_group"], "error": None}
     ]  # fmt: skip
 
 
@@ -356,16 +446,14 @@ def test_help_shows_the_commands():
     assert shown.exit_code == 0 and "run" in shown.stdout and "plugins" in shown.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"], ["run", "--help"]])
-def test_commands_that_show_something_import_nothing_heavy(arguments):
+def test_the_help_loads_no_plugin_without_commands():
     code = (
         "import sys; from prime_rl.cli.app import app\n"
-        "try: app(sys.argv[1:])\n"
+        "try: app(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'verifiers', 'renderers'} & set(sys.modules)\n"
-        "sys.exit(f'imported: {heavy}' if heavy else 0)"
+        "sys.exit({'prime_rl_grpo', 'prime_rl.defaults'} & set(sys.modules) or 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,7 +7,8 @@ from prime_rl import ConfigError
 from prime_rl.config.deployment import DeploymentConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.run.resolve import _check_elsewhere
+from prime_rl.plugins.manager import Hooks
+from prime_rl.run.resolve import check_engine
 
 
 def test_one_url_or_several_with_or_without_v1():
@@ -63,9 +64,9 @@ def test_engines_elsewhere_need_a_key_and_a_gpu_of_their_own(monkeypatch):
     monkeypatch.delenv("ENGINES", raising=False)
     config = RunConfig(model={"name": "m"}, max_steps=1, inference=inference)
     with pytest.raises(ConfigError, match=r"environment variable ENGINES .* is not set"):
-        _check_elsewhere(config)
+        check_engine(config, Hooks())
     monkeypatch.setenv("ENGINES", "key")
-    _check_elsewhere(config)
+    check_engine(config, Hooks())
     shared = config.model_copy(update={"deployment": DeploymentConfig(colocated=True)})
     with pytest.raises(ConfigError, match=r"deployment\.colocated .* inference\.base_url"):
-        _check_elsewhere(shared)
+        check_engine(shared, Hooks())

@@ -3,8 +3,8 @@
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config import RunConfig
 from prime_rl.config.load import load_config, merge, parse_overrides, parse_value, set_at
+from prime_rl.config.run import RunConfig
 
 LEAST = "max_steps = 3\n[model]\nname = 'm/m'\n"
 

@@ -51,7 +51,7 @@ def refused(launcher, **tables):
     return str(caught.value)
 
 
-# -- what is there --------------------------------------------------------------------------
+# -- visible GPUs --------------------------------------------------------------------------
 
 
 def test_gpus_are_those_that_nvidia_smi_counts(machine):
@@ -66,15 +66,15 @@ def test_a_machine_without_the_driver_has_none(machine, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("told", "names"),
+    ("visible", "names"),
     [("2,3", ["2", "3"]), ("", []), ("-1", []), ("GPU-ab, GPU-cd", ["GPU-ab", "GPU-cd"])],
 )
-def test_gpus_hidden_by_the_user_are_not_used(machine, told, names):
-    machine(8, told)
+def test_gpus_hidden_by_the_user_are_not_used(machine, visible, names):
+    machine(8, visible)
     assert visible_gpus() == names
 
 
-# -- who gets what --------------------------------------------------------------------------
+# -- the division --------------------------------------------------------------------------
 
 
 def test_engines_come_first_and_the_trainer_gets_the_last(machine):

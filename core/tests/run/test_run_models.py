@@ -10,7 +10,7 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import ConfigError, ModelMaker, PluginConfig
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.run.models import cache_dir, cached_path, fetch, make, model_path
 from prime_rl.rundir.launch import READY, wait_for_model
 from prime_rl.rundir.status import Status, read_status
@@ -42,13 +42,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_one_folder_for_each_set_of_settings_seed_and_version():
-    base = cached_path(Tiny(Settings()), "1.0", 0)
+    base = cached_path(Tiny(Settings()), "1.0", 0, cache_dir())
     assert base.parent == cache_dir() and base.name.startswith("tiny-")
-    assert base == cached_path(Tiny(Settings(width=8)), "1.0", 0)
+    assert base == cached_path(Tiny(Settings(width=8)), "1.0", 0, cache_dir())
     others = {
-        cached_path(Tiny(Settings(width=9)), "1.0", 0),
-        cached_path(Tiny(Settings()), "1.1", 0),
-        cached_path(Tiny(Settings()), "1.0", 1),
+        cached_path(Tiny(Settings(width=9)), "1.0", 0, cache_dir()),
+        cached_path(Tiny(Settings()), "1.1", 0, cache_dir()),
+        cached_path(Tiny(Settings()), "1.0", 1, cache_dir()),
     }
     assert len(others | {base}) == 4
 

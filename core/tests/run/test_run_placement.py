@@ -156,10 +156,10 @@ def started(tmp_path, *overrides):
     (tmp_path / "run" / "status").mkdir()
     launcher = Elsewhere()
     restarts = SimpleNamespace(start=launcher.start)
-    told = []
+    printed = []
     run_dir = Path("run")  # relative, as users give it
-    list(supervisor._start(config(*overrides), run_dir, launcher, restarts, told.append, None))
-    assert told == ["waiting for room"]
+    list(supervisor._start(config(*overrides), run_dir, launcher, restarts, printed.append, None))
+    assert printed == ["waiting for room"]
     return launcher.started, tmp_path / "run"
 
 
@@ -184,7 +184,7 @@ def test_secrets_are_passed_by_the_environment_with_one_for_sampling(tmp_path):
     for secret in keys[0].values():
         assert secret not in written
         assert not any(secret in " ".join(command.argv) for command in commands.values())
-    assert not set(KEYS) & set(commands["model"].env)  # it talks to nobody
+    assert not set(KEYS) & set(commands["model"].env)  # it needs none
 
 
 def test_no_proxy_stands_between_the_processes_of_a_run(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from prime_rl.orchestrator.engines import EnginesStatus
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.run.children import end, free_ports
 from prime_rl.run.local import LocalLauncher
-from prime_rl.run.restarts import Restarts, engine_names
+from prime_rl.run.restarts import Restarts
 from prime_rl.rundir.control import exists
 from prime_rl.rundir.status import Status, read_status
 
@@ -55,8 +55,8 @@ def command(*argv):
 def run(tmp_path):
     """Two engines that serve, and a trainer."""
     (tmp_path / "status").mkdir()
-    told = []
-    restarts = Restarts(Starts(), tmp_path, 2, told.append)
+    printed = []
+    restarts = Restarts(Starts(), tmp_path, 2, printed.append)
     processes = [
         restarts.start(Task("inference", "inference"), command("a")),
         restarts.start(Task("inference_1", "inference", 1), command("b")),
@@ -65,26 +65,26 @@ def run(tmp_path):
     status = Status(tmp_path / "status" / "engines.json")
     status.report("2 of 2 serve", inference="version 3", inference_1="version 3")
     restarts._launcher.started.clear()
-    return restarts, processes, told, status
+    return restarts, processes, printed, status
 
 
 def test_an_engine_that_dies_is_restarted_with_its_own_command(run):
-    restarts, processes, told, _ = run
+    restarts, processes, printed, _ = run
     processes[1].code = -signal.SIGKILL
     restarts.restart(processes)
     assert restarts._launcher.started == [("inference_1", ("b",))]
     assert [process.name for process in processes] == ["inference", "inference_1", "trainer"]
     assert processes[1].exit_code is None
-    assert told == ["inference_1 was ended by SIGKILL: starting it again (1 of 2 times)"]
+    assert printed == ["inference_1 was ended by SIGKILL: starting it again (1 of 2 times)"]
 
 
 def test_an_engine_past_its_limit_is_dropped_while_another_works(run):
-    restarts, processes, told, _ = run
+    restarts, processes, printed, _ = run
     for _ in range(3):
         next(p for p in processes if p.name == "inference").code = 1
         restarts.restart(processes)
     assert [process.name for process in processes] == ["inference_1", "trainer"]
-    assert told[-1] == "inference exited with code 1: going on without it"
+    assert printed[-1] == "inference exited with code 1: going on without it"
     assert restarts._launcher.ended == ["inference"]
     assert len(restarts._launcher.started) == 2
 
@@ -100,54 +100,54 @@ def test_the_last_engine_stays_in_the_list_with_its_exit_code(run):
 
 
 def test_a_hung_engine_is_restarted_once_per_reported_hang(run):
-    restarts, processes, told, status = run
+    restarts, processes, printed, status = run
     for how in ("hung (1)", "hung (1)", "starting", "version 4", "hung (2)", "hung (2)"):
         status.report("1 of 2 serve", inference="version 4", inference_1=how)
         restarts.restart(processes)
     assert restarts._launcher.started == [("inference_1", ("b",))] * 2
-    assert told == [
+    assert printed == [
         "inference_1 answers nothing: starting it again (1 of 2 times)",
         "inference_1 answers nothing: starting it again (2 of 2 times)",
     ]
     status.report("1 of 2 serve", inference="version 4", inference_1="hung (3)")
     restarts.restart(processes)
-    assert told[2:] == ["inference_1 answers nothing: going on without it"]
+    assert printed[2:] == ["inference_1 answers nothing: going on without it"]
     assert restarts._launcher.ended == ["inference_1"]
     assert [process.name for process in processes] == ["inference", "trainer"]
 
 
 def test_a_stale_report_does_not_end_the_restarted_engine(run):
-    restarts, processes, told, status = run
+    restarts, processes, printed, status = run
     status.report("1 of 2 serve", inference="version 4", inference_1="hung (1)")
     processes[1].code = 1
     for _ in range(3):
         restarts.restart(processes)
-    assert told == ["inference_1 exited with code 1: starting it again (1 of 2 times)"]
+    assert printed == ["inference_1 exited with code 1: starting it again (1 of 2 times)"]
 
 
 def test_the_last_engine_that_hangs_past_its_limit_is_kept(run):
-    restarts, processes, told, status = run
+    restarts, processes, printed, status = run
     processes.pop(0)
     for number in (1, 2, 3, 3):
         status.report("0 of 1 serve", inference_1=f"hung ({number})")
         restarts.restart(processes)
-    assert len(told) == 2 and restarts._launcher.ended == []
+    assert len(printed) == 2 and restarts._launcher.ended == []
     assert [process.name for process in processes] == ["inference_1", "trainer"]
 
 
 def test_an_engine_that_has_never_served_is_not_restarted(run):
-    restarts, processes, told, status = run
+    restarts, processes, printed, status = run
     status.report("1 of 2 serve", inference="version 0", inference_1="starting")
     processes[0].code = processes[1].code = 1
     restarts.restart(processes)
-    assert [process.exit_code for process in processes] == [None, 1, None] and len(told) == 1
+    assert [process.exit_code for process in processes] == [None, 1, None] and len(printed) == 1
 
 
 def test_only_engines_are_restarted(run):
-    restarts, processes, told, _ = run
+    restarts, processes, printed, _ = run
     processes[2].code = 1
     restarts.restart(processes)
-    assert processes[2].exit_code == 1 and told == [] and restarts._launcher.started == []
+    assert processes[2].exit_code == 1 and printed == [] and restarts._launcher.started == []
 
 
 def test_children_of_a_dead_engine_are_ended_before_its_restart(tmp_path):
@@ -192,9 +192,9 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
     clock = Clock()
     for module in ("fleet", "replica"):
         monkeypatch.setattr(f"prime_rl.inference.{module}.time", clock)
-    (port,), told = free_ports(1), []
+    (port,), printed = free_ports(1), []
     command = ProcessCommand([sys.executable, "-c", ENGINE, str(port)], tmp_path / "log")
-    restarts = Restarts(LocalLauncher(PluginConfig()), tmp_path, 2, told.append)
+    restarts = Restarts(LocalLauncher(PluginConfig()), tmp_path, 2, printed.append)
     first = restarts.start(Task("inference", "inference"), command)
     processes, url = [first], f"http://127.0.0.1:{port}"
     fleet = Fleet(
@@ -213,17 +213,13 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
 
         def serves_again():
             restarts.restart(processes)
-            return told and fleet.serving and not replica.hung
+            return printed and fleet.serving and not replica.hung
 
         await until(serves_again, pause=0.05)
-        assert told == ["inference answers nothing: starting it again (1 of 2 times)"]
+        assert printed == ["inference answers nothing: starting it again (1 of 2 times)"]
         assert first.exit_code == -signal.SIGKILL and processes[0].exit_code is None
         assert read_status(status).detail == {"inference": "version 0"}
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, fleet.close(), return_exceptions=True)
         end(processes, grace=0.2)
-
-
-def test_engines_are_numbered_from_the_second_on():
-    assert engine_names(3) == ["inference", "inference_1", "inference_2"]

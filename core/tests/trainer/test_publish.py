@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import Header, TensorInfo, WeightSender, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.run.chat_template import ChatTemplate
+from prime_rl.rundir.chat_template import ChatTemplate
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import publish
 from prime_rl.trainer.export import export

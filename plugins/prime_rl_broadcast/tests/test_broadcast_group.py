@@ -20,7 +20,6 @@ from torch import Tensor
 from waiting import LIMIT
 
 from prime_rl import WeightsError
-from prime_rl.rundir.addresses import own_address
 from prime_rl_broadcast import group as group_module
 from prime_rl_broadcast.group import (
     ALIGNMENT,
@@ -264,7 +263,7 @@ def test_members_of_one_machine_listen_on_loopback_and_others_at_their_own_addre
     assert group_module._own_address(here) == "127.0.0.1"
     assert group_module._own_address(elsewhere) == "192.0.2.7"
     monkeypatch.delenv("PRIME_RL_NODE_ADDRESS")
-    assert group_module._own_address(elsewhere) == own_address()
+    assert group_module._own_address(elsewhere) == group_module.own_address()
 
 
 SIZES = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}

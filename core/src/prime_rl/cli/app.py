@@ -1,4 +1,9 @@
-"""The command tree: ``run`` and ``plugins`` are core's, every other command is a plugin's."""
+"""The command tree: ``run`` and ``plugins`` are core's, every other command is a plugin's.
+
+The help loads only the plugins of the entry-point group ``prime_rl.commands``, because loading all
+plugins takes longer than everything else. A command that none of them registers is looked for in
+all plugins.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,39 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_group
 
 from prime_rl.cli import plugins, run
 from prime_rl.errors import PluginError
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.hookspecs import PROJECT
+from prime_rl.plugins.manager import Hooks, add_entry, installed_entries, source_of
 from prime_rl.plugins.offers import bringer
+
+COMMANDS = "prime_rl.commands"
+"""Entry-point group of the plugins whose commands the help shows."""
 
 
 class Commands(TyperGroup):
-    """Names the package of a command that is not installed."""
+    """Finds the commands of plugins, and names the package of a command that is not installed."""
 
     # ``Any``: newer versions of typer have their own copy of click and its Context.
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """As click does; names the package of a missing command. Raises ``UsageError``."""
+        """As click does, after adding the commands of all plugins if the first argument names no
+        known one. Raises ``UsageError``."""
         name = args[0] if args else ""
-        if name and not name.startswith("-") and self.get_command(ctx, name) is None:
-            if app.info.epilog:
-                ctx.fail(f"no command {name!r}. {app.info.epilog}")
-            package = bringer("command", name)
-            if package is not None:
+        if name and not name.startswith("-") and name not in self.commands:
+            broken = add_commands(PROJECT)
+            here, path = (app, name) if ctx.parent is None else (plugins.app, f"plugins.{name}")
+            self.commands.update(get_group(here).commands)
+            if name not in self.commands and (package := bringer("command", path)):
                 ctx.fail(f"no command {name!r} is installed. Run: pip install {package}")
+            if name not in self.commands and broken:
+                ctx.fail(f"no command {name!r}. {_missing(broken)}")
         return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
     name="prime-rl",
-    help="Reinforcement-learning post-training in which an algorithm is a pip package.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -57,19 +69,24 @@ def root(
     """Reinforcement-learning post-training in which an algorithm is a pip package."""
 
 
-app.command("run", context_settings=run.CONTEXT)(run.run)
-app.add_typer(plugins.app, name="plugins")
-
-
-def add_commands() -> None:
-    """Add the commands of every installed plugin. If one cannot be loaded, core's own
-    commands work all the same, and the help says why the others are missing."""
-    try:
-        hooks = load_plugins()
-    except PluginError as error:
-        app.info.epilog = f"The commands of plugins are missing: {error}"
-        return
+def add_commands(group: str) -> list[PluginError]:
+    """Add the commands of the plugins in an entry-point group. Returns the errors of those that
+    cannot be loaded: the others work all the same."""
+    hooks, broken = Hooks(), []
+    for entry in installed_entries(group):
+        try:
+            add_entry(hooks, entry, source_of(entry))
+        except PluginError as error:
+            broken.append(error)
     hooks.hook.register_commands(cli=app, plugins=plugins.app)
+    return broken
 
 
-add_commands()
+def _missing(broken: list[PluginError]) -> str:
+    return f"Commands of these plugins are missing: {' '.join(map(str, broken))}"
+
+
+app.command("run", context_settings=run.CONTEXT)(run.run)
+app.add_typer(plugins.app, name="plugins", cls=Commands)
+if errors := add_commands(COMMANDS):
+    app.info.epilog = _missing(errors)

@@ -6,20 +6,25 @@ import difflib
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, metadata, requires
+from dataclasses import dataclass, field, replace
+from importlib.metadata import EntryPoint
 from typing import Any
 
-from prime_rl.errors import ConfigError
-from prime_rl.plugins import manager
+from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.checks import CONTRACT_VERSION, marked_hooks
-from prime_rl.plugins.manager import GROUPS, Hooks, Origin, installed_entries
+from prime_rl.plugins.manager import (
+    GROUPS,
+    Hooks,
+    Origin,
+    add_entry,
+    installed_entries,
+    source_of,
+)
 from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
 
 Row = dict[str, Any]
-
-CORE = "prime-rl-core"
-
 Schema = Mapping[str, Any]
+
 TYPES = {
     "integer": "int",
     "number": "float",
@@ -31,35 +36,61 @@ TYPES = {
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def inventory() -> list[Row]:
-    """One entry per plugin of both entry-point groups, with the names of its offers."""
-    return [row for group in GROUPS for row in _of_group(manager.load_plugins(group))]
+@dataclass
+class Plugin:
+    """An installed plugin. Each has a manager of its own, so that a broken one hides no other."""
+
+    entry: EntryPoint
+    source: Origin
+    hooks: Hooks
+    offers: list[tuple[Kind[Any], Offered[Any]]] = field(default_factory=list)
+    error: str | None = None
+    """Why the plugin is broken; None if it works."""
+
+    @property
+    def row(self) -> Row:
+        """What the list and the full description have in common."""
+        impls = [
+            (caller.name, impl)
+            for caller in self.hooks.get_hookcallers(self.hooks.get_plugin(self.entry.name)) or ()
+            for impl in caller.get_hookimpls()
+            if not caller.name.startswith("register_")
+        ]
+        return {
+            "plugin": self.entry.name,
+            "distribution": self.source.distribution,
+            "version": self.source.version,
+            "group": self.entry.group,
+            "implements": sorted(name for name, impl in impls if not impl.wrapper),
+            "wraps": sorted(name for name, impl in impls if impl.wrapper),
+            "error": self.error,
+        }
 
 
-def _of_group(hooks: Hooks) -> list[Row]:
-    offers = offers_by_plugin(hooks)
-    rows = []
-    for name, source in hooks.sources.items():
-        names: dict[str, list[str]] = {}
-        for kind, offered in offers.get(name, ()):
-            names.setdefault(kind.plural, []).append(offered.cls.name)
-        implements, wraps = _hooks_of(hooks, name)
-        rows.append(
-            {
-                "plugin": name,
-                "distribution": source.distribution,
-                "version": source.version,
-                "group": hooks.group,
-                "offers": names,
-                "implements": implements,
-                "wraps": wraps,
-            }
-        )
-    return rows
+def installed() -> Iterator[Plugin]:
+    """Every plugin of both entry-point groups, broken ones included."""
+    for group in GROUPS:
+        taken: dict[tuple[str, str], Origin] = {}
+        for entry in sorted(installed_entries(group), key=lambda entry: entry.name):
+            plugin = Plugin(entry, source_of(entry), Hooks(group))
+            try:
+                add_entry(plugin.hooks, entry, plugin.source)
+                plugin.offers = offers_by_plugin(plugin.hooks).get(entry.name, [])
+            except PluginError as error:
+                plugin.error = str(error)
+            names = [("plugin", entry.name), *((k.name, o.cls.name) for k, o in plugin.offers)]
+            for what in names:
+                first = taken.setdefault(what, plugin.source)
+                if first is not plugin.source:
+                    plugin.error = (
+                        f"{what[0]} {what[1]!r} is also brought by plugin {first}. Uninstall one, "
+                        "or list its plugin under plugins.disabled."
+                    )
+            yield plugin
 
 
 def offers_by_plugin(hooks: Hooks) -> dict[str, list[tuple[Kind[Any], Offered[Any]]]]:
-    """The classes that each plugin of a group registers."""
+    """The classes that each plugin of a group registers. Raises ``PluginError``."""
     found: dict[str, list[tuple[Kind[Any], Offered[Any]]]] = {}
     for kind in KINDS:
         for offered in collect(hooks, kind).values():
@@ -67,114 +98,77 @@ def offers_by_plugin(hooks: Hooks) -> dict[str, list[tuple[Kind[Any], Offered[An
     return found
 
 
-def _hooks_of(hooks: Hooks, name: str) -> tuple[list[str], list[str]]:
-    """The hooks that a plugin implements beyond registration, and those that it wraps."""
-    implements: list[str] = []
-    wraps: list[str] = []
-    for caller in hooks.get_hookcallers(hooks.get_plugin(name)) or []:
-        for impl in caller.get_hookimpls():
-            if impl.plugin_name == name and not caller.name.startswith("register_"):
-                (wraps if impl.wrapper or impl.hookwrapper else implements).append(caller.name)
-    return sorted(implements), sorted(wraps)
+def inventory() -> list[Row]:
+    """One entry per installed plugin, with the names of its offers."""
+    rows = []
+    for plugin in installed():
+        names: dict[str, list[str]] = {}
+        for kind, offered in plugin.offers:
+            names.setdefault(kind.plural, []).append(offered.cls.name)
+        rows.append(plugin.row | {"offers": names})
+    return rows
 
 
 def described(name: str) -> list[Row]:
     """Everything about the plugins called ``name``: an entry point, a distribution, or an offered
     class. Raises ``ConfigError`` if there is none."""
-    rows = [row for group in GROUPS for row in _described_group(manager.load_plugins(group))]
-    found = [*_matching(rows, name)]
+    plugins = [*installed()]
+    found = [
+        plugin
+        for plugin in plugins
+        if name in (plugin.entry.name, plugin.source.distribution)
+        or name == plugin.source.distribution.replace("-", "_")
+    ]
     if not found:
-        raise ConfigError(_unknown(name, rows))
-    return found
+        for plugin in plugins:
+            offers = [each for each in plugin.offers if each[1].cls.name == name]
+            found += [replace(plugin, offers=offers)] if offers else []
+    if not found:
+        raise ConfigError(_unknown(name, plugins))
+    return [_described(plugin) for plugin in found]
 
 
-def _matching(rows: Sequence[Row], name: str) -> Iterator[Row]:
-    named = [row for row in rows if name in _names(row)]
-    if named:
-        yield from named
-        return
-    for row in rows:
-        offers = [offer for offer in row["offers"] if offer["name"] == name]
-        if offers:
-            yield row | {"offers": offers}
-
-
-def _names(row: Row) -> set[str]:
-    distribution = row["distribution"]
-    return {row["plugin"], distribution, distribution.replace("-", "_")}
-
-
-def _unknown(name: str, rows: Sequence[Row]) -> str:
-    plugins = sorted({row["plugin"] for row in rows})
-    known = [*plugins, *(offer["name"] for row in rows for offer in row["offers"])]
-    close = difflib.get_close_matches(name, known, n=1)
-    way_out = f"Did you mean {close[0]!r}?" if close else f"Plugins: {', '.join(plugins)}."
+def _unknown(name: str, plugins: Sequence[Plugin]) -> str:
+    names = sorted({plugin.entry.name for plugin in plugins})
+    offered = [offer.cls.name for plugin in plugins for _, offer in plugin.offers]
+    close = difflib.get_close_matches(name, [*names, *offered], n=1)
+    way_out = f"Did you mean {close[0]!r}?" if close else f"Plugins: {', '.join(names)}."
     return f"no installed plugin is called {name!r} or offers anything of that name. {way_out}"
 
 
-def _described_group(hooks: Hooks) -> list[Row]:
-    entries = {entry.name: entry for entry in installed_entries(hooks.group)}
-    offers = offers_by_plugin(hooks)
-    rows = []
-    for name, source in hooks.sources.items():
-        plugin = hooks.get_plugin(name)
-        implements, wraps = _hooks_of(hooks, name)
-        rows.append(
-            {
-                "plugin": name,
-                **_origin(source),
-                "contract": getattr(plugin, "prime_rl_contract", CONTRACT_VERSION),
-                "group": hooks.group,
-                "entry_point": entries[name].value if name in entries else "",
-                "file": _file(plugin),
-                "offers": [_offer(kind, each) for kind, each in offers.get(name, ())],
-                "implements": implements,
-                "wraps": wraps,
-            }
-        )
-    return rows
-
-
-def _origin(source: Origin) -> Row:
+def _described(plugin: Plugin) -> Row:
+    module = plugin.hooks.get_plugin(plugin.entry.name)
     try:
-        summary = metadata(source.distribution)["Summary"] or ""
-        needs = [each for each in requires(source.distribution) or [] if each.startswith(CORE)]
-    except PackageNotFoundError:
-        summary, needs = "", []
-    return {
-        "distribution": source.distribution,
-        "version": source.version,
-        "summary": summary,
+        file = inspect.getfile(module if inspect.ismodule(module) else type(module))
+    except TypeError:  # broken, or not from a file
+        file = ""
+    dist = plugin.entry.dist
+    needs = [each for each in (dist and dist.requires) or () if each.startswith("prime-rl-core")]
+    return plugin.row | {
+        "summary": (dist and dist.metadata["Summary"]) or "",
         "requires": "; ".join(needs),
+        "contract": getattr(module, "prime_rl_contract", CONTRACT_VERSION),
+        "entry_point": plugin.entry.value,
+        "file": file,
+        "offers": [_offer(kind, each) for kind, each in plugin.offers],
     }
 
 
-def _file(plugin: object) -> str:
-    try:
-        return inspect.getfile(plugin if inspect.ismodule(plugin) else type(plugin))
-    except TypeError:
-        return ""
-
-
 def _offer(kind: Kind[Any], offered: Offered[Any]) -> Row:
-    cls = offered.cls
+    cls, key = offered.cls, kind.key
     return {
         "kind": kind.name,
         "name": cls.name,
         "class": f"{cls.__module__}.{cls.__qualname__}",
         "doc": " ".join((inspect.getdoc(cls) or "").partition("\n\n")[0].split()),
-        "select": _select(kind, cls.name),
+        # The TOML that selects it.
+        "select": f"[{key.replace('<name>', cls.name)}]"
+        if "<name>" in key
+        else f'{key} = "{cls.name}"',
         "declares": _declares(kind, cls),
         "hooks": marked_hooks(cls),
         "settings": settings(cls.config_class),
     }
-
-
-def _select(kind: Kind[Any], name: str) -> str:
-    """The TOML that selects it."""
-    if "<name>" in kind.key:
-        return f"[{kind.key.replace('<name>', name)}]"
-    return f'{kind.key} = "{name}"'
 
 
 def _declares(kind: Kind[Any], cls: type[Any]) -> Row:
@@ -199,13 +193,6 @@ def settings(model: Any) -> list[Row]:
         }
         for key, prop in schema.get("properties", {}).items()
     ]
-
-
-def default_text(row: Row) -> str:
-    """A setting's default in TOML notation."""
-    if row["required"]:
-        return "required"
-    return "none" if row["default"] is None else json.dumps(row["default"])
 
 
 def type_name(prop: Schema) -> str:

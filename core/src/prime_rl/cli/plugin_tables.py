@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
-from prime_rl.cli.plugin_facts import default_text
-
-if TYPE_CHECKING:
-    from prime_rl.testing.report import Report
-
-STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
@@ -34,7 +28,7 @@ def print_inventory(rows: Sequence[dict[str, Any]]) -> None:
             row["plugin"],
             row["distribution"],
             row["version"],
-            offers,
+            Text(f"broken: {row['error']}", "red") if row["error"] else offers,
             *("\n".join(row[key]) for key in extra),
         )
     Console().print(table)
@@ -56,6 +50,7 @@ def print_described(rows: Sequence[dict[str, Any]]) -> None:
 
 def _head(row: dict[str, Any]) -> RenderableType:
     facts = {
+        "broken": row["error"],
         "distribution": f"{row['distribution']} {row['version']}",
         "": row["summary"],
         "needs": row["requires"],
@@ -86,7 +81,7 @@ def _offer(offer: dict[str, Any]) -> RenderableType:
     return Group(*parts)
 
 
-def _pairs(facts: dict[str, str]) -> Table:
+def _pairs(facts: dict[str, str | None]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -103,30 +98,7 @@ def _settings(rows: Iterable[dict[str, Any]]) -> Table:
     table.add_column("default", max_width=20, overflow="fold")
     table.add_column("what", ratio=1)
     for row in rows:
-        cells = (row["key"], row["type"], default_text(row), row["doc"])
-        table.add_row(*(Text(cell) for cell in cells))
+        default = "none" if row["default"] is None else json.dumps(row["default"])
+        cells = (row["key"], row["type"], "required" if row["required"] else default, row["doc"])
+        table.add_row(*map(Text, cells))
     return table
-
-
-def print_reports(reports: Sequence[Report], *, everything: bool) -> None:
-    """Print a line per report, and below it the failures, or ``everything``."""
-    console = Console()
-    for report in reports:
-        style = "green" if report.ok else "bold red"
-        console.print(
-            Text.assemble((f"{report.kind} {report.name}", "bold"), "  ", (report.summary(), style))
-        )
-        shown = report.outcomes if everything else report.failed
-        if shown:
-            grid = Table.grid(padding=(0, 2))
-            grid.add_column(no_wrap=True)
-            grid.add_column(no_wrap=True)
-            grid.add_column(overflow="fold")
-            for outcome in shown:
-                said = outcome.message or outcome.promise
-                grid.add_row(
-                    Text(outcome.status, style=STYLES[outcome.status]),
-                    outcome.check,
-                    Text(said, style="" if outcome.message else "dim"),
-                )
-            console.print(Padding(grid, (0, 2)))

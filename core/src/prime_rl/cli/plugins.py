@@ -12,33 +12,19 @@ app = typer.Typer(help="Installed plugins.", no_args_is_help=True)
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-@app.callback()
-def group() -> None:
-    """Installed plugins."""
-
-
 @app.command("list")
 def list_plugins(as_json: AsJson = False) -> None:
     """Every installed plugin: distribution, version, offers, and the hooks it implements and
-    wraps."""
+    wraps; for a broken one, the reason."""
+    from prime_rl.cli.plugin_facts import inventory
     from prime_rl.cli.plugin_tables import print_inventory
 
-    rows = inventory()
-    if as_json:
-        print_json(rows)
-    else:
-        print_inventory(rows)
-
-
-def inventory() -> list[dict[str, Any]]:
-    """One entry per plugin of both entry-point groups, with the names of its offers."""
-    from prime_rl.cli import plugin_facts
-
-    return plugin_facts.inventory()
+    show = print_json if as_json else print_inventory
+    show(inventory())
 
 
 @app.command("show")
-def show(
+def show_plugin(
     name: Annotated[str, typer.Argument(help="A plugin, a distribution, or the name of an offer.")],
     as_json: AsJson = False,
 ) -> None:
@@ -46,11 +32,8 @@ def show(
     from prime_rl.cli.plugin_facts import described
     from prime_rl.cli.plugin_tables import print_described
 
-    rows = described(name)
-    if as_json:
-        print_json(rows)
-    else:
-        print_described(rows)
+    show = print_json if as_json else print_described
+    show(described(name))
 
 
 def print_json(value: Any) -> None:

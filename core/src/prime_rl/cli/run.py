@@ -6,9 +6,13 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from prime_rl.config.run import RunConfig
+    from prime_rl.rundir.checkpoints import Checkpoint
 
 NAME = "prime-rl"
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -37,25 +41,31 @@ def run(
     """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
     SIGTERM) saves and stops the run; a second one ends it at once."""
     from prime_rl.config.load import load_config
+    from prime_rl.run import resume
     from prime_rl.run.models import check_lora_names
     from prime_rl.run.resolve import check
-    from prime_rl.rundir.directory import make_run_dir
+    from prime_rl.rundir.directory import held, make_run_dir
 
-    arguments, resume = split_resume([*files, *context.args])
+    arguments, checkpoint = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
     overrides += [] if launcher is None else ["--launcher.type", launcher]
     config = load_config([Path(path) for path in paths], overrides)
     check(config)
     check_lora_names(config)
     again = shlex.join([_program(), "run", *paths, *overrides])
-    if resume is not None:
-        _resume(config, resume, dry_run, again)
+    if checkpoint is not None:
+        chosen = resume.plan(config, checkpoint)
+        typer.echo("\n".join(chosen.notes))
+        if not dry_run:
+            with resume.begin(config, chosen) as (run_dir, resumed):
+                _train(config, run_dir, again, resumed)
         return
     run_dir = make_run_dir(config, dry=dry_run)
     if dry_run:
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
         return
-    _train(config, run_dir, again)
+    with held(run_dir):
+        _train(config, run_dir, again, None)
 
 
 def _program() -> str:
@@ -86,40 +96,18 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
     return arguments, None
 
 
-def _resume(config, what: str, dry_run: bool, again: str) -> None:  # type: ignore[no-untyped-def]
-    from contextlib import nullcontext
-
-    from prime_rl.run.resume import begin, plan
-    from prime_rl.rundir.directory import held
-
-    chosen = plan(config, what)
-    for note in chosen.notes:
-        typer.echo(note)
-    if dry_run:
-        return
-    with nullcontext() if chosen.run_dir is None else held(chosen.run_dir):
-        run_dir, checkpoint = begin(config, chosen)
-        _train(config, run_dir, again, checkpoint, lock=chosen.run_dir is None)
-
-
-def _train(config, run_dir: Path, again: str, checkpoint=None, lock: bool = True) -> None:  # type: ignore[no-untyped-def]
-    from contextlib import nullcontext
-
+def _train(config: RunConfig, run_dir: Path, again: str, checkpoint: Checkpoint | None) -> None:
     from rich.console import Console
 
     from prime_rl.errors import RunError
     from prime_rl.run import supervisor
     from prime_rl.run.report import print_stop, print_summary
     from prime_rl.run.view import View
-    from prime_rl.rundir.directory import held
     from prime_rl.rundir.stop import Stopped
 
     console = Console()
     try:
-        with (
-            held(run_dir) if lock else nullcontext(),
-            View(console, run_dir, config.max_steps) as view,
-        ):
+        with View(console, run_dir, config.max_steps) as view:
             supervisor.run(config, run_dir, view, checkpoint)
     except KeyboardInterrupt as interrupt:
         stopped = interrupt if isinstance(interrupt, Stopped) else None

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from prime_rl.plugins.monitor import Monitor
+from prime_rl import Monitor
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -48,10 +48,16 @@ class Background(Monitor):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue one line."""
-        if self._calls.qsize() >= self._max_waiting:
-            self._lose(step)
+        if self._calls.qsize() < self._max_waiting:
+            self._calls.put((f"step {step}", partial(self._monitor.log, step, metrics)))
             return
-        self._calls.put((f"step {step}", partial(self._monitor.log, step, metrics)))
+        self._lost += 1
+        if self._lost == 1:
+            log.warning(
+                "monitor %r is slower than the run: %d lines wait for it; from step %d on lines "
+                "are left out of it. metrics.jsonl has them all.",
+                self.name, self._max_waiting, step,
+            )  # fmt: skip
 
     def wants_rollouts(self, step: int) -> bool:
         """The monitor's own answer."""
@@ -63,9 +69,15 @@ class Background(Monitor):
         """Queue a batch of rollouts; a busy monitor skips batches."""
         if not self._room.acquire(blocking=False):
             log.info("monitor %r is busy: it misses the rollouts of step %d", self.name, step)
-        else:
-            call = partial(self._log_rollouts, step, rollouts, dropped)
-            self._calls.put((f"rollouts of step {step}", call))
+            return
+
+        def call() -> None:
+            try:
+                self._monitor.log_rollouts(step, rollouts, dropped)
+            finally:
+                self._room.release()
+
+        self._calls.put((f"rollouts of step {step}", call))
 
     def close(self) -> None:
         """Process the queue and close the monitor, within ``CLOSE_SECONDS``."""
@@ -78,23 +90,6 @@ class Background(Monitor):
             )  # fmt: skip
         if self._lost:
             log.warning("monitor %r was too slow: %d lines are missing", self.name, self._lost)
-
-    def _lose(self, step: int) -> None:
-        self._lost += 1
-        if self._lost == 1:
-            log.warning(
-                "monitor %r is slower than the run: %d lines wait for it; from step %d on lines "
-                "are left out of it. metrics.jsonl has them all.",
-                self.name, self._max_waiting, step,
-            )  # fmt: skip
-
-    def _log_rollouts(
-        self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
-    ) -> None:
-        try:
-            self._monitor.log_rollouts(step, rollouts, dropped)
-        finally:
-            self._room.release()
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:

@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +23,10 @@ from prime_rl.monitor.metrics import Reduced
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
+
+OVER_ENGINES: dict[str, Callable[[Sequence[float]], float]] = {
+    "mean": fmean, "median": median, "min": min, "max": max, "sum": sum,
+}  # fmt: skip
 
 Scrape = Callable[[], Awaitable[Sequence[str]]]
 """The pages of the engines that answered."""
@@ -77,30 +81,19 @@ class EngineWatch:
         metrics: Reduced = {}
         for name in sorted({name for page in self._pages for name in page.gauges}):
             values = [page.gauges[name] for page in self._pages if name in page.gauges]
-            metrics[f"inference/{name}/mean"] = sum(values) / len(values)
-            metrics[f"inference/{name}/median"] = median(values)
-            metrics[f"inference/{name}/min"] = min(values)
-            metrics[f"inference/{name}/max"] = max(values)
-            metrics[f"inference/{name}/sum"] = sum(values)
-        if self._before and self._now and self._now[0] > self._before[0]:
-            metrics |= self._grown(self._now[0] - self._before[0])
-            self._before = self._now
-        return metrics
-
-    def _grown(self, elapsed: float) -> Reduced:
-        """Rates of counters and means of histograms since the previous step."""
-        assert self._before and self._now
+            metrics |= {f"inference/{name}/{key}": f(values) for key, f in OVER_ENGINES.items()}
+        if self._before is None or self._now is None or self._now[0] <= self._before[0]:
+            return metrics
+        (since, before), (now, totals) = self._before, self._now
         # A sum falls if an engine restarted or did not answer.
-        grown = {
-            name: max(0.0, value - self._before[1].get(name, value))
-            for name, value in self._now[1].items()
-        }
+        grown = {name: max(0.0, v - before.get(name, v)) for name, v in totals.items()}
         histograms = {name for page in self._pages for name in page.histograms}
-        metrics = {f"inference/{n}:rate": v / elapsed for n, v in grown.items()
-                   if n not in histograms}  # fmt: skip
+        for name in sorted(grown.keys() - histograms):
+            metrics[f"inference/{name}:rate"] = grown[name] / (now - since)
         for name in sorted(n.removesuffix("_sum") for n in histograms if n.endswith("_sum")):
             if number := grown.get(f"{name}_count"):
                 metrics[f"inference/{name}:mean"] = grown[f"{name}_sum"] / number
+        self._before = self._now
         return metrics
 
 

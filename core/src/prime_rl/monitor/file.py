@@ -11,8 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prime_rl.plugins.base import PluginConfig
-from prime_rl.plugins.monitor import Monitor
+from prime_rl import Monitor, PluginConfig
 
 
 class FileMonitor(Monitor):

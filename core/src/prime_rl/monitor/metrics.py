@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from prime_rl.rollout import Rollout
 
 Reduced = dict[str, float]
+T = TypeVar("T")
+
+
+def by_label(members: Iterable[tuple[str, T]]) -> list[tuple[str, list[T]]]:
+    """``(env, member)`` pairs as the members of all envs, ``agg``, and then of each env."""
+    by_env: dict[str, list[T]] = defaultdict(list)
+    listed = list(members)
+    for env, member in listed:
+        by_env[env].append(member)
+    return [("agg", [member for _, member in listed]), *sorted(by_env.items())]
 
 
 def describe(values: Sequence[float], name: str) -> Reduced:
@@ -22,79 +32,60 @@ def describe(values: Sequence[float], name: str) -> Reduced:
     if not values:
         return {}
     column = np.sort(np.asarray(values, np.float64))
+
+    def percentile(share: float) -> float:  # at a tenth of the cost of np.percentile
+        place = share * (len(column) - 1)
+        below = int(place)
+        above = min(below + 1, len(column) - 1)
+        return float(column[below] + (place - below) * (column[above] - column[below]))
+
     return {
         f"{name}/mean": float(column.mean()),
         f"{name}/max": float(column[-1]),
         f"{name}/min": float(column[0]),
-        f"{name}/p10": _percentile(column, 0.1),
-        f"{name}/p90": _percentile(column, 0.9),
+        f"{name}/p10": percentile(0.1),
+        f"{name}/p90": percentile(0.9),
     }
 
 
-def _percentile(column: npt.NDArray[np.float64], share: float) -> float:
-    """Percentile of a sorted column, by linear interpolation, at a tenth of the cost of
-    ``np.percentile``."""
-    place = share * (len(column) - 1)
-    below = int(place)
-    above = min(below + 1, len(column) - 1)
-    return float(column[below] + (place - below) * (column[above] - column[below]))
-
-
 def rollout_metrics(rollouts: Sequence[Rollout], subset: str, prefix: str = "train") -> Reduced:
-    """Reward, lengths and turns of some rollouts, over all envs (``agg``) and per env."""
-    by_env: dict[str, list[Rollout]] = defaultdict(list)
-    for rollout in rollouts:
-        by_env[rollout.env].append(rollout)
+    """``describe_rollouts`` over all envs and per env."""
     metrics: Reduced = {}
-    for label, members in [("agg", list(rollouts)), *sorted(by_env.items())]:
+    for label, members in by_label((rollout.env, rollout) for rollout in rollouts):
         metrics |= describe_rollouts(members, f"{prefix}/{label}/{subset}")
     return metrics
 
 
 def describe_rollouts(rollouts: Sequence[Rollout], name: str) -> Reduced:
-    """Reward, lengths, turns and stop conditions of some rollouts, as ``name/...``."""
-    rewarded = _rewarded(rollouts)
-    totals = [rollout.num_tokens for rollout in rollouts]
-    outputs = [rollout.num_trainable_tokens for rollout in rollouts]
-    columns: dict[str, Sequence[float]] = {
+    """Reward, lengths, turns and stop conditions of some rollouts, as ``name/...``, and the env's
+    own terms, ``name/rewards/<term>/...`` and ``name/metrics/<term>/...``."""
+    if not rollouts:
+        return {}
+    # A reward measures the policy if the policy has just sampled the rollout. Rollouts of a frozen
+    # model count if there are no others; demonstrations and replayed rollouts never count.
+    rewarded = [rollout for rollout in rollouts if rollout.is_live]
+    rewarded = rewarded or [rollout for rollout in rollouts if rollout.source == "frozen"]
+    columns: dict[str, list[float]] = {
         "reward": [rollout.reward for rollout in rewarded],
-        "num_total_tokens": totals,
-        "num_input_tokens": [total - own for total, own in zip(totals, outputs, strict=True)],
-        "num_output_tokens": outputs,
+        "num_total_tokens": [rollout.num_tokens for rollout in rollouts],
+        "num_input_tokens": [r.num_tokens - r.num_trainable_tokens for r in rollouts],
+        "num_output_tokens": [rollout.num_trainable_tokens for rollout in rollouts],
         "num_turns": [rollout.num_turns for rollout in rollouts],
         "num_branches": [len(rollout.samples) for rollout in rollouts],
     }
-    metrics: Reduced = {}
+    for rollout in rewarded:  # each term over the rollouts that have it
+        for kind, terms in (("rewards", rollout.rewards), ("metrics", rollout.metrics)):
+            for term, value in terms.items():
+                columns.setdefault(f"{kind}/{term}", []).append(value)
+    metrics: Reduced = {
+        f"{name}/is_truncated/mean": _mean(rollout.is_truncated for rollout in rollouts),
+        f"{name}/samples_per_rollout/mean": _mean(columns["num_branches"]),
+    }
     for key, values in columns.items():
         metrics |= describe(values, f"{name}/{key}")
-    if rollouts:
-        metrics[f"{name}/is_truncated/mean"] = _mean(rollout.is_truncated for rollout in rollouts)
-        metrics[f"{name}/samples_per_rollout/mean"] = _mean(len(r.samples) for r in rollouts)
-        stops = Counter(rollout.stop_condition for rollout in rewarded)
-        for condition, count in sorted((str(stop), n) for stop, n in stops.items() if stop):
-            metrics[f"{name}/stop_condition/{condition}"] = count / len(rewarded)
-    for kind in ("rewards", "metrics"):
-        metrics |= _named(rewarded, kind, name)
-    return metrics
-
-
-def _rewarded(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Rollouts whose reward measures the policy: those it has just sampled. Those of a frozen model
-    count if there are no others; demonstrations and replayed rollouts never count."""
-    live = [rollout for rollout in rollouts if rollout.is_live]
-    return live or [rollout for rollout in rollouts if rollout.source == "frozen"]
-
-
-def _named(rollouts: Sequence[Rollout], kind: str, name: str) -> Reduced:
-    """The env's own terms, ``rewards/<term>/...`` and ``metrics/<term>/...``, over the rollouts
-    that have each term."""
-    terms: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        for term, value in getattr(rollout, kind).items():
-            terms[term].append(value)
-    metrics: Reduced = {}
-    for term, values in sorted(terms.items()):
-        metrics |= describe(values, f"{name}/{kind}/{term}")
+    stops = Counter(str(rollout.stop_condition) for rollout in rewarded if rollout.stop_condition)
+    for condition, count in sorted(stops.items()):
+        metrics[f"{name}/stop_condition/{condition}"] = count / len(rewarded)
     return metrics
 
 
@@ -108,56 +99,43 @@ def outcome_metrics(
     ``.../is_completed/mean``, ``.../has_error/mean`` and ``.../cancelled/mean``, and the number of
     failures, ``.../error/<class>``.
     """
-    total: Counter[str] = Counter()
-    by_env: dict[str, Counter[str]] = {}
-    for env in sorted({*counts, *(cancelled or {})}):
-        by_env[env] = Counter(counts.get(env, {}))
-        by_env[env]["cancelled"] += (cancelled or {}).get(env, 0)
-        total.update(by_env[env])
+    outcomes = [
+        *((env, Counter(ended)) for env, ended in counts.items()),
+        *((env, Counter(cancelled=number)) for env, number in (cancelled or {}).items()),
+    ]
     metrics: Reduced = {}
-    for label, ended in [("agg", total), *by_env.items()]:
-        metrics |= _outcomes(ended, f"train/{label}/all")
+    for label, counters in by_label(outcomes):
+        ended = sum(counters, Counter[str]())
+        number, name = ended.total(), f"train/{label}/all"
+        if not number:
+            continue
+        errors = {kind: n for kind, n in sorted(ended.items()) if kind.startswith("error/")}
+        metrics |= {
+            f"{name}/is_completed/mean": ended["finished"] / number,
+            f"{name}/has_error/mean": sum(errors.values()) / number,
+            f"{name}/cancelled/mean": ended["cancelled"] / number,
+            **{f"{name}/{kind}": float(n) for kind, n in errors.items()},
+        }
     return metrics
-
-
-def _outcomes(ended: Mapping[str, int], name: str) -> Reduced:
-    number = sum(ended.values())
-    if not number:
-        return {}
-    errors = {kind: n for kind, n in ended.items() if kind.startswith("error/")}
-    metrics = {
-        f"{name}/is_completed/mean": ended.get("finished", 0) / number,
-        f"{name}/has_error/mean": sum(errors.values()) / number,
-        f"{name}/cancelled/mean": ended.get("cancelled", 0) / number,
-    }
-    return metrics | {f"{name}/{kind}": float(n) for kind, n in sorted(errors.items())}
 
 
 def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = "all") -> Reduced:
     """``group_metrics`` of ``(env, rewards)``, over all envs and per env."""
-    by_env: dict[str, list[Sequence[float]]] = defaultdict(list)
-    for env, rewards in groups:
-        by_env[env].append(rewards)
-    metrics = group_metrics((rewards for _, rewards in groups), f"train/agg/{subset}")
-    for env, members in sorted(by_env.items()):
-        metrics |= group_metrics(members, f"train/{env}/{subset}")
+    metrics: Reduced = {}
+    for label, members in by_label(groups):
+        metrics |= group_metrics(members, f"train/{label}/{subset}")
     return metrics
 
 
 def group_metrics(groups: Iterable[Sequence[float]], name: str) -> Reduced:
     """Fractions of groups whose rewards are all zero, all one, or neither."""
-    kinds: Counter[str] = Counter()
-    for rewards in groups:
-        kinds[
-            "solved_none"
-            if not any(rewards)
-            else "solved_all"
-            if min(rewards) >= 1
-            else "solved_some"
-        ] += 1
-    total = sum(kinds.values())
-    names = ("solved_none", "solved_all", "solved_some")
-    return {f"{name}/{kind}": kinds[kind] / total for kind in names} if total else {}
+    kinds = Counter(
+        "none" if not any(rewards) else "all" if min(rewards) >= 1 else "some" for rewards in groups
+    )
+    if not kinds:
+        return {}
+    share = {kind: kinds[kind] / kinds.total() for kind in ("none", "all", "some")}
+    return {f"{name}/solved_{kind}": value for kind, value in share.items()}
 
 
 def off_policy_metrics(staleness: Sequence[int], in_flight: Sequence[int | None] = ()) -> Reduced:
@@ -194,17 +172,18 @@ def batch_metrics(seen: Sequence[Rollout], kept: Sequence[Rollout]) -> Reduced:
 def timing_metrics(
     timings: Sequence[tuple[str, Mapping[str, float]]], subset: str = "all"
 ) -> Reduced:
-    """Seconds a rollout spent by stage, of ``(env, seconds by stage)``: ``.../timing/<stage>/...``,
-    over all envs and by env; ``total`` is their sum, ``agent/...`` are parts of ``agent``."""
-    columns: dict[str, list[float]] = defaultdict(list)
-    for env, stages in timings:
-        whole = {stage: seconds for stage, seconds in stages.items() if "/" not in stage}
-        for stage, seconds in {**stages, "total": sum(whole.values())}.items():
-            for label in ("agg", env):
-                columns[f"train/{label}/{subset}/timing/{stage}"].append(seconds)
+    """Seconds that a rollout spent in each stage, from ``(env, seconds by stage)``:
+    ``.../timing/<stage>/...``, over all envs and per env. ``agent/...`` are parts of ``agent``;
+    ``total`` is the sum of the others."""
     metrics: Reduced = {}
-    for name, values in columns.items():
-        metrics |= describe(values, name)
+    for label, members in by_label(timings):
+        columns: dict[str, list[float]] = defaultdict(list)
+        for stages in members:
+            total = sum(seconds for stage, seconds in stages.items() if "/" not in stage)
+            for stage, seconds in {**stages, "total": total}.items():
+                columns[stage].append(seconds)
+        for stage, values in columns.items():
+            metrics |= describe(values, f"train/{label}/{subset}/timing/{stage}")
     return metrics
 
 

@@ -49,15 +49,7 @@ class EventLoopLag:
         lags, self._lags = self._lags, []
         if not lags:
             return {}
-        values = np.asarray(lags)
-        median, p90, p99 = np.percentile(values, (50, 90, 99))
-        found = {
-            "min": values.min(),
-            "mean": values.mean(),
-            "median": median,
-            "p90": p90,
-            "p99": p99,
-            "max": values.max(),
-            "n": len(lags),
-        }
+        names = ("min", "median", "p90", "p99", "max")
+        found = dict(zip(names, np.percentile(lags, (0, 50, 90, 99, 100)), strict=True))
+        found |= {"mean": np.mean(lags), "n": len(lags)}
         return {f"event_loop_lag/{name}": float(value) for name, value in found.items()}

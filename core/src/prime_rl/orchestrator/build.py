@@ -58,9 +58,8 @@ from prime_rl.plugins.offers import (
     settings_of,
 )
 from prime_rl.plugins.sampler import SampledEnv, Sampler
-from prime_rl.run.restarts import ENGINES, engine_names
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.status import ENGINES, Status, process_name
 from prime_rl.weights.transports import make_transport
 from prime_rl.weights.versions import Weights
 from prime_rl.wire.transport import Sender
@@ -152,7 +151,8 @@ def build_fleet(
 
 def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
     """Have the fleet tell of its engines in ``status/engines.json``."""
-    names = list(config.inference.base_url or engine_names(len(launch.engine_urls)))
+    local = (process_name("inference", number) for number in range(len(launch.engine_urls)))
+    names = list(config.inference.base_url or local)
     told = EnginesStatus(fleet, Status(run_dir / "status" / f"{ENGINES}.json"), names)
     fleet.on_change = told.report
     told.report()

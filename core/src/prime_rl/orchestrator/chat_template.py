@@ -17,7 +17,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.rendering import load_tokenizer
 from prime_rl.orchestrator.build import renderer_offer
 from prime_rl.plugins.manager import Hooks
-from prime_rl.run.chat_template import ChatTemplate
+from prime_rl.rundir.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.fleet import Fleet, Unanswered
 from prime_rl.inference.replica import Replica
-from prime_rl.run.restarts import HUNG, STARTING
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.status import HUNG, STARTING, Status
 
 PROVIDER_ERROR = "ProviderError"
 """verifiers' class for a model call that failed."""

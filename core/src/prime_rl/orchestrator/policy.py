@@ -14,7 +14,7 @@ import msgspec
 from prime_rl.errors import EngineError, EngineGone
 from prime_rl.inference.fleet import Fleet
 from prime_rl.orchestrator.observers import Observer
-from prime_rl.rundir.tail import Tail
+from prime_rl.rundir.status import Tail
 from prime_rl.weights.versions import newest_version, only_in_memory, want_files
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,8 @@ from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.sources import ExternalSource
 from prime_rl.orchestrator.store import read_rollouts, write_rollouts
 from prime_rl.plugins.base import Offer
+from prime_rl.plugins.manager import installed_versions
 from prime_rl.plugins.sampler import Sampler
-from prime_rl.run.drift import installed_versions
 from prime_rl.rundir.checkpoints import PROGRESS, unfinished
 
 log = logging.getLogger(__name__)

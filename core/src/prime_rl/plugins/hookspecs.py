@@ -101,7 +101,9 @@ def register_launchers() -> Iterable[type[Launcher]]:
 def register_commands(cli: typer.Typer, plugins: typer.Typer) -> None:
     """Add commands to ``prime-rl`` (``cli``) and to ``prime-rl plugins``.
 
-    Called whenever the command line starts: import what a command needs inside it.
+    Called whenever the command line starts: import what a command needs inside it. ``prime-rl
+    --help`` loads only plugins that the entry-point group ``prime_rl.commands`` names too, so name
+    the plugin there as well; otherwise its commands work, and the help does not list them.
     """
 
 

@@ -133,9 +133,9 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     for entry in installed_entries(group):
         if entry.name in skip:
             continue
-        dist = entry.dist
-        source = Origin(entry.name, dist.name if dist else UNKNOWN, dist.version if dist else "")
-        if (first := hooks.sources.get(entry.name)) is not None:
+        source = source_of(entry)
+        first = hooks.sources.get(entry.name)
+        if first is not None:
             raise PluginError(
                 f"two distributions name a plugin {entry.name!r}: {first.distribution} "
                 f"{first.version} and {source.distribution} {source.version}. Uninstall one, or "
@@ -157,6 +157,13 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
             f"{entry.name!r} under plugins.disabled."
         ) from error
     hooks.register(plugin, entry.name)
+
+
+def source_of(entry: EntryPoint) -> Origin:
+    """The distribution of an entry point."""
+    if entry.dist is None:
+        return Origin(entry.name, UNKNOWN, "")
+    return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 
 def installed_entries(group: str) -> list[EntryPoint]:
@@ -189,3 +196,10 @@ def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
 
 GROUPS = (PROJECT, TRAINER_GROUP)
 """Every entry-point group a plugin may be found in."""
+
+
+def installed_versions() -> dict[str, str]:
+    """Version of core and of every distribution with plugins. Imports none of them."""
+    entries = [entry for group in GROUPS for entry in installed_entries(group)]
+    found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
+    return {"prime-rl-core": version("prime-rl-core")} | dict(sorted(found.items()))

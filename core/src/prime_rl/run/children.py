@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,8 +32,6 @@ FIRST_PORT = 20000
 """Lowest port that a run chooses, above the ports of well-known services."""
 TRIES = 100
 """Random ports to try before the kernel chooses."""
-
-STDERR = 2
 
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -65,7 +63,7 @@ def start(
 
     ``log`` receives stdout and stderr; None: our stderr. ``cwd``: None for our own.
     """
-    with nullcontext(STDERR) if log is None else log.open("ab") as file:
+    with nullcontext(2) if log is None else log.open("ab") as file:
         process = subprocess.Popen(
             argv,
             stdin=subprocess.DEVNULL,
@@ -78,23 +76,28 @@ def start(
     return Child(name, process, log)
 
 
+def ending(code: int) -> str:
+    """How a process has ended, by its exit code."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
 def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
     """Send SIGTERM to every child, and after ``grace`` seconds SIGKILL to its whole session."""
+
+    def send(child: Child, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, number)
+
     for child in children:
         if child.exit_code is None:
-            _signal(child, signal.SIGTERM)
+            send(child, signal.SIGTERM)
     deadline = time.monotonic() + grace
     for child in children:
         with suppress(subprocess.TimeoutExpired):
             child.process.wait(max(0.0, deadline - time.monotonic()))
     for child in children:
-        _signal(child, signal.SIGKILL)  # the whole session: grandchildren included
+        send(child, signal.SIGKILL)  # the whole session: grandchildren included
         child.process.wait()
-
-
-def _signal(child: Child, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.process.pid, number)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -103,37 +106,31 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     The caller binds them seconds later. They are therefore outside the kernel's ephemeral range,
     and random, so that two runs hardly choose the same.
     """
+    try:
+        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError):  # not Linux
+        last = 32768
+    numbers = range(FIRST_PORT, last)
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            _bind(each, host)
+            for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):
+                with suppress(OSError):
+                    each.bind((host, number))
+                    break
+            else:
+                each.bind((host, 0))  # any port; or raise why none can be bound
         return [each.getsockname()[1] for each in sockets]
 
 
-def _bind(each: socket.socket, host: str) -> None:
-    numbers = range(FIRST_PORT, _first_ephemeral())
-    for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):
-        with suppress(OSError):
-            return each.bind((host, number))
-    each.bind((host, 0))  # any port; or raise why none can be bound
-
-
-def _first_ephemeral() -> int:
-    try:
-        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):  # not Linux
-        return 32768
-
-
-@contextmanager
-def sigterm_is_ctrl_c() -> Iterator[None]:
+def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
     """Treat SIGTERM like Ctrl-C, so that the clean-up runs."""
+    return _handled_by(signal.default_int_handler, signal.SIGTERM)
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
 
-    with _handled_by(interrupt, signal.SIGTERM):
-        yield
+def uninterrupted() -> AbstractContextManager[None]:
+    """Ignore SIGINT and SIGTERM during the clean-up."""
+    return _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
@@ -149,13 +146,6 @@ def first_signal_asks() -> Iterator[Callable[[], bool]]:
 
     with _handled_by(hear, signal.SIGINT, signal.SIGTERM):
         yield lambda: bool(heard)
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Ignore SIGINT and SIGTERM during the clean-up."""
-    with _handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
-        yield
 
 
 @contextmanager

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.engine import Engine, EngineLaunch
 from prime_rl.plugins.launchers import ProcessCommand, Task
-from prime_rl.rundir.addresses import LOCAL
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, NODE_ADDRESS, Launch
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
+from prime_rl.rundir.status import process_name
 
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 TRAINER, AGENT = "prime_rl.trainer", "prime_rl.trainer.agent"
@@ -42,7 +42,7 @@ class Keys:
     @property
     def env(self) -> dict[str, str]:
         """The environment variables that carry the keys."""
-        return {ADMIN_KEY: self.admin, **({ENGINE_KEY: self.engine} if self.engine else {})}
+        return {ADMIN_KEY: self.admin} | ({ENGINE_KEY: self.engine} if self.engine else {})
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,11 @@ class Commands:
     def of(self, task: Task) -> ProcessCommand:
         """The command of one task."""
         log = log_dir(self.run_dir) / f"{task.name}.log"
+        module = [sys.executable, "-m"]
         env = {"HF_HUB_OFFLINE": "1"}  # the model is, or will be, a local folder
         needs = [self.run_dir / "configs" / "launch.json"]
         if task.part == "model":  # the only process that may access the hub
-            return ProcessCommand(self._module(MODEL), log, {}, needs)
+            return ProcessCommand([*module, MODEL, str(self.run_dir)], log, {}, needs)
         model = Path(self.launch.model_path)
         # A machine must see the model's folder, or its parent until the folder exists.
         needs.append(model.parent if self.launch.wait_for_model else model)
@@ -76,10 +77,7 @@ class Commands:
         if task.part == "trainer":
             env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
             return ProcessCommand(trainer_command(self.launch, self.run_dir), log, env, needs)
-        return ProcessCommand(self._module(ORCHESTRATOR), log, env, needs)
-
-    def _module(self, module: str) -> list[str]:
-        return [sys.executable, "-m", module, str(self.run_dir)]
+        return ProcessCommand([*module, ORCHESTRATOR, str(self.run_dir)], log, env, needs)
 
 
 def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
@@ -112,7 +110,7 @@ def engine_launch(
 ) -> EngineLaunch:
     """The launch settings of one engine."""
     host, _, port = launch.engine_urls[number].removeprefix("http://").rpartition(":")
-    name = f"inference_{number}" if number else "inference"
+    name = process_name("inference", number)
     return EngineLaunch(
         model_path=Path(launch.model_path),
         wait_for_model=launch.wait_for_model,

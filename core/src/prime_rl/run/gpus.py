@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,14 +17,17 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 ASK_SECONDS = 30.0
 
+Gpus = tuple[int, ...]
+"""Indices into the visible GPUs."""
+
 
 def visible_gpus() -> list[str]:
     """CUDA's names of the GPUs that this process may use, in CUDA's order: those of
     ``CUDA_VISIBLE_DEVICES``, else all that ``nvidia-smi`` lists. Empty: none."""
-    told = os.environ.get(VISIBLE)
-    if told is None:
+    given = os.environ.get(VISIBLE)
+    if given is None:
         return list(_counted(os.environ.get("PATH", "")))
-    names = [name.strip() for name in told.split(",") if name.strip()]
+    names = [name.strip() for name in given.split(",") if name.strip()]
     # CUDA stops at the first invalid entry: -1 hides all that follow.
     return names[: names.index("-1")] if "-1" in names else names
 
@@ -42,43 +44,60 @@ def _counted(path: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """Indices into the visible GPUs. None: the process gets no ``CUDA_VISIBLE_DEVICES``."""
+    """The GPUs of each process. None: it gets no ``CUDA_VISIBLE_DEVICES``."""
 
-    engines: tuple[tuple[int, ...], ...] | None
+    engines: tuple[Gpus, ...] | None
     """One entry per engine."""
-    trainer: tuple[int, ...] | None
-
-    def of_engine(self, number: int) -> tuple[int, ...] | None:
-        """The GPUs of one engine."""
-        return None if self.engines is None else self.engines[number]
+    trainer: Gpus | None
 
 
 NOTHING = GpuPlan(None, None)
 
 
 def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
-    """The GPUs of each process on this machine. Raises ``ConfigError``."""
-    deployment = config.deployment
-    if not launcher.is_remote:
-        return plan_gpus(
-            deployment,
-            launcher.num_gpus(),
-            num_engines(config),
-            config.trainer.num_ranks or 0,
-            config.trainer.device == "cpu",
-        )
-    for key in ("inference_gpus", "trainer_gpus"):
-        if getattr(deployment, key) is not None:
-            raise ConfigError(
-                f"deployment.{key} numbers the GPUs of one machine, and the launcher "
-                f"{launcher.name!r} chooses among several. Leave it out."
-            )
-    if deployment.colocated:
+    """Split the visible GPUs: the engines get the first, the trainer the last.
+
+    Nothing is assigned by a remote launcher, without a GPU, or with a single one that the config
+    assigns to neither side. Raises ``ConfigError`` for GPUs that do not exist, that both sides
+    have, or that do not divide.
+    """
+    deployment, on_cpu = config.deployment, config.trainer.device == "cpu"
+    if launcher.is_remote:
+        _check_remote(deployment, launcher.name)
+        return NOTHING
+    num_gpus, engines = launcher.num_gpus(), num_engines(config)
+    _check_lists(deployment, num_gpus, engines, on_cpu)
+    given = deployment.inference_gpus, deployment.trainer_gpus
+    unsaid = given == (None, None) and not deployment.colocated
+    if num_gpus == 0 or (num_gpus == 1 and unsaid):
+        return NOTHING
+    ranks = 0 if on_cpu else config.trainer.num_ranks or 0
+    everything = tuple(range(num_gpus))
+    sides: tuple[Gpus, Gpus]
+    if on_cpu:
+        sides = (deployment.inference_gpus or everything, ())
+    elif engines == 0:
+        sides = ((), deployment.trainer_gpus or everything)
+    elif deployment.colocated:
+        sides = _shared(deployment, everything, ranks)
+    else:
+        sides = _separate(deployment, everything, ranks)
+    inference, trainer = sides
+    if ranks > len(trainer):
         raise ConfigError(
-            "deployment.colocated shares one machine's GPUs, which the launcher "
-            f"{launcher.name!r} cannot promise. Use the launcher 'local', or leave it out."
+            f"trainer.num_ranks is {ranks}, and the trainer has {len(trainer)} GPUs "
+            f"({list(trainer)}): a rank needs one of its own. Lower it, or give it more GPUs "
+            "(deployment.trainer_gpus)."
         )
-    return NOTHING
+    # A list of the config must divide; our own choice may leave a rest.
+    share, rest = divmod(len(inference), max(engines, 1))
+    if engines and (share == 0 or (rest and deployment.inference_gpus)):
+        raise ConfigError(
+            f"inference.replicas: {engines} engines cannot share {len(inference)} GPUs "
+            f"({list(inference)}) equally. Change it, or deployment.inference_gpus."
+        )
+    shares = tuple(inference[n * share : (n + 1) * share] for n in range(engines))
+    return GpuPlan(shares, trainer[: ranks or None])
 
 
 def num_engines(config: RunConfig) -> int:
@@ -110,35 +129,7 @@ def num_ranks(config: RunConfig, gpus: GpuPlan) -> int:
     return ranks
 
 
-def plan_gpus(
-    config: DeploymentConfig, num_gpus: int, num_engines: int, ranks: int, on_cpu: bool = False
-) -> GpuPlan:
-    """Split ``num_gpus`` visible GPUs: the engines get the first, the trainer the last.
-
-    ``num_engines``: engines that this run starts; 0 if they run elsewhere. ``ranks``: trainer
-    ranks; 0 if the config does not set them. ``on_cpu``: the trainer uses no GPU. Nothing is
-    assigned without a GPU, or with a single one that the config assigns to neither side. Raises
-    ``ConfigError`` for GPUs that do not exist, that both sides have, or that do not divide.
-    """
-    _check_lists(config, num_gpus, num_engines, on_cpu)
-    given = (config.inference_gpus, config.trainer_gpus)
-    unsaid = given == (None, None) and not config.colocated
-    if num_gpus == 0 or (num_gpus == 1 and unsaid):
-        return NOTHING
-    everything = tuple(range(num_gpus))
-    if on_cpu:
-        return GpuPlan(_split(config, everything, num_engines), ())
-    if num_engines == 0:
-        return GpuPlan((), _trainer(config.trainer_gpus or everything, ranks))
-    if config.colocated:
-        return _shared(config, everything, num_engines, ranks)
-    engines, trainer = _separate(config, everything, ranks)
-    return GpuPlan(_split(config, engines, num_engines), _trainer(trainer, ranks))
-
-
-def _shared(
-    config: DeploymentConfig, everything: tuple[int, ...], num_engines: int, ranks: int
-) -> GpuPlan:
+def _shared(config: DeploymentConfig, everything: Gpus, ranks: int) -> tuple[Gpus, Gpus]:
     """Engines and trainer share the GPUs of either list, which must agree; else all GPUs."""
     inference, trainer = config.inference_gpus, config.trainer_gpus
     if inference and trainer and set(inference) != set(trainer):
@@ -146,13 +137,11 @@ def _shared(
             f"deployment: colocated, but inference_gpus is {list(inference)} and trainer_gpus is "
             f"{list(trainer)}. Give the same GPUs, or only one of the two lists."
         )
-    gpus = inference or trainer or (everything[:ranks] if ranks else everything)
-    return GpuPlan(_split(config, gpus, num_engines), _trainer(trainer or gpus, ranks))
+    gpus = inference or trainer or everything[: ranks or None]
+    return inference or gpus, trainer or gpus
 
 
-def _separate(
-    config: DeploymentConfig, everything: tuple[int, ...], ranks: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _separate(config: DeploymentConfig, everything: Gpus, ranks: int) -> tuple[Gpus, Gpus]:
     """Disjoint GPUs for the engines and the trainer."""
     inference, trainer = config.inference_gpus, config.trainer_gpus
     if inference is None and trainer is None:
@@ -176,36 +165,39 @@ def _separate(
     return inference, trainer
 
 
-def _trainer(gpus: Sequence[int], ranks: int) -> tuple[int, ...]:
-    if ranks > len(gpus):
-        raise ConfigError(
-            f"trainer.num_ranks is {ranks}, and the trainer has {len(gpus)} GPUs "
-            f"({list(gpus)}): a rank needs one of its own. Lower it, or give it more GPUs "
-            "(deployment.trainer_gpus)."
-        )
-    return tuple(gpus[: ranks or None])
-
-
-def _split(
-    config: DeploymentConfig, gpus: Sequence[int], num_engines: int
-) -> tuple[tuple[int, ...], ...]:
-    """Equal shares, in order. A list of the config must divide; our own choice may leave a rest."""
-    gpus = config.inference_gpus or gpus
-    share, rest = divmod(len(gpus), max(num_engines, 1))
-    if share == 0 or (rest and config.inference_gpus):
-        raise ConfigError(
-            f"inference.replicas: {num_engines} engines cannot share {len(gpus)} GPUs "
-            f"({list(gpus)}) equally. Change it, or deployment.inference_gpus."
-        )
-    return tuple(tuple(gpus[n * share : (n + 1) * share]) for n in range(num_engines))
-
-
-def _check_lists(config: DeploymentConfig, num_gpus: int, num_engines: int, on_cpu: bool) -> None:
+def _check_remote(config: DeploymentConfig, launcher: str) -> None:
+    """Refuse settings of one machine where the launcher chooses among several."""
     for key in ("inference_gpus", "trainer_gpus"):
-        numbers = getattr(config, key)
-        if numbers is not None:
-            _check_numbers(f"deployment.{key}", numbers, num_gpus)
-    if num_engines == 0 and config.inference_gpus is not None:
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"deployment.{key} numbers the GPUs of one machine, and the launcher "
+                f"{launcher!r} chooses among several. Leave it out."
+            )
+    if config.colocated:
+        raise ConfigError(
+            "deployment.colocated shares one machine's GPUs, which the launcher "
+            f"{launcher!r} cannot promise. Use the launcher 'local', or leave it out."
+        )
+
+
+def _check_lists(config: DeploymentConfig, num_gpus: int, engines: int, on_cpu: bool) -> None:
+    """The config's lists name GPUs that exist, of processes that use GPUs here."""
+    visible = f"{VISIBLE} is {os.environ.get(VISIBLE, 'unset')}"
+    for key in ("inference_gpus", "trainer_gpus"):
+        numbers = getattr(config, key) or ()
+        if numbers and num_gpus == 0:
+            raise ConfigError(
+                f"deployment.{key} is {list(numbers)}, and no GPU was found: nvidia-smi counts "
+                f"none, {visible}. Leave it out to run on CPU."
+            )
+        if numbers and max(numbers) >= num_gpus:
+            raise ConfigError(
+                f"deployment.{key}: there is no GPU {max(numbers)}; {num_gpus} can be used here, "
+                f"numbered from 0 ({visible})"
+            )
+        if len(set(numbers)) < len(numbers):
+            raise ConfigError(f"deployment.{key}: a GPU is listed twice: {list(numbers)}")
+    if engines == 0 and config.inference_gpus is not None:
         raise ConfigError(
             "deployment.inference_gpus is set, and inference.base_url names engines that run "
             "elsewhere. Leave it out."
@@ -214,19 +206,3 @@ def _check_lists(config: DeploymentConfig, num_gpus: int, num_engines: int, on_c
         raise ConfigError(
             'deployment.trainer_gpus is set, and trainer.device is "cpu". Leave one of them out.'
         )
-
-
-def _check_numbers(key: str, numbers: Sequence[int], num_gpus: int) -> None:
-    told = f"{VISIBLE} is {os.environ.get(VISIBLE, 'unset')}"
-    if num_gpus == 0:
-        raise ConfigError(
-            f"{key} is {list(numbers)}, and no GPU was found: nvidia-smi counts none, {told}. "
-            "Leave it out to run on CPU."
-        )
-    if too_high := [number for number in numbers if number >= num_gpus]:
-        raise ConfigError(
-            f"{key}: there is no GPU {too_high[0]}; {num_gpus} can be used here, numbered from 0 "
-            f"({told})"
-        )
-    if len(set(numbers)) < len(numbers):
-        raise ConfigError(f"{key}: a GPU is listed twice: {list(numbers)}")

@@ -14,16 +14,16 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 
+from prime_rl import ModelMaker
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.model_files import read_headers
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.model import ModelMaker
 from prime_rl.plugins.offers import MODEL, collect
 from prime_rl.run.resolve import build_model_maker
 from prime_rl.rundir.launch import READY, Launch
@@ -36,11 +36,10 @@ CACHE = "PRIME_RL_CACHE"
 """Environment variable with the folder of cached models."""
 
 
-def cached_path(maker: ModelMaker, version: str, seed: int, cache: Path | None = None) -> Path:
+def cached_path(maker: ModelMaker, version: str, seed: int, cache: Path) -> Path:
     """Folder of a maker's model: equal settings, seed and plugin version share one."""
     key = json.dumps([maker.name, version, maker.config.model_dump(mode="json"), seed])
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return (cache or cache_dir()) / f"{maker.name}-{digest}"
+    return cache / f"{maker.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def cache_dir() -> Path:
@@ -74,18 +73,20 @@ def check_lora_names(config: RunConfig) -> None:
     format, is checked by the trainer, which also knows the type of each module.
     """
     lora = config.trainer.lora
-    if lora is None:
+    folder = Path(model_path(config)[0]) if lora is not None else Path()
+    if lora is None or not any(folder.glob("model*.safetensors")):
         return
-    folder = Path(model_path(config)[0])
-    if not any(folder.glob("model*.safetensors")):
-        return
-    shapes = {name: entry.shape for name, entry in read_headers(folder).items()}
+    tensors = read_headers(folder)
     matrices = {
         name.removesuffix(".weight")
-        for name, shape in shapes.items()
-        if len(shape) == 2 and name.endswith(".weight")
+        for name, entry in tensors.items()
+        if len(entry.shape) == 2 and name.endswith(".weight")
     }
-    modules = {module for name in shapes for module in _modules(name)}
+    modules = {  # a.b.weight belongs to the modules a and a.b
+        module
+        for name in tensors
+        for module in accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
+    }
     for target in lora.target_modules or ():
         if not any(f".{name}".endswith(f".{target}") for name in matrices):
             raise _unknown("target_modules", target, matrices, folder)
@@ -94,13 +95,8 @@ def check_lora_names(config: RunConfig) -> None:
             raise _unknown("modules_to_save", end, modules, folder)
 
 
-def _modules(tensor: str) -> Iterator[str]:
-    """``a.b.weight`` belongs to the modules a and a.b."""
-    return accumulate(tensor.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
-
-
 def _unknown(key: str, name: str, modules: set[str], folder: Path) -> ConfigError:
-    ends = sorted({module.rpartition(".")[2] for module in modules} - set(map(str, range(1000))))
+    ends = sorted({end for module in modules if not (end := module.rpartition(".")[2]).isdecimal()})
     close = get_close_matches(name, ends, 1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return ConfigError(
@@ -152,25 +148,21 @@ def main() -> int:
     status = Status(run_dir / "status" / "model.json")
     status.report("starting")
     try:
-        _provide(run_dir, status)
+        config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
+        maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
+
+        def fill(folder: Path) -> None:
+            if maker is None:
+                fetch(config.model.name, folder, status)
+            else:
+                maker.make(folder, config.seed, lambda s, share: status.report(s, progress=share))
+
+        make(fill, Path(Launch.read(run_dir).model_path))
     except (PrimeRLError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return 1
     status.report(DONE, progress=1.0)
     return 0
-
-
-def _provide(run_dir: Path, status: Status) -> None:
-    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
-    maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
-
-    def fill(directory: Path) -> None:
-        if maker is None:
-            fetch(config.model.name, directory, status)
-        else:
-            maker.make(directory, config.seed, lambda s, share: status.report(s, progress=share))
-
-    make(fill, Path(Launch.read(run_dir).model_path))
 
 
 if __name__ == "__main__":

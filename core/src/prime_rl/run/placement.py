@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl import Engine
 from prime_rl.adapter import is_adapter
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
 from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
 from prime_rl.run.models import model_path
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import process_name
 
 LOOPBACK = "127.0.0.1"
 MODELS = ".models"
@@ -45,10 +46,10 @@ def lay_out(
     A resumed run loads model and tokenizer from the checkpoint. If the checkpoint is an adapter,
     it loads the original base model.
     """
-    whole = checkpoint is not None and not is_adapter(checkpoint.weights)
-    cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
-    path, to_make = str(checkpoint and checkpoint.weights), False
-    if not whole:
+    if checkpoint is not None and not is_adapter(checkpoint.weights):
+        path, to_make = str(checkpoint.weights), False
+    else:
+        cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
         path, to_make = model_path(config, cache)
     gpus = gpus_of(config, launcher)
     ranks = num_ranks(config, gpus)
@@ -65,14 +66,9 @@ def lay_out(
 
 def _engine_tasks(config: RunConfig, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
     for number in range(num_engines(config)):
-        yield Task(
-            "inference" if number == 0 else f"inference_{number}",
-            "inference",
-            number,
-            num_gpus=num_gpus,
-            gpus=gpus.of_engine(number),
-            num_ports=1,
-        )
+        own = None if gpus.engines is None else gpus.engines[number]
+        name = process_name("inference", number)
+        yield Task(name, "inference", number, num_gpus=num_gpus, gpus=own, num_ports=1)
 
 
 def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -> Iterator[Task]:
@@ -81,14 +77,13 @@ def _trainer_tasks(config: RunConfig, gpus: GpuPlan, ranks: int, on_gpu: bool) -
     nodes = config.deployment.trainer_nodes
     share = ranks // nodes
     for number in range(nodes):
-        mine = slice(number * share, (number + 1) * share)
         yield Task(
-            "trainer" if number == 0 else f"trainer_{number}",
+            process_name("trainer", number),
             "trainer",
             number,
             num_cpus=share,
             num_gpus=share if on_gpu else 0,
-            gpus=None if gpus.trainer is None else gpus.trainer[mine],
+            gpus=gpus.trainer and gpus.trainer[number * share : (number + 1) * share],
             num_ports=1,
             apart=nodes > 1,
         )

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.run.chat_template import read_chat_template
+from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
 from prime_rl.rundir.stop import Stopped
 
@@ -21,22 +21,24 @@ def print_summary(console: Console, run_dir: Path) -> None:
     if not path.exists():
         return
     summary = json.loads(path.read_text())
-    sampled = summary["sampled_reward"]
+    sampled, measured = summary["sampled_reward"], summary["eval"]
     console.print()
     if summary.get("stopped_at") is not None:
         console.print(f"[yellow]Stopped at step {summary['stopped_at']}[/]")
     if sampled["first"] is not None:
-        steps = sampled["window"]
-        window = (
-            "first and last step" if steps == 1 else f"mean of the first and last {steps} steps"
-        )
+        steps = f"mean of the first and last {sampled['window']} steps"
         console.print(
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
-            f"[dim]{window}[/]"
+            f"[dim]{'first and last step' if sampled['window'] == 1 else steps}[/]"
         )
-    for after in summary["eval"]["after"]:
-        _print_eval(console, _first_of(summary["eval"], after), after)
-    _print_template(console, run_dir)
+    # The env's first evaluation: before training, or if that was skipped, the first one.
+    earlier = [*measured.get("before", ()), *measured.get("during", ())]
+    for after in measured["after"]:
+        before = next((each for each in earlier if each["env"] == after["env"]), None)
+        _print_eval(console, before, after)
+    template = read_chat_template(run_dir)
+    if template is not None and template.warning is not None:
+        console.print(Text.assemble(("WARNING  ", "bold red"), (template.warning, "red")))
     _print_line(console, f"Run directory   {run_dir}")
     _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
 
@@ -65,20 +67,6 @@ def _print_line(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _print_template(console: Console, run_dir: Path) -> None:
-    """Print the warning about the chat template of ``weights/``, if there is one."""
-    chosen = read_chat_template(run_dir)
-    if chosen is not None and chosen.warning is not None:
-        console.print(Text.assemble(("WARNING  ", "bold red"), (chosen.warning, "red")))
-
-
-def _first_of(measured: dict[str, Any], after: dict[str, Any]) -> dict[str, Any] | None:
-    """The env's first evaluation: before training, or if that was skipped, the first one; None if
-    there is only one."""
-    earlier: list[dict[str, Any]] = [*measured["before"], *measured.get("during", ())]
-    return next((each for each in earlier if each["env"] == after["env"]), None)
-
-
 def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str, Any]) -> None:
     if before is None:
         failed = f"   [red]failed: {after['num_failed']}[/]" if after["num_failed"] else ""
@@ -87,9 +75,11 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
             f"[dim]{after['env']}, {after['num_rollouts']} rollouts; not measured before[/]{failed}"
         )
         return
+    numbers = before["num_failed"], after["num_failed"]  # they count as reward 0
+    failures = f"   [red]failed: {numbers[0]} before, {numbers[1]} after[/]" if any(numbers) else ""
     console.print(
         f"Held-out reward [bold]{before['reward']:.3f} → {after['reward']:.3f}[/]   "
-        f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]{_failures(before, after)}"
+        f"[dim]{before['env']}, {before['num_rollouts']} rollouts[/]{failures}"
     )
     table = Table(box=None, header_style="dim", padding=(0, 2))
     for title in ("prompt", "before", "", "after", ""):
@@ -103,12 +93,6 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
             Text(f"{second['reward']:.2f}", "green"),
         )
     console.print(table)
-
-
-def _failures(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Failed rollouts count as reward 0, so the table shows their number."""
-    failed = before["num_failed"], after["num_failed"]
-    return f"   [red]failed: {failed[0]} before, {failed[1]} after[/]" if any(failed) else ""
 
 
 def _last(messages: list[list[str]], role: str) -> str:

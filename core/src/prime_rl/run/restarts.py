@@ -6,26 +6,13 @@ it in a status file.
 
 from __future__ import annotations
 
-import signal
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.rundir.status import read_status
-
-ENGINES = "engines"
-"""Status file with the orchestrator's state of each engine, by name."""
-STARTING = "starting"
-"""State of an engine that has not served yet."""
-HUNG = "hung"
-"""Prefix of the state of an engine that accepts connections and does not answer. A count follows,
-so that each hang is handled once."""
-
-
-def engine_names(number: int) -> list[str]:
-    """Names of a run's engine processes, logs and status files."""
-    return ["inference" if place == 0 else f"inference_{place}" for place in range(number)]
+from prime_rl.run.children import ending
+from prime_rl.rundir.status import ENGINES, HUNG, STARTING, read_status
 
 
 class Restarts:
@@ -52,18 +39,21 @@ class Restarts:
         """Replace each engine in the list that has died or hangs by a new process. An engine that
         has reached the limit is removed if another engine works; else it stays, so that the caller
         sees its exit code or the orchestrator waits for it."""
-        states = self._states()
+        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
+        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
         for process in [each for each in processes if each.name in self._engines]:
             name, state = process.name, states.get(process.name, STARTING)
             if state == STARTING or (process.exit_code is None and not self._hangs(name, state)):
                 continue
+            code = process.exit_code
+            how = f"{name} {'answers nothing' if code is None else ending(code)}"
             if self._used[name] < self._limit:
                 self._used[name] += 1
                 count = f"{self._used[name]} of {self._limit} times"
-                self._tell(f"{name} {_end_of(process)}: starting it again ({count})")
+                self._tell(f"{how}: starting it again ({count})")
                 processes[processes.index(process)] = self._launcher.start(*self._engines[name])
             elif any(self._works(other, states) for other in processes if other is not process):
-                self._tell(f"{name} {_end_of(process)}: going on without it")
+                self._tell(f"{how}: going on without it")
                 self._launcher.end([process])  # and its remaining children
                 processes.remove(process)
             self._handled[name] = state
@@ -75,14 +65,3 @@ class Restarts:
         """Whether the run can continue with this engine."""
         hangs = self._hangs(other.name, states.get(other.name, STARTING))
         return other.name in self._engines and other.exit_code is None and not hangs
-
-    def _states(self) -> dict[str, str]:
-        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
-        return {} if report is None else {name: str(state) for name, state in report.detail.items()}
-
-
-def _end_of(process: Process) -> str:
-    if process.exit_code is None:
-        return "answers nothing"
-    code = process.exit_code or 0
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

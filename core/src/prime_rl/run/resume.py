@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
-from prime_rl.run.drift import (
+from prime_rl.plugins.manager import installed_versions
+from prime_rl.run.resume_checks import (
     check_lora,
     check_model,
     check_optimizer,
     config_drift,
-    installed_versions,
     version_drift,
 )
 from prime_rl.rundir.checkpoints import (
@@ -35,7 +36,8 @@ from prime_rl.rundir.checkpoints import (
     finished,
     whole_steps,
 )
-from prime_rl.rundir.directory import make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.rundir.directory import held, make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.rundir.status import replace_text
 
 LATEST = "latest"
 
@@ -72,19 +74,23 @@ def plan(config: RunConfig, what: str) -> Plan:
     return Plan(checkpoint, run_dir, notes + [f"changed since: {line}" for line in drift])
 
 
-def begin(config: RunConfig, chosen: Plan) -> tuple[Path, Checkpoint]:
-    """Prepare the run directory for the next attempt. The caller holds its lock. Raises
-    ``ConfigError`` if a file cannot be written."""
+@contextmanager
+def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint]]:
+    """Lock the run directory and prepare it for the next attempt. Raises ``ConfigError`` if
+    another process holds it or a file cannot be written."""
     if chosen.run_dir is None:
         run_dir = make_run_dir(config)
-        return run_dir, copy(chosen.checkpoint, run_dir)
-    try:
-        rewind(chosen.run_dir, chosen.checkpoint.step)
-        new_attempt(chosen.run_dir)
-        write_config(chosen.run_dir, config)
-    except OSError as error:
-        raise ConfigError(f"--resume: cannot make {chosen.run_dir} ready: {error}") from error
-    return chosen.run_dir, chosen.checkpoint
+        with held(run_dir):
+            yield run_dir, copy(chosen.checkpoint, run_dir)
+        return
+    with held(chosen.run_dir):
+        try:
+            rewind(chosen.run_dir, chosen.checkpoint.step)
+            new_attempt(chosen.run_dir)
+            write_config(chosen.run_dir, config)
+        except OSError as error:
+            raise ConfigError(f"--resume: cannot make {chosen.run_dir} ready: {error}") from error
+        yield chosen.run_dir, chosen.checkpoint
 
 
 def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None]:
@@ -132,8 +138,8 @@ def rewind(run_dir: Path, step: int) -> None:
     for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
     for folder in ("broadcasts", "rollouts", "token_exports"):
-        _remove_steps(run_dir / folder, lambda n: n > step)
-    _remove_steps(run_dir / "rollouts_wire", lambda n: True)
+        _remove_steps(run_dir / folder, after=step)
+    _remove_steps(run_dir / "rollouts_wire", after=-1)
     for path in (run_dir / "status").glob("*.json"):
         path.unlink()
 
@@ -142,24 +148,19 @@ def _cut(path: Path, step: int) -> None:
     """Keep the complete lines up to a step."""
     if not path.exists():
         return
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if _is_up_to(line, step)]
-    unfinished = path.with_name(f".{path.name}")
-    unfinished.write_bytes(b"".join(kept))
-    unfinished.replace(path)
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError, KeyError, TypeError):
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+    replace_text(path, b"".join(kept).decode())
 
 
-def _is_up_to(line: bytes, step: int) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
-
-
-def _remove_steps(folder: Path, gone: Callable[[int], bool]) -> None:
-    """Delete ``step_N`` if ``gone(N)``, and every unfinished ``.step_N``."""
+def _remove_steps(folder: Path, after: int) -> None:
+    """Delete each ``step_N`` with N greater than ``after``, and every unfinished ``.step_N``."""
     for path in [*folder.glob("step_*"), *folder.glob(".step_*")]:
-        number = path.name.lstrip(".").removeprefix("step_").split(".")[0]
-        if path.name.startswith(".") or (number.isdecimal() and gone(int(number))):
+        number = path.name.removeprefix("step_").split(".")[0]
+        if path.name.startswith(".") or (number.isdecimal() and int(number) > after):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -13,18 +13,17 @@ lines, and all processes are ended. The first Ctrl-C or SIGTERM stops the run gr
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.plugins.launchers import Launcher, Place, Process
+from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.run.children import first_signal_asks, sigterm_is_ctrl_c, uninterrupted
+from prime_rl.run.children import ending, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 from prime_rl.run.commands import Commands, Keys
-from prime_rl.run.placement import Layout, lay_out, plan
+from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.restarts import Restarts
 from prime_rl.run.view import View
@@ -46,16 +45,13 @@ def run(config: RunConfig, run_dir: Path, view: View, checkpoint: Checkpoint | N
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     processes: list[Process] = []
 
-    def tell(line: str) -> None:  # printed above the live view
-        view.console.print(line, markup=False, highlight=False)
-
     with supervised(run_dir), sigterm_is_ctrl_c():
         try:
-            restarts = Restarts(launcher, run_dir, config.inference.max_restarts, tell)
+            restarts = Restarts(launcher, run_dir, config.inference.max_restarts, view.print)
             # Extends the list process by process, so a failure ends those that have started.
-            processes += _start(config, run_dir, launcher, restarts, tell, checkpoint)
+            processes += _start(config, run_dir, launcher, restarts, view.print, checkpoint)
             with first_signal_asks() as asked:
-                stop = Stop(run_dir, first_step, asked, tell)
+                stop = Stop(run_dir, first_step, asked, view.print)
                 _watch(processes, view, restarts.restart, stop)
             if stopped := stop.result:
                 raise stopped
@@ -72,40 +68,30 @@ def _start(
     tell: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> Iterator[Process]:
-    """Start all processes at once: they import in parallel and then wait for each other."""
+    """Start all processes at once: they import in parallel and then wait for each other. What the
+    launcher waits for is printed, and written to its status."""
     engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
     layout = lay_out(config, launcher, engine, checkpoint)
-    places = _place(launcher, layout, run_dir, tell)
-    launch = plan(config, layout, places, checkpoint)
+    status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
+
+    def wait_for(what: str) -> None:
+        tell(f"waiting for {what}")
+        status.report("placing", waiting_for=what)
+
+    launch = plan(config, layout, launcher.place(layout.tasks, run_dir, wait_for), checkpoint)
+    status.report(DONE)
     launch.write(run_dir)
-    keys = Keys.of_run(config, launcher.is_remote)
     seen = run_dir.absolute() if launcher.is_remote else run_dir
-    commands = Commands(config, launch, seen, engine, keys)
+    commands = Commands(config, launch, seen, engine, Keys.of_run(config, launcher.is_remote))
     for task in layout.tasks:
         yield restarts.start(task, commands.of(task))
 
 
-def _place(
-    launcher: Launcher, layout: Layout, run_dir: Path, tell: Callable[[str], None]
-) -> Mapping[str, Place]:
-    """A place for every task. What the launcher waits for is printed, and written to its status."""
-    status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
-
-    def say(what: str) -> None:
-        tell(f"waiting for {what}")
-        status.report("placing", waiting_for=what)
-
-    places = launcher.place(layout.tasks, run_dir, say)
-    status.report(DONE)
-    return places
-
-
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
     """End the engines last: their clients would report a failure."""
-    engines = [each for each in processes if _is_of("inference", each)]
     try:
-        launcher.end([each for each in processes if each not in engines])
-        launcher.end(engines)
+        launcher.end([each for each in processes if not _is_of("inference", each)])
+        launcher.end([each for each in processes if _is_of("inference", each)])
     finally:
         launcher.close()
 
@@ -150,18 +136,17 @@ def _is_of(part: str, process: Process) -> bool:
 def _check_alive(process: Process, run_dir: Path) -> None:
     """Raises ``RunError`` if a process has ended without reporting that it is done."""
     code = process.exit_code
-    if code is None or (code == 0 and _is_done(process, run_dir)):
+    if code is None or (code == 0 and _is_done(process.name, run_dir)):
         return
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    how += " before it was done" if code == 0 else ""
+    how = ending(code) + (" before it was done" if code == 0 else "")
     tail = "\n".join(f"    {line}" for line in process.last_lines())
     steps = whole_steps(run_dir)
     resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
     raise RunError(f"{process.name} {how}. The end of its log ({process.log}):\n{tail}{resume}")
 
 
-def _is_done(process: Process, run_dir: Path) -> bool:
-    """Whether a process has reported that it is done. The trainer's first node reports for all."""
-    name = "trainer" if process.name.startswith("trainer_") else process.name
-    report = read_status(run_dir / "status" / f"{name}.json")
-    return report is not None and (report.state == DONE or name != process.name)
+def _is_done(name: str, run_dir: Path) -> bool:
+    """The trainer's first node reports for all nodes."""
+    is_other_node = name.startswith("trainer_")
+    report = read_status(run_dir / "status" / f"{'trainer' if is_other_node else name}.json")
+    return report is not None and (is_other_node or report.state == DONE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.rundir.status import DONE, StatusReport, read_status
-from prime_rl.rundir.tail import Tail
+from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
 
-PROCESSES = ("model", "inference", "trainer", "orchestrator")
 SLOW_SECONDS = 2.0
 PRINT_EVERY = 10
 """Steps between two lines without a terminal."""
@@ -44,8 +42,8 @@ class View:
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
         self._printed: dict[str, str] = {}
         self.metrics.read_new()
+        # Steps that previous attempts have trained.
         self._steps_before = self._printed_step = self.metrics.step
-        """Steps that previous attempts have trained."""
 
     def __enter__(self) -> View:
         if self._live:
@@ -76,26 +74,19 @@ class View:
         )
 
     def _headline(self) -> RenderableType:
-        latest, rewards = self.metrics.latest, self.metrics.rewards
-        step = self.metrics.step
+        metrics, kl = self.metrics, self.metrics.latest.get("mismatch_kl/all/mean")
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
         table.add_column()
-        bar = ProgressBar(total=self.max_steps, completed=step, width=40)
-        seconds = time.monotonic() - self.started
-        table.add_row(
-            "step", _row(Text(f"{step}/{self.max_steps}"), bar, Text(clock(seconds), "dim"))
-        )
-        if rewards:
-            table.add_row(
-                "reward",
-                Text.assemble((f"{rewards[-1]:.3f} ", "bold"), (sparkline(rewards), "green")),
-            )
-        elif latest.get("loss/mean") is not None:
-            table.add_row("loss", f"{latest['loss/mean']:.3f}")
-        table.add_row("tokens/s", f"{self.metrics.tokens_per_second:,.0f}")
-        table.add_row("off-policy", _off_policy(latest))
-        kl = latest.get("mismatch_kl/all/mean")
+        bar = ProgressBar(total=self.max_steps, completed=metrics.step, width=40)
+        elapsed = Text(clock(time.monotonic() - self.started), "dim")
+        table.add_row("step", _row(Text(f"{metrics.step}/{self.max_steps}"), bar, elapsed))
+        if metrics.headline is not None:
+            name, value = metrics.headline
+            curve = sparkline(metrics.rewards) if metrics.rewards else ""
+            table.add_row(name, Text.assemble((f"{value} ", "bold"), (curve, "green")))
+        table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f}")
+        table.add_row("off-policy", metrics.off_policy)
         if kl is not None:
             table.add_row("mismatch KL", f"{kl:.1e}")
         return table
@@ -104,43 +95,41 @@ class View:
         table = Table(box=None, header_style="dim", padding=(0, 2))
         for title in ("process", "does", "waits for", ""):
             table.add_column(title)
-        for name in self._names():
-            report = read_status(self.run_dir / "status" / f"{name}.json")
-            if report is not None:
-                table.add_row(Text(name, "bold"), *_status_cells(report))
+        for name, report in self._reports():
+            table.add_row(Text(name, "bold"), *_status_cells(report))
         return table
 
-    def _names(self) -> list[str]:
+    def _reports(self) -> Iterator[tuple[str, StatusReport]]:
         """Processes to show. Several engines, or remote ones, add the line ``engines``."""
-        statuses = self.run_dir / "status"
-        others = (path.stem for path in statuses.glob("inference_*.json"))
+        folder = self.run_dir / "status"
+        others = (path.stem for path in folder.glob("inference_*.json"))
         more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
-        together = more or not (statuses / "inference.json").exists()
-        before, after = PROCESSES.index("inference"), PROCESSES.index("trainer")
-        engines = [*(["engines"] if together else []), *PROCESSES[before:after], *more]
-        return [*PROCESSES[:before], *engines, *PROCESSES[after:]]
+        together = more or not (folder / "inference.json").exists()
+        engines = [*([ENGINES] if together else []), "inference", *more]
+        for name in ("model", *engines, "trainer", "orchestrator"):
+            if (report := read_status(folder / f"{name}.json")) is not None:
+                yield name, report
 
     def _print_news(self) -> None:
         """Print a line for each process whose state is new, and one for every few steps."""
-        for name in self._names():
-            report = read_status(self.run_dir / "status" / f"{name}.json")
-            if report is None or self.metrics.step > self._steps_before:
-                continue  # once this attempt trains, the line per step is enough
+        metrics, step = self.metrics, self.metrics.step
+        # Once this attempt trains, the line per step is enough.
+        for name, report in self._reports() if step <= self._steps_before else ():
             waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
             if self._printed.get(name) != (news := f"{report.state}{waits}"):
                 self._printed[name] = news
-                self.console.print(f"{name}: {news}", markup=False, highlight=False)
-        step = self.metrics.step
+                self.print(f"{name}: {news}")
         shown = self.max_steps if step == self.max_steps else step - step % PRINT_EVERY
         if shown > self._printed_step:
             self._printed_step = shown
-            self.console.print(
-                f"step {step}/{self.max_steps} | {self.metrics.headline} | "
-                f"{self.metrics.tokens_per_second:,.0f} tokens/s | off-policy "
-                f"{_off_policy(self.metrics.latest)}",
-                markup=False,
-                highlight=False,
+            self.print(
+                f"step {step}/{self.max_steps} | {' '.join(metrics.headline or ('no reward',))} | "
+                f"{metrics.tokens_per_second:,.0f} tokens/s | off-policy {metrics.off_policy}"
             )
+
+    def print(self, line: str) -> None:
+        """Print a line; on a terminal, above the view."""
+        self.console.print(line, markup=False, highlight=False)
 
 
 class MetricsTail:
@@ -156,26 +145,24 @@ class MetricsTail:
     def read_new(self) -> None:
         """Read the lines written since the last call."""
         for line in self._tail.new_lines():
-            self._take(json.loads(line))
-
-    def _take(self, row: dict[str, Any]) -> None:
-        self.latest |= row
-        if row.get(REWARD) is not None:
-            self.rewards.append(row[REWARD])
-        if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
-            self.step = row["step"]
-            now = row["progress/seconds"], row["progress/total_tokens"]
-            if self._clock and now < self._clock[-1]:  # a new attempt: both start again
-                self._clock.clear()
-            self._clock.append(now)
+            row = json.loads(line)
+            self.latest |= row
+            if row.get(REWARD) is not None:
+                self.rewards.append(row[REWARD])
+            if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
+                self.step = row["step"]
+                now = row["progress/seconds"], row["progress/total_tokens"]
+                if self._clock and now < self._clock[-1]:  # a new attempt: both start again
+                    self._clock.clear()
+                self._clock.append(now)
 
     @property
-    def headline(self) -> str:
-        """The latest reward; without rewards, the loss."""
+    def headline(self) -> tuple[str, str] | None:
+        """Name and value of the latest reward; without rewards, of the loss."""
         if self.rewards:
-            return f"reward {self.rewards[-1]:.3f}"
+            return "reward", f"{self.rewards[-1]:.3f}"
         loss = self.latest.get("loss/mean")
-        return "no reward" if loss is None else f"loss {loss:.3f}"
+        return None if loss is None else ("loss", f"{loss:.3f}")
 
     @property
     def tokens_per_second(self) -> float:
@@ -184,6 +171,12 @@ class MetricsTail:
             return 0.0
         (t0, n0), (t1, n1) = self._clock[max(-len(self._clock), -20)], self._clock[-1]
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+    @property
+    def off_policy(self) -> str:
+        """Staleness of the last batch, in steps."""
+        mean, most = (self.latest.get(f"off_policy/{key}") for key in ("mean", "max"))
+        return "-" if mean is None or most is None else f"{mean:.2f} steps (max {most:.0f})"
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
@@ -206,11 +199,6 @@ def _row(*cells: RenderableType) -> Table:
     grid = Table.grid(padding=(0, 1))
     grid.add_row(*cells)
     return grid
-
-
-def _off_policy(latest: dict[str, Any]) -> str:
-    mean, most = latest.get("off_policy/mean"), latest.get("off_policy/max")
-    return "-" if mean is None or most is None else f"{mean:.2f} steps (max {most:.0f})"
 
 
 def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:

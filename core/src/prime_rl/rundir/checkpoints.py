@@ -92,7 +92,7 @@ def whole_steps(run_dir: Path) -> list[int]:
 def complete(run_dir: Path, step: int) -> Checkpoint:
     """Turn an unfinished checkpoint into a complete one, atomically. Raises ``OSError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
-    flush_all(written.directory)
+    flush(*written.directory.rglob("*"))
     (written.directory / STABLE).touch()
     flush(written.directory)
     if final.directory.exists():
@@ -102,19 +102,14 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
     return final
 
 
-def flush_all(directory: Path) -> None:
-    """Flush a folder and everything in it to the disk."""
-    for path in [*directory.rglob("*"), directory]:
-        flush(path)
-
-
-def flush(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def flush(*paths: Path) -> None:
+    """Flush files and folders to the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove(checkpoint: Checkpoint) -> None:
@@ -139,7 +134,7 @@ def copy(source: Checkpoint, run_dir: Path) -> Checkpoint:
     shutil.rmtree(partial.directory, ignore_errors=True)
     try:
         shutil.copytree(source.directory, partial.directory, copy_function=link_or_copy)
-        flush_all(partial.directory)
+        flush(*partial.directory.rglob("*"), partial.directory)
         partial.directory.rename(target.directory)
         flush(target.directory.parent)
     except OSError as error:

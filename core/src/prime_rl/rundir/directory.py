@@ -20,7 +20,7 @@ import glob
 import itertools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
@@ -38,13 +38,19 @@ def make_run_dir(config: RunConfig, *, dry: bool = False) -> Path:
     A real run may claim the directory of a dry run. Raises ``ConfigError`` if ``run.name`` is
     taken: a run never writes into the directory of another run.
     """
-    parent = Path(config.output_dir)
+    parent, name = Path(config.output_dir), config.run.name
+    names = [name] if name else (f"{_stem(config)}--{number}" for number in itertools.count(1))
     try:
-        run_dir = _named(parent, config.run.name) if config.run.name else _numbered(parent, config)
+        run_dir = next((parent / each for each in names if _claim(parent / each)), None)
     except OSError as error:
         raise ConfigError(
             f"output_dir: no run directory can be made in {parent}: {error}"
         ) from error
+    if run_dir is None:
+        raise ConfigError(
+            f"run.name: {parent / str(name)} exists already. Choose another run.name, leave it out "
+            "to get a free one, or remove the folder."
+        )
     for folder in ("configs",) if dry else SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
     if dry:
@@ -99,36 +105,19 @@ def runs_of(config: RunConfig) -> list[Path]:
     stem = _stem(config)
     found = [path for path in parent.glob(f"{glob.escape(stem)}--*") if path.is_dir()]
     numbered = {int(n): p for p in found if (n := p.name.removeprefix(f"{stem}--")).isdecimal()}
-    return [numbered[number] for number in sorted(numbered, reverse=True)]
+    return [path for _, path in sorted(numbered.items(), reverse=True)]
 
 
 def _claim(run_dir: Path) -> bool:
     """Create the directory or claim that of a dry run. Of concurrent callers one succeeds."""
     try:
         run_dir.mkdir(parents=True)
+        return True
     except FileExistsError:
-        try:
+        with suppress(FileNotFoundError):
             (run_dir / DRY).unlink()
-        except FileNotFoundError:
-            return False
-    return True
-
-
-def _named(parent: Path, name: str) -> Path:
-    run_dir = parent / name
-    if not _claim(run_dir):
-        raise ConfigError(
-            f"run.name: {run_dir} exists already. Choose another run.name, leave it out to get a "
-            "free one, or remove the folder."
-        )
-    return run_dir
-
-
-def _numbered(parent: Path, config: RunConfig) -> Path:
-    stem = _stem(config)
-    return next(
-        run_dir for number in itertools.count(1) if _claim(run_dir := parent / f"{stem}--{number}")
-    )
+            return True
+    return False
 
 
 def _stem(config: RunConfig) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -47,9 +47,8 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     def adapter(self) -> Path | None:
         """The adapter that this launch resumes, on the base ``model_path``; None if
         ``model_path`` is the whole policy."""
-        checkpoint = self.checkpoint
-        found = checkpoint is not None and is_adapter(checkpoint.weights)
-        return checkpoint.weights if checkpoint is not None and found else None
+        weights = self.checkpoint.weights if self.checkpoint else None
+        return weights if weights and is_adapter(weights) else None
 
     @property
     def first_weights(self) -> Path:
@@ -66,15 +65,12 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     def began_with(self, run_dir: Path) -> int:
         """The policy version that the first attempt at this run began with: 0, or that of another
         run's checkpoint."""
-        attempts = {
-            int(number): path
-            for path in run_dir.glob("configs/launch.attempt_*.json")
-            if (number := path.stem.rpartition("_")[2]).isdecimal()
-        }
+        numbers = (p.stem.rpartition("_")[2] for p in run_dir.glob("configs/launch.attempt_*.json"))
+        attempts = [int(number) for number in numbers if number.isdecimal()]
         if not attempts:
             return self.first_step - 1
-        first = msgspec.json.decode(attempts[min(attempts)].read_bytes(), type=dict[str, Any])
-        return int(first.get("first_step", 1)) - 1
+        first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
+        return int(json.loads(first.read_text()).get("first_step", 1)) - 1
 
     def write(self, run_dir: Path) -> None:
         """Save it in the run directory."""
@@ -87,6 +83,9 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         """Load what ``write`` saved."""
         return msgspec.json.decode((run_dir / "configs" / "launch.json").read_bytes(), type=cls)
 
+
+LOCAL = ("localhost", "127.0.0.1", "::1")
+"""Loopback names of this machine."""
 
 READY = ".ready"
 """Marker file in a model folder that is complete."""

@@ -16,12 +16,25 @@ from pathlib import Path
 DONE = "done"
 """The last state of a process that finished its work."""
 
+ENGINES = "engines"
+"""Name of the status with the orchestrator's state of each engine."""
+STARTING = "starting"
+"""State of an engine that has not served yet."""
+HUNG = "hung"
+"""Prefix of the state of an engine that accepts connections and does not answer. A count follows,
+so that each hang is handled once."""
+
+
+def process_name(part: str, number: int) -> str:
+    """Name of a process, its log and its status: ``inference``, then ``inference_1``."""
+    return f"{part}_{number}" if number else part
+
 
 @dataclass(frozen=True)
 class StatusReport:
     """One line of the live view."""
 
-    state: str = "starting"
+    state: str = STARTING
     """What the process does now, in a few words: ``loading weights``."""
     progress: float | None = None
     """Share done, 0 to 1, of something that takes more than two seconds."""
@@ -75,3 +88,23 @@ def read_status(path: Path) -> StatusReport | None:
         return StatusReport(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+class Tail:
+    """Remembers its position in the file. An incomplete last line is left for the next call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_lines(self) -> list[bytes]:
+        """Complete, non-empty lines written since the last call; none while there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [line for line in whole.splitlines() if line]

@@ -32,25 +32,22 @@ class Stopped(KeyboardInterrupt):
 
 
 class Stop:
-    """The supervisor's side of a stop."""
+    """The supervisor's side of a stop. ``asked``: whether the user wants the run to end."""
 
     def __init__(
         self, run_dir: Path, first_step: int, asked: Callable[[], bool], tell: Callable[[str], None]
     ) -> None:
-        """``first_step``: of this attempt. ``asked``: whether the user wants the run to end.
-        ``tell``: prints a line."""
         self._run_dir, self._first_step = run_dir, first_step
         self._asked, self._tell = asked, tell
-        self._passed_on = False
 
     @property
     def is_asked(self) -> bool:
         """Whether the run must end. The first time, this asks the orchestrator to stop."""
-        if self._asked() and not self._passed_on:
+        marker = self._run_dir / STOP
+        if self._asked() and not marker.exists():
             self._tell("stopping: saving weights (again: now)")
-            (self._run_dir / STOP).touch()
-            self._passed_on = True
-        return self._passed_on
+            marker.touch()
+        return self._asked()
 
     @property
     def result(self) -> Stopped | None:

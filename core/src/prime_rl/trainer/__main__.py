@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import Loss

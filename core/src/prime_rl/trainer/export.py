@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.adapter import merged_tensors
 from prime_rl.model_files import ModelFiles
-from prime_rl.run.chat_template import put_chat_template
+from prime_rl.rundir.chat_template import put_chat_template
 from prime_rl.trainer import parallel
 from prime_rl.trainer.lora import lora_of
 from prime_rl.trainer.publish import WEIGHTS, clear, disk_errors, save

@@ -11,6 +11,7 @@ The group stands beside whatever ``torch.distributed`` has set up in the process
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prime_rl import Header, TensorInfo, WeightsError
-from prime_rl.rundir.addresses import own_address
 from prime_rl.rundir.launch import NODE_ADDRESS
 from prime_rl.weights.tensors import DTYPES as DTYPES
 from prime_rl.weights.tensors import header_of as header_of
@@ -224,6 +224,20 @@ def _connect(meeting: Meeting, store: Any) -> Any:
     options._timeout = timeout
     options._devices = [gloo.create_device(hostname=_own_address(meeting))]
     return gloo(store, meeting.rank, meeting.world_size, options)
+
+
+def own_address() -> str:
+    """The numeric address at which other machines reach this machine: the source address of
+    outgoing packets. Without a route, the address of the host name.
+
+    Raises ``OSError`` if there is neither."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Reserved for documentation. Nothing is sent: the kernel only looks up the route.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
 
 
 def _own_address(meeting: Meeting) -> str:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from prime_rl.testing.report import Report
+
+STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 def check(
@@ -27,7 +33,6 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Run the conformance checks of plugins; the exit code is 1 if one fails."""
-    from prime_rl.cli.plugin_tables import print_reports
     from prime_rl.cli.plugins import print_json
     from prime_rl_devkit.check import check as run_checks
 
@@ -36,8 +41,37 @@ def check(
     if as_json:
         print_json({"ok": ok, "reports": [report.as_dict() for report in reports]})
     else:
-        print_reports(reports, everything=target is not None)
+        _print_reports(reports, everything=target is not None)
     raise typer.Exit(0 if ok else 1)
+
+
+def _print_reports(reports: Sequence[Report], *, everything: bool) -> None:
+    """Print a line per report, and below it the failures, or ``everything``."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    for report in reports:
+        style = "green" if report.ok else "bold red"
+        console.print(
+            Text.assemble((f"{report.kind} {report.name}", "bold"), "  ", (report.summary(), style))
+        )
+        shown = report.outcomes if everything else report.failed
+        if shown:
+            grid = Table.grid(padding=(0, 2))
+            grid.add_column(no_wrap=True)
+            grid.add_column(no_wrap=True)
+            grid.add_column(overflow="fold")
+            for outcome in shown:
+                said = outcome.message or outcome.promise
+                grid.add_row(
+                    Text(outcome.status, style=STYLES[outcome.status]),
+                    outcome.check,
+                    Text(said, style="" if outcome.message else "dim"),
+                )
+            console.print(Padding(grid, (0, 2)))
 
 
 def read_settings(pairs: list[str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from prime_rl.rundir.control import RunInfo
+    from prime_rl_tools.runs import RunInfo
 
 OutputDir = Annotated[
     Path, typer.Option("--output-dir", help="Folder with run directories, as output_dir names it.")
@@ -36,7 +36,7 @@ COLOURS = {
 
 def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
     """List runs: state, step, reward of the last batch, age. The newest comes last."""
-    from prime_rl.rundir.control import list_runs
+    from prime_rl_tools.runs import list_runs
 
     found = list_runs(output_dir)
     if as_json:
@@ -68,7 +68,7 @@ def _print_runs(found: list[RunInfo]) -> None:
 
 def status(run: Run, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
     """Say how far a run is and what each of its processes does or waits for."""
-    from prime_rl.rundir.control import find_run, processes, run_info
+    from prime_rl_tools.runs import find_run, processes, run_info
 
     run_dir = find_run(run, output_dir)
     info, reports = run_info(run_dir), processes(run_dir)
@@ -130,8 +130,8 @@ def stop(
     """Have a run save its weights and end cleanly, as Ctrl-C in its own terminal would, and wait
     until it is gone. A second stop ends it at once."""
     from prime_rl.errors import RunError
-    from prime_rl.rundir.control import find_run, state_of
-    from prime_rl.rundir.control import stop as stop_run
+    from prime_rl_tools.runs import find_run, state_of
+    from prime_rl_tools.runs import stop as stop_run
 
     run_dir = find_run(run, output_dir)
     if state_of(run_dir) == "running":

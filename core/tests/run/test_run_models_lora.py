@@ -85,10 +85,10 @@ def test_a_model_that_is_not_here_yet_is_left_to_the_trainer(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path / "cache"))
-    check_lora_names(config(Path("owner/name"), target_modules=["nobody"]))
+    check_lora_names(config(Path("owner/name"), target_modules=["absent"]))
     for file in folder.glob("*.safetensors"):
         file.rename(file.with_suffix(".bin"))
-    check_lora_names(config(folder, target_modules=["nobody"]))
+    check_lora_names(config(folder, target_modules=["absent"]))
 
 
 def test_a_file_that_git_lfs_has_not_fetched_is_named(folder: Path) -> None:

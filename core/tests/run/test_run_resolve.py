@@ -5,12 +5,12 @@ import pytest
 from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.plugins.manager import Hooks
+from prime_rl.run.env_checks import check_algorithms
 from prime_rl.run.resolve import (
-    _check_algorithms,
-    _check_filters,
     build_engine,
     build_model_maker,
     check,
+    check_filters,
 )
 
 
@@ -230,12 +230,12 @@ def hooks():
 
 
 def test_a_group_of_one_is_fine_where_credit_is_not_relative(hooks):
-    _check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks)
+    check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks)
 
 
 def test_enforce_is_cores_and_the_rest_the_filters(hooks):
     slots = {"pre_batch_filters": [{"type": "noisy", "enforce": False, "level": 3}]}
-    _check_filters(config(slots | {"post_batch_filters": []}), hooks)
+    check_filters(config(slots | {"post_batch_filters": []}), hooks)
 
 
 def test_an_engine_that_is_not_installed(hooks):
@@ -305,5 +305,5 @@ def test_an_agent_that_the_env_lacks():
 
 
 def test_algorithms_that_check_no_agents_import_no_taskset(monkeypatch):
-    monkeypatch.setattr("prime_rl.run.resolve.find_agents", pytest.fail)
+    monkeypatch.setattr("prime_rl.run.env_checks.find_agents", pytest.fail)
     check(config())

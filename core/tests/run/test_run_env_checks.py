@@ -3,9 +3,9 @@
 import pytest
 
 from prime_rl import Algorithm, ConfigError, PluginConfig, RendererOffer, Source, hookimpl
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.plugins.manager import Hooks
-from prime_rl.run.resolve import _check_algorithms
+from prime_rl.run.env_checks import check_algorithms
 
 TEACHER = {"name": "teacher", "base_url": "http://127.0.0.1:1/v1"}
 
@@ -65,7 +65,7 @@ def check(algo, source=None, renderer="full", env=None, **sampling):
     config = {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
     hooks = Hooks()
     hooks.register(Plugin(), "plugin")
-    _check_algorithms(RunConfig.model_validate(config), hooks)
+    check_algorithms(RunConfig.model_validate(config), hooks)
 
 
 def refusal(*args, **kwargs):

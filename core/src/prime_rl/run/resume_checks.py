@@ -3,63 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from importlib.metadata import version
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.manager import installed_entries
-
-CORE = "prime-rl-core"
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Keys of a model's ``config.json`` that do not affect its weights."""
 
 
-def installed_versions() -> dict[str, str]:
-    """Version of core and of every distribution with plugins. Imports none of them."""
-    entries = [*installed_entries(PROJECT), *installed_entries(TRAINER_GROUP)]
-    found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
-    return {CORE: version(CORE)} | dict(sorted(found.items()))
-
-
 def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """One line per distribution whose version has changed."""
-    return [
-        f"plugin {name}: {before.get(name, 'not installed')} then, "
-        f"{now.get(name, 'not installed')} now"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
-    ]
+    return [f"plugin {line}" for line in _changes(before, now, "not installed", str)]
 
 
 def config_drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One line per key whose value has changed."""
-    flat_before, flat_now = dict(_leaves(before)), dict(_leaves(now))
-    missing = object()
+    flat = dict(_leaves(before)), dict(_leaves(now))
+    return _changes(*flat, "absent", partial(json.dumps, default=str))
+
+
+def _changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], absent: str, show: Callable[[Any], str]
+) -> list[str]:
+    def shown(side: Mapping[str, Any], key: str) -> str:
+        return show(side[key]) if key in side else absent
+
     return [
-        f"{key}: {_shown(flat_before, key)} then, {_shown(flat_now, key)} now"
-        for key in sorted(flat_before.keys() | flat_now.keys())
-        if flat_before.get(key, missing) != flat_now.get(key, missing)
+        f"{key}: {shown(before, key)} then, {shown(now, key)} now"
+        for key in sorted(before.keys() | now.keys())
+        if key not in before or key not in now or before[key] != now[key]
     ]
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
-        items = [(str(name), part) for name, part in value.items()]
-    elif isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
-        items = [(str(number), part) for number, part in enumerate(value)]
-    else:
+    """Dotted keys and values, also of the tables in a list."""
+    if isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
         yield path, list(value) if isinstance(value, tuple) else value
         return
-    for name, part in items:
-        yield from _leaves(part, f"{path}.{name}" if path else name)
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    return json.dumps(values[key], default=str) if key in values else "absent"
+    for name, part in value.items():
+        yield from _leaves(part, f"{path}.{name}" if path else str(name))
 
 
 def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
@@ -69,17 +56,13 @@ def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path
     another architecture, or cannot be compared because it is not a folder.
     """
     changed = config_drift(before, now)
-    if not changed:
-        return
-    theirs = _model_config(weights)
-    ours = _model_config(Path(str(now.get("name"))))
+    ours = _model_config(Path(str(now.get("name")))) if changed else {}
     if ours is None:
         raise ConfigError(
             f"--resume: [model] has changed ({'; '.join(changed)}) and the policy is the "
             "checkpoint's. Set it back, or start a new run."
         )
-    different = config_drift(theirs or {}, ours)
-    if different:
+    if changed and (different := config_drift(_model_config(weights) or {}, ours)):
         raise ConfigError(
             f"--resume: the checkpoint's weights cannot be those of model {now.get('name')!r}: "
             f"{'; '.join(different[:5])}. Name the model that the checkpoint is of."

@@ -12,10 +12,13 @@ from pathlib import Path
 
 from prime_rl.rundir.status import replace_text
 
+CHOICE = "configs/chat_template.json"
+"""Path in the run directory."""
+
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """``configs/chat_template.json`` of a run."""
+    """The template of a run's model folders."""
 
     text: str | None
     """None: keep the model's own template."""
@@ -35,12 +38,13 @@ class ChatTemplate:
 
     def write(self, run_dir: Path) -> None:
         """Save it in the run directory, for the trainer and the report."""
-        replace_text(_path(run_dir), json.dumps(asdict(self), indent=2, ensure_ascii=False))
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        replace_text(run_dir / CHOICE, text)
 
 
 def read_chat_template(run_dir: Path) -> ChatTemplate | None:
     """The orchestrator's choice; None before it has chosen."""
-    path = _path(run_dir)
+    path = run_dir / CHOICE
     return ChatTemplate(**json.loads(path.read_text())) if path.exists() else None
 
 
@@ -56,7 +60,3 @@ def put_chat_template(run_dir: Path, folder: Path) -> None:
     if "chat_template" in table:  # transformers prefers the file, other programs read this key
         text = json.dumps(table | {"chat_template": chosen.text}, indent=2, ensure_ascii=False)
         path.write_text(text + "\n")
-
-
-def _path(run_dir: Path) -> Path:
-    return run_dir / "configs" / "chat_template.json"

@@ -15,8 +15,9 @@ from prime_rl.cli.app import app
 from prime_rl.cli.run import split_resume
 from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
-from prime_rl.run.drift import check_optimizer, config_drift, installed_versions, version_drift
+from prime_rl.plugins.manager import installed_versions
 from prime_rl.run.resume import begin, plan, rewind
+from prime_rl.run.resume_checks import check_optimizer, config_drift, version_drift
 from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
 from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
 
@@ -187,8 +188,10 @@ def test_a_run_that_goes_on_has_a_new_attempt_and_forgets_what_came_after(tmp_pa
     unfinished(run_dir, 8).directory.mkdir()
 
     found = plan(asked, "4")
-    again, resumed = begin(asked, found)
-    assert (again, resumed.step) == (run_dir, 4)
+    with begin(asked, found) as (again, resumed):
+        assert (again, resumed.step) == (run_dir, 4)
+        with pytest.raises(ConfigError, match="another process runs this run"), held(run_dir):
+            pass
     for name in ("metrics.jsonl", "trainer.jsonl"):
         kept = [json.loads(line)["step"] for line in (run_dir / name).read_text().splitlines()]
         assert kept == [1, 2, 3, 4, 4]
@@ -209,7 +212,8 @@ def test_another_runs_checkpoint_begins_a_new_run_and_leaves_the_old_alone(tmp_p
     new = config(tmp_path, run={"name": "new"})
     found = plan(new, str(saved.directory))
     assert found.run_dir is None and "in a new run (a copy of run old)" in found.notes[0]
-    run_dir, copied = begin(new, found)
+    with begin(new, found) as (run_dir, copied):
+        pass
     assert run_dir.name == "new" and copied.run_dir == run_dir and copied.is_whole
     assert whole_steps(tmp_path / "old") == [4] and finished(run_dir, 4).weights.is_dir()
     same = plan(old, str(saved.directory))
@@ -225,12 +229,13 @@ def test_a_disk_that_refuses_a_rewind_says_so_and_latest_is_then_where_it_was_to
         checkpoint(run_dir, step, asked)
     (run_dir / "metrics.jsonl").write_text('{"step": 3}\n')
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(ConfigError, match=r"--resume: cannot make .*mine ready: .*No space left"):
-        begin(asked, plan(asked, "2"))
+    monkeypatch.setattr(Path, "write_text", full)
+    said = r"--resume: cannot make .*mine ready: .*No space left"
+    with pytest.raises(ConfigError, match=said), begin(asked, plan(asked, "2")):
+        pytest.fail("the run must not go on")
     assert whole_steps(run_dir) == [2]
 
 

@@ -1,0 +1,190 @@
+"""Config checks of environments and their algorithms: labels, sizes, and sources of rollouts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from prime_rl import Algorithm, PluginConfig
+from prime_rl.config.load import installed_defaults
+from prime_rl.config.models import FrozenModel
+from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
+from prime_rl.config.run import RunConfig
+from prime_rl.env.loading import EnvSettings, check_taskset, find_agents
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.offers import (
+    ALGORITHM,
+    RENDERER,
+    SOURCE,
+    AnyOffer,
+    Kind,
+    collect,
+    select,
+    settings_of,
+)
+
+RESERVED_LABELS = ("agg", "all", "effective")
+"""Labels that metrics use for all envs together."""
+
+
+def choose(
+    kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], hooks: Hooks, where: str
+) -> tuple[type[AnyOffer], PluginConfig]:
+    """The class that ``name`` selects, and its validated settings. Raises ``ConfigError``."""
+    cls = select(kind, name, collect(hooks, kind), where)
+    return cls, settings_of(cls, kind, table, where)
+
+
+def check_envs(config: RunConfig) -> None:
+    """Environments exist and have distinct labels; groups divide the batch and fit in flight; a row
+    holds a sample. Raises ``ConfigError``."""
+    orchestrator, row = config.orchestrator, config.trainer.micro_batch_tokens
+    envs, inflight = orchestrator.train.env, orchestrator.max_inflight_rollouts
+    if not envs:
+        raise ConfigError(
+            "orchestrator.train.env: the run has no training environment. Add a table "
+            "[[orchestrator.train.env]] with an id."
+        )
+    for part, group in (("train", envs), ("eval", orchestrator.eval.env)):
+        for label, count in Counter(env.label for env in group).items():
+            if count > 1:
+                raise ConfigError(
+                    f"orchestrator.{part}.env: {count} envs are called {label!r}. Give each its "
+                    "own name."
+                )
+            if label in RESERVED_LABELS:
+                raise ConfigError(
+                    f"orchestrator.{part}.env: the name {label!r} is taken by metrics"
+                )
+    for env in envs:
+        size = env.group_size or orchestrator.group_size
+        if orchestrator.batch_size % size:
+            raise ConfigError(
+                f"env {env.label!r}: group_size {size} does not divide orchestrator.batch_size "
+                f"{orchestrator.batch_size}. Make the batch a multiple of every group size."
+            )
+    if row is not None and row < config.seq_len:
+        raise ConfigError(
+            f"trainer.micro_batch_tokens: a row of {row} tokens cannot hold a sample of seq_len = "
+            f"{config.seq_len}. Raise it to seq_len or more, or leave it out."
+        )
+    largest = max(env.group_size or orchestrator.group_size for env in envs)
+    if inflight is not None and inflight < largest:
+        raise ConfigError(
+            f"orchestrator.max_inflight_rollouts: {inflight} cannot hold one group of {largest}. "
+            "Raise it, or lower group_size."
+        )
+
+
+def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
+    """Each env's algorithm is installed and can train on the env's rollouts. Raises
+    ``ConfigError``."""
+    shared = config.orchestrator.algo
+    default = installed_defaults().get("orchestrator", {}).get("algo", {})
+    envs = config.orchestrator.train.env
+    # No env uses the shared table: it must be valid if the user has written it.
+    if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(env.algo for env in envs):
+        choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
+    for env in envs:
+        algo = env.algo or shared
+        where = f"env {env.label!r}: algo"
+        cls, _ = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
+        where = f"env {env.label!r}: algorithm {cls.name!r}"
+        _check_env(where, cls, env, config)
+        _check_source(where, cls, algo, hooks)
+        if isinstance(algo.sampling.source, SourceTable):
+            _check_unsampled(where, env)
+        renderer = config.orchestrator.renderer.name
+        if cls.needs_attribution:
+            rendering = select(RENDERER, renderer, collect(hooks, RENDERER), RENDERER.key)
+            if not rendering.gives_attribution:
+                raise ConfigError(
+                    f"{where} tells tokens apart by their message's role and body, and renderer "
+                    f"{renderer!r} does not tell it. Set orchestrator.renderer.name to the "
+                    "renderer of the model's family."
+                )
+
+
+def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConfig) -> None:
+    """The algorithm's needs: siblings to compare with, and a temperature."""
+    if cls.group_relative and (env.group_size or config.orchestrator.group_size) == 1:
+        raise ConfigError(
+            f"{where} credits a rollout relative to its siblings, so with group_size = 1 every "
+            "advantage is zero and nothing is learned. Set group_size to 2 or more."
+        )
+    wanted = cls.needs_temperature
+    found = (env.sampling or config.orchestrator.train.sampling).temperature
+    if wanted is not None and found != wanted:
+        raise ConfigError(
+            f"{where} can learn at a sampling temperature of {wanted:g} only, got {found:g}. Set "
+            "orchestrator.train.sampling.temperature, or the env's own."
+        )
+
+
+def _check_source(where: str, cls: type[Algorithm], algo: AlgoConfig, hooks: Hooks) -> None:
+    """Refuse a sampling source that the algorithm's component cannot train on."""
+    sampling, component = algo.sampling, cls.action_loss
+    source = sampling.source
+    if sampling.client != "tokens" and not isinstance(source, FrozenModel):
+        raise ConfigError(
+            f"{where}: sampling.client = {sampling.client!r} applies to a frozen model, and "
+            "sampling.source is none. Leave it out."
+        )
+    if source == "policy" and cls.needs_frozen_source:
+        raise ConfigError(
+            f"{where} imitates its source, and sampling.source is 'policy': training on the "
+            "policy's own tokens would teach it nothing. Set sampling.source to a frozen model "
+            '(name and base_url) or to a source of demonstrations ({ type = "dataset", ... }).'
+        )
+    if isinstance(source, FrozenModel) and component != "ce":
+        raise ConfigError(
+            f"{where} trains the {component} component, whose importance ratio needs the policy's "
+            f"own sampling logprobs, and sampling.source is the frozen model {source.name!r}. "
+            "Leave sampling.source at 'policy', or use an algorithm that feeds ce, such as sft."
+        )
+    if isinstance(source, SourceTable):
+        key = f"{where}: sampling.source"
+        offered, _ = choose(SOURCE, source.type, source.settings, hooks, key)
+        if cls.needs_frozen_source and offered.from_policy:
+            raise ConfigError(
+                f"{where} imitates its source, and source {source.type!r} gives rollouts of the "
+                "policy itself. Use a source of demonstrations or a frozen model."
+            )
+        if component not in offered.feeds:
+            raise ConfigError(
+                f"{where} trains the {component} component, and source {source.type!r} can feed "
+                f"{', '.join(sorted(offered.feeds))} only: its tokens were not sampled from "
+                "the policy. Use an algorithm that feeds ce, such as sft, or another source."
+            )
+
+
+def _check_unsampled(where: str, env: EnvConfig) -> None:
+    """An env with a source samples nothing, so these keys would have no effect."""
+    for key in ("group_size", "sampling", "max_turns", "harness"):
+        if getattr(env, key) is not None:
+            raise ConfigError(
+                f"{where}: {key} is set, and this env samples nothing: its rollouts come from "
+                "sampling.source. Leave it out."
+            )
+
+
+def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
+    """Every taskset is installed and has the agents that the algorithm names. Raises
+    ``ConfigError``."""
+    for label in ("train", "eval"):
+        for number, env in enumerate(getattr(config.orchestrator, label).env):
+            check_taskset(env.id, f"orchestrator.{label}.env.{number}.id")
+    for env in config.orchestrator.train.env:
+        algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
+        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
+        if cls.check_agents is not Algorithm.check_agents:  # it takes seconds
+            known = EnvSettings(
+                id=env.id,
+                name=env.label,
+                args=env.args,
+                harness=env.harness,
+                default_harness=config.orchestrator.train.harness,
+            )
+            cls(settings).check_agents(env.label, find_agents(known))
