@@ -1,10 +1,13 @@
 """Who plays an env's agents decides what trains."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from prime_rl import ConfigError
+from prime_rl.config import RunConfig
 from prime_rl.env.environment import Environment, EnvSettings
-from prime_rl.orchestrator.host import EnvHost, Outages, RunFacts
+from prime_rl.orchestrator.context import EnvHost
 
 
 def environment(id, **args):
@@ -37,8 +40,10 @@ async def test_a_reference_that_takes_less_than_a_rollout_may_have_is_refused_at
         async def wait_ready(self, timeout):
             pass
 
-    host = EnvHost("a", None, None, None, Outages(), RunFacts(lambda name: None, ("a",), 16))
-    host.connected.append(Pool())
+    config = RunConfig(model={"name": "m"}, max_steps=1, inference={"max_model_len": 16})
+    shared = SimpleNamespace(scores=None, run=SimpleNamespace(config=config))
+    host = EnvHost("a", None, shared)
+    host._connected.append(Pool())
     if fits:
         return await host.wait_ready(1.0)
     with pytest.raises(ConfigError, match=r"'big' takes 8 tokens .* a rollout may have 16"):

@@ -15,7 +15,7 @@ from prime_rl.monitor.console import Console
 from prime_rl.monitor.file import FileMonitor
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.reporter import Reporter
-from prime_rl.orchestrator.versions import write_versions
+from prime_rl.orchestrator.summary import write_versions
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.testing import make_rollout
 

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import load_tokenizer
 from prime_rl.orchestrator.build import renderer_offer
-from prime_rl.plugins.manager import Hooks
+from prime_rl.orchestrator.context import RunContext
 from prime_rl.run.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -79,20 +78,18 @@ EXAMPLES = (
 )
 
 
-def write_chat_template(
-    config: RunConfig, hooks: Hooks, renderer: Any, tokenizer_path: Path, run_dir: Path
-) -> ChatTemplate:
-    """Choose a template for the run and write it down; warn where none matches. ``renderer`` is a
-    config object of the ``renderers`` package."""
+def write_chat_template(run: RunContext, renderer: Any) -> ChatTemplate:
+    """Write the run's template into its directory, with a warning if none matches. ``renderer`` is
+    a config object of the ``renderers`` package."""
     from renderers import create_renderer
 
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(Path(run.launch.model_path))
     found = tokenizer.chat_template
     own = found.get("default") if isinstance(found, dict) else found  # several, by name
-    candidates = renderer_offer(config, hooks)[0].chat_templates(own, renderer)
+    candidates = renderer_offer(run.config, run.hooks).chat_templates(own, renderer)
     chosen, difference = choose(tokenizer, create_renderer(tokenizer, renderer), candidates)
     result = ChatTemplate(None if chosen == found else chosen, difference)
-    result.write(run_dir)
+    result.write(run.run_dir)
     if result.warning is not None:
         log.warning("renderer %r: %s", renderer.name, result.warning)
     return result

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -41,6 +42,23 @@ class EvalEnv:
     def is_due(self, version: int, last: int) -> bool:
         """Whether ``version`` is the first since ``last`` to reach a multiple of the interval."""
         return self.interval is not None and version // self.interval > last // self.interval
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One rollout to come."""
+
+    env: EvalEnv
+    example: int
+    member: int
+
+
+def jobs_of(envs: Sequence[EvalEnv]) -> Iterator[Job]:
+    """Every rollout of every env, the envs taking turns."""
+    for numbers in zip_longest(*(range(env.num_rollouts) for env in envs)):
+        for env, number in zip(envs, numbers, strict=True):
+            if number is not None:
+                yield Job(env, *divmod(number, env.group_size))
 
 
 @dataclass

@@ -1,5 +1,5 @@
-"""Filter slots: everyone is asked about every rollout, every objection is counted, a monitoring
-filter hides nobody."""
+"""Filter slots: every filter sees every rollout and every objection is counted, so that a filter
+that only monitors hides no other."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.errors import PluginError
 from prime_rl.plugins.base import Filter
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.plugins.offers import FILTER, Offered, select, settings_of
 from prime_rl.rollout import Rollout
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """One participant: a filter of the slot, or an installed plugin that implements
-    ``filter_rollout``."""
+    """A filter of the slot, or an installed plugin that implements ``filter_rollout``."""
 
     name: str
     enforce: bool
@@ -39,20 +36,20 @@ class FilterSlot:
         impls = [
             i for i in hooks.hook.filter_rollout.get_hookimpls() if not (i.wrapper or i.hookwrapper)
         ]
-        everyone = [impl.plugin for impl in impls]
+        plugins = [impl.plugin for impl in impls]
         self._asked = [
             _Asked(
                 getattr(impl.plugin, "name", impl.plugin_name),
                 enforce.get(id(impl.plugin), True),
                 hooks.subset_hook_caller(
-                    "filter_rollout", [other for other in everyone if other is not impl.plugin]
+                    "filter_rollout", [other for other in plugins if other is not impl.plugin]
                 ),
             )
             for impl in impls
         ]
 
     def objectors(self, rollout: Rollout) -> list[str]:
-        """Ask everyone; the names of the enforcing filters that object, none if it may train."""
+        """Call every filter. Returns the enforcing ones that object: none if it may train."""
         self.seen += 1
         fired = [asked for asked in self._asked if _reasons(asked, rollout)]
         self.objections.update(asked.name for asked in fired)
@@ -61,8 +58,7 @@ class FilterSlot:
         return enforcing
 
     def take_metrics(self) -> dict[str, float]:
-        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``; the counters
-        start anew."""
+        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``."""
         seen = max(self.seen, 1)
         metrics = {
             f"filters/{self.label}/{asked.name}": self.objections[asked.name] / seen
@@ -83,14 +79,3 @@ def _reasons(asked: _Asked, rollout: Rollout) -> list[str]:
                 "drop the rollout, or None to keep it"
             )
     return reasons
-
-
-def build_filters(
-    configs: Sequence[FilterConfig], offers: dict[str, Offered[Filter]], where: str
-) -> list[tuple[Filter, bool]]:
-    """The filters of one slot with their ``enforce`` flags. Raises ``ConfigError``."""
-    built = []
-    for config in configs:
-        cls = select(FILTER, config.type, offers, where)
-        built.append((cls(settings_of(cls, FILTER, config.settings, where)), config.enforce))
-    return built

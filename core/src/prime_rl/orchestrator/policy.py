@@ -61,7 +61,7 @@ class WeightWatcher:
         self, run_dir: Path, policy: Policy, fleet: Fleet, observers: Sequence[Observer]
     ) -> None:
         self._broadcasts = run_dir / "broadcasts"
-        self._steps = TrainerLog(run_dir / "trainer.jsonl")
+        self._steps = Tail(run_dir / "trainer.jsonl")
         self.policy, self._fleet, self._observers = policy, fleet, observers
         self._first_step = policy.version + 1
         self._update_seconds = 0.0
@@ -127,19 +127,9 @@ class WeightWatcher:
         }
 
     def _read_steps(self) -> None:
-        for step in self._steps.read_new():
+        for line in self._steps.new_lines():
+            step = msgspec.json.decode(line, type=TrainerStep)
             if step.step >= self._first_step:  # earlier ones are of the attempt before
                 metrics = {name: math.nan if v is None else v for name, v in step.metrics.items()}
                 for observer in self._observers:
                     observer.step_trained(step.step, metrics)
-
-
-class TrainerLog:
-    """Follows the trainer's metrics file."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
-
-    def read_new(self) -> list[TrainerStep]:
-        """Steps written since the last call."""
-        return [msgspec.json.decode(line, type=TrainerStep) for line in self._tail.new_lines()]

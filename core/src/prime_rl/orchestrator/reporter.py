@@ -92,14 +92,14 @@ class Reporter(Observer):
                 self._arrived[id(rollout)] = version
         self.recent.timings += _timings(group)
 
-    def rollout_failed(self, env: str, group: OpenGroup, result: RolloutResult) -> None:
-        """A rollout came to nothing."""
-        kind = result.error_type or "unknown"
+    def rollout_failed(self, group: OpenGroup, result: RolloutResult) -> None:
+        """A member of a group failed."""
+        env, kind = group.env.name, result.error_type or "unknown"
         self.recent.ended[env][f"error/{kind}"] += 1
         log.warning(
             "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
-            env, group.example_index, group.group_id, kind, result.error,
-        )  # fmt: skip
+            *(env, group.example_id, group.group_id, kind, result.error),
+        )
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
         """A batch has left for the trainer as ``frames``: log its metrics, save its rollouts."""

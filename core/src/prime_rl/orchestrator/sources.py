@@ -28,7 +28,7 @@ from prime_rl.env.rendering import Rendering
 from prime_rl.env.trajectory import build_rollout
 from prime_rl.errors import ConfigError
 from prime_rl.inference.reference import ScoringPool
-from prime_rl.orchestrator.engines import OneEndpoint, Place, is_outage
+from prime_rl.orchestrator.engines import EngineRouter, OneEndpoint, is_outage
 from prime_rl.plugins.base import Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
 
@@ -99,12 +99,12 @@ class Sampled:
         self,
         env: str,
         environment: Environment,
-        place: Place,
+        router: EngineRouter,
         sampling: SamplingSettings,
     ) -> None:
         self._env = env
         self._environment = environment
-        self._place = place
+        self._router = router
         self._sampling = sampling
         self._temperature = 1.0 if sampling.temperature is None else sampling.temperature
 
@@ -135,7 +135,7 @@ class Sampled:
 
     async def _episode(self, ask: RolloutRequest) -> list[RolloutResult]:
         salt = str(ask.policy_version)
-        return await self._place.run(
+        return await self._router.run(
             ask.group_id, lambda endpoint: self._run(ask, endpoint, cache_salt=salt)
         )
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from prime_rl import ConfigError, PluginConfig
-from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher, Member, Pace
-from prime_rl.orchestrator.progress import State
+from prime_rl.orchestrator.dispatcher import Dispatcher, Pace, Requested, RequestedGroup
+from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.plugins.base import Algorithm, SampledEnv
 from prime_rl.testing import make_rollout
@@ -58,7 +58,13 @@ class World:
         self.lag, self.version = lag, 0
         self.algorithms = [Remembers() for _ in names]
         self.envs = [
-            SimpleNamespace(name=name, algorithm=algorithm, source=None, group_size=2)
+            SimpleNamespace(
+                name=name,
+                algorithm=algorithm,
+                source=SimpleNamespace(is_live=True),
+                group_size=2,
+                host=SimpleNamespace(agents=("agent",)),
+            )
             for name, algorithm in zip(names, self.algorithms, strict=True)
         ]
         sampled = [SampledEnv(name, 5, None) for name in names]
@@ -72,39 +78,38 @@ class World:
         )
         self.asked: list[tuple[int, str, int]] = []
         self.ready: dict[tuple[int, int], asyncio.Event] = {}
-        self.dispatcher = Dispatcher(
-            self, OrchestratorConfig(max_off_policy_steps=lag, max_inflight_rollouts=100)
+        config = RunConfig(
+            model={"name": "m"},
+            max_steps=100,
+            orchestrator={
+                "batch_size": 4, "max_off_policy_steps": lag, "max_inflight_rollouts": 100
+            },
+        )  # fmt: skip
+        self.dispatcher = Dispatcher(self, self.envs, config)
+        self.state = Checkpointing(
+            SimpleNamespace(config=config), self.sampler, self.envs, self.dispatcher, self.assembler
         )
-        self.state = State(self.sampler, self.envs, self.dispatcher, self.assembler)
 
-    def next_group(self) -> tuple[int, int, int]:
-        return (*self.sampler.next_example(), 2)
+    def next_group(self) -> tuple[Any, int]:
+        index, example = self.sampler.next_example()
+        return self.envs[index], example
 
     def pace(self) -> Pace:
-        step, buffered = self.assembler.batch.step, self.assembler.num_buffered
-        return Pace(self.version, step, 100, 4, buffered)
+        return Pace(self.version, self.assembler.batch.step, self.assembler.num_buffered)
 
-    def ages(self, env_index: int) -> bool:
-        return True
-
-    def expected_yield(self, env_index: int) -> float:
-        return 1.0
-
-    async def run_rollout(self, group: Any, index: int) -> Member:
+    async def run_rollout(self, group: Any, index: int) -> list[Any]:
         if index == 0:
-            self.asked.append(
-                (group.group_id, self.envs[group.env_index].name, group.example_index)
-            )
+            self.asked.append((group.group_id, group.env.name, group.example_id))
         event = self.ready.setdefault((group.group_id, index), asyncio.Event())
         await event.wait()
         rollout = make_rollout(
             float(group.group_id),
-            env=self.envs[group.env_index].name,
+            env=group.env.name,
             group_id=group.group_id,
         )
-        rollout.example_id, rollout.policy_version = group.example_index, group.policy_version
+        rollout.example_id, rollout.policy_version = group.example_id, group.policy_version
         rollout.assign_advantages(0.5 + index)
-        return Member((rollout,))
+        return [rollout]
 
     async def finish(self, *group_ids: int) -> None:
         """Let groups end, and take in what is handed on."""
@@ -114,7 +119,7 @@ class World:
         await settle()
         while not self.dispatcher.arrivals.empty():
             group = self.dispatcher.arrivals.get_nowait()
-            self.algorithms[group.env_index].seen += 1
+            group.env.algorithm.seen += 1
             for rollout in group.survivors:
                 rollout.freeze()
             self.assembler.add(group.survivors)
@@ -122,7 +127,7 @@ class World:
         await settle()
 
     def save(self, directory: Path, step: int = 1) -> None:
-        self.state.save(directory, step, {"core": "1"}, {"seed": 7})
+        self.state.save(directory, step)
 
 
 async def settle() -> None:
@@ -233,7 +238,7 @@ async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
         world.ready[0, 1].set()
         await settle()
         assert not world.dispatcher.arrivals.empty()
-        assert [g.group_id for g in world.dispatcher.asked.groups] == [0, 1, 2, 3]
+        assert [g.group_id for g in world.dispatcher.requested.waiting] == [0, 1, 2, 3]
 
     await running(world, story)
 
@@ -258,7 +263,7 @@ async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_sa
     assert "algorithms/a 'remembers' starts afresh: the checkpoint has 'other''s" in caplog.text
     assert "algorithms/c 'remembers' starts afresh: the checkpoint has none" in caplog.text
     gone = [w for w in progress["waiting"] if w["env"] == "b"]
-    assert gone and f"{len(gone)} groups that were on their way are of envs that are gone" in (
+    assert gone and f"{len(gone)} groups that were in flight are of envs that are gone" in (
         caplog.text
     )
 
@@ -314,8 +319,9 @@ async def test_with_staleness_1_groups_are_handed_on_as_they_come() -> None:
     await running(world, story)
 
 
-def test_a_dispatcher_that_resumes_tells_the_same_again() -> None:
+def test_a_resumed_dispatcher_saves_the_same_state_again() -> None:
     world = World()
-    asked = Asked(9, [AskedGroup(4, 0, 3, 2), AskedGroup(7, 1, 1, 2)], {0: 1.5})
-    world.dispatcher.resume(asked)
-    assert world.dispatcher.asked == asked
+    waiting = [RequestedGroup(4, "a", 3), RequestedGroup(7, "b", 1)]
+    requested = Requested(9, waiting, {"a": 1.5})
+    world.dispatcher.resume(requested)
+    assert world.dispatcher.requested == requested

@@ -15,9 +15,8 @@ import pytest
 from prime_rl import Algorithm, EngineError, PluginConfig, RunError, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.orchestrator.buffer import Batch, Buffer
-from prime_rl.orchestrator.context import Engines, RunContext
+from prime_rl.orchestrator.context import Engines, Outages, RunContext
 from prime_rl.orchestrator.filters import FilterSlot
-from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.packer import Packer
@@ -225,7 +224,7 @@ async def test_a_stop_ends_with_the_batch_in_training_and_tells_the_trainer(tmp_
 
     class Saves(Observer):
         async def stopping(self, last: int) -> None:
-            waiting = world.sampling.dispatcher.asked.groups
+            waiting = world.sampling.dispatcher.requested.waiting
             asked.extend(group.group_id for group in waiting)
 
     world.loop.observers.append(Saves())  # type: ignore[attr-defined]

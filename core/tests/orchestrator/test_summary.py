@@ -8,9 +8,9 @@ from rich.console import Console
 
 from prime_rl import PluginConfig, SampledEnv
 from prime_rl.orchestrator.evals import EvalResult
-from prime_rl.orchestrator.evaluation import append_result, read_results
+from prime_rl.orchestrator.evaluation import EvalLog
 from prime_rl.orchestrator.sampler import StandardSampler
-from prime_rl.orchestrator.summary import _running_mean, read_curve, write_summary
+from prime_rl.orchestrator.summary import read_curve, running_mean, write_summary
 from prime_rl.run.report import print_summary
 from prime_rl.run.resume import rewind
 
@@ -27,7 +27,7 @@ def run_with(tmp_path, rewards):
     rows = [{"step": i + 1, REWARD: value} for i, value in enumerate(rewards)]
     rows.insert(1, {"step": 0, "eval/held/all/reward/mean": 0.3})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_summary(tmp_path, None, {"before": [result(0.25)], "after": [result(0.75, 12)]})
+    write_summary(tmp_path, {"before": [result(0.25)], "after": [result(0.75, 12)]})
     return json.loads((tmp_path / "summary.json").read_text())
 
 
@@ -61,7 +61,7 @@ def test_the_plot_is_a_png(tmp_path):
 
 
 def test_a_run_without_metrics_still_has_a_summary(tmp_path):
-    write_summary(tmp_path, None, {"before": [], "after": []})
+    write_summary(tmp_path, {"before": [], "after": []})
     assert (tmp_path / "learning_curve.png").exists()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["sampled_reward"] == {"first": None, "last": None, "window": 0}
@@ -76,8 +76,8 @@ def test_the_curve_skips_lines_without_the_metric(tmp_path):
     assert read_curve(tmp_path / "none", "x") == []
 
 
-def test_running_mean_by_hand():
-    assert _running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
+def testrunning_mean_by_hand():
+    assert running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
 
 
 def told(run_dir):
@@ -97,39 +97,40 @@ def test_the_end_of_a_run_is_told(tmp_path):
 
 def test_without_a_measurement_before_the_first_there_is_stands_for_it(tmp_path):
     results = {"before": [], "during": [result(0.375, 4), result(0.5, 8)], "after": [result(0.75)]}
-    write_summary(tmp_path, None, results)
+    write_summary(tmp_path, results)
     assert "0.375 → 0.750" in told(tmp_path)
 
 
 def test_what_was_measured_once_is_not_set_against_itself(tmp_path):
-    write_summary(tmp_path, None, {"before": [], "during": [], "after": [result(0.75)]})
+    write_summary(tmp_path, {"before": [], "during": [], "after": [result(0.75)]})
     assert "Held-out reward 0.750   held, 8 rollouts; not measured before" in told(tmp_path)
     assert "→" not in told(tmp_path)
 
 
 def test_a_run_that_goes_on_knows_what_was_measured_before_its_first_step(tmp_path):
     for when, step in (("before", 0), ("during", 2), ("after", 4)):
-        append_result(tmp_path, when, result(0.1 * step, step))
+        EvalLog(tmp_path).append(when, result(0.1 * step, step))
     rewind(tmp_path, 2)
-    found = read_results(tmp_path)
+    found = EvalLog(tmp_path).results
     assert [(r.policy_version, r.reward) for r in found["before"]] == [(0, 0.0)]
     assert [(r.policy_version, r.reward) for r in found["during"]] == [(2, 0.2)]
     assert found["before"] == [result(0.0, 0)] and found["after"] == []
-    write_summary(tmp_path, None, found | {"after": [result(0.75, 6)]})
+    write_summary(tmp_path, found | {"after": [result(0.75, 6)]})
     assert "0.000 → 0.750" in told(tmp_path)
 
 
 def test_the_end_of_an_attempt_is_in_the_midst_of_a_longer_run(tmp_path):
-    append_result(tmp_path, "after", result(0.5, 4))
+    EvalLog(tmp_path).append("after", result(0.5, 4))
     rewind(tmp_path, 4)
-    assert read_results(tmp_path) == {"before": [], "during": [result(0.5, 4)], "after": []}
-    assert read_results(tmp_path / "none") == {"before": [], "during": [], "after": []}
+    found = {"before": [], "during": [result(0.5, 4)], "after": []}
+    assert EvalLog(tmp_path).results == found
+    assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}
 
 
 def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):
     shown = [{"reward": 1.0, "messages": [["user", "[bold]hi[/]"], ["assistant", "[/red]"]]}]
     odd = EvalResult("held", 0, 0.5, 1, 0, {}, shown)
-    write_summary(tmp_path, None, {"before": [odd], "after": [odd]})
+    write_summary(tmp_path, {"before": [odd], "after": [odd]})
     assert "[bold]hi[/]" in told(tmp_path) and "[/red]" in told(tmp_path)
 
 

@@ -15,7 +15,7 @@ from prime_rl import EngineError
 from prime_rl.inference.client import RetryPolicy, Weights
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.observers import Observer
-from prime_rl.orchestrator.policy import Policy, TrainerLog, WeightWatcher, newest_version
+from prime_rl.orchestrator.policy import Policy, WeightWatcher, newest_version
 
 ONCE = RetryPolicy(attempts=1)
 
@@ -207,17 +207,6 @@ async def test_an_update_that_is_refused_ends_the_watcher(tmp_path):
         with pytest.raises(EngineError, match=r"refused /update_weights: 500 the reason"):
             await watch.until(1)
     assert watch.policy.version == 0 and "version 1 (1)" not in watch.events
-
-
-def test_the_trainers_log_is_read_by_whole_lines(tmp_path):
-    log = TrainerLog(tmp_path / "trainer.jsonl")
-    assert log.read_new() == []
-    log_steps(tmp_path, 1, tail='{"step": 2, "ti')
-    assert [step.step for step in log.read_new()] == [1]
-    assert log.read_new() == []
-    log_steps(tmp_path, tail='me": 2.0, "metrics": {"a": 0.5}}\n')
-    (second,) = log.read_new()
-    assert (second.step, second.time, second.metrics) == (2, 2.0, {"a": 0.5})
 
 
 async def test_with_no_engine_there_the_watcher_tries_on_until_one_is_back(tmp_path, monkeypatch):

@@ -3,10 +3,8 @@
 import pytest
 
 from prime_rl import Filter, PluginConfig, PluginError, hookimpl
-from prime_rl.config.orchestrator import FilterConfig
-from prime_rl.orchestrator.filters import FilterSlot, build_filters
-from prime_rl.plugins.manager import Hooks, Source
-from prime_rl.plugins.offers import Offered
+from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
 
 
@@ -119,17 +117,3 @@ def test_an_answer_that_is_no_reason_is_an_error(answer):
         f"filter 'yes_no': filter_rollout gave {answer!r}, expected the reason to drop the "
         "rollout, or None to keep it"
     )
-
-
-def test_filters_are_built_with_their_settings_and_their_flag():
-    class Level(PluginConfig):
-        level: int = 0
-
-    class Leveled(Filter):
-        name = "leveled"
-        config_class = Level
-
-    offers = {"leveled": Offered(Leveled, Source("x", "x", "1"))}
-    configs = [FilterConfig.model_validate({"type": "leveled", "enforce": False, "level": 3})]
-    ((built, enforce),) = build_filters(configs, offers, "slot")
-    assert isinstance(built, Leveled) and built.config == Level(level=3) and enforce is False

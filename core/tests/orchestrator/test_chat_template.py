@@ -3,6 +3,7 @@ does not."""
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from renderers import Qwen3RendererConfig, create_renderer
@@ -67,7 +68,10 @@ def exported(run_dir, tokenizer, **table):
         {"model": {"name": str(model)}, "max_steps": 1, "orchestrator": {"renderer": table}}
     )
     hooks = load_plugins()
-    write_chat_template(config, hooks, build_renderer(config, hooks), model, run_dir)
+    run = SimpleNamespace(
+        config=config, hooks=hooks, run_dir=run_dir, launch=SimpleNamespace(model_path=str(model))
+    )
+    write_chat_template(run, build_renderer(config, hooks))
     put_chat_template(run_dir, weights)
     return AutoTokenizer.from_pretrained(weights), read_chat_template(run_dir)
 

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher, Member, Pace
+from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher, Pace
 from prime_rl.testing import make_rollout
 
 
@@ -23,25 +24,29 @@ class World:
     ):
         self.version, self.step, self.buffered = 0, 1, 0
         self.stubborn = False  # rollouts that finish although they are cancelled
-        self.batch, self.max_steps, self.size = batch, max_steps, size
-        self.waiting: dict[tuple[int, int], asyncio.Future[Member]] = {}
+        self.batch = batch
+        self.waiting: dict[tuple[int, int], asyncio.Future] = {}
         self.most_inflight = 0
         settings = OrchestratorConfig(
-            max_off_policy_steps=lag, oversampling_factor=over, max_inflight_rollouts=inflight
+            batch_size=batch,
+            max_off_policy_steps=lag,
+            oversampling_factor=over,
+            max_inflight_rollouts=inflight,
         )
-        self.dispatcher = Dispatcher(self, settings)
+        config = SimpleNamespace(orchestrator=settings, max_steps=max_steps)
+        self.env = SimpleNamespace(
+            name="e",
+            group_size=size,
+            source=SimpleNamespace(is_live=True),
+            host=SimpleNamespace(agents=("agent",)),
+        )
+        self.dispatcher = Dispatcher(self, [self.env], config)
 
     def next_group(self):
-        return 0, 0, self.size
+        return self.env, 0
 
     def pace(self):
-        return Pace(self.version, self.step, self.max_steps, self.batch, self.buffered)
-
-    def ages(self, env_index):
-        return True
-
-    def expected_yield(self, env_index):
-        return 1.0
+        return Pace(self.version, self.step, self.buffered)
 
     async def run_rollout(self, group, index):
         future = asyncio.get_running_loop().create_future()
@@ -51,7 +56,7 @@ class World:
             return await future
         except asyncio.CancelledError:
             if self.stubborn:
-                return Member((make_rollout(1.0),))
+                return [make_rollout(1.0)]
             raise
         finally:
             del self.waiting[group.group_id, index]
@@ -68,15 +73,15 @@ class World:
             await self.task
 
     async def end(self, group_id, *members):
-        """Let members come to something: a reward, None for a failure, or an exception."""
+        """End members: with a reward, None for a failure, or an exception."""
         for index, outcome in enumerate(members):
             future = self.waiting[group_id, index]
             if isinstance(outcome, BaseException):
                 future.set_exception(outcome)
             elif outcome is None:
-                future.set_result(Member((), "TaskError", "it broke"))
+                future.set_result(None)
             else:
-                future.set_result(Member((make_rollout(outcome, group_id=group_id),)))
+                future.set_result([make_rollout(outcome, group_id=group_id)])
         await settle()
 
     def balanced(self):
@@ -99,10 +104,10 @@ async def settle():
 
 async def test_a_group_is_handed_on_when_all_its_members_are_there():
     async with World(size=2, batch=2, lag=0) as world:
-        world.waiting[0, 1].set_result(Member((make_rollout(1.0),)))
+        world.waiting[0, 1].set_result([make_rollout(1.0)])
         await settle()
         assert world.dispatcher.arrivals.empty()
-        world.waiting[0, 0].set_result(Member((make_rollout(2.0),)))
+        world.waiting[0, 0].set_result([make_rollout(2.0)])
         await settle()
         group = world.dispatcher.arrivals.get_nowait()
         assert [rollout.reward for rollout in group.survivors] == [2.0, 1.0]  # members' order
@@ -122,7 +127,7 @@ async def test_an_episode_that_brings_several_rollouts_counts_as_several():
         assert world.groups == [0, 1, 2, 3, 4, 5]  # one rollout a member, as far as it knows
         for member in (0, 1):
             three = tuple(make_rollout(1.0) for _ in range(3))
-            world.waiting[0, member].set_result(Member(three))
+            world.waiting[0, member].set_result(three)
         await settle()
         group = world.dispatcher.arrivals.get_nowait()
         world.buffered += len(group.survivors)
@@ -137,7 +142,7 @@ async def test_failed_members_make_a_smaller_group():
         await world.end(0, 1.0, None, 0.5)
         group = world.dispatcher.arrivals.get_nowait()
         assert [rollout.reward for rollout in group.survivors] == [1.0, 0.5]
-        assert group.complete and group.members[1].error == "it broke"
+        assert group.num_finished == 2 and group.members[1] is None
         assert world.dispatcher.counts == {"dispatched": 3, "finished": 2, "failed": 1}
 
 
@@ -151,7 +156,7 @@ async def test_a_group_whose_members_all_failed_is_handed_on_empty():
 async def test_several_rollouts_of_one_member_all_survive():
     async with World(size=1, batch=1, lag=0) as world:
         pair = (make_rollout(1.0), make_rollout(0.0))
-        world.waiting[0, 0].set_result(Member(pair))
+        world.waiting[0, 0].set_result(pair)
         await settle()
         assert world.dispatcher.arrivals.get_nowait().survivors == list(pair)
 
@@ -210,7 +215,7 @@ async def test_an_arrived_group_counts_until_it_is_taken_in():
 
 async def test_members_that_came_back_early_still_count():
     async with World(size=4, batch=8, lag=0) as world:
-        world.waiting[0, 0].set_result(Member((make_rollout(1.0),)))
+        world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
         assert world.dispatcher.counts["dispatched"] == 8
 
@@ -257,12 +262,12 @@ async def test_groups_too_old_for_the_coming_version_are_voided_whole(lag, versi
         await settle()
         assert world.dispatcher.num_inflight == 8 - dropped
         assert world.dispatcher.counts["cancelled"] == dropped and world.balanced()
-        assert world.dispatcher.cancelled[0] == dropped
+        assert world.dispatcher.cancelled["e"] == dropped
 
 
 async def test_a_voided_groups_finished_members_never_arrive():
     async with World(size=3, batch=3, lag=0) as world:
-        world.waiting[0, 0].set_result(Member((make_rollout(1.0),)))
+        world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
         world.buffered = 1000
         assert (await world.dispatcher.drop_stale(1)).total() == 3
@@ -279,8 +284,8 @@ async def test_a_group_that_completes_while_others_are_voided_is_voided_too():
         dropping = asyncio.create_task(world.dispatcher.drop_stale(1))
         await asyncio.sleep(0)
         if not stubborn.done():
-            stubborn.set_result(Member((make_rollout(1.0),)))
-        assert await dropping == {0: 2}
+            stubborn.set_result([make_rollout(1.0)])
+        assert await dropping == {"e": 2}
         assert world.dispatcher.arrivals.empty() and world.balanced()
 
 
@@ -350,7 +355,7 @@ async def anything(chance, size, lag, over):
                 future = world.waiting[chance.choice(list(world.waiting))]
                 if not future.done():
                     failed = chance.random() < 0.3
-                    future.set_result(Member((), "E") if failed else Member((make_rollout(1.0),)))
+                    future.set_result(None if failed else [make_rollout(1.0)])
             elif event < 0.85:
                 await world.dispatcher.drop_stale(world.version + 1)
                 world.version += 1
