@@ -9,10 +9,14 @@ from test_fleet import Engine, fleet_of
 from waiting import LIMIT, until
 
 from prime_rl import EngineError
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.fleet import Unanswered
 from prime_rl.inference.policy_scores import PolicyScores
-from prime_rl.orchestrator.engines import EnginesStatus, PolicyEngines
+from prime_rl.orchestrator.build import report_engines
+from prime_rl.orchestrator.engines import PolicyEngines
+from prime_rl.rundir.launch import Launch
 
 GOOD = RolloutResult(ok=True, reward=1.0)
 AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)
@@ -123,6 +127,13 @@ async def test_a_replica_that_goes_away_is_replaced_and_one_that_keeps_failing_e
         await scores.close()
 
 
+def launch_of(urls):
+    return Launch(
+        model_path="model", served_model_name="m", engine_urls=list(urls), transport_type="zmq",
+        transport_host="", transport_ports=[],
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, monkeypatch):
     monkeypatch.setattr("prime_rl.inference.fleet.START_GRACE", 0.0)
@@ -134,9 +145,11 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
         return report["state"], report["waiting_for"], report["detail"]
 
     async with fleet_of(*engines, ready=False) as fleet:
+        inference = InferenceConfig(base_url=fleet.urls if elsewhere else None)
+        config = RunConfig(model={"name": "m"}, max_steps=1, inference=inference)
         one, two = fleet.urls if elsewhere else ("inference", "inference_1")
         engines[1].away = True
-        EnginesStatus(fleet, tmp_path, fleet.urls if elsewhere else None)
+        report_engines(config, launch_of(fleet.urls), fleet, tmp_path)
         assert told() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
         await fleet.wait_ready(LIMIT)
         await fleet.update_weights("v1", 1)

@@ -174,7 +174,7 @@ def test_a_reward_that_is_no_number_stops_at_the_door(reward):
     with pytest.raises(StreamError) as caught:
         arrive(make_rollout(reward))
     assert str(caught.value) == (
-        f"env 'test', example 0: reward is {reward}, expected a finite number. Mend the "
+        f"env 'test', example 0: reward is {reward}, expected a finite number. Fix the "
         "environment's reward function."
     )
 

@@ -12,7 +12,7 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher, Pace
+from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher
 from prime_rl.testing import make_rollout
 
 
@@ -22,9 +22,9 @@ class World:
     def __init__(
         self, *, size=4, batch=8, lag=8, over=1.0, inflight=1000, max_steps=100, group=None
     ):
-        self.version, self.step, self.buffered = 0, 1, 0
+        self.version, self.step, self.num_buffered = 0, 1, 0
         self.stubborn = False  # rollouts that finish although they are cancelled
-        self.batch = batch
+        self.batch_size = batch
         self.waiting: dict[tuple[int, int], asyncio.Future] = {}
         self.most_inflight = 0
         settings = OrchestratorConfig(
@@ -40,13 +40,17 @@ class World:
             source=SimpleNamespace(is_live=True),
             host=SimpleNamespace(agents=("agent",)),
         )
-        self.dispatcher = Dispatcher(self, [self.env], config)
+        engines = SimpleNamespace(policy=self, fleet=SimpleNamespace(asleep=False))
+        self.dispatcher = Dispatcher(
+            config, engines, self, [self.env], lambda: self.next_group(), self.run_rollout
+        )
 
     def next_group(self):
         return self.env, 0
 
-    def pace(self):
-        return Pace(self.version, self.step, self.buffered)
+    @property
+    def batch(self):
+        return self  # that has the step
 
     async def run_rollout(self, group, index):
         future = asyncio.get_running_loop().create_future()
@@ -130,10 +134,10 @@ async def test_an_episode_that_brings_several_rollouts_counts_as_several():
             world.waiting[0, member].set_result(three)
         await settle()
         group = world.dispatcher.arrivals.get_nowait()
-        world.buffered += len(group.survivors)
+        world.num_buffered += len(group.survivors)
         world.dispatcher.taken(group)
         assert world.dispatcher.room() == 12 - 6 - 5 * 2 * 3
-        world.step, world.version, world.buffered = 2, 1, 0
+        world.step, world.version, world.num_buffered = 2, 1, 0
         assert world.dispatcher.room() == 12 - 5 * 2 * 3
 
 
@@ -142,7 +146,7 @@ async def test_failed_members_make_a_smaller_group():
         await world.end(0, 1.0, None, 0.5)
         group = world.dispatcher.arrivals.get_nowait()
         assert [rollout.reward for rollout in group.survivors] == [1.0, 0.5]
-        assert group.num_finished == 2 and group.members[1] is None
+        assert group.num_failed == 1 and group.members[1] is None
         assert world.dispatcher.counts == {"dispatched": 3, "finished": 2, "failed": 1}
 
 
@@ -191,7 +195,7 @@ async def test_a_new_version_and_a_shipped_batch_open_the_next():
 
 async def test_what_is_buffered_needs_no_sampling():
     world = World(size=4, batch=8, lag=0)
-    world.buffered = 4
+    world.num_buffered = 4
     async with world:
         assert world.dispatcher.num_inflight == 4
 
@@ -207,7 +211,7 @@ async def test_an_arrived_group_counts_until_it_is_taken_in():
         world.dispatcher.wake()
         await settle()
         assert world.groups == [1]
-        world.buffered = 4
+        world.num_buffered = 4
         world.dispatcher.taken(group)
         await settle()
         assert world.groups == [1] and world.dispatcher.counts["dispatched"] == 8
@@ -227,10 +231,10 @@ async def test_oversampling_opens_more_groups():
 
 async def test_oversampling_counts_what_the_batch_still_needs():
     world = World(size=4, batch=8, lag=0, over=2.0)
-    world.buffered = 6  # two are missing, so four are asked for: one group
+    world.num_buffered = 6  # two are missing, so four are asked for: one group
     async with world:
         assert world.dispatcher.num_inflight == 4
-        world.buffered = 8
+        world.num_buffered = 8
         assert world.dispatcher.room() <= 0
 
 
@@ -254,10 +258,10 @@ async def test_in_flight_is_bounded_to_within_the_group_that_crosses_it():
 )
 async def test_groups_too_old_for_the_coming_version_are_voided_whole(lag, version, dropped):
     world = World(size=4, batch=8, lag=lag)
-    world.buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
+    world.num_buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
     async with world:
         assert world.dispatcher.num_inflight == 8
-        world.buffered = 1000
+        world.num_buffered = 1000
         assert (await world.dispatcher.drop_stale(version)).total() == dropped
         await settle()
         assert world.dispatcher.num_inflight == 8 - dropped
@@ -269,7 +273,7 @@ async def test_a_voided_groups_finished_members_never_arrive():
     async with World(size=3, batch=3, lag=0) as world:
         world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
-        world.buffered = 1000
+        world.num_buffered = 1000
         assert (await world.dispatcher.drop_stale(1)).total() == 3
         await settle()
         assert world.dispatcher.arrivals.empty()
@@ -279,7 +283,7 @@ async def test_a_voided_groups_finished_members_never_arrive():
 async def test_a_group_that_completes_while_others_are_voided_is_voided_too():
     world = World(size=1, batch=2, lag=0)
     async with world:
-        world.buffered = 1000
+        world.num_buffered = 1000
         stubborn = world.waiting[1, 0]
         dropping = asyncio.create_task(world.dispatcher.drop_stale(1))
         await asyncio.sleep(0)
@@ -293,7 +297,7 @@ async def test_a_rollout_that_ignores_its_cancellation_does_not_revive_its_group
     world = World(size=2, batch=2, lag=0)
     world.stubborn = True
     async with world:
-        world.buffered = 1000
+        world.num_buffered = 1000
         assert (await world.dispatcher.drop_stale(1)).total() == 2
         await settle()
         assert world.dispatcher.arrivals.empty() and not world.task.done()
@@ -361,15 +365,15 @@ async def anything(chance, size, lag, over):
                 world.version += 1
                 world.step = max(world.step, world.version + 1)
                 world.dispatcher.wake()
-            elif world.buffered >= world.batch and world.step <= world.version + 1:
-                world.buffered -= world.batch
+            elif world.num_buffered >= world.batch_size and world.step <= world.version + 1:
+                world.num_buffered -= world.batch_size
                 world.step += 1
                 world.dispatcher.wake()
             await settle()
             while not world.dispatcher.arrivals.empty():
                 group = world.dispatcher.arrivals.get_nowait()
                 arrived.append(group.group_id)
-                world.buffered += len(group.survivors)
+                world.num_buffered += len(group.survivors)
                 world.dispatcher.taken(group)
             await settle()
             assert world.balanced()
@@ -377,4 +381,4 @@ async def anything(chance, size, lag, over):
     assert world.most_inflight < bound + size
     assert len(arrived) == len(set(arrived))
     assert counts["dispatched"] == counts["finished"] + counts["failed"] + counts["cancelled"]
-    assert world.dispatcher._handed_on == {}
+    assert world.dispatcher.requested.waiting == []

@@ -9,10 +9,11 @@ from waiting import LIMIT, until
 
 from prime_rl.config import RunConfig
 from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
-from prime_rl.orchestrator.engines import OneEndpoint
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.evaluation import EvalLog, Evaluation, free_slots
 from prime_rl.orchestrator.policy import Policy
+
+ENDPOINT = ModelEndpoint("m", "http://127.0.0.1:1/v1")
 
 
 @dataclass
@@ -75,7 +76,7 @@ class World:
             run,
             SimpleNamespace(policy=self.policy),
             [env],
-            OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1")),
+            SimpleNamespace(run=lambda key, episode: episode(ENDPOINT)),
             SimpleNamespace(log=lambda step, metrics: self.logged.append((step, metrics))),
             lambda: self.num_training,
         )

@@ -16,7 +16,7 @@ import pytest
 from prime_rl import ConfigError, PluginConfig
 from prime_rl.config import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.dispatcher import Dispatcher, Pace, Requested, RequestedGroup
+from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
 from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.plugins.base import Algorithm, SampledEnv
@@ -69,7 +69,7 @@ class World:
         ]
         sampled = [SampledEnv(name, 5, None) for name in names]
         self.sampler = StandardSampler(PluginConfig(), sampled, seed=7)
-        self.assembler = Buffer(
+        self.buffer = Buffer(
             batch_size=4,
             max_off_policy_steps=lag,
             pre=NoOdd(False),
@@ -85,17 +85,17 @@ class World:
                 "batch_size": 4, "max_off_policy_steps": lag, "max_inflight_rollouts": 100
             },
         )  # fmt: skip
-        self.dispatcher = Dispatcher(self, self.envs, config)
+        engines = SimpleNamespace(policy=self, fleet=SimpleNamespace(asleep=False))
+        self.dispatcher = Dispatcher(
+            config, engines, self.buffer, self.envs, self.next_group, self.run_rollout
+        )
         self.state = Checkpointing(
-            SimpleNamespace(config=config), self.sampler, self.envs, self.dispatcher, self.assembler
+            SimpleNamespace(config=config), self.sampler, self.envs, self.dispatcher, self.buffer
         )
 
     def next_group(self) -> tuple[Any, int]:
         index, example = self.sampler.next_example()
         return self.envs[index], example
-
-    def pace(self) -> Pace:
-        return Pace(self.version, self.assembler.batch.step, self.assembler.num_buffered)
 
     async def run_rollout(self, group: Any, index: int) -> list[Any]:
         if index == 0:
@@ -122,7 +122,7 @@ class World:
             group.env.algorithm.seen += 1
             for rollout in group.survivors:
                 rollout.freeze()
-            self.assembler.add(group.survivors)
+            self.buffer.add(group.survivors)
             self.dispatcher.taken(group)
         await settle()
 
@@ -157,7 +157,7 @@ async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
     async def until_the_checkpoint() -> None:
         assert [group_id for group_id, _, _ in first.asked] == [0, 1, 2, 3]
         await first.finish(0, 2, 3)
-        batch = first.assembler.take()
+        batch = first.buffer.take()
         assert {rollout.group_id for rollout in batch.kept} == {0, 2}
         first.save(part)
 
@@ -166,8 +166,8 @@ async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
 
     second = World()
     second.state.restore(part)
-    second.assembler.batch.step, second.version = 2, 1
-    assert [r.group_id for r, _ in second.assembler.buffered] == [3, 3]
+    second.buffer.batch.step, second.version = 2, 1
+    assert [r.group_id for r, _ in second.buffer.buffered] == [3, 3]
     assert [algorithm.seen for algorithm in second.algorithms] == [
         algorithm.seen for algorithm in first.algorithms
     ]
@@ -191,13 +191,13 @@ async def test_what_is_buffered_comes_back_with_its_exact_credit_and_frozen(
 
     async def story() -> None:
         await first.finish(0, 1, 2)
-        first.assembler.take()
+        first.buffer.take()
         first.save(tmp_path / "p")
 
     await running(first, story)
     second = World()
     second.state.restore(tmp_path / "p")
-    before, after = first.assembler.buffered, second.assembler.buffered
+    before, after = first.buffer.buffered, second.buffer.buffered
     assert [r.group_id for r, _ in after] == [2, 2]
     for (old, _), (new, _) in zip(before, after, strict=True):
         assert np.array_equal(old.advantages, new.advantages) and new.advantages[0] > 0
@@ -216,16 +216,16 @@ async def test_what_was_dropped_on_the_way_to_the_next_batch_stays_on_record(
 
     async def story() -> None:
         await first.finish(0, 2, 1)  # 0 and 2 are batch 1; 1 waits behind a full batch
-        first.assembler.take()  # ... and is dropped on the way to batch 2
+        first.buffer.take()  # ... and is dropped on the way to batch 2
         first.save(tmp_path / "p")
 
     await running(first, story)
     second = World(drop_odd=True)
     second.state.restore(tmp_path / "p")
-    dropped = second.assembler.batch.dropped
-    seen = second.assembler.batch.seen
+    dropped = second.buffer.batch.dropped
+    seen = second.buffer.batch.seen
     assert [(r.group_id, dropped[id(r)]) for r in seen] == [(1, "post_batch_filters")] * 2
-    assert second.assembler.num_buffered == 0
+    assert second.buffer.num_buffered == 0
 
 
 async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
@@ -250,7 +250,7 @@ async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_sa
 
     async def story() -> None:
         await first.finish(0, 1)
-        first.assembler.take()
+        first.buffer.take()
         first.save(part)
 
     await running(first, story)

@@ -53,7 +53,9 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl.run.restarts import ENGINES, engine_names
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
+from prime_rl.rundir.status import Status
 from prime_rl.weights.transports import make_transport
 from prime_rl.weights.versions import Weights
 from prime_rl.wire.transport import Sender
@@ -126,8 +128,16 @@ def build_engines(run: RunContext) -> Engines:
     )
     outages = Outages()
     fleet.on_waiting = outages.reporter()
-    EnginesStatus(fleet, run.run_dir, inference.base_url)
+    report_engines(run.config, launch, fleet, run.run_dir)
     return Engines(fleet, Policy(launch.first_step - 1), outages)
+
+
+def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
+    """Have the fleet report its engines in ``status/engines.json``."""
+    names = list(config.inference.base_url or engine_names(len(launch.engine_urls)))
+    engines = EnginesStatus(fleet, Status(run_dir / "status" / f"{ENGINES}.json"), names)
+    fleet.on_change = engines.report
+    engines.report()
 
 
 def build_shared(run: RunContext, engines: Engines) -> Shared:
@@ -273,7 +283,7 @@ def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> 
             name=env.name,
             num_examples=env.source.num_examples,
             ratio=configured.ratio,
-            is_ready=partial(getattr, env.source, "is_ready"),
+            is_ready=env.source.is_ready,
             task=env.source.task,
         )
         for env, configured in zip(envs, config.orchestrator.train.env, strict=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,19 @@ class Outages:
     """Endpoints that do not answer at present; the run waits for them and reports it."""
 
     def __init__(self) -> None:
-        self.texts: dict[int, str] = {}
+        self.texts: dict[object, str] = {}
         self.changed: Callable[[], None] = lambda: None
         """Called when an endpoint goes or comes back."""
 
     def reporter(self) -> Callable[[str | None], None]:
         """For one pool: call it with what the pool waits for, and with None when that is over."""
-        key = object()
+        return partial(self._report, object())
 
-        def report(text: str | None) -> None:
-            if text is None:
-                self.texts.pop(id(key), None)
-            else:
-                self.texts[id(key)] = text
-            self.changed()
-
-        return report
+    def _report(self, pool: object, text: str | None) -> None:
+        self.texts.pop(pool, None)
+        if text is not None:
+            self.texts[pool] = text
+        self.changed()
 
     @property
     def waiting_for(self) -> str | None:

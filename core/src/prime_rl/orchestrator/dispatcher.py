@@ -16,16 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Protocol
 
 import msgspec
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.context import TrainEnv
+from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.context import Engines, TrainEnv
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -50,6 +50,7 @@ class OpenGroup:
     members: dict[int, Sequence[Rollout] | None] = field(default_factory=dict)
     """What each member gave, by its number: one rollout per trainable agent. None: it failed."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    handed_on: bool = False
     cancelled: bool = False
 
     @property
@@ -57,9 +58,12 @@ class OpenGroup:
         return self.env.group_size
 
     @property
-    def num_finished(self) -> int:
-        """Members that did not fail, so far."""
-        return sum(rollouts is not None for rollouts in self.members.values())
+    def num_inflight(self) -> int:
+        return self.size - len(self.members)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(rollouts is None for rollouts in self.members.values())
 
     @property
     def survivors(self) -> list[Rollout]:
@@ -85,51 +89,32 @@ class Requested(msgspec.Struct):
     """Rollouts that a member of each env brought when last seen."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """What the loop needs next."""
-
-    version: int
-    """The policy's now."""
-    step: int
-    """The batch being assembled."""
-    buffered: int
-    """Rollouts that wait for a batch."""
-    is_closed: bool = False
-    """The engines sleep: no group is opened."""
-
-
-class Source(Protocol):
-    """Where the dispatcher gets its groups."""
-
-    def pace(self) -> Pace: ...
-
-    def next_group(self) -> tuple[TrainEnv, int]:
-        """The env and the example of the next group."""
-        ...
-
-    async def run_rollout(self, group: OpenGroup, index: int) -> Sequence[Rollout] | None:
-        """Sample member ``index`` of a group. None: it failed."""
-        ...
-
-
 class Dispatcher:
     """Opens groups, runs their rollouts, hands complete groups to ``arrivals``."""
 
-    def __init__(self, source: Source, envs: Sequence[TrainEnv], config: RunConfig) -> None:
-        """Call ``wake`` when ``source.pace`` allows more groups."""
-        self._source, self._envs = source, {env.name: env for env in envs}
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Engines,
+        buffer: Buffer,
+        envs: Sequence[TrainEnv],
+        next_group: Callable[[], tuple[TrainEnv, int]],
+        run_rollout: Callable[[OpenGroup, int], Awaitable[Sequence[Rollout] | None]],
+    ) -> None:
+        """``next_group``: the env and the example of the next group. ``run_rollout``: sample a
+        member of a group, by its number; None: it failed."""
+        self._engines, self._buffer = engines, buffer
+        self._envs = {env.name: env for env in envs}
+        self._next_group, self._run_rollout = next_group, run_rollout
         self._config, self._max_steps = config.orchestrator, config.max_steps
         self._lag = min(self._config.max_off_policy_steps, LEAD)
         self._in_order = self._config.max_off_policy_steps == 0
         self._yields: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
+        """Every group that is not taken in yet, in the order of their ids."""
         self._opened = 0
         self._reopen: deque[RequestedGroup] = deque()
-        self._held: dict[int, OpenGroup] = {}
-        """Complete, but one opened earlier is not."""
-        self._handed_on: dict[int, OpenGroup] = {}
         self._crash: BaseException | None = None
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
@@ -140,24 +125,25 @@ class Dispatcher:
     @property
     def num_inflight(self) -> int:
         """Rollouts being sampled now."""
-        return sum(len(group.tasks) for group in self._open.values())
+        return sum(group.num_inflight for group in self._open.values())
 
     @property
     def versions_behind(self) -> list[int]:
         """Versions since its group was opened, of each rollout in flight that grows stale."""
-        version = self._source.pace().version
+        version = self._engines.policy.version
         aging = [group for group in self._open.values() if group.env.source.is_live]
-        return [version - group.policy_version for group in aging for _ in group.tasks]
+        return [version - g.policy_version for g in aging for _ in range(g.num_inflight)]
 
     def wake(self) -> None:
         """Look again whether groups may open: at a new version, a sent batch, a dropped rollout."""
         self._wake.set()
 
     def taken(self, group: OpenGroup) -> None:
-        """An arrived group is buffered or dropped now: from here on the pace counts it."""
-        del self._handed_on[group.group_id]
-        if group.num_finished and group.survivors:
-            self._yields[group.env.name] = max(1.0, len(group.survivors) / group.num_finished)
+        """An arrived group is buffered or dropped now."""
+        del self._open[group.group_id]
+        if survivors := group.survivors:
+            num_finished = group.size - group.num_failed
+            self._yields[group.env.name] = max(1.0, len(survivors) / num_finished)
         if self._in_order:
             self._open_groups()
         self._wake.set()
@@ -167,11 +153,9 @@ class Dispatcher:
     @property
     def requested(self) -> Requested:
         """What a resumed run needs to request the same groups, each once."""
-        groups = [*self._open.values(), *self._handed_on.values()]
+        groups = self._open.values()
         waiting = [RequestedGroup(g.group_id, g.env.name, g.example_id) for g in groups]
-        waiting += self._reopen
-        by_id = sorted(waiting, key=lambda group: group.group_id)
-        return Requested(self._opened, by_id, dict(self._yields))
+        return Requested(self._opened, [*waiting, *self._reopen], dict(self._yields))
 
     def resume(self, requested: Requested) -> None:
         """Continue the count of groups, and request those in flight first. Before ``run``."""
@@ -184,8 +168,8 @@ class Dispatcher:
     # -- opening groups ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Open groups whenever the pace allows it, until cancelled. Raises what a member raised: a
-        bug, or a plugin's exception; failures of an environment are data and raise nothing."""
+        """Open groups whenever there is room, until cancelled. Raises the error of a member: a bug,
+        or a plugin's exception; failures of an environment are data."""
         while self._crash is None:
             self._open_groups()
             self._wake.clear()
@@ -193,46 +177,41 @@ class Dispatcher:
         raise self._crash
 
     def room(self) -> int:
-        """How many more rollouts may be dispatched now (a group is opened while this is
-        positive)."""
-        pace = self._source.pace()
-        last_batch = min(pace.version + 1 + self._lag, self._max_steps)
-        batches = last_batch - pace.step + 1
-        if batches <= 0 or pace.is_closed:
+        """How many more rollouts may be dispatched now. A group is opened while this is
+        positive."""
+        last_batch = min(self._engines.policy.version + 1 + self._lag, self._max_steps)
+        batches = last_batch - self._buffer.batch.step + 1
+        if batches <= 0 or self._engines.fleet.asleep:
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
-        # its batch.
-        coming = sum(map(self._rollouts_of, (*self._open.values(), *self._handed_on.values())))
-        needed = max(0, batches * self._config.batch_size - pace.buffered)
+        # its batch. An env's yield is at first one rollout per agent and member.
+        coming = sum(
+            group.size * self._yields.get(group.env.name, len(group.env.host.agents))
+            for group in self._open.values()
+        )
+        needed = max(0, batches * self._config.batch_size - self._buffer.num_buffered)
         wanted = ceil(needed * self._config.oversampling_factor - coming)
         return min(wanted, self._config.max_inflight - self.num_inflight)
 
-    def _rollouts_of(self, group: OpenGroup) -> float:
-        """How many rollouts a group is expected to bring: at first, one per agent and member."""
-        return group.size * self._yields.get(group.env.name, len(group.env.host.agents))
-
     def _open_groups(self) -> None:
         while self.room() > 0:
-            self._open_group()
-
-    def _open_group(self) -> None:
-        if self._reopen:
-            again = self._reopen.popleft()
-            group_id, env, example_id = again.group_id, self._envs[again.env], again.example
-        else:
-            env, example_id = self._source.next_group()
-            group_id, self._opened = self._opened, self._opened + 1
-        group = OpenGroup(group_id, env, example_id, self._source.pace().version)
-        self._open[group_id] = group
-        self.counts["dispatched"] += group.size
-        for index in range(group.size):
-            task = asyncio.create_task(self._member(group, index))
-            group.tasks.add(task)
-            task.add_done_callback(group.tasks.discard)
+            if self._reopen:
+                again = self._reopen.popleft()
+                group_id, env, example_id = again.group_id, self._envs[again.env], again.example
+            else:
+                env, example_id = self._next_group()
+                group_id, self._opened = self._opened, self._opened + 1
+            group = OpenGroup(group_id, env, example_id, self._engines.policy.version)
+            self._open[group_id] = group
+            self.counts["dispatched"] += group.size
+            for index in range(group.size):
+                task = asyncio.create_task(self._member(group, index))
+                group.tasks.add(task)
+                task.add_done_callback(group.tasks.discard)
 
     async def _member(self, group: OpenGroup, index: int) -> None:
         try:
-            rollouts = await self._source.run_rollout(group, index)
+            rollouts = await self._run_rollout(group, index)
         except Exception as error:
             self._fail(error)
             return
@@ -243,10 +222,7 @@ class Dispatcher:
             raise
         group.members[index] = rollouts
         self.counts["failed" if rollouts is None else "finished"] += 1
-        if len(group.members) == group.size and not group.cancelled:
-            del self._open[group.group_id]
-            self._handed_on[group.group_id] = self._held[group.group_id] = group
-            self._hand_on()
+        self._hand_on()
         self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -255,9 +231,13 @@ class Dispatcher:
 
     def _hand_on(self) -> None:
         """Give complete groups to the loop: at once, or when all before them are complete."""
-        for group_id in sorted(self._held):
-            if not self._in_order or group_id < min(self._open, default=group_id + 1):
-                self.arrivals.put_nowait(self._held.pop(group_id))
+        for group in self._open.values():
+            if group.num_inflight:
+                if self._in_order:
+                    return
+            elif not group.handed_on:
+                group.handed_on = True
+                self.arrivals.put_nowait(group)
 
     # -- cancelling groups ------------------------------------------------------------------------
 
@@ -265,8 +245,11 @@ class Dispatcher:
         """Void the groups in flight that would be too old for any batch trained on ``version``.
         Returns the number of their rollouts by env."""
         oldest = version - self._config.max_off_policy_steps
-        aging = [group for group in self._open.values() if group.env.source.is_live]
-        stale = [group for group in aging if group.policy_version < oldest]
+        stale = [
+            group
+            for group in self._open.values()
+            if group.num_inflight and group.policy_version < oldest and group.env.source.is_live
+        ]
         await self._cancel(stale)
         self._hand_on()
         self._wake.set()
@@ -277,16 +260,13 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
-        await self._cancel(list(self._open.values()))
-        for group_id in self._held:
-            del self._handed_on[group_id]
-        self._held.clear()
+        await self._cancel([group for group in self._open.values() if not group.handed_on])
 
     async def _cancel(self, groups: Sequence[OpenGroup]) -> None:
         """Void groups, all before anything is awaited: none of them can complete meanwhile."""
         for group in groups:
             group.cancelled = True
-            self._open.pop(group.group_id, None)
+            del self._open[group.group_id]
         pending = {task: group.env.name for group in groups for task in group.tasks}
         for task in pending:
             task.cancel()

@@ -1,15 +1,14 @@
-"""Where an episode's model calls go: to one endpoint, or to a replica that serves the policy."""
+"""Where an episode's model calls go: to one endpoint, or to whichever replica serves the policy."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.fleet import Fleet, Unanswered
 from prime_rl.inference.replica import Replica
-from prime_rl.run.restarts import ENGINES, HUNG, STARTING, engine_names
+from prime_rl.run.restarts import HUNG, STARTING
 from prime_rl.rundir.status import Status
 
 PROVIDER_ERROR = "ProviderError"
@@ -22,12 +21,12 @@ class EngineRouter(Protocol):
     """Chooses the endpoint of each episode."""
 
     async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
-        """Run one episode; those of one key share an endpoint, and its prefix cache."""
+        """Play one episode; those of one key share an endpoint, and its prefix cache."""
         ...
 
 
 class OneEndpoint:
-    """Always the same endpoint, without a retry."""
+    """Always the same endpoint; what fails there has failed."""
 
     def __init__(self, endpoint: ModelEndpoint) -> None:
         self._endpoint = endpoint
@@ -37,8 +36,8 @@ class OneEndpoint:
 
 
 class PolicyEngines:
-    """The replicas of the live policy. An episode whose replica goes away is run again at another;
-    it fails if it keeps failing while its replica answers."""
+    """The replicas of the live policy: an episode whose replica goes away is played anew at
+    another; one that fails again and again where the replica is there has failed."""
 
     def __init__(self, fleet: Fleet, model: str, api_key_var: str) -> None:
         self._fleet = fleet
@@ -65,39 +64,40 @@ class PolicyEngines:
 
 
 class EnginesStatus:
-    """Reports each engine in ``status/engines.json``: for the live view, and for the supervisor,
-    which restarts engines that have served and then die or hang."""
+    """Says in a status file of each engine how it is: for the live view, and for the supervisor,
+    which starts engines again that have served and then die or hang."""
 
-    def __init__(self, fleet: Fleet, run_dir: Path, names: Sequence[str] | None) -> None:
-        """``names``: None, if the engines are processes of this run."""
-        names = names or engine_names(len(fleet.replicas))
-        self._fleet, self._named = fleet, list(zip(names, fleet.replicas, strict=True))
-        self._status = Status(run_dir / "status" / f"{ENGINES}.json")
-        fleet.on_change = self._report
-        self._report()
+    def __init__(self, fleet: Fleet, status: Status, names: Sequence[str]) -> None:
+        self._fleet, self._status, self._names = fleet, status, names
 
-    def _report(self) -> None:
+    def report(self) -> None:
+        """Write it."""
         fleet = self._fleet
         state = f"{len(fleet.serving)} of {len(fleet.replicas)} serve"
-        away = [
-            f"{name}: {r.reason}" if r.reason and r.listening else name
-            for name, r in self._named
-            if not r.serving
-        ]
-        details: dict[str, Any] = {name: _describe(replica) for name, replica in self._named}
+        away = [f"{name}{_why(r)}" for name, r in self._named if not r.serving]
+        details: dict[str, Any] = {name: _how_it_is(replica) for name, replica in self._named}
         self._status.report(
             "asleep" if fleet.asleep else state,
             waiting_for=", ".join(away) or ("trainer" if fleet.asleep else None),
             **details,
         )
 
+    @property
+    def _named(self) -> list[tuple[str, Replica]]:
+        return list(zip(self._names, self._fleet.replicas, strict=True))
 
-def _describe(replica: Replica) -> str:
+
+def _how_it_is(replica: Replica) -> str:
     if replica.hung:
         return f"{HUNG} ({replica.hangs})"
     if replica.serving:
         return f"version {replica.version}"
     return "away" if replica.known else STARTING
+
+
+def _why(replica: Replica) -> str:
+    """What it answers instead of serving; of one that does not answer nothing needs saying."""
+    return f": {replica.reason}" if replica.reason and replica.listening else ""
 
 
 def is_outage(result: RolloutResult) -> bool:

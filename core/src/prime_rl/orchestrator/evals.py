@@ -63,7 +63,7 @@ def jobs_of(envs: Sequence[EvalEnv]) -> Iterator[Job]:
 
 @dataclass
 class EvalResult:
-    """What one pass over an env's examples gave."""
+    """The result of one pass over an env's examples."""
 
     env: str
     policy_version: int
@@ -78,17 +78,14 @@ class EvalResult:
     def as_metrics(self) -> dict[str, float]:
         """``eval/<env>/...``"""
         name = f"eval/{self.env}"
-        terms = {f"{name}/all/metrics/{key}/mean": value for key, value in self.metrics.items()}
-        return (
-            self.measures
-            | terms
-            | {
-                f"{name}/all/reward/mean": self.reward,
-                f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
-                f"{name}/num_failed": float(self.num_failed),
-                f"{name}/policy_version": float(self.policy_version),
-            }
-        )
+        return {
+            **self.measures,
+            **{f"{name}/all/metrics/{key}/mean": value for key, value in self.metrics.items()},
+            f"{name}/all/reward/mean": self.reward,
+            f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
+            f"{name}/num_failed": float(self.num_failed),
+            f"{name}/policy_version": float(self.policy_version),
+        }
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -103,13 +100,13 @@ class Finished:
 
     @property
     def reward(self) -> float:
-        """A failed rollout solved nothing."""
+        """0.0 for a failed rollout."""
         return self.result.reward if self.result.ok else 0.0
 
 
 def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
-    """One episode as one result: what the policy's agents came to, their mean where there are
-    several; fixed players do not count. Each agent's own reward is the metric ``reward/AGENT``."""
+    """One episode as one result: the mean of the policy's agents, without agents of other models.
+    Each agent's own reward is the metric ``reward/AGENT``."""
     ours = [result for result in results if result.trainable]
     if len(ours) < 2:
         return ours[0] if ours else results[0]
@@ -123,7 +120,7 @@ def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
 
 
 def summarise(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
-    """What the rollouts that came back in time say of ``version``; they are in the order of their
+    """The result at ``version``, of the rollouts that finished in time, in order of their
     examples."""
     results = [each.result for each in finished]
     done = [result for result in results if result.ok]
@@ -139,7 +136,14 @@ def summarise(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalR
         num_rollouts=len(results),
         num_failed=len(results) - len(done),
         metrics={name: fmean(r.metrics.get(name, 0.0) for r in done) for name in names},
-        shown=[_shown(first[example]) for example in sorted(first)[:NUM_SHOWN]],
+        shown=[
+            {
+                "reward": first[example].reward,
+                "messages": [list(message) for message in first[example].messages],
+                "error": first[example].error,
+            }
+            for example in sorted(first)[:NUM_SHOWN]
+        ],
         measures=measures(f"eval/{env.name}", finished)
         | {f"eval/{env.name}/cancelled": float(env.num_rollouts - len(finished))},
     )
@@ -153,20 +157,21 @@ def measures(name: str, finished: Sequence[Finished]) -> Reduced:
     for key, values in _columns(finished, done).items():
         found |= describe(values, f"{name}/{key}")
     found |= {f"{name}/all/{key}": share for key, share in _endings(finished, done).items()}
-    versions = {version for each in done for version in versions_of(each.result)}
-    if versions:
+    branches = [branch for each in done for branch in each.result.branches]
+    versions = {v for branch in branches for v in branch.policy_versions or () if v >= 0}
+    if versions:  # the engine reports them
         found[f"{name}/num_policy_versions"] = float(len(versions))
-    rewards: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = defaultdict(list)
     for each in finished:
-        rewards.setdefault(each.example, []).append(each.reward)
+        rewards[each.example].append(each.reward)
     if len(rewards) > 1:
         found[f"{name}/all/reward/stderr"] = standard_error(list(rewards.values()))
     return found | {f"{name}/{key}": v for key, v in pass_rates(list(rewards.values())).items()}
 
 
 def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str, Sequence[float]]:
-    """What is described by mean, extremes and percentiles: lengths and times of what did not
-    fail."""
+    """The values to describe by mean, extremes and percentiles. Lengths and times: of rollouts that
+    did not fail."""
     tokens = [num_tokens(each.result) for each in done]
     columns: dict[str, Sequence[float]] = {
         "all/reward": [each.reward for each in finished],
@@ -187,8 +192,8 @@ def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str
 
 
 def _endings(finished: Sequence[Finished], done: Sequence[Finished]) -> Reduced:
-    """Shares of rollouts that finished or were cut off, and of what stopped them; failures by
-    class, as numbers."""
+    """Shares of rollouts that finished or were truncated, and of stop conditions; the number of
+    failures by class."""
     if not finished:
         return {}
     found = {"is_completed/mean": len(done) / len(finished)}
@@ -215,8 +220,8 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
     2021, arXiv 2107.03374, eq. 1); pass^k = C(c, k) / C(n, k), all k are (Yao et al. 2024, arXiv
     2406.12045, section 4). Examples with fewer than k rollouts are left out of k.
 
-    A failed rollout counts as wrong (``Finished.reward``): without it, a policy that times out on
-    its hard examples would score better. ``eval/<env>/num_failed`` is their number.
+    A failed rollout counts as wrong (``Finished.reward``): else a policy that times out on its hard
+    examples would score better. ``eval/<env>/num_failed`` is their number.
     """
     if not groups:
         return {}
@@ -232,8 +237,8 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
 
 
 def num_tokens(result: RolloutResult) -> tuple[int, int]:
-    """Tokens given to the policy, and sampled by it; those of nodes that branches share count once.
-    Where only messages went to and fro: as the server counted them."""
+    """Tokens given to the policy and sampled by it; nodes that branches share count once. Without
+    token ids: as counted by the server."""
     if not any(branch.token_ids for branch in result.branches):
         return result.usage
     seen: set[int] = set()
@@ -244,21 +249,3 @@ def num_tokens(result: RolloutResult) -> tuple[int, int]:
         own, given = own + sum(fresh), given + len(fresh) - sum(fresh)
         seen.update(branch.node_ids)
     return given, own
-
-
-def versions_of(result: RolloutResult) -> set[int]:
-    """The versions that sampled its tokens, as far as the engine tells."""
-    return {
-        version
-        for branch in result.branches
-        for version in branch.policy_versions or ()
-        if version >= 0
-    }
-
-
-def _shown(result: RolloutResult) -> dict[str, Any]:
-    return {
-        "reward": result.reward,
-        "messages": [list(message) for message in result.messages],
-        "error": result.error,
-    }

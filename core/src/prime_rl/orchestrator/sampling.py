@@ -10,7 +10,7 @@ from typing import Any
 from prime_rl.monitor.metrics import mean_and_max
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
-from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup, Pace
+from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
@@ -39,12 +39,14 @@ class Sampling(Observer):
         self.sampler, self.buffer, self.reporter = sampler, buffer, reporter
         self.is_scoring = False
         """An algorithm is scoring a group: it may wait for a teacher."""
-        self.dispatcher = Dispatcher(self, envs, run.config)
+        self.dispatcher = Dispatcher(
+            run.config, engines, buffer, envs, self._next_group, self._run_rollout
+        )
 
     # -- sampler -> rollout -> algorithm ----------------------------------------------------------
 
     async def run(self) -> None:
-        """Sample until cancelled. Raises what a plugin raised; a failure of an environment is
+        """Sample until cancelled. Raises the error of a plugin; a failure of an environment is
         data."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -63,8 +65,8 @@ class Sampling(Observer):
     async def _credit(self, group: OpenGroup) -> None:
         """Score a complete group's survivors, and let them compete for a place in the batch."""
         env, rollouts = group.env, group.survivors
-        if failed := group.size - group.num_finished:
-            self.buffer.note_failed(failed, env.name)
+        if group.num_failed:
+            self.buffer.note_failed(group.num_failed, env.name)
         if rollouts:
             self.is_scoring = True
             await score_group(env.hooks, rollouts)
@@ -80,14 +82,11 @@ class Sampling(Observer):
             self.buffer.add(rollouts, rejected=rejected)
         self.dispatcher.taken(group)
 
-    # -- what the dispatcher calls ----------------------------------------------------------------
-
-    def next_group(self) -> tuple[TrainEnv, int]:
-        """The env and the example of the next group."""
+    def _next_group(self) -> tuple[TrainEnv, int]:
         env_index, example_id = self.sampler.next_example()
         return self.envs[env_index], example_id
 
-    async def run_rollout(self, group: OpenGroup, index: int) -> Sequence[Rollout] | None:
+    async def _run_rollout(self, group: OpenGroup, index: int) -> Sequence[Rollout] | None:
         """Produce one member of a group, and score what needs no siblings. None: it failed."""
         # Distinct for every member of every group, and the same in every run of one seed.
         seed = (self.context.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
@@ -102,15 +101,6 @@ class Sampling(Observer):
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
         return rollouts
 
-    def pace(self) -> Pace:
-        """What the loop needs next."""
-        return Pace(
-            self.engines.policy.version,
-            self.buffer.batch.step,
-            self.buffer.num_buffered,
-            is_closed=self.engines.fleet.asleep,
-        )
-
     @property
     def num_inflight(self) -> int:
         """Rollouts being sampled now."""
@@ -119,16 +109,14 @@ class Sampling(Observer):
     # -- observer ---------------------------------------------------------------------------------
 
     async def batch_taken(self, batch: Batch) -> None:
-        """A batch that leaves makes room for more groups."""
         self.dispatcher.wake()
 
     async def version_pending(self, version: int) -> None:
-        """Cancel what would be too old for any later batch: nothing needs to wait for it."""
+        """Cancel groups that would be too old for any later batch."""
         dropped = await self.dispatcher.drop_stale(version)
         self.reporter.recent.cancelled.update(dropped)
 
     def version_served(self, version: int) -> None:
-        """A new version lets more groups open."""
         self.dispatcher.wake()
 
     # -- reports ----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ class EngineKeeper(Observer):
         self.watch = EngineWatch(engines.fleet.pages)
 
     async def run(self) -> None:
-        """Until cancelled. Raises ``EngineError`` when no engine has served for too long."""
+        """Raises ``EngineError`` when no engine has served for too long."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.engines.fleet.run())
             tasks.create_task(self.watch.run())
@@ -44,8 +44,8 @@ class EngineKeeper(Observer):
 
 
 class Watchdog(Observer):
-    """Raises when for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored or
-    evaluated, and no process made progress."""
+    """Ends a run in which for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored
+    or evaluated, and no process made progress."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Watchdog(Observer):
         return self.engines.policy.version, last.state, last.waiting_for
 
     def _is_working(self) -> bool:
-        """Whether something is under way that has timeouts of its own."""
+        """Whether something is running that has its own timeouts."""
         if self.sampling.is_scoring:
             return True
         inflight = self.sampling.num_inflight or self.engines.policy.evaluated is not None
