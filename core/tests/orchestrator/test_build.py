@@ -1,4 +1,4 @@
-"""Sampling settings as engines get them, and which monitors there are."""
+"""Builders: sampling settings, filters, monitors."""
 
 from prime_rl import Filter, PluginConfig, hookimpl
 from prime_rl.config import RunConfig

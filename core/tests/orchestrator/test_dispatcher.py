@@ -1,4 +1,4 @@
-"""Rollouts in flight: paced, bounded, voided whole, each accounted for exactly once."""
+"""Rollouts in flight: paced, bounded, voided by group, each accounted for exactly once."""
 
 import asyncio
 import random
@@ -17,7 +17,7 @@ from prime_rl.testing import make_rollout
 
 
 class World:
-    """The loop's side: a version, a step, a queue of takers; rollouts end when told to."""
+    """The engines and the buffer of a dispatcher; the test ends its rollouts."""
 
     def __init__(
         self, *, size=4, batch=8, lag=8, over=1.0, inflight=1000, max_steps=100, group=None
@@ -106,7 +106,7 @@ async def settle():
 # -- groups ---------------------------------------------------------------------------------
 
 
-async def test_a_group_is_handed_on_when_all_its_members_are_there():
+async def test_a_group_is_handed_on_when_all_its_members_have_finished():
     async with World(size=2, batch=2, lag=0) as world:
         world.waiting[0, 1].set_result([make_rollout(1.0)])
         await settle()
@@ -117,7 +117,7 @@ async def test_a_group_is_handed_on_when_all_its_members_are_there():
         assert [rollout.reward for rollout in group.survivors] == [2.0, 1.0]  # members' order
 
 
-async def test_how_far_behind_those_in_flight_are():
+async def test_how_far_behind_rollouts_in_flight_are():
     async with World(size=2, batch=2, over=2.0) as world:
         await world.end(0, 1.0)  # one of the first group's two
         world.version = 2
@@ -190,10 +190,10 @@ async def test_a_new_version_and_a_shipped_batch_open_the_next():
             await world.end(group, 1.0, 1.0, 1.0, 1.0)
             world.dispatcher.taken(world.dispatcher.arrivals.get_nowait())
         await settle()
-        assert world.groups == [2, 3]  # nothing of them was buffered: sampled anew
+        assert world.groups == [2, 3]  # nothing of them was buffered: sampled again
 
 
-async def test_what_is_buffered_needs_no_sampling():
+async def test_buffered_rollouts_are_not_sampled_again():
     world = World(size=4, batch=8, lag=0)
     world.num_buffered = 4
     async with world:
@@ -217,7 +217,7 @@ async def test_an_arrived_group_counts_until_it_is_taken_in():
         assert world.groups == [1] and world.dispatcher.counts["dispatched"] == 8
 
 
-async def test_members_that_came_back_early_still_count():
+async def test_finished_members_of_an_open_group_still_count():
     async with World(size=4, batch=8, lag=0) as world:
         world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
@@ -245,7 +245,7 @@ async def test_the_last_batch_is_the_last():
         assert world.dispatcher.room() == 0
 
 
-async def test_in_flight_is_bounded_to_within_the_group_that_crosses_it():
+async def test_rollouts_in_flight_exceed_the_bound_by_less_than_a_group():
     async with World(size=4, batch=64, lag=0, inflight=10) as world:
         assert world.dispatcher.num_inflight == 12
 
@@ -256,7 +256,7 @@ async def test_in_flight_is_bounded_to_within_the_group_that_crosses_it():
 @pytest.mark.parametrize(
     ("lag", "version", "dropped"), [(0, 1, 8), (1, 1, 0), (1, 2, 8), (8, 8, 0)]
 )
-async def test_groups_too_old_for_the_coming_version_are_voided_whole(lag, version, dropped):
+async def test_groups_too_old_for_the_coming_version_are_voided(lag, version, dropped):
     world = World(size=4, batch=8, lag=lag)
     world.num_buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
     async with world:
@@ -269,7 +269,7 @@ async def test_groups_too_old_for_the_coming_version_are_voided_whole(lag, versi
         assert world.dispatcher.cancelled["e"] == dropped
 
 
-async def test_a_voided_groups_finished_members_never_arrive():
+async def test_finished_members_of_a_voided_group_never_arrive():
     async with World(size=3, batch=3, lag=0) as world:
         world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
@@ -311,7 +311,7 @@ async def test_closing_cancels_everything():
         assert world.dispatcher.counts == {"dispatched": 8, "cancelled": 8}
 
 
-# -- what must not go unseen ----------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 async def test_a_plugins_exception_ends_the_run():
@@ -332,23 +332,23 @@ async def test_an_exhausted_sampler_ends_the_run():
         await asyncio.wait_for(world.dispatcher.run(), LIMIT)
 
 
-async def test_a_cancellation_that_nobody_asked_for_does_not_hang_the_run():
+async def test_a_cancellation_from_inside_an_environment_ends_the_run():
     async with World(size=2, batch=2, lag=0) as world:
         world.waiting[0, 0].cancel()
         with pytest.raises(RunError, match="group 0 was cancelled from inside its environment"):
             await asyncio.wait_for(world.task, LIMIT)
 
 
-# -- anything at all ------------------------------------------------------------------------
+# -- random events --------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1.0, 1.5]))
-def test_the_books_balance_whatever_happens(seed, size, lag, over):
+def test_every_rollout_is_accounted_for_whatever_happens(seed, size, lag, over):
     """Random finishes, failures, versions, batches: nothing lost, nothing counted twice."""
-    asyncio.run(anything(random.Random(seed), size, lag, over))
+    asyncio.run(random_events(random.Random(seed), size, lag, over))
 
 
-async def anything(chance, size, lag, over):
+async def random_events(chance, size, lag, over):
     bound = 3 * size
     world = World(size=size, batch=2 * size, lag=lag, over=over, inflight=bound)
     arrived = []

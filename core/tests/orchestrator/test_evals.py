@@ -117,7 +117,7 @@ def test_the_standard_error_counts_examples_not_rollouts():
         for reward in rewards
     ]
     assert measures("x", finished)["x/all/reward/stderr"] == pytest.approx((0.5 / 12) ** 0.5)
-    assert "x/all/reward/stderr" not in measures("x", finished[:2])  # one example tells nothing
+    assert "x/all/reward/stderr" not in measures("x", finished[:2])  # undefined for one example
 
 
 def test_endings_terms_and_stages_of_an_evaluation():

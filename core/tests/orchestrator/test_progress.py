@@ -1,4 +1,4 @@
-"""The orchestrator's part: the same groups are asked for, none skipped, none twice."""
+"""The orchestrator's checkpoints: a resumed run requests the same groups, none skipped or twice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_rl import ConfigError, PluginConfig
+from prime_rl import PluginConfig
 from prime_rl.config import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
@@ -40,7 +40,7 @@ class Remembers(Algorithm):
 
 
 class NoOdd:
-    """Drops groups of odd numbers from batches, if told to."""
+    """Drops groups with odd numbers from batches, if ``on``."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -112,7 +112,7 @@ class World:
         return [rollout]
 
     async def finish(self, *group_ids: int) -> None:
-        """Let groups end, and take in what is handed on."""
+        """End groups, and take in those that are handed on."""
         for group_id in group_ids:
             for index in range(2):
                 self.ready[group_id, index].set()
@@ -147,11 +147,11 @@ async def running(world: World, story: Callable[[], Awaitable[None]]) -> None:
             await task
 
 
-async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
+async def test_a_resumed_run_requests_the_groups_in_flight_and_then_the_next(
     tmp_path: Path,
 ) -> None:
-    """Groups 0 to 3 are asked for; 0, 2 and 3 come back; batch 1 takes 0 and 2; 3 is buffered and
-    1 is still in flight."""
+    """Groups 0 to 3 are requested; 0, 2 and 3 finish; batch 1 takes 0 and 2; 3 is buffered and 1 is
+    still in flight."""
     first, part = World(), tmp_path / "orchestrator"
 
     async def until_the_checkpoint() -> None:
@@ -184,7 +184,7 @@ async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
     await running(second, after_it)
 
 
-async def test_what_is_buffered_comes_back_with_its_exact_credit_and_frozen(
+async def test_buffered_rollouts_are_restored_with_their_exact_credit_and_frozen(
     tmp_path: Path,
 ) -> None:
     first = World()
@@ -209,7 +209,7 @@ async def test_what_is_buffered_comes_back_with_its_exact_credit_and_frozen(
         )
 
 
-async def test_what_was_dropped_on_the_way_to_the_next_batch_stays_on_record(
+async def test_rollouts_dropped_before_the_next_batch_stay_on_record(
     tmp_path: Path,
 ) -> None:
     first = World(drop_odd=True)
@@ -228,7 +228,7 @@ async def test_what_was_dropped_on_the_way_to_the_next_batch_stays_on_record(
     assert second.buffer.num_buffered == 0
 
 
-async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
+async def test_groups_that_arrived_and_were_not_taken_in_are_requested_again(
     tmp_path: Path,
 ) -> None:
     world = World()
@@ -243,7 +243,7 @@ async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
     await running(world, story)
 
 
-async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_says_so(
+async def test_new_parts_start_afresh_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, part = World(), tmp_path / "p"
@@ -268,27 +268,6 @@ async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_sa
     )
 
 
-def test_the_standard_sampler_goes_on_exactly() -> None:
-    def make() -> StandardSampler:
-        envs = [SampledEnv("a", 3, 1.0), SampledEnv("b", None, 2.0)]
-        return StandardSampler(PluginConfig(), envs, seed=1)
-
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        first, second = make(), make()
-        for _ in range(10):
-            first.next_example()
-        first.save(Path(folder))
-        second.load(Path(folder))
-        assert [first.next_example() for _ in range(20)] == [
-            second.next_example() for _ in range(20)
-        ]
-        (Path(folder) / "sampler.json").write_text("{}")
-        with pytest.raises(ConfigError, match=r"sampler\.json: not what the sampler 'standard'"):
-            second.load(Path(folder))
-
-
 async def test_with_staleness_0_groups_are_handed_on_in_the_order_they_were_opened() -> None:
     world = World(lag=0)
 
@@ -307,7 +286,7 @@ async def test_with_staleness_0_groups_are_handed_on_in_the_order_they_were_open
     await running(world, story)
 
 
-async def test_with_staleness_1_groups_are_handed_on_as_they_come() -> None:
+async def test_with_staleness_1_groups_are_handed_on_when_they_are_complete() -> None:
     world = World(lag=1)
 
     async def story() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import comb, sqrt
 from statistics import fmean, stdev
@@ -86,9 +86,6 @@ class EvalResult:
             f"{name}/num_failed": float(self.num_failed),
             f"{name}/policy_version": float(self.policy_version),
         }
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

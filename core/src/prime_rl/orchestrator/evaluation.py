@@ -18,7 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from math import ceil
 from pathlib import Path
 
@@ -68,7 +68,7 @@ class EvalLog:
     def append(self, when: str, result: EvalResult) -> None:
         """Add a result. If its line cannot be written, the run goes on."""
         self.results[when].append(result)
-        line = {"step": result.policy_version, "when": when, **result.as_dict()}
+        line = {"step": result.policy_version, "when": when, **asdict(result)}
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")

@@ -29,7 +29,6 @@ class TrainerStep(msgspec.Struct):
     """One line of the trainer's own metrics file."""
 
     step: int
-    time: float
     metrics: dict[str, float | None]
 
 

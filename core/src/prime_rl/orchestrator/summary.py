@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def write_summary(
             "window": window,
         },
         "plugins": {row["distribution"]: row["version"] for row in plugins},
-        "eval": {when: [result.as_dict() for result in listed] for when, listed in results.items()},
+        "eval": {when: [asdict(result) for result in listed] for when, listed in results.items()},
         "plot": "learning_curve.png",
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))

@@ -61,16 +61,17 @@ class Watchdog(Observer):
         """Look once a second. Raises ``RunError``."""
         timeout, seen, since = self.context.config.orchestrator.weights_timeout, None, self._clock()
         while True:
-            now = self._progress()
+            version, last = self.engines.policy.version, self.context.status.last
+            now = version, last.state, last.waiting_for
             if now != seen or self._is_working():
                 seen, since = now, self._clock()
             elif self._clock() - since > timeout:
-                raise self._stuck(timeout)
+                raise RunError(
+                    f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): "
+                    f"{last.state}, waiting for {last.waiting_for}. The engines have version "
+                    f"{version}. See logs/latest/trainer.log."
+                )
             await asyncio.sleep(LOOK_SECONDS)
-
-    def _progress(self) -> tuple[object, ...]:
-        last = self.context.status.last
-        return self.engines.policy.version, last.state, last.waiting_for
 
     def _is_working(self) -> bool:
         """Whether something is running that has its own timeouts."""
@@ -78,11 +79,3 @@ class Watchdog(Observer):
             return True
         inflight = self.sampling.num_inflight or self.engines.policy.evaluated is not None
         return bool(inflight) and not self.engines.fleet.asleep
-
-    def _stuck(self, timeout: float) -> RunError:
-        last = self.context.status.last
-        return RunError(
-            f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): {last.state}, "
-            f"waiting for {last.waiting_for}. The engines have version "
-            f"{self.engines.policy.version}. See logs/latest/trainer.log."
-        )
