@@ -75,7 +75,7 @@ class Reporter(Observer):
         """Measure how late the event loop is, until cancelled."""
         await self.lag.run()
 
-    def group_scored(self, group: Group, version: int | None = None) -> None:
+    def group_scored(self, group: Group, version: int) -> None:
         """A group has its credit; ``version`` is the policy's now. Groups that no live policy
         sampled are saved, and do not count in the statistics."""
         if self._store is not None:
@@ -85,9 +85,7 @@ class Reporter(Observer):
         env = group[0].env
         self.recent.rewards.append((env, [rollout.reward for rollout in group]))
         self.recent.ended[env]["finished"] += len(group)
-        for rollout in group:
-            if version is not None:
-                self._arrived[id(rollout)] = version
+        self._arrived |= {id(rollout): version for rollout in group}
         self.recent.timings += _timings(group)
 
     def rollout_failed(self, group: OpenGroup, result: RolloutResult) -> None:

@@ -91,11 +91,11 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
         if action_loss != "rl":
             _route(rollout, sample, action_loss)
         _check_complete(rollout, sample)
-    advantages = rollout.advantages
     if (
         action_loss == "rl"
         and "rl_weights" not in rollout.assigned
-        and not (advantages is None or advantages.any())
+        and (advantages := rollout.advantages) is not None
+        and not advantages.any()
         and rollout.trains_beside_rl
     ):
         for sample in rollout.samples:
