@@ -27,7 +27,7 @@ from waiting import LIMIT, eventually
 
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator import build
-from prime_rl.orchestrator.host import Outages
+from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import RolloutRequest
@@ -39,6 +39,7 @@ from prime_rl.run.commands import engine_launch
 from prime_rl.run.resolve import build_engine
 from prime_rl.rundir.checkpoints import finished, whole_steps
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.__main__ import make_loss
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
@@ -292,10 +293,12 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
     )
     publisher = Publisher(run_dir / "broadcasts", keep=config.max_steps + 1)
     async with AsyncExitStack() as stack:
-        fleet = build.build_fleet(config, hooks, launch, Outages(), run_dir)
+        run = RunContext(config, launch, run_dir, hooks, Status(None))
+        engines = build.build_engines(run)
+        fleet = engines.fleet
         stack.push_async_callback(fleet.close)
-        shared = build.build_shared(config, hooks, launch, fleet, lambda: 0, Outages())
-        stack.push_async_callback(shared.policy.close)
+        shared = build.build_shared(run, engines)
+        stack.push_async_callback(shared.scores.close)
         (env,) = build.build_train_envs(shared)
         await stack.enter_async_context(env.environment)
         sampler = build.build_sampler(config, hooks, [env])

@@ -1,4 +1,4 @@
-"""The monitors: file, console, in the background, and the reporter that calls them."""
+"""The monitors: file, console, and those in the background."""
 
 import json
 import logging
@@ -13,10 +13,6 @@ from prime_rl import Monitor, PluginConfig
 from prime_rl.monitor.background import MAX_WAITING_ROLLOUTS, Background, in_background
 from prime_rl.monitor.console import Console
 from prime_rl.monitor.file import FileMonitor
-from prime_rl.orchestrator.buffer import Batch
-from prime_rl.orchestrator.reporter import Reporter
-from prime_rl.orchestrator.versions import write_versions
-from prime_rl.plugins.manager import load_plugins
 from prime_rl.testing import make_rollout
 
 
@@ -125,21 +121,6 @@ class Recorder(Monitor):
         self.closed = True
 
 
-def test_rollouts_are_only_kept_for_a_monitor_that_wants_them(tmp_path):
-    monitor = Inline()
-    reporter = Reporter(tmp_path, [monitor], 9, save_rollouts=False)
-    for step in (1, 2, 3, 4):
-        reporter.batch_sent(Batch(step))
-    assert [step for step, _, _ in monitor.tables] == [2, 4]
-
-
-def test_a_full_disk_loses_the_saved_rollouts_and_not_the_run(tmp_path, caplog):
-    reporter = Reporter(tmp_path, [], 9, save_rollouts=True)
-    (tmp_path / "rollouts").touch()  # no folder can be made there
-    reporter.batch_sent(Batch(3))
-    assert "step 3: its rollouts are not kept: " in caplog.text
-
-
 def test_a_monitor_runs_in_its_own_thread_in_order():
     recorder = Recorder()
     monitor = in_background(recorder)
@@ -199,69 +180,3 @@ def test_a_monitor_that_hangs_does_not_block_the_end_of_the_run(monkeypatch, cap
     monitor.close()
     assert "monitor 'recorder' is not done" in caplog.messages[0]
     recorder.gate.set()
-
-
-# -- the reporter -------------------------------------------------------------------------------
-
-
-class Inline(Recorder):
-    """Called from the loop; keeps every line."""
-
-    in_background = False
-
-    def log(self, step, metrics):
-        super().log(step, metrics)
-        self.last = dict(metrics)
-
-
-def test_a_step_of_two_envs_as_it_is_reported(tmp_path):
-    monitor = Inline()
-    reporter = Reporter(tmp_path, [monitor], 9, save_rollouts=False)
-    a = [make_rollout(reward, env="a", group_id=0) for reward in (1.0, 0.0)]
-    b = [make_rollout(reward, env="b", group_id=1) for reward in (1.0, 1.0)]
-    for rollout in a:
-        rollout.policy_version = 1
-    for rollout in b:
-        rollout.policy_version = 2
-    reporter.group_scored(a, version=2)  # version 2 came while it was sampled
-    reporter.group_scored(b, version=2)
-    batch = Batch(4, kept=[*a, b[0]], seen=[*a, *b], dropped={id(b[1]): "post_batch_filters"})
-    reporter.sources.append(lambda: {"more": 1.0})
-    reporter.batch_sent(batch)
-    last = monitor.last
-    assert monitor.steps == [4] and last["more"] == 1.0
-    # batch 4 trains version 3: a is 2 behind, one of them in flight; b is 1 behind, in the queue
-    assert last["off_policy/mean"] == pytest.approx(5 / 3)
-    assert last["off_policy/in_flight/mean"] == pytest.approx(2 / 3)
-    assert last["off_policy/in_queue/mean"] == 1.0
-    assert last["off_policy/behind/2"] == pytest.approx(2 / 3)
-    assert last["train/a/effective/solved_some"] == last["train/b/effective/solved_all"] == 1.0
-    assert last["train/agg/effective/solved_all"] == 0.5
-    assert last["train/a/all/solved_some"] == 1.0 and last["train/b/all/solved_all"] == 1.0
-    assert last["train/b/all/reward/mean"] == 1.0 and last["batch/b"] == pytest.approx(1 / 3)
-    assert (last["batch/b/seen"], last["batch/b/trainable"]) == (2.0, 1.0)
-    assert last["train/agg/all/is_completed/mean"] == 1.0
-    assert monitor.tables == [(4, 4, [None, None, None, "post_batch_filters"])]
-
-
-def test_the_trainers_times_are_its_own(tmp_path):
-    monitor = Inline()
-    reporter = Reporter(tmp_path, [monitor], 9, save_rollouts=False)
-    reporter.step_trained(3, {"time/step": 2.0, "time/wait_for_batch": 0.5, "loss/mean": 0.1})
-    assert monitor.last == {
-        "time/trainer/step": 2.0,
-        "time/trainer/wait_for_batch": 0.5,
-        "wait/trainer/orchestrator": 0.5,
-        "loss/mean": 0.1,
-    }
-
-
-def test_which_versions_ran(tmp_path):
-    hooks = load_plugins(disabled=["wandb"])
-    write_versions(tmp_path, hooks, disabled=["losses"])
-    found = json.loads((tmp_path / "plugins.json").read_text())
-    rows = {(row["group"], row["plugin"]): row for row in found["plugins"]}
-    assert rows["prime_rl", "core"]["distribution"] == "prime-rl-core"
-    assert rows["prime_rl", "core"]["version"] == found["packages"]["prime-rl-core"]
-    assert ("prime_rl", "wandb") not in rows and ("prime_rl.trainer", "losses") not in rows
-    assert any(group == "prime_rl.trainer" for group, _ in rows)

@@ -174,7 +174,7 @@ def test_a_reward_that_is_not_finite_is_refused(reward):
     with pytest.raises(StreamError) as caught:
         arrive(make_rollout(reward))
     assert str(caught.value) == (
-        f"env 'test', example 0: reward is {reward}, expected a finite number. Mend the "
+        f"env 'test', example 0: reward is {reward}, expected a finite number. Fix the "
         "environment's reward function."
     )
 

@@ -4,7 +4,6 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.env.environment import Environment, EnvSettings
-from prime_rl.orchestrator.host import EnvHost, Outages, RunFacts
 
 
 def environment(id, **args):
@@ -27,19 +26,3 @@ def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
     assert environment("propose-solve").agents == ("proposer", "solver")
     fixed = {"model": "other", "sampling": {"temperature": 0.1}}
     assert environment("propose-solve", solver=fixed).agents == ("proposer",)
-
-
-@pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
-async def test_a_reference_with_a_shorter_limit_than_a_rollout_is_refused_at_start(takes, fits):
-    class Pool:
-        where, model, max_model_len = "env 'a': reference", "big", takes
-
-        async def wait_ready(self, timeout):
-            pass
-
-    host = EnvHost("a", None, None, None, Outages(), RunFacts(lambda name: None, ("a",), 16))
-    host.connected.append(Pool())
-    if fits:
-        return await host.wait_ready(1.0)
-    with pytest.raises(ConfigError, match=r"'big' takes 8 tokens .* a rollout may have 16"):
-        await host.wait_ready(1.0)

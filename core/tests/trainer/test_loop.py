@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -252,10 +253,10 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
 
 
 def test_a_metric_that_is_no_number_is_null_on_disk_and_readable(tmp_path: Path) -> None:
-    from prime_rl.orchestrator.policy import TrainerLog
+    from prime_rl.orchestrator.policy import TrainerStep
 
     append_metrics(tmp_path / "trainer.jsonl", 3, {"loss/mean": math.nan, "optim/lr": 0.5})
-    (step,) = TrainerLog(tmp_path / "trainer.jsonl").read_new()
+    step = msgspec.json.decode((tmp_path / "trainer.jsonl").read_bytes(), type=TrainerStep)
     assert (step.step, step.metrics) == (3, {"loss/mean": None, "optim/lr": 0.5})
 
 

@@ -19,12 +19,9 @@ from prime_rl.orchestrator import build
 from prime_rl.orchestrator.chat_template import write_chat_template
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.evaluation import Evaluation
-from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
-from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
-from prime_rl.orchestrator.summary import write_summary
-from prime_rl.orchestrator.versions import write_versions
+from prime_rl.orchestrator.summary import write_summary, write_versions
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.launch import Launch, wait_for_model
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
@@ -37,11 +34,11 @@ log = logging.getLogger("prime_rl")
 FAILED = "failed"
 
 TEARDOWN_SECONDS = 20.0
-"""What closing may take once the run is over, well or badly."""
+"""How long closing may take once the run is over."""
 
 
 def main() -> None:
-    """Run one run's orchestrator. Exits with 0 when every step was taken, or when asked to end."""
+    """Run one run's orchestrator. Exits with 0 after the last step, or after a requested stop."""
     exit_with_parent()
     run_dir = Path(sys.argv[1])
     config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
@@ -55,7 +52,7 @@ def main() -> None:
 
 
 def _exit(code: int) -> NoReturn:
-    """End at once: what an environment left running must not keep a finished run alive."""
+    """End at once: threads that an environment left must not keep a finished run alive."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -73,7 +70,7 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         return 0
     except PrimeRLError as error:
         if status.last.state != FAILED:
-            _say(error, status)
+            _report(error, status)
         return 1
     except Exception:
         log.exception("the orchestrator failed")
@@ -95,17 +92,17 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
             with _cancelled_by(stop, launch, status):
                 orchestrator, evaluation = await _build(stack, run)
             await _train(orchestrator, evaluation, stop)
-            _end_within(TEARDOWN_SECONDS, 0)
+            _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
             if isinstance(error, PrimeRLError):
-                _say(error, status)  # before closing, which may take its time
-            _end_within(TEARDOWN_SECONDS, 1)
+                _report(error, status)  # before closing, which may take time
+            _exit_within(TEARDOWN_SECONDS, 1)
             raise
 
 
 @contextmanager
 def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> Iterator[None]:
-    """Before there is an orchestrator a stop just cancels: no step was trained."""
+    """While the orchestrator is being built, a stop cancels the task: no step was trained."""
     task, is_building = asyncio.current_task(), True
 
     def cancel(stop: asyncio.Task[None]) -> None:
@@ -131,20 +128,20 @@ async def _train(
     last = await orchestrator.run(stop)
     if last is None or last >= run.launch.first_step:
         run.status.report("writing the summary")
-        write_summary(run.run_dir, run.config, evaluation.results, last)
+        write_summary(run.run_dir, evaluation.eval_log.results, last)
     if last is None:
         run.status.report(DONE)
     else:
         report_stopped(run.status, last)
 
 
-def _say(error: PrimeRLError, status: Status) -> None:
+def _report(error: PrimeRLError, status: Status) -> None:
     log.error("%s: %s", type(error).__name__, error)
     status.report(FAILED, error=str(error))
 
 
-def _end_within(seconds: float, code: int) -> None:
-    """Should closing hang, the process ends all the same."""
+def _exit_within(seconds: float, code: int) -> None:
+    """End the process even if closing hangs."""
     timer = threading.Timer(seconds, _exit, (code,))
     timer.daemon = True
     timer.start()
@@ -157,14 +154,11 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
         run.status.report("waiting", waiting_for="model (being made)")
         await wait_for_model(Path(launch.model_path))
     write_versions(run_dir, run.hooks, config.plugins.disabled)
-    policy, outages = Policy(launch.first_step - 1), Outages()
-    fleet = build.build_fleet(config, run.hooks, launch, outages, run_dir)
-    stack.push_async_callback(fleet.close)
-    build.report_engines(config, launch, fleet, run_dir)
-    engines = Engines(fleet, policy, outages)
-    shared = build.build_shared(config, run.hooks, launch, fleet, lambda: policy.version, outages)
-    stack.push_async_callback(shared.policy.close)
-    write_chat_template(config, run.hooks, shared.renderer, Path(launch.model_path), run_dir)
+    engines = build.build_engines(run)
+    stack.push_async_callback(engines.fleet.close)
+    shared = build.build_shared(run, engines)
+    stack.push_async_callback(shared.scores.close)
+    write_chat_template(run, shared.renderer)
     envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
     for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
         await stack.enter_async_context(environment)
@@ -180,13 +174,13 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     wire = make_sender(launch, run_dir)
     stack.callback(wire.close)
     await _wait_for_models(stack, run, engines, envs)
-    return build.build_orchestrator(run, engines, shared.place, envs, eval_envs, monitors, wire)
+    return build.build_orchestrator(shared, envs, eval_envs, monitors, wire)
 
 
 async def _wait_for_models(
     stack: AsyncExitStack, run: RunContext, engines: Engines, envs: Sequence[TrainEnv]
 ) -> None:
-    """Until the policy and every frozen model can be asked."""
+    """Until the policy and every frozen model answer."""
     timeout, outages = run.config.inference.ready_timeout, engines.outages
     run.status.report("waiting", waiting_for="inference (engine start)")
     await engines.fleet.wait_ready(timeout)

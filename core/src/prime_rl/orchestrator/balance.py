@@ -1,13 +1,13 @@
-"""Which rank trains which rows: as many for each, and about as much work.
+"""Assigns rows to ranks: equally many rows and about equal work for each.
 
-Ranks wait for one another at every block of every row, so what counts is that their totals are
-alike, and the rows that they compute at the same time. The work of a sample of n tokens is taken to
-be n * (1 + attention_flops * n).
+Ranks wait for one another at every block of every row, so their totals should be equal, and so
+should the rows that they compute at the same time. A sample of n tokens counts as
+n * (1 + attention_flops * n) work.
 
-Longest-processing-time-first (Graham 1969): the costliest sample goes where there is the least work
-so far, and room: to a rank, and there to a row. Should that not fit, or not balance, samples go to
-rows of any rank, or stay in the fewest rows, and rows go to ranks: costliest first, in rounds of
-one a rank, in each of which the costliest goes to the rank with the least.
+Longest-processing-time-first (Graham 1969): the costliest sample goes to the rank with the least
+work that has room, and there to a row. If that does not fit or does not balance, samples go to rows
+of any rank, or stay in the fewest rows, and rows go to ranks: costliest first, in rounds of one per
+rank, in each of which the costliest goes to the rank with the least work.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Rows: TypeAlias = list[list[int]]
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 TOLERANCE = 0.05
-"""By how much the busiest rank may exceed the mean before other ways are tried."""
+"""By how much the busiest rank may exceed the mean before the other plans are tried."""
 
 
 def plan_ranks(
     tight: Rows, lengths: Sequence[int], capacity: int, num_ranks: int, attention_flops: float
 ) -> list[Rows]:
-    """The rows of each rank, costliest first; an empty one has nothing to train.
+    """The rows of each rank, costliest first; an empty row has nothing to train.
 
     ``tight``: the samples in the fewest rows found. Each rank gets as few rows as that takes.
     """
@@ -48,14 +48,14 @@ def plan_ranks(
 
 
 def sample_costs(lengths: Sequence[int], attention_flops: float) -> Floats:
-    """[samples] the work of each, in tokens without attention."""
+    """[samples] the work of each sample, in tokens without attention."""
     n = np.asarray(lengths, np.float64)
     costs: Floats = n * (1 + attention_flops * n)
     return costs
 
 
 def imbalance(ranks: Sequence[Rows], costs: Floats) -> float:
-    """By which part of the mean the busiest rank exceeds it."""
+    """The share of the mean by which the busiest rank exceeds it."""
     totals = np.array([sum(costs[i] for row in rows for i in row) for rows in ranks])
     return float(totals.max() / totals.mean() - 1) if totals.any() else 0.0
 
@@ -63,7 +63,7 @@ def imbalance(ranks: Sequence[Rows], costs: Floats) -> float:
 def _even_ranks(
     costs: Floats, lengths: Sequence[int], capacity: int, num_ranks: int, num_rows: int
 ) -> list[Rows] | None:
-    """Samples to ranks, then each rank's to its rows; None if they do not fit that way."""
+    """Samples to ranks, then each rank's samples to its rows; None if they do not fit."""
     room = [capacity * num_rows] * num_ranks
     ranks = _spread(range(len(lengths)), costs, lengths, room) or []
     spread = [_spread(own, costs, lengths, [capacity] * num_rows) for own in ranks]
@@ -76,8 +76,7 @@ def _even_ranks(
 def _spread(
     samples: Sequence[int], costs: Floats, lengths: Sequence[int], room: list[int]
 ) -> Rows | None:
-    """The samples in bins of so much room each and of about equal work; None if they do not fit
-    that way."""
+    """The samples in bins with this room each and of about equal work; None if they do not fit."""
     bins: Rows = [[] for _ in room]
     heap = [(0.0, number, free) for number, free in enumerate(room)]  # least work first
     work = costs.tolist()
@@ -98,7 +97,7 @@ def _spread(
 
 
 def _deal(rows: Rows, costs: Floats, num_ranks: int) -> list[Rows]:
-    """Rows to ranks, one each a round."""
+    """Rows to ranks, one per rank in each round."""
     work = [float(sum(costs[i] for i in row)) for row in rows]
     order = sorted(range(len(rows)), key=lambda row: -work[row])
     ranks: list[Rows] = [[] for _ in range(num_ranks)]

@@ -1,5 +1,4 @@
-"""From scored groups to a batch: first in first out, stale ones out, filters asked, the size kept
-by back-fill."""
+"""From scored groups to a batch: first in, first out, without what is stale or filtered."""
 
 from __future__ import annotations
 
@@ -23,19 +22,19 @@ WHY_DROPPED = (
 
 @dataclass
 class Batch:
-    """The rollouts of one optimizer step, and everything that was finished on the way to it."""
+    """The rollouts of one optimizer step, and those that were dropped on the way to it."""
 
     step: int
     kept: list[Rollout] = field(default_factory=list)
     """What trains."""
     seen: list[Rollout] = field(default_factory=list)
-    """Every rollout that was decided on for this batch: what trains and what was dropped."""
+    """What trains and what was dropped, in the order of the decisions."""
     dropped: dict[int, str] = field(default_factory=dict)
-    """Why, by ``id()`` of the rollout: the slot that objected, or one of the words above."""
+    """The reason by ``id()`` of the rollout: the slot that objected, or one of the words above."""
 
     @property
     def num_stale(self) -> int:
-        """Rollouts that grew too old while they waited."""
+        """Rollouts that became too old while they waited."""
         return sum(reason == STALE for reason in self.dropped.values())
 
 
@@ -65,7 +64,7 @@ class Buffer:
 
     @property
     def num_buffered(self) -> int:
-        """Rollouts that have, or will compete for, a place in a batch."""
+        """Rollouts that have a place in the batch or wait for one."""
         return len(self._pending) + len(self.batch.kept)
 
     @property
@@ -81,8 +80,8 @@ class Buffer:
         await self._room.wait()
 
     def add(self, rollouts: Sequence[Rollout], rejected: str | None = None) -> None:
-        """Take in a scored group. What a pre-batch filter enforces, or the sampler has
-        ``rejected`` with a reason, never takes a place."""
+        """Take in a scored group, unless the sampler has ``rejected`` it (with this reason) or a
+        pre-batch filter objects."""
         for rollout in rollouts:
             if rejected is not None:
                 self._drop(rollout, REJECTED, rejected)
@@ -93,7 +92,7 @@ class Buffer:
         self.fill()
 
     def note_failed(self, count: int, env: str) -> None:
-        """Rollouts that came to nothing also count as fruitless."""
+        """Failed rollouts also count as fruitless."""
         self._count_fruitless(count, f"{FAILED}, env {env!r}")
 
     def fill(self) -> None:
@@ -121,13 +120,13 @@ class Buffer:
 
     @property
     def buffered(self) -> list[tuple[Rollout, str | None]]:
-        """Every rollout that no batch has taken yet, in order: why it was dropped on the way to the
-        next one, or None if it has, or will compete for, a place."""
+        """Every rollout that no batch has taken yet, in order, and the reason if it was dropped on
+        the way to the next one."""
         decided = [(rollout, self.batch.dropped.get(id(rollout))) for rollout in self.batch.seen]
         return decided + [(rollout, None) for rollout in self._pending]
 
     def restore(self, buffered: Sequence[tuple[Rollout, str | None]]) -> None:
-        """Go on with what another assembler had buffered; post-batch filters are asked again."""
+        """Continue with what another buffer held; post-batch filters decide again."""
         for rollout, reason in buffered:
             if reason is None:
                 self._pending.append(rollout)
@@ -137,14 +136,13 @@ class Buffer:
         self.fill()
 
     def take(self) -> Batch:
-        """The full batch, in the order rollouts were dispatched; assembling the next one begins."""
+        """The full batch, in the order in which its groups were opened."""
         batch, self.batch = self.batch, Batch(self.batch.step + 1)
         batch.kept.sort(key=lambda rollout: rollout.group_id)
         self.fill()
         return batch
 
     def take_metrics(self) -> dict[str, float]:
-        """Both slots' shares since the last call."""
         return self._pre.take_metrics() | self._post.take_metrics()
 
     def _drop(self, rollout: Rollout, reason: str, *details: str) -> None:

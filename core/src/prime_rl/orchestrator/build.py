@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
     AlgoSamplingConfig,
     EnvConfig,
     EvalSamplingConfig,
+    FilterConfig,
     SamplingConfig,
     SourceConfig,
     SourceTable,
@@ -25,24 +25,22 @@ from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.inference.policy_scores import PolicyScores
 from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
+from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
 from prime_rl.orchestrator.engines import EnginesStatus, PolicyEngines
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.evaluation import Evaluation
-from prime_rl.orchestrator.filters import FilterSlot, build_filters
-from prime_rl.orchestrator.host import EnvHost, Outages, RunFacts
-from prime_rl.orchestrator.keeper import EngineKeeper
+from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.observers import HookCalls
 from prime_rl.orchestrator.packer import Packer
-from prime_rl.orchestrator.policy import WeightWatcher
-from prime_rl.orchestrator.progress import Checkpointing, State
+from prime_rl.orchestrator.policy import Policy, WeightWatcher
+from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
-from prime_rl.orchestrator.watchdog import Watchdog
-from prime_rl.plugins.algorithm import Algorithm
-from prime_rl.plugins.base import PluginConfig
+from prime_rl.orchestrator.watchdog import EngineKeeper, Watchdog
+from prime_rl.plugins.algorithm import Filter
+from prime_rl.plugins.base import Offer
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.model import RendererOffer
 from prime_rl.plugins.monitor import Monitor
@@ -53,6 +51,7 @@ from prime_rl.plugins.offers import (
     RENDERER,
     SAMPLER,
     SOURCE,
+    Kind,
     collect,
     select,
     settings_of,
@@ -64,74 +63,59 @@ from prime_rl.weights.transports import make_transport
 from prime_rl.weights.versions import Weights
 from prime_rl.wire.transport import Sender
 
+AnyOffer = TypeVar("AnyOffer", bound=Offer)
+
 
 def build_orchestrator(
-    run: RunContext,
-    engines: Engines,
-    place: PolicyEngines,
+    shared: Shared,
     envs: Sequence[TrainEnv],
     eval_envs: Sequence[EvalEnv],
     monitors: Sequence[Monitor],
     wire: Sender,
 ) -> tuple[Orchestrator, Evaluation]:
-    """The loop with its observers, in the order in which they are called; and the one of them that
-    has the results."""
-    config, hooks = run.config, run.hooks
-    save_rollouts = config.orchestrator.save_rollouts
-    reporter = Reporter(run.run_dir, monitors, config.max_steps, save_rollouts)
-    sampler, buffer = build_sampler(config, hooks, envs), build_buffer(config, hooks, run.launch)
+    """The loop with its observers, in the order in which they are called; and the observer that has
+    the results of evaluations."""
+    run, engines = shared.run, shared.engines
+    save_rollouts = run.config.orchestrator.save_rollouts
+    reporter = Reporter(run.run_dir, monitors, run.config.max_steps, save_rollouts)
+    sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run)
     sampling = Sampling(run, engines, envs, sampler, buffer, reporter)
-    evaluation = Evaluation(run, engines, eval_envs, place, reporter, sampling.free_slots)
+    evaluation = Evaluation(
+        run, engines, eval_envs, shared.router, reporter, lambda: sampling.num_inflight
+    )
     keeper = EngineKeeper(run, engines, evaluation)
-    state = State(sampler, envs, sampling.dispatcher, buffer)
+    checkpointing = Checkpointing(run, sampler, envs, sampling.dispatcher, buffer)
     observers = [
         reporter,
-        HookCalls(hooks),
+        HookCalls(run.hooks),
         evaluation,
-        Checkpointing(run, state),
+        checkpointing,
         sampling,
         keeper,
         Watchdog(run, engines, sampling),
     ]
-    packer = Packer(config, run.launch.num_ranks, hooks)
+    packer = Packer(run.config, run.launch.num_ranks, run.hooks)
     weights = WeightWatcher(run.run_dir, engines.policy, engines.fleet, observers)
     reporter.sources += [
         run.waited.take,
         packer.take_metrics,
         buffer.take_metrics,
         sampling.take_metrics,
-        evaluation.evaluator.take_metrics,
+        evaluation.take_metrics,
         keeper.watch.take,
         engines.fleet.take_metrics,
         weights.take_metrics,
     ]
     if run.launch.checkpoint is not None:
-        state.restore(run.launch.checkpoint.orchestrator)
+        checkpointing.restore(run.launch.checkpoint.orchestrator)
     return Orchestrator(run, sampling, buffer, packer, wire, weights, observers), evaluation
 
 
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """What every env of a run is built from."""
-
-    config: RunConfig
-    hooks: Hooks
-    launch: Launch
-    renderer: Any
-    rendering: Rendering
-    policy: PolicyScores
-    place: PolicyEngines
-    """Where the policy samples."""
-    outages: Outages
-
-
-def build_fleet(
-    config: RunConfig, hooks: Hooks, launch: Launch, outages: Outages, run_dir: Path
-) -> Fleet:
+def build_engines(run: RunContext) -> Engines:
     """The engines of the live policy: those of this run, or ``inference.base_url``."""
-    inference, table = config.inference, config.weight_broadcast
-    transport = make_transport(table, hooks)
-    broadcasts = run_dir / "broadcasts"
+    inference, table, launch = run.config.inference, run.config.weight_broadcast, run.launch
+    transport = make_transport(table, run.hooks)
+    broadcasts = run.run_dir / "broadcasts"
     fleet = Fleet(
         launch.engine_urls,
         os.environ.get(ADMIN_KEY, ""),
@@ -145,76 +129,69 @@ def build_fleet(
         ),
         delivery=None if transport is None else transport.delivery(broadcasts, table.timeout),
     )
+    outages = Outages()
     fleet.on_waiting = outages.reporter()
-    return fleet
+    report_engines(run.config, launch, fleet, run.run_dir)
+    return Engines(fleet, Policy(launch.first_step - 1), outages)
 
 
 def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
-    """Have the fleet tell of its engines in ``status/engines.json``."""
+    """Have the fleet report its engines in ``status/engines.json``."""
     local = (process_name("inference", number) for number in range(len(launch.engine_urls)))
     names = list(config.inference.base_url or local)
-    told = EnginesStatus(fleet, Status(run_dir / "status" / f"{ENGINES}.json"), names)
-    fleet.on_change = told.report
-    told.report()
+    engines = EnginesStatus(fleet, Status(run_dir / "status" / f"{ENGINES}.json"), names)
+    fleet.on_change = engines.report
+    engines.report()
 
 
-def build_shared(
-    config: RunConfig,
-    hooks: Hooks,
-    launch: Launch,
-    fleet: Fleet,
-    version: Callable[[], int],
-    outages: Outages,
-) -> Shared:
-    """The renderer, and the live policy to sample from and to score with; ``version`` tells which
-    one samples now."""
-    renderer = build_renderer(config, hooks)
+def build_shared(run: RunContext, engines: Engines) -> Shared:
+    """The renderer, and the live policy to sample from and to score with."""
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
-    name, key = launch.served_model_name, os.environ[ENGINE_KEY]
-    policy = PolicyScores(fleet, name, api_key=key, version=version)
-    place = PolicyEngines(fleet, name, ENGINE_KEY)
-    rendering = Rendering(Path(launch.model_path), renderer)
-    return Shared(config, hooks, launch, renderer, rendering, policy, place, outages)
+    name, key = run.launch.served_model_name, os.environ[ENGINE_KEY]
+    renderer_named = partial(build_renderer, run.config, run.hooks)
+    renderer = renderer_named()
+    return Shared(
+        run,
+        engines,
+        renderer,
+        renderer_named,
+        Rendering(Path(run.launch.model_path), renderer),
+        PolicyScores(engines.fleet, name, api_key=key, version=lambda: engines.policy.version),
+        PolicyEngines(engines.fleet, name, ENGINE_KEY),
+    )
 
 
-def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
-    """Each env's own algorithm, in the order of the envs."""
-    offers = collect(hooks, ALGORITHM)
-    built = []
-    for env in config.orchestrator.train.env:
-        algo = env.algo or config.orchestrator.algo
-        where = f"env {env.label!r}: algo"
-        cls = select(ALGORITHM, algo.type, offers, where)
-        built.append(cls(settings_of(cls, ALGORITHM, algo.settings, where)))
-    return built
+def _make(
+    hooks: Hooks, kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], where: str, *more: Any
+) -> AnyOffer:
+    """The installed component called ``name``, with the settings of ``table``. Raises
+    ``ConfigError``."""
+    cls = select(kind, name, collect(hooks, kind), where)
+    return cls(settings_of(cls, kind, table, where), *more)
 
 
-def renderer_offer(
-    config: RunConfig, hooks: Hooks, name: str | None = None
-) -> tuple[RendererOffer, PluginConfig]:
-    """The component that ``[orchestrator.renderer]`` names, or ``name``, and its settings."""
+def renderer_offer(config: RunConfig, hooks: Hooks, name: str | None = None) -> RendererOffer:
+    """The component that ``[orchestrator.renderer]`` names, or ``name`` with its defaults."""
     table = config.orchestrator.renderer
-    cls = select(RENDERER, name or table.name, collect(hooks, RENDERER), "orchestrator.renderer")
-    fields = table.settings if name is None else {}
-    settings = settings_of(cls, RENDERER, fields, "orchestrator.renderer")
-    return cls(settings), settings
+    settings = table.settings if name is None else {}
+    return _make(hooks, RENDERER, name or table.name, settings, "orchestrator.renderer")
 
 
 def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> Any:
-    """The ``renderers`` config object every env renders with; ``name`` asks for another one."""
-    offer, settings = renderer_offer(config, hooks, name)
-    return offer.build(config.model.name, settings.model_dump())
+    """The ``renderers`` config object every env renders with; ``name`` requests another one."""
+    offer = renderer_offer(config, hooks, name)
+    return offer.build(config.model.name, offer.config.model_dump())
 
 
 def build_train_envs(shared: Shared) -> list[TrainEnv]:
     """Every training env with its scope."""
-    algorithms = build_algorithms(shared.config, shared.hooks)
-    envs = shared.config.orchestrator.train.env
-    return [_train_env(shared, *pair) for pair in zip(envs, algorithms, strict=True)]
+    return [_train_env(shared, env) for env in shared.run.config.orchestrator.train.env]
 
 
-def _train_env(shared: Shared, env: EnvConfig, algorithm: Algorithm) -> TrainEnv:
-    config = shared.config.orchestrator
+def _train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
+    config, hooks = shared.run.config.orchestrator, shared.run.hooks
+    algo = env.algo or config.algo
+    algorithm = _make(hooks, ALGORITHM, algo.type, algo.settings, f"env {env.label!r}: algo")
     environment = _environment(shared, env, config.train.harness)
     source = build_source(shared, env, environment)
     return TrainEnv(
@@ -222,32 +199,20 @@ def _train_env(shared: Shared, env: EnvConfig, algorithm: Algorithm) -> TrainEnv
         environment=environment,
         source=source,
         algorithm=algorithm,
-        hooks=scope(env.label, shared.hooks, [algorithm]),
-        host=EnvHost(
-            env.label,
-            environment,
-            shared.rendering,
-            shared.policy,
-            shared.outages,
-            RunFacts(
-                renderer_named=lambda name: build_renderer(shared.config, shared.hooks, name),
-                envs=tuple(other.label for other in config.train.env),
-                context=shared.config.inference.max_model_len or shared.config.seq_len,
-            ),
-        ),
+        hooks=scope(env.label, hooks, [algorithm]),
+        host=EnvHost(env.label, environment, shared),
         group_size=1 if source.whole_group else env.group_size or config.group_size,
     )
 
 
 def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> RolloutSource:
-    """Where the env's rollouts come from, by its algorithm's ``sampling.source``."""
-    config = shared.config.orchestrator
+    """The source of the env's rollouts, by its algorithm's ``sampling.source``."""
+    config = shared.run.config.orchestrator
     table: AlgoSamplingConfig = (env.algo or config.algo).sampling
     source, where = table.source, f"env {env.label!r}: algo.sampling.source"
     sampling = train_sampling(env.sampling or config.train.sampling)
     if isinstance(source, SourceTable):
-        cls = select(SOURCE, source.type, collect(shared.hooks, SOURCE), where)
-        built = cls(settings_of(cls, SOURCE, source.settings, where))
+        built = _make(shared.run.hooks, SOURCE, source.type, source.settings, where)
         return ExternalSource(env.label, environment, built)
     if isinstance(source, FrozenModel):
         return SampledFrozen(
@@ -257,14 +222,14 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
             table.client,
             sampling,
             shared.rendering,
-            shared.outages.reporter(),
+            shared.engines.outages.reporter(),
         )
-    return Sampled(env.label, environment, shared.place, sampling)
+    return Sampled(env.label, environment, shared.router, sampling)
 
 
 def build_eval_envs(shared: Shared) -> list[EvalEnv]:
     """Every held-out env."""
-    evaluation = shared.config.orchestrator.eval
+    evaluation = shared.run.config.orchestrator.eval
     return [
         EvalEnv(
             name=env.label,
@@ -291,7 +256,7 @@ def _environment(
             timeout=env.timeout,
             max_turns=env.max_turns,
             renderer=shared.renderer,
-            tokenizer_path=Path(shared.launch.model_path),
+            tokenizer_path=Path(shared.run.launch.model_path),
         )
     )
 
@@ -314,50 +279,48 @@ def eval_sampling(sampling: EvalSamplingConfig) -> SamplingSettings:
 
 
 def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:
-    """The sampler, told of the envs."""
+    """The sampler of ``[orchestrator.sampler]``, over the envs."""
     table = config.orchestrator.sampler_table
     where = "orchestrator.sampler" if config.orchestrator.buffer is None else "orchestrator.buffer"
-    cls = select(SAMPLER, table.type, collect(hooks, SAMPLER), where)
-    settings = settings_of(cls, SAMPLER, table.settings, where)
     known = [
         SampledEnv(
             name=env.name,
             num_examples=env.source.num_examples,
             ratio=configured.ratio,
-            is_ready=partial(getattr, env.source, "is_ready"),
+            is_ready=env.source.is_ready,
             task=env.source.task,
         )
         for env, configured in zip(envs, config.orchestrator.train.env, strict=True)
     ]
-    return cls(settings, known, config.seed)
+    return _make(hooks, SAMPLER, table.type, table.settings, where, known, config.seed)
 
 
-def build_buffer(config: RunConfig, hooks: Hooks, launch: Launch) -> Buffer:
-    """Both filter slots and the batch they guard."""
-    offers = collect(hooks, FILTER)
-    slots = [
-        FilterSlot(label, hooks, build_filters(configs, offers, f"orchestrator.{label}"))
-        for label, configs in (
-            ("pre_batch_filters", config.orchestrator.pre_batch_filters),
-            ("post_batch_filters", config.orchestrator.post_batch_filters),
-        )
-    ]
+def build_buffer(run: RunContext) -> Buffer:
+    """The buffer with both filter slots."""
+    config = run.config.orchestrator
+    pre, post = "pre_batch_filters", "post_batch_filters"
     return Buffer(
-        batch_size=config.orchestrator.batch_size,
-        max_off_policy_steps=config.orchestrator.max_off_policy_steps,
-        pre=slots[0],
-        post=slots[1],
-        max_empty_batches=config.orchestrator.max_empty_batches,
-        first_step=launch.first_step,
+        batch_size=config.batch_size,
+        max_off_policy_steps=config.max_off_policy_steps,
+        pre=FilterSlot(pre, run.hooks, build_filters(run.hooks, config.pre_batch_filters, pre)),
+        post=FilterSlot(post, run.hooks, build_filters(run.hooks, config.post_batch_filters, post)),
+        max_empty_batches=config.max_empty_batches,
+        first_step=run.launch.first_step,
     )
+
+
+def build_filters(
+    hooks: Hooks, configs: Sequence[FilterConfig], slot: str
+) -> list[tuple[Filter, bool]]:
+    """The filters of one slot with their ``enforce`` flags. Raises ``ConfigError``."""
+    where = f"orchestrator.{slot}"
+    return [(_make(hooks, FILTER, c.type, c.settings, where), c.enforce) for c in configs]
 
 
 def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monitor]:
     """Every monitor that has a table, and ``file``, which the live view and the summary read."""
-    offers, monitors = collect(hooks, MONITOR), []
     tables: dict[str, dict[str, Any]] = {"file": {}} | config.monitors
-    for name, table in tables.items():
-        where = f"monitors.{name}"
-        cls = select(MONITOR, name, offers, where)
-        monitors.append(in_background(cls(settings_of(cls, MONITOR, table, where), run_dir)))
-    return monitors
+    return [
+        in_background(_make(hooks, MONITOR, name, table, f"monitors.{name}", run_dir))
+        for name, table in tables.items()
+    ]

@@ -1,8 +1,7 @@
-"""Choose the chat template of the model folders that a run leaves: the first that renders example
-conversations to the tokens of the run's renderer.
+"""Choose the chat template of a run's model folders: the first that renders example conversations
+to the tokens of the run's renderer.
 
-A template that differs makes a served model another one than the run evaluated: the prompt is not
-the one that the policy was trained on.
+With another template, a served model gets other prompts than those that the policy was trained on.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.run import RunConfig
 from prime_rl.env.rendering import load_tokenizer
 from prime_rl.orchestrator.build import renderer_offer
-from prime_rl.plugins.manager import Hooks
+from prime_rl.orchestrator.context import RunContext
 from prime_rl.rundir.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
@@ -79,20 +77,18 @@ EXAMPLES = (
 )
 
 
-def write_chat_template(
-    config: RunConfig, hooks: Hooks, renderer: Any, tokenizer_path: Path, run_dir: Path
-) -> ChatTemplate:
-    """Choose a template for the run and write it down; warn where none matches. ``renderer`` is a
-    config object of the ``renderers`` package."""
+def write_chat_template(run: RunContext, renderer: Any) -> ChatTemplate:
+    """Write the run's template into its directory, with a warning if none matches. ``renderer`` is
+    a config object of the ``renderers`` package."""
     from renderers import create_renderer
 
-    tokenizer = load_tokenizer(tokenizer_path)
-    found = tokenizer.chat_template
-    own = found.get("default") if isinstance(found, dict) else found  # several, by name
-    candidates = renderer_offer(config, hooks)[0].chat_templates(own, renderer)
+    tokenizer = load_tokenizer(Path(run.launch.model_path))
+    found = tokenizer.chat_template  # several by name, or one
+    own = found.get("default") if isinstance(found, dict) else found
+    candidates = renderer_offer(run.config, run.hooks).chat_templates(own, renderer)
     chosen, difference = choose(tokenizer, create_renderer(tokenizer, renderer), candidates)
     result = ChatTemplate(None if chosen == found else chosen, difference)
-    result.write(run_dir)
+    result.write(run.run_dir)
     if result.warning is not None:
         log.warning("renderer %r: %s", renderer.name, result.warning)
     return result
@@ -101,9 +97,10 @@ def write_chat_template(
 def choose(
     tokenizer: Any, renderer: Any, candidates: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """The template with the fewest examples that come out different, the first of equals, and its
-    first difference."""
-    expected = list(_expected(renderer))
+    """The template with the fewest differing examples (the first of equals), and its first
+    difference."""
+    prompts = ((example, _try_prompt(renderer, example)) for example in EXAMPLES)
+    expected = [(example, prompt) for example, prompt in prompts if prompt is not None]
     if not expected:
         return None, "The renderer refuses every example conversation"
     best: str | None = None
@@ -115,24 +112,19 @@ def choose(
     return best, differences[0] if differences else None
 
 
-def _expected(renderer: Any) -> Iterator[tuple[Example, list[int]]]:
-    """The renderer's tokens of every example that it can render."""
-    with_tools = getattr(renderer, "supports_tools", True)
-    for example in EXAMPLES:
-        if example.tools is not None and not with_tools:
-            continue
-        try:
-            prompt = rollout_prompt(renderer, example)
-        except Exception as error:  # the family has no system prompt, no tools, ...
-            log.debug("the renderer refuses %s: %s", example.name, error)
-            continue
-        if prompt is not None:
-            yield example, prompt
+def _try_prompt(renderer: Any, example: Example) -> list[int] | None:
+    if example.tools is not None and not getattr(renderer, "supports_tools", True):
+        return None
+    try:
+        return rollout_prompt(renderer, example)
+    except Exception as error:  # the family has no system prompt, no tools, ...
+        log.debug("the renderer refuses %s: %s", example.name, error)
+        return None
 
 
 def rollout_prompt(renderer: Any, example: Example) -> list[int] | None:
-    """Tokens of the last prompt of a rollout that goes like ``example``. A thought was sampled: the
-    renderer may keep it where a fresh render would not, and None says that none is sampled."""
+    """Tokens of the last prompt of a rollout like ``example``. A thought in it was sampled: the
+    renderer may keep it where a fresh render would not. None: this renderer samples no thoughts."""
     messages, tools = list(example.messages), example.tools
     whole: list[int] = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
     last = max((i for i, each in enumerate(messages) if "reasoning_content" in each), default=None)
@@ -163,12 +155,12 @@ def _differences(
                 return_dict=False,
             )
         except Exception as error:  # a template is a program
-            said = f"the template fails: {type(error).__name__}: {error}"
+            difference = f"the template fails: {type(error).__name__}: {error}"
         else:
             if list(ids) == wanted:
                 continue
-            said = _first_difference(tokenizer, list(ids), wanted)
-        yield f"First difference, {example.name!r}: {said}"
+            difference = _first_difference(tokenizer, list(ids), wanted)
+        yield f"First difference, {example.name!r}: {difference}"
 
 
 def _first_difference(tokenizer: Any, ids: list[int], wanted: list[int]) -> str:

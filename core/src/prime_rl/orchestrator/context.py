@@ -1,19 +1,28 @@
-"""What every piece of one run's orchestrator shares."""
+"""What the pieces of one run's orchestrator share, and what core lends to an env's algorithm."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from prime_rl.config.models import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
+from prime_rl.env.rendering import Rendering
+from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
+from prime_rl.inference.policy_scores import PolicyScores
+from prime_rl.inference.reference import ScoringPool
 from prime_rl.monitor.waiting import Stopwatch
-from prime_rl.orchestrator.host import EnvHost, Outages
+from prime_rl.orchestrator.engines import PolicyEngines
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
-from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.plugins.algorithm import Algorithm, ReferenceModel
 from prime_rl.plugins.manager import Hooks
+from prime_rl.rollout import Sample
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 
@@ -31,6 +40,30 @@ class RunContext:
     """Seconds per step by ``wait/...`` and ``time/...``."""
 
 
+class Outages:
+    """Endpoints that do not answer at present; the run waits for them and reports it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[object, str] = {}
+        self.changed: Callable[[], None] = lambda: None
+        """Called when an endpoint goes or comes back."""
+
+    def reporter(self) -> Callable[[str | None], None]:
+        """For one pool: call it with what the pool waits for, and with None when that is over."""
+        return partial(self._report, object())
+
+    def _report(self, pool: object, text: str | None) -> None:
+        self.texts.pop(pool, None)
+        if text is not None:
+            self.texts[pool] = text
+        self.changed()
+
+    @property
+    def waiting_for(self) -> str | None:
+        """Every outage in one line; None without outages."""
+        return "; ".join(dict.fromkeys(self.texts.values())) or None
+
+
 @dataclass(frozen=True, eq=False)
 class Engines:
     """The engines that sample from the policy, and which version they serve."""
@@ -42,8 +75,95 @@ class Engines:
 
 
 @dataclass(frozen=True, eq=False)
+class Shared:
+    """What every env of a run is built from."""
+
+    run: RunContext
+    engines: Engines
+    renderer: Any
+    """The config object of the ``renderers`` package."""
+    renderer_named: Callable[[str], Any]
+    """That of another renderer. Raises ``ConfigError`` for an unknown name."""
+    rendering: Rendering
+    scores: PolicyScores
+    """The live policy to score with."""
+    router: PolicyEngines
+    """The live policy to sample from."""
+
+
+class EnvHost:
+    """``prime_rl.Host`` for one env."""
+
+    def __init__(self, env: str, environment: Environment, shared: Shared) -> None:
+        self.env = env
+        self.policy: ReferenceModel = shared.scores
+        self._environment, self._shared = environment, shared
+        self._connected: list[ScoringPool] = []
+
+    def connect(self, model: FrozenModel) -> ReferenceModel:
+        """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
+        where, report = f"env {self.env!r}: reference", self._shared.engines.outages.reporter()
+        self._connected.append(ScoringPool.frozen(model, where=where, on_waiting=report))
+        return self._connected[-1]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        renderer: str | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """Tokens of a conversation. Raises ``ConfigError`` for a renderer that is not installed."""
+        config = None if renderer is None else self._shared.renderer_named(renderer)
+        return self._shared.rendering.ids(
+            messages, config=config, add_generation_prompt=add_generation_prompt
+        )
+
+    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        """A conversation whose assistant tokens train."""
+        return self._shared.rendering.supervised_sample(messages)
+
+    def task(self, example_id: int) -> Mapping[str, Any]:
+        """The fields of one example of the env."""
+        return self._environment.examples[example_id].fields
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        return self._environment.agents
+
+    @property
+    def envs(self) -> tuple[str, ...]:
+        return tuple(env.label for env in self._shared.run.config.orchestrator.train.env)
+
+    @property
+    def num_examples(self) -> int | None:
+        return self._environment.num_examples
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Until every connected model answers.
+
+        Raises ``ConfigError`` if one takes fewer tokens than a rollout may have.
+        """
+        config = self._shared.run.config
+        needed = config.inference.max_model_len or config.seq_len
+        for pool in self._connected:
+            await pool.wait_ready(timeout)
+            if pool.max_model_len is not None and pool.max_model_len < needed:
+                raise ConfigError(
+                    f"{pool.where} {pool.model!r} takes {pool.max_model_len} tokens (its "
+                    f"max_model_len), and a rollout may have {needed}. Serve it with more, or "
+                    "lower inference.max_model_len (default: seq_len)."
+                )
+
+    async def close(self) -> None:
+        """Drop the connections."""
+        for pool in self._connected:
+            await pool.close()
+
+
+@dataclass(frozen=True, eq=False)
 class TrainEnv:
-    """One training environment: where rollouts come from, and who credits them."""
+    """One training environment: the source of its rollouts, and the algorithm that credits them."""
 
     name: str
     environment: Environment
@@ -53,4 +173,4 @@ class TrainEnv:
     """This env's scope: every installed plugin and its own algorithm."""
     host: EnvHost
     group_size: int
-    """Asks a group: 1 where one ask brings the whole group."""
+    """Requests per group: 1 where one request brings the whole group."""

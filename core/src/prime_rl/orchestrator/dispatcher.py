@@ -7,9 +7,8 @@ is voided whole.
 Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the
 present version. With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag =
 min(max_off_policy_steps, LEAD)``: while step n trains (v = n - 1), batch n + 1 is sampled.
-``max_off_policy_steps = 0`` is the synchronous run: there groups are handed on in the order they
-were opened in, and back-fill is asked for at fixed points, so that nothing depends on who was
-faster.
+``max_off_policy_steps = 0`` is the synchronous run: groups are handed on in the order they were
+opened in, and back-fill is requested at fixed points, so that nothing depends on timing.
 """
 
 from __future__ import annotations
@@ -17,13 +16,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Protocol
 
-from prime_rl.config.orchestrator import OrchestratorConfig
+import msgspec
+
+from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
+from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.context import Engines, TrainEnv
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -35,178 +37,139 @@ LEAD = 1
 """How many batches beyond the one in training may be sampled."""
 
 
-@dataclass(frozen=True, eq=False)
-class Member:
-    """What one dispatched rollout came to: a failure is data."""
-
-    rollouts: tuple[Rollout, ...] = ()
-    """One for each trainable agent of the episode; none if it failed."""
-    error_type: str | None = None
-    error: str | None = None
-
-    @property
-    def ok(self) -> bool:
-        return self.error_type is None
-
-
 @dataclass(eq=False)
 class OpenGroup:
-    """A group on its way: what was asked for, and what came back so far."""
+    """A group in flight: what was requested, and what has come back."""
 
     group_id: int
-    env_index: int
-    example_index: int
-    size: int
+    env: TrainEnv
+    example_id: int
     policy_version: int
     """The version when it was opened; its prefix cache is salted with it and its staleness counts
     from it."""
-    members: dict[int, Member] = field(default_factory=dict)
+    members: dict[int, Sequence[Rollout] | None] = field(default_factory=dict)
+    """What each member gave, by its number: one rollout per trainable agent. None: it failed."""
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    handed_on: bool = False
     cancelled: bool = False
 
     @property
-    def complete(self) -> bool:
-        return len(self.members) == self.size
+    def size(self) -> int:
+        return self.env.group_size
+
+    @property
+    def num_inflight(self) -> int:
+        return self.size - len(self.members)
+
+    @property
+    def num_failed(self) -> int:
+        return sum(rollouts is None for rollouts in self.members.values())
 
     @property
     def survivors(self) -> list[Rollout]:
         """The rollouts that finished, in the order of their members."""
-        return [r for _, member in sorted(self.members.items()) for r in member.rollouts]
+        return [r for _, rollouts in sorted(self.members.items()) for r in rollouts or ()]
 
 
-@dataclass(frozen=True)
-class AskedGroup:
-    """What a group asks for."""
+class RequestedGroup(msgspec.Struct, frozen=True):
+    """A group that no batch has got yet: a resumed run requests it again."""
 
     group_id: int
-    env_index: int
-    example_index: int
-    size: int
+    env: str
+    example: int
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What a dispatcher has asked for so far."""
+class Requested(msgspec.Struct):
+    """What a dispatcher has requested so far; part of ``progress.json``."""
 
-    num_opened: int
-    """Groups opened: the next one's id."""
-    groups: list[AskedGroup]
-    """Opened, and not handed on to a batch."""
-    yields: dict[int, float]
-    """Rollouts that a member of each env, by index, was last seen to bring."""
-
-
-@dataclass(frozen=True)
-class Pace:
-    """What the loop needs next, as the dispatcher asks for it."""
-
-    version: int
-    """The policy's now."""
-    step: int
-    """The batch being assembled."""
-    max_steps: int
-    batch_size: int
-    buffered: int
-    """Rollouts that wait for a batch."""
-    is_closed: bool = False
-    """The engines sleep: no group is opened."""
-
-
-class Source(Protocol):
-    """Where the dispatcher gets its groups, and what it may know of them."""
-
-    def pace(self) -> Pace: ...
-
-    def next_group(self) -> tuple[int, int, int]:
-        """Env index, example index and group size of the next group."""
-        ...
-
-    async def run_rollout(self, group: OpenGroup, index: int) -> Member:
-        """Sample member ``index`` of a group. Failures come back as data."""
-        ...
-
-    def ages(self, env_index: int) -> bool:
-        """Whether the env's rollouts grow stale."""
-        ...
-
-    def expected_yield(self, env_index: int) -> float:
-        """Rollouts that one member is expected to bring, until one has come back."""
-        ...
+    groups_opened: int
+    """The next group's id."""
+    waiting: list[RequestedGroup]
+    yields: dict[str, float]
+    """Rollouts that a member of each env brought when last seen."""
 
 
 class Dispatcher:
     """Opens groups, runs their rollouts, hands complete groups to ``arrivals``."""
 
-    def __init__(self, source: Source, config: OrchestratorConfig) -> None:
-        """Whatever lets ``source.pace`` allow more groups calls ``wake``."""
-        self._source = source
-        self._lag = min(config.max_off_policy_steps, LEAD)
-        self._max_off_policy = config.max_off_policy_steps
-        self._in_order = config.max_off_policy_steps == 0
-        self._oversampling = config.oversampling_factor
-        self._max_inflight = config.max_inflight
-        self._yields: dict[int, float] = {}
+    def __init__(
+        self,
+        config: RunConfig,
+        engines: Engines,
+        buffer: Buffer,
+        envs: Sequence[TrainEnv],
+        next_group: Callable[[], tuple[TrainEnv, int]],
+        run_rollout: Callable[[OpenGroup, int], Awaitable[Sequence[Rollout] | None]],
+    ) -> None:
+        """``next_group``: the env and the example of the next group. ``run_rollout``: sample a
+        member of a group, by its number; None: it failed."""
+        self._engines, self._buffer = engines, buffer
+        self._envs = {env.name: env for env in envs}
+        self._next_group, self._run_rollout = next_group, run_rollout
+        self._config, self._max_steps = config.orchestrator, config.max_steps
+        self._lag = min(self._config.max_off_policy_steps, LEAD)
+        self._in_order = self._config.max_off_policy_steps == 0
+        self._yields: dict[str, float] = {}
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
+        """Every group that is not taken in yet, in the order of their ids."""
         self._opened = 0
-        self._reopen: deque[AskedGroup] = deque()
-        self._held: dict[int, OpenGroup] = {}
-        """Complete, but one opened earlier is not."""
-        self._handed_on: dict[int, OpenGroup] = {}
+        self._reopen: deque[RequestedGroup] = deque()
         self._crash: BaseException | None = None
         self.arrivals: asyncio.Queue[OpenGroup] = asyncio.Queue()
         self.counts: Counter[str] = Counter()
         """Rollouts: dispatched = finished + failed + cancelled + in flight."""
-        self.cancelled: Counter[int] = Counter()
-        """Of these, those that were cancelled, by their env's index."""
+        self.cancelled: Counter[str] = Counter()
+        """Rollouts that were cancelled, by env."""
 
     @property
     def num_inflight(self) -> int:
         """Rollouts being sampled now."""
-        return sum(len(group.tasks) for group in self._open.values())
+        return sum(group.num_inflight for group in self._open.values())
 
     @property
     def versions_behind(self) -> list[int]:
-        """Of each rollout being sampled now that grows stale: versions since its group was
-        opened."""
-        aging = [group for group in self._open.values() if self._source.ages(group.env_index)]
-        version = self._source.pace().version
-        return [version - g.policy_version for g in aging for _ in g.tasks]
+        """Versions since its group was opened, of each rollout in flight that grows stale."""
+        version = self._engines.policy.version
+        aging = [group for group in self._open.values() if group.env.source.is_live]
+        return [version - g.policy_version for g in aging for _ in range(g.num_inflight)]
 
     def wake(self) -> None:
-        """Something changed that may let more groups open: a version, a batch shipped, a rollout
-        dropped."""
+        """Look again whether groups may open: at a new version, a sent batch, a dropped rollout."""
         self._wake.set()
 
     def taken(self, group: OpenGroup) -> None:
-        """An arrived group is buffered or dropped now: from here on the pace counts it."""
-        del self._handed_on[group.group_id]
-        finished = sum(member.ok for member in group.members.values())
-        if finished and group.survivors:
-            self._yields[group.env_index] = max(1.0, len(group.survivors) / finished)
+        """An arrived group is buffered or dropped now."""
+        del self._open[group.group_id]
+        if survivors := group.survivors:
+            num_finished = group.size - group.num_failed
+            self._yields[group.env.name] = max(1.0, len(survivors) / num_finished)
         if self._in_order:
             self._open_groups()
         self._wake.set()
 
-    # -- going on from a checkpoint -----------------------------------------------------------
+    # -- resuming from a checkpoint ---------------------------------------------------------------
 
     @property
-    def asked(self) -> Asked:
-        """What a resumed run needs to ask for the same groups, each once."""
-        groups = [*self._open.values(), *self._handed_on.values()]
-        waiting = [AskedGroup(g.group_id, g.env_index, g.example_index, g.size) for g in groups]
-        waiting += self._reopen
-        return Asked(self._opened, sorted(waiting, key=lambda g: g.group_id), dict(self._yields))
+    def requested(self) -> Requested:
+        """What a resumed run needs to request the same groups, each once."""
+        groups = self._open.values()
+        waiting = [RequestedGroup(g.group_id, g.env.name, g.example_id) for g in groups]
+        return Requested(self._opened, [*waiting, *self._reopen], dict(self._yields))
 
-    def resume(self, asked: Asked) -> None:
-        """Count groups from where another dispatcher stopped, and first ask again for those it had
-        not handed on. Before ``run``."""
-        self._opened, self._reopen = asked.num_opened, deque(asked.groups)
-        self._yields = dict(asked.yields)
+    def resume(self, requested: Requested) -> None:
+        """Continue the count of groups, and request those in flight first. Before ``run``."""
+        self._opened = requested.groups_opened
+        self._reopen.extend(group for group in requested.waiting if group.env in self._envs)
+        if gone := len(requested.waiting) - len(self._reopen):
+            log.warning("%d groups that were in flight are of envs that are gone", gone)
+        self._yields = {env: x for env, x in requested.yields.items() if env in self._envs}
+
+    # -- opening groups ---------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Open groups whenever the pace allows it, until cancelled. Raises what a member raised: a
-        bug, or a plugin's exception; failures of an environment are data and raise nothing."""
+        """Open groups whenever there is room, until cancelled. Raises the error of a member: a bug,
+        or a plugin's exception; failures of an environment are data."""
         while self._crash is None:
             self._open_groups()
             self._wake.clear()
@@ -214,106 +177,97 @@ class Dispatcher:
         raise self._crash
 
     def room(self) -> int:
-        """How many more rollouts may be dispatched now (a group is opened while this is
-        positive)."""
-        pace = self._source.pace()
-        last_batch = min(pace.version + 1 + self._lag, pace.max_steps)
-        batches = last_batch - pace.step + 1
-        if batches <= 0 or pace.is_closed:
+        """How many more rollouts may be dispatched now. A group is opened while this is
+        positive."""
+        last_batch = min(self._engines.policy.version + 1 + self._lag, self._max_steps)
+        batches = last_batch - self._buffer.batch.step + 1
+        if batches <= 0 or self._engines.fleet.asleep:
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
-        # its batch.
-        coming = sum(map(self._rollouts_of, (*self._open.values(), *self._handed_on.values())))
-        needed = max(0, batches * pace.batch_size - pace.buffered)
-        wanted = ceil(needed * self._oversampling - coming)
-        return min(wanted, self._max_inflight - self.num_inflight)
-
-    def _rollouts_of(self, group: OpenGroup) -> float:
-        """How many rollouts a group is expected to bring."""
-        known = self._yields.get(group.env_index)
-        return group.size * (
-            self._source.expected_yield(group.env_index) if known is None else known
+        # its batch. An env's yield is at first one rollout per agent and member.
+        coming = sum(
+            group.size * self._yields.get(group.env.name, len(group.env.host.agents))
+            for group in self._open.values()
         )
+        needed = max(0, batches * self._config.batch_size - self._buffer.num_buffered)
+        wanted = ceil(needed * self._config.oversampling_factor - coming)
+        return min(wanted, self._config.max_inflight - self.num_inflight)
 
     def _open_groups(self) -> None:
         while self.room() > 0:
-            self._open_group()
-
-    def _open_group(self) -> None:
-        asked = self._reopen.popleft() if self._reopen else self._ask()
-        version = self._source.pace().version
-        group = OpenGroup(asked.group_id, asked.env_index, asked.example_index, asked.size, version)
-        self._open[group.group_id] = group
-        self.counts["dispatched"] += group.size
-        for index in range(group.size):
-            task = asyncio.create_task(self._member(group, index))
-            group.tasks.add(task)
-            task.add_done_callback(group.tasks.discard)
-
-    def _ask(self) -> AskedGroup:
-        group = AskedGroup(self._opened, *self._source.next_group())
-        self._opened += 1
-        return group
+            if self._reopen:
+                again = self._reopen.popleft()
+                group_id, env, example_id = again.group_id, self._envs[again.env], again.example
+            else:
+                env, example_id = self._next_group()
+                group_id, self._opened = self._opened, self._opened + 1
+            group = OpenGroup(group_id, env, example_id, self._engines.policy.version)
+            self._open[group_id] = group
+            self.counts["dispatched"] += group.size
+            for index in range(group.size):
+                task = asyncio.create_task(self._member(group, index))
+                group.tasks.add(task)
+                task.add_done_callback(group.tasks.discard)
 
     async def _member(self, group: OpenGroup, index: int) -> None:
         try:
-            member = await self._source.run_rollout(group, index)
+            rollouts = await self._run_rollout(group, index)
         except Exception as error:
-            self._crash = error
-            self._wake.set()
+            self._fail(error)
             return
         except asyncio.CancelledError:
-            if not group.cancelled:  # nobody here asked for it: the group would never complete
-                self._crash = RunError(
-                    f"a rollout of group {group.group_id} was cancelled from inside its environment"
-                )
-                self._wake.set()
+            if not group.cancelled:  # without this, the group would never complete
+                reason = "was cancelled from inside its environment"
+                self._fail(RunError(f"a rollout of group {group.group_id} {reason}"))
             raise
-        group.members[index] = member
-        self.counts["finished" if member.ok else "failed"] += 1
-        if group.complete and not group.cancelled:
-            del self._open[group.group_id]
-            self._handed_on[group.group_id] = group
-            self._held[group.group_id] = group
-            self._hand_on()
+        group.members[index] = rollouts
+        self.counts["failed" if rollouts is None else "finished"] += 1
+        self._hand_on()
+        self._wake.set()
+
+    def _fail(self, error: BaseException) -> None:
+        self._crash = error
         self._wake.set()
 
     def _hand_on(self) -> None:
         """Give complete groups to the loop: at once, or when all before them are complete."""
-        for group_id in sorted(self._held):
-            if not self._in_order or group_id < min(self._open, default=group_id + 1):
-                self.arrivals.put_nowait(self._held.pop(group_id))
+        for group in self._open.values():
+            if group.num_inflight:
+                if self._in_order:
+                    return
+            elif not group.handed_on:
+                group.handed_on = True
+                self.arrivals.put_nowait(group)
 
-    async def drop_stale(self, version: int) -> Counter[int]:
-        """Void the groups in flight that would be too old for any batch trained on ``version``;
-        returns how many rollouts, by their env's index."""
-        oldest = version - self._max_off_policy
+    # -- cancelling groups ------------------------------------------------------------------------
+
+    async def drop_stale(self, version: int) -> Counter[str]:
+        """Void the groups in flight that would be too old for any batch trained on ``version``.
+        Returns the number of their rollouts by env."""
+        oldest = version - self._config.max_off_policy_steps
         stale = [
             group
             for group in self._open.values()
-            if group.policy_version < oldest and self._source.ages(group.env_index)
+            if group.num_inflight and group.policy_version < oldest and group.env.source.is_live
         ]
         await self._cancel(stale)
         self._hand_on()
         self._wake.set()
-        dropped: Counter[int] = Counter()
+        dropped: Counter[str] = Counter()
         for group in stale:
-            dropped[group.env_index] += group.size
+            dropped[group.env.name] += group.size
         return dropped
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
-        await self._cancel(list(self._open.values()))
-        for group_id in self._held:
-            del self._handed_on[group_id]
-        self._held.clear()
+        await self._cancel([group for group in self._open.values() if not group.handed_on])
 
     async def _cancel(self, groups: Sequence[OpenGroup]) -> None:
         """Void groups, all before anything is awaited: none of them can complete meanwhile."""
         for group in groups:
             group.cancelled = True
-            self._open.pop(group.group_id, None)
-        pending = {task: group.env_index for group in groups for task in group.tasks}
+            del self._open[group.group_id]
+        pending = {task: group.env.name for group in groups for task in group.tasks}
         for task in pending:
             task.cancel()
         if not pending:

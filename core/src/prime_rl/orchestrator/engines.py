@@ -16,8 +16,8 @@ PROVIDER_ERROR = "ProviderError"
 Episode = Callable[[ModelEndpoint], Awaitable[list[RolloutResult]]]
 
 
-class Place(Protocol):
-    """Where episodes are run."""
+class EngineRouter(Protocol):
+    """Chooses the endpoint of each episode."""
 
     async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
         """Play one episode; those of one key share an endpoint, and its prefix cache."""

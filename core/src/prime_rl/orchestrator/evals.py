@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
@@ -43,9 +44,26 @@ class EvalEnv:
         return self.interval is not None and version // self.interval > last // self.interval
 
 
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One rollout to come."""
+
+    env: EvalEnv
+    example: int
+    member: int
+
+
+def jobs_of(envs: Sequence[EvalEnv]) -> Iterator[Job]:
+    """Every rollout of every env, the envs taking turns."""
+    for numbers in zip_longest(*(range(env.num_rollouts) for env in envs)):
+        for env, number in zip(envs, numbers, strict=True):
+            if number is not None:
+                yield Job(env, *divmod(number, env.group_size))
+
+
 @dataclass
 class EvalResult:
-    """What one pass over an env's examples gave."""
+    """The result of one pass over an env's examples."""
 
     env: str
     policy_version: int
@@ -60,20 +78,14 @@ class EvalResult:
     def as_metrics(self) -> dict[str, float]:
         """``eval/<env>/...``"""
         name = f"eval/{self.env}"
-        terms = {f"{name}/all/metrics/{key}/mean": value for key, value in self.metrics.items()}
-        return (
-            self.measures
-            | terms
-            | {
-                f"{name}/all/reward/mean": self.reward,
-                f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
-                f"{name}/num_failed": float(self.num_failed),
-                f"{name}/policy_version": float(self.policy_version),
-            }
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {
+            **self.measures,
+            **{f"{name}/all/metrics/{key}/mean": value for key, value in self.metrics.items()},
+            f"{name}/all/reward/mean": self.reward,
+            f"{name}/all/has_error/mean": self.num_failed / max(self.num_rollouts, 1),
+            f"{name}/num_failed": float(self.num_failed),
+            f"{name}/policy_version": float(self.policy_version),
+        }
 
 
 @dataclass(frozen=True)
@@ -85,13 +97,13 @@ class Finished:
 
     @property
     def reward(self) -> float:
-        """A failed rollout solved nothing."""
+        """0.0 for a failed rollout."""
         return self.result.reward if self.result.ok else 0.0
 
 
 def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
-    """One episode as one result: what the policy's agents came to, their mean where there are
-    several; fixed players do not count. Each agent's own reward is the metric ``reward/AGENT``."""
+    """One episode as one result: the mean of the policy's agents, without agents of other models.
+    Each agent's own reward is the metric ``reward/AGENT``."""
     ours = [result for result in results if result.trainable]
     if len(ours) < 2:
         return ours[0] if ours else results[0]
@@ -105,7 +117,7 @@ def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
 
 
 def summarise(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
-    """What the rollouts that came back in time say of ``version``; they are in the order of their
+    """The result at ``version``, of the rollouts that finished in time, in order of their
     examples."""
     results = [each.result for each in finished]
     done = [result for result in results if result.ok]
@@ -121,7 +133,14 @@ def summarise(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalR
         num_rollouts=len(results),
         num_failed=len(results) - len(done),
         metrics={name: fmean(r.metrics.get(name, 0.0) for r in done) for name in names},
-        shown=[_shown(first[example]) for example in sorted(first)[:NUM_SHOWN]],
+        shown=[
+            {
+                "reward": first[example].reward,
+                "messages": [list(message) for message in first[example].messages],
+                "error": first[example].error,
+            }
+            for example in sorted(first)[:NUM_SHOWN]
+        ],
         measures=measures(f"eval/{env.name}", finished)
         | {f"eval/{env.name}/cancelled": float(env.num_rollouts - len(finished))},
     )
@@ -135,20 +154,21 @@ def measures(name: str, finished: Sequence[Finished]) -> Reduced:
     for key, values in _columns(finished, done).items():
         found |= describe(values, f"{name}/{key}")
     found |= {f"{name}/all/{key}": share for key, share in _endings(finished, done).items()}
-    versions = {version for each in done for version in versions_of(each.result)}
-    if versions:
+    branches = [branch for each in done for branch in each.result.branches]
+    versions = {v for branch in branches for v in branch.policy_versions or () if v >= 0}
+    if versions:  # the engine reports them
         found[f"{name}/num_policy_versions"] = float(len(versions))
-    rewards: dict[int, list[float]] = {}
+    rewards: dict[int, list[float]] = defaultdict(list)
     for each in finished:
-        rewards.setdefault(each.example, []).append(each.reward)
+        rewards[each.example].append(each.reward)
     if len(rewards) > 1:
         found[f"{name}/all/reward/stderr"] = standard_error(list(rewards.values()))
     return found | {f"{name}/{key}": v for key, v in pass_rates(list(rewards.values())).items()}
 
 
 def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str, Sequence[float]]:
-    """What is described by mean, extremes and percentiles: lengths and times of what did not
-    fail."""
+    """The values to describe by mean, extremes and percentiles. Lengths and times: of rollouts that
+    did not fail."""
     tokens = [num_tokens(each.result) for each in done]
     columns: dict[str, Sequence[float]] = {
         "all/reward": [each.reward for each in finished],
@@ -169,8 +189,8 @@ def _columns(finished: Sequence[Finished], done: Sequence[Finished]) -> dict[str
 
 
 def _endings(finished: Sequence[Finished], done: Sequence[Finished]) -> Reduced:
-    """Shares of rollouts that finished or were cut off, and of what stopped them; failures by
-    class, as numbers."""
+    """Shares of rollouts that finished or were truncated, and of stop conditions; the number of
+    failures by class."""
     if not finished:
         return {}
     found = {"is_completed/mean": len(done) / len(finished)}
@@ -197,8 +217,8 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
     2021, arXiv 2107.03374, eq. 1); pass^k = C(c, k) / C(n, k), all k are (Yao et al. 2024, arXiv
     2406.12045, section 4). Examples with fewer than k rollouts are left out of k.
 
-    A failed rollout counts as wrong (``Finished.reward``): without it, a policy that times out on
-    its hard examples would score better. ``eval/<env>/num_failed`` is their number.
+    A failed rollout counts as wrong (``Finished.reward``): else a policy that times out on its hard
+    examples would score better. ``eval/<env>/num_failed`` is their number.
     """
     if not groups:
         return {}
@@ -214,8 +234,8 @@ def pass_rates(groups: Sequence[Sequence[float]]) -> Reduced:
 
 
 def num_tokens(result: RolloutResult) -> tuple[int, int]:
-    """Tokens given to the policy, and sampled by it; those of nodes that branches share count once.
-    Where only messages went to and fro: as the server counted them."""
+    """Tokens given to the policy and sampled by it; nodes that branches share count once. Without
+    token ids: as counted by the server."""
     if not any(branch.token_ids for branch in result.branches):
         return result.usage
     seen: set[int] = set()
@@ -226,21 +246,3 @@ def num_tokens(result: RolloutResult) -> tuple[int, int]:
         own, given = own + sum(fresh), given + len(fresh) - sum(fresh)
         seen.update(branch.node_ids)
     return given, own
-
-
-def versions_of(result: RolloutResult) -> set[int]:
-    """The versions that sampled its tokens, as far as the engine tells."""
-    return {
-        version
-        for branch in result.branches
-        for version in branch.policy_versions or ()
-        if version >= 0
-    }
-
-
-def _shown(result: RolloutResult) -> dict[str, Any]:
-    return {
-        "reward": result.reward,
-        "messages": [list(message) for message in result.messages],
-        "error": result.error,
-    }

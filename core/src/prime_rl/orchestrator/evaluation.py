@@ -1,21 +1,38 @@
 """Evaluations as an observer of the loop: before training, at intervals, after training.
 
-``evals.jsonl`` holds every result, one per line. A run that resumes from a checkpoint reads there
-what was measured before its first step, so that its summary compares with the same model.
+An engine swaps weights under every request it holds, so what is sampled across a swap belongs to no
+version. The next version therefore waits while an evaluation is running (``version_pending``). The
+alternatives lose more: samples of mixed versions measure nothing, sampling again what a swap has
+hit may never end, and pausing the run idles the trainer.
+
+Training loses little. Its rollouts keep every slot they may have: an evaluation takes what they
+leave, and a quarter more. Batches are still sampled and trained as far ahead of the version as
+ever. An evaluation that holds a new version back for ``max_hold_seconds`` is cut short: its
+unfinished rollouts are cancelled, left out of the means, and counted (``eval/ENV/cancelled``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
+from math import ceil
 from pathlib import Path
 
 from prime_rl.orchestrator.context import Engines, RunContext
-from prime_rl.orchestrator.engines import Place
-from prime_rl.orchestrator.evals import EvalEnv, EvalResult
-from prime_rl.orchestrator.evaluator import Evaluator, Schedule
+from prime_rl.orchestrator.engines import EngineRouter
+from prime_rl.orchestrator.evals import (
+    EvalEnv,
+    EvalResult,
+    Finished,
+    Job,
+    jobs_of,
+    of_the_policy,
+    summarise,
+)
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.reporter import Reporter
 
@@ -23,61 +40,82 @@ log = logging.getLogger(__name__)
 
 BEFORE, DURING, AFTER = "before", "during", "after"
 
-FILE = "evals.jsonl"
+SHARE = 0.25
+"""An evaluation may always have this share of the run's slots in flight, beyond training's own."""
+
+POLL_SECONDS = 0.1
+"""How soon an evaluation sees slots that training has left."""
+
+CANCEL_SECONDS = 10.0
+"""How long a cancelled rollout may take to end."""
+
+
+class EvalLog:
+    """The results of every attempt at a run, in ``evals.jsonl``: one per line."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read what earlier attempts measured. A result after their training is one during the
+        training of a run that continues."""
+        self.path = run_dir / "evals.jsonl"
+        self.results: dict[str, list[EvalResult]] = {BEFORE: [], DURING: [], AFTER: []}
+        """In the order of measurement, by when they were measured."""
+        names = [each.name for each in fields(EvalResult)]
+        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+            row = json.loads(line)
+            result = EvalResult(**{name: row[name] for name in names})
+            self.results[BEFORE if row["when"] == BEFORE else DURING].append(result)
+
+    def append(self, when: str, result: EvalResult) -> None:
+        """Add a result. If its line cannot be written, the run goes on."""
+        self.results[when].append(result)
+        line = {"step": result.policy_version, "when": when, **asdict(result)}
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            log.error("cannot write to %s: %s", self.path, error)
+
+
+def free_slots(max_inflight: int, training: int) -> int:
+    """Rollouts an evaluation may have in flight beside ``training`` ones."""
+    return max(1, ceil(max_inflight * SHARE), max_inflight - training)
 
 
 class Evaluation(Observer):
-    """Evaluates what is due, and keeps the results."""
+    """Evaluates what is due, each time at one version, and keeps the results."""
 
     def __init__(
         self,
         run: RunContext,
         engines: Engines,
         envs: Sequence[EvalEnv],
-        place: Place,
+        router: EngineRouter,
         reporter: Reporter,
-        slots: Callable[[], int],
+        num_training: Callable[[], int],
     ) -> None:
-        """``slots()``: evaluation rollouts that may be in flight now."""
-        self.context, self.engines, self.reporter = run, engines, reporter
-        self.results = read_results(run.run_dir)
-        """By when they were measured; by earlier attempts at this run, too."""
+        """``num_training()``: rollouts in flight for training."""
+        self.context, self.engines, self.envs = run, engines, envs
+        self.eval_log = EvalLog(run.run_dir)
+        self._router, self._reporter, self._num_training = router, reporter, num_training
         self._began_with = run.launch.began_with(run.run_dir)
-        self._phase = ""
-        config = run.config
-        hold = config.orchestrator.eval.max_hold_seconds
-        self.evaluator = Evaluator(
-            envs,
-            place,
-            Schedule(engines.policy.version, config.max_steps, config.seed, hold),
-            slots=slots,
-            on_result=self._add,
-            on_progress=self._report,
-        )
+        self._last_seen = engines.policy.version
+        self._due: asyncio.Queue[tuple[int, list[EvalEnv]]] = asyncio.Queue()
+        self._idle, self._cut = asyncio.Event(), asyncio.Event()
+        self._idle.set()
+        self._held = 0.0
+        self.total = self.inflight = self.finished = 0
 
-    async def run(self) -> None:
-        """Evaluate what falls due between steps, until cancelled."""
-        await self.evaluator.run()
+    # -- when -------------------------------------------------------------------------------------
 
     async def before_training(self) -> None:
-        """Evaluate the first weights, where no earlier attempt has."""
+        """Evaluate the first weights, unless an earlier attempt has, and make up for evaluations
+        that an earlier attempt did not complete."""
         if unmeasured := self._unmeasured():
-            await self._evaluate(BEFORE, unmeasured)
-        self.evaluator.make_up(self._last_measured())
-        self._report()
-
-    async def after_training(self) -> None:
-        """Evaluate the last weights."""
-        await self._evaluate(AFTER, self.evaluator.envs)
-
-    async def version_pending(self, version: int) -> None:
-        """Let an evaluation of the present version end before the engines load the next."""
-        await self.evaluator.hold()
-
-    def version_served(self, version: int) -> None:
-        """Start the evaluations that are due at ``version``."""
-        self.evaluator.on_version(version)
-        self._report()
+            await self._evaluate(BEFORE, unmeasured, self.engines.policy.version)
+        last = {env.name: self._began_with for env in self.envs}
+        for result in (*self.eval_log.results[BEFORE], *self.eval_log.results[DURING]):
+            last[result.env] = max(result.policy_version, last.get(result.env, 0))
+        self._begin([env for env in self.envs if env.is_due(self._last_seen, last[env.name])])
 
     def _unmeasured(self) -> list[EvalEnv]:
         """What is evaluated before training. A run that resumes its own checkpoint has measured its
@@ -85,61 +123,144 @@ class Evaluation(Observer):
         version = self.context.launch.first_step - 1
         if self.context.config.orchestrator.eval.skip_first_step or version != self._began_with:
             return []
-        measured = {result.env for result in self.results[BEFORE]}
-        return [env for env in self.evaluator.envs if env.name not in measured]
+        measured = {result.env for result in self.eval_log.results[BEFORE]}
+        return [env for env in self.envs if env.name not in measured]
 
-    def _last_measured(self) -> dict[str, int]:
-        """The version that each env was last evaluated at; else the one that the run began with."""
-        last = {env.name: self._began_with for env in self.evaluator.envs}
-        for result in (*self.results[BEFORE], *self.results[DURING]):
-            last[result.env] = max(result.policy_version, last.get(result.env, 0))
-        return last
+    async def after_training(self) -> None:
+        """Evaluate the last weights."""
+        await self._evaluate(AFTER, self.envs, self.engines.policy.version)
 
-    async def _evaluate(self, when: str, envs: Sequence[EvalEnv]) -> None:
-        """Evaluate while nothing is trained."""
-        self._phase = when
-        try:
-            await self.evaluator.evaluate(envs, self.engines.policy.version)
-        finally:
-            self._phase = ""
+    def version_served(self, version: int) -> None:
+        """Start the evaluations that are due at ``version``. The last one's are ``AFTER``."""
+        due = [env for env in self.envs if env.is_due(version, self._last_seen)]
+        self._last_seen = version
+        self._begin(due)
+
+    def _begin(self, due: list[EvalEnv]) -> None:
+        if due and self._last_seen < self.context.config.max_steps:
+            self._idle.clear()  # at once: the next version may be pending already
+            self._due.put_nowait((self._last_seen, due))
             self._report()
 
-    def _add(self, result: EvalResult) -> None:
-        when = self._phase or DURING
-        at = f"{when} training" if self._phase else f"at version {result.policy_version}"
+    async def run(self) -> None:
+        """Evaluate what is due between steps, until cancelled."""
+        while True:
+            version, envs = await self._due.get()
+            await self._evaluate(DURING, envs, version)
+
+    async def version_pending(self, version: int) -> None:
+        """Wait until the evaluation of the present version is done, or cut it short."""
+        if self._idle.is_set():
+            return
+        started = time.perf_counter()
+        try:
+            await asyncio.wait_for(self._idle.wait(), self._max_hold)
+        except TimeoutError:
+            self._cut.set()
+            await self._idle.wait()
+        self._held += time.perf_counter() - started
+
+    @property
+    def _max_hold(self) -> float:
+        return self.context.config.orchestrator.eval.max_hold_seconds
+
+    # -- one evaluation ---------------------------------------------------------------------------
+
+    async def _evaluate(self, when: str, envs: Sequence[EvalEnv], version: int) -> None:
+        """Sample every rollout of some envs at one version, as many at once as there are slots."""
+        jobs = list(jobs_of(envs))
+        self._idle.clear()
+        self.total, self.finished = len(jobs), 0
+        finished: dict[Job, Finished] = {}
+        try:
+            await self._sample(when, jobs, version, finished)
+            for env in envs:
+                own = [job for job in finished if job.env is env]
+                own.sort(key=lambda job: (job.example, job.member))
+                self._add(when, summarise(env, version, [finished[job] for job in own]))
+        finally:
+            self.total = self.finished = 0
+            self._idle.set()
+            self._cut.clear()
+            self._report()
+
+    async def _sample(
+        self, when: str, jobs: Sequence[Job], version: int, finished: dict[Job, Finished]
+    ) -> None:
+        most = self.context.config.orchestrator.max_inflight
+        waiting, pending = list(reversed(jobs)), set[asyncio.Task[None]]()
+        try:
+            while (waiting or pending) and not self._cut.is_set():
+                slots = free_slots(most, self._num_training())
+                while waiting and len(pending) < slots:
+                    job = waiting.pop()
+                    pending.add(asyncio.create_task(self._one(when, job, version, finished)))
+                done, pending = await asyncio.wait(
+                    pending, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    task.result()
+        finally:
+            await self._cancel(pending, version)
+
+    async def _one(self, when: str, job: Job, version: int, finished: dict[Job, Finished]) -> None:
+        env = job.env
+        seed = self.context.config.seed + job.example * env.group_size + job.member
+        self.inflight += 1
+        try:
+            results = await self._router.run(
+                ("eval", env.name, job.example),
+                lambda endpoint: env.environment.run(
+                    env.environment.examples[job.example],
+                    model=endpoint,
+                    sampling=env.sampling,
+                    group_id=job.example,
+                    cache_salt=str(version),
+                    seed=seed,
+                ),
+            )
+        finally:
+            self.inflight -= 1
+        finished[job] = Finished(job.example, of_the_policy(results))
+        self.finished += 1
+        self._report(when)
+
+    async def _cancel(self, pending: set[asyncio.Task[None]], version: int) -> None:
+        if not pending:
+            return
+        for task in pending:
+            task.cancel()
+        _, stuck = await asyncio.wait(pending, timeout=CANCEL_SECONDS)
+        if not self._cut.is_set():  # the run ends
+            return
+        log.warning(
+            "the evaluation of version %d is cut short: %d of %d rollouts are left out "
+            "(orchestrator.eval.max_hold_seconds = %.0f)%s",
+            *(version, self.total - self.finished, self.total, self._max_hold),
+            f"; {len(stuck)} of them do not end" if stuck else "",
+        )
+
+    # -- reports ----------------------------------------------------------------------------------
+
+    def _add(self, when: str, result: EvalResult) -> None:
+        at = f"at version {result.policy_version}" if when == DURING else f"{when} training"
         log.info("eval %s %s: reward %.4f", result.env, at, result.reward)
-        self.reporter.log(result.policy_version, result.as_metrics())
-        self.results[when].append(result)
-        append_result(self.context.run_dir, when, result)
-        self._report()
+        self._reporter.log(result.policy_version, result.as_metrics())
+        self.eval_log.append(when, result)
 
-    def _report(self) -> None:
-        """Say how much is done: in the status while nothing is trained, else for the sampling."""
-        evaluator = self.evaluator
-        running = evaluator.is_running or bool(self._phase)
-        self.engines.policy.evaluated = evaluator.share if running else None
-        if self._phase:
-            text = f"evaluating {self._phase} training"
-            self.context.status.report(text, progress=evaluator.share)
+    def _report(self, when: str = DURING) -> None:
+        """Publish the progress: in the status while nothing is trained, else for the sampling."""
+        share = self.finished / max(self.total, 1)
+        self.engines.policy.evaluated = None if self._idle.is_set() else share
+        if when != DURING:
+            self.context.status.report(f"evaluating {when} training", progress=share)
 
-
-def append_result(run_dir: Path, when: str, result: EvalResult) -> None:
-    """Add a line to ``evals.jsonl``. A disk that refuses costs the line, not the run."""
-    line = {"step": result.policy_version, "when": when, **result.as_dict()}
-    try:
-        with (run_dir / FILE).open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    except OSError as error:
-        log.error("cannot write to %s: %s", run_dir / FILE, error)
-
-
-def read_results(run_dir: Path) -> dict[str, list[EvalResult]]:
-    """What earlier attempts measured. What one measured after its training lies within the training
-    of a run that goes on."""
-    found: dict[str, list[EvalResult]] = {BEFORE: [], DURING: [], AFTER: []}
-    path, names = run_dir / FILE, [each.name for each in fields(EvalResult)]
-    for line in path.read_text().splitlines() if path.exists() else []:
-        row = json.loads(line)
-        result = EvalResult(**{name: row[name] for name in names})
-        found[BEFORE if row["when"] == BEFORE else DURING].append(result)
-    return found
+    def take_metrics(self) -> dict[str, float]:
+        """Rollouts in flight and to come, and the seconds since the last call that versions were
+        held back."""
+        held, self._held = self._held, 0.0
+        return {
+            "dispatcher/inflight/eval": float(self.inflight),
+            "dispatcher/queued/eval": float(self.total - self.finished - self.inflight),
+            "time/hold_weights_for_eval": held,
+        }

@@ -1,29 +1,15 @@
-"""Filter slots: everyone is asked about every rollout, every objection is counted, a monitoring
-filter hides nobody."""
+"""Filter slots: every filter sees every rollout and every objection is counted, so that a filter
+that only monitors hides no other."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.errors import PluginError
 from prime_rl.plugins.algorithm import Filter
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.plugins.offers import FILTER, Offered, select, settings_of
 from prime_rl.rollout import Rollout
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """One participant: a filter of the slot, or an installed plugin that implements
-    ``filter_rollout``."""
-
-    name: str
-    enforce: bool
-    call: Any
 
 
 class FilterSlot:
@@ -39,58 +25,43 @@ class FilterSlot:
         impls = [
             i for i in hooks.hook.filter_rollout.get_hookimpls() if not (i.wrapper or i.hookwrapper)
         ]
-        everyone = [impl.plugin for impl in impls]
-        self._asked = [
-            _Asked(
+        plugins = [impl.plugin for impl in impls]
+        self._calls = [
+            (
                 getattr(impl.plugin, "name", impl.plugin_name),
                 enforce.get(id(impl.plugin), True),
                 hooks.subset_hook_caller(
-                    "filter_rollout", [other for other in everyone if other is not impl.plugin]
+                    "filter_rollout", [other for other in plugins if other is not impl.plugin]
                 ),
             )
             for impl in impls
         ]
 
     def objectors(self, rollout: Rollout) -> list[str]:
-        """Ask everyone; the names of the enforcing filters that object, none if it may train."""
+        """Call every filter. Returns the enforcing ones that object: none if it may train."""
         self.seen += 1
-        fired = [asked for asked in self._asked if _reasons(asked, rollout)]
-        self.objections.update(asked.name for asked in fired)
-        enforcing = [asked.name for asked in fired if asked.enforce]
+        enforcing = []
+        for name, is_enforcing, call in self._calls:
+            reasons = call(rollout=rollout)
+            if wrong := [reason for reason in reasons if not isinstance(reason, str)]:
+                raise PluginError(
+                    f"filter {name!r}: filter_rollout gave {wrong[0]!r}, expected the reason to "
+                    "drop the rollout, or None to keep it"
+                )
+            self.objections[name] += bool(reasons)
+            if reasons and is_enforcing:
+                enforcing.append(name)
         self.dropped += bool(enforcing)
         return enforcing
 
     def take_metrics(self) -> dict[str, float]:
-        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``; the counters
-        start anew."""
+        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``."""
         seen = max(self.seen, 1)
         metrics = {
-            f"filters/{self.label}/{asked.name}": self.objections[asked.name] / seen
-            for asked in self._asked
+            f"filters/{self.label}/{name}": self.objections[name] / seen
+            for name, _, _ in self._calls
         }
         metrics[f"filters/{self.label}/dropped"] = self.dropped / seen
         self.seen, self.dropped = 0, 0
         self.objections.clear()
         return metrics
-
-
-def _reasons(asked: _Asked, rollout: Rollout) -> list[str]:
-    reasons: list[str] = asked.call(rollout=rollout)
-    for reason in reasons:
-        if not isinstance(reason, str):
-            raise PluginError(
-                f"filter {asked.name!r}: filter_rollout gave {reason!r}, expected the reason to "
-                "drop the rollout, or None to keep it"
-            )
-    return reasons
-
-
-def build_filters(
-    configs: Sequence[FilterConfig], offers: dict[str, Offered[Filter]], where: str
-) -> list[tuple[Filter, bool]]:
-    """The filters of one slot with their ``enforce`` flags. Raises ``ConfigError``."""
-    built = []
-    for config in configs:
-        cls = select(FILTER, config.type, offers, where)
-        built.append((cls(settings_of(cls, FILTER, config.settings, where)), config.enforce))
-    return built

@@ -11,7 +11,7 @@
     packer     ``packer``: samples end to end in rows; ``balance``: rows spread over the ranks
     wire       ``prime_rl.wire``: binary columns to the trainer
     trainer    other processes; they know no algorithm
-    weights    ``policy``: the watcher has the engines load each new version while rollouts go on
+    weights    ``policy``: the watcher loads each new version into the engines while rollouts go on
 
 While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it runs. Evaluation,
 checkpoints and reports are observers (``observers``).
@@ -62,9 +62,9 @@ class Orchestrator:
         self.wire, self.weights = wire, weights
 
     async def run(self, stop: asyncio.Future[None] | None = None) -> int | None:
-        """Train every step. Returns None, or the last step if ``stop`` ended the run before.
+        """Train every step. Returns None, or the last step if ``stop`` ended the run early.
 
-        Raises what any piece raised; the others are cancelled then.
+        Raises the first error of any part, after the other parts are cancelled.
         """
         self.stop = stop or asyncio.get_running_loop().create_future()
         stopped = False
@@ -132,8 +132,8 @@ class Orchestrator:
 
     @property
     def _ends_early(self) -> bool:
-        """Whether the trainer must be told where to end. Before its first step it has nothing to
-        save, and after the last one it saves without being told."""
+        """Whether the trainer has to be notified of the end. Before its first step it has nothing
+        to save, and after the last step it saves in any case."""
         return self.context.launch.first_step <= self._last < self.context.config.max_steps
 
     async def _announce_stop(self) -> None:
@@ -143,8 +143,8 @@ class Orchestrator:
                 await observer.stopping(self._last)
 
     async def _end_early(self) -> int:
-        """End with the batch that was sent last. The trainer saves what it made of it, for which
-        no engine is needed."""
+        """End with the batch that was sent last. The trainer saves the result, for which no engine
+        is needed."""
         last = self._last
         if self._ends_early:
             self.context.status.report("stopping", waiting_for=f"trainer (weights of step {last})")

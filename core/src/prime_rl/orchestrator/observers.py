@@ -1,7 +1,7 @@
-"""What the loop announces, and who listens: evaluation, checkpoints, reports.
+"""Observers of the loop: evaluation, checkpoints, reports.
 
-An observer overrides the methods it needs. Observers are called one after the other, in their
-order, and the loop waits for them.
+An observer overrides the methods it needs. The loop calls its observers in order and waits for each
+of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class Observer:
         """The engines serve the last weights."""
 
     async def stopping(self, last: int) -> None:
-        """The user stops the run: step ``last``, which is in training, is its last."""
+        """The user stops the run: step ``last``, now in training, is its last."""
 
     async def batch_taken(self, batch: Batch) -> None:
-        """A batch is complete, and nothing of it has left."""
+        """A batch is complete and not packed yet."""
 
     async def batch_leaves(self, step: int) -> None:
         """The batch of ``step`` is packed and about to be sent."""
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
-        """The trainer has a batch: one frame per rank."""
+        """A batch was sent: one frame per trainer rank."""
 
     async def version_pending(self, version: int) -> None:
         """New weights are published; the engines are about to load them."""
@@ -53,9 +53,7 @@ class HookCalls(Observer):
         self._hooks = hooks
 
     def version_served(self, version: int) -> None:
-        """Call ``weights_published``."""
         self._hooks.weights_published(version)
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Call ``step_finished``."""
         self._hooks.step_finished(step, metrics)

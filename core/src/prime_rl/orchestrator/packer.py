@@ -1,12 +1,10 @@
 """Lay samples end to end in rows of bounded length: best-fit decreasing.
 
-Longest sample first, each into the fullest row that still has room; rows are kept by their room, so
-one is found by bisection over the distinct amounts. Samples of any mix of algorithms share a row: a
-stream that some member carries is filled for the others with what its absence means (rl 1.0,
-everything else 0.0).
+Longest sample first, each into the fullest row that still has room. Samples of any mix of
+algorithms share a row: a stream that some of them carry is filled for the others with what its
+absence means (rl 1.0, everything else 0.0).
 
-For several ranks, samples are spread over as many rows for each, so that all take about as long:
-``balance.py``.
+``balance`` spreads the samples over several ranks: equally many rows and about equal work for each.
 
 Shapes: T = tokens of a row, S = its sequences.
 """
@@ -29,7 +27,7 @@ from prime_rl.rollout import COLUMNS, STREAMS, Rollout, Sample, missing_stream
 from prime_rl.wire import MicroBatch, encode_batch
 
 FILL = {"rl_weights": 1.0}
-"""What an absent stream means where a neighbour carries it; every other stream means 0.0."""
+"""The value of an absent stream that a sample of the same row carries; 0.0 for every other."""
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -39,36 +37,33 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     if order and lengths[order[0]] > capacity:
         raise StreamError(
             f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise "
-            "seq_len or "
-            "trainer.micro_batch_tokens, or truncate before packing."
+            "seq_len or trainer.micro_batch_tokens, or truncate before packing."
         )
     rows: list[list[int]] = []
-    frees: list[int] = []  # the distinct amounts of room, ascending
+    rooms: list[int] = []  # the distinct amounts of room, ascending: few, so bisection stays cheap
     with_room: dict[int, list[int]] = {}  # amount of room -> rows that have it
     for index in order:
         length = lengths[index]
-        at = bisect_left(frees, length)
-        if at == len(frees):
-            row, free = len(rows), capacity - length
-            rows.append([index])
+        at = bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
         else:
-            free = frees[at]
-            row = with_room[free].pop()
-            if not with_room[free]:
-                del frees[at], with_room[free]
-            rows[row].append(index)
-            free -= length
-        if free:
-            if free not in with_room:
-                insort(frees, free)
-            with_room.setdefault(free, []).append(row)
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del rooms[at], with_room[room]
+        rows[row].append(index)
+        if left := room - length:
+            if left not in with_room:
+                insort(rooms, left)
+            with_room.setdefault(left, []).append(row)
     return rows
 
 
 def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[MicroBatch]:
-    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Columns stay aligned
-    (asserted). Raises ``StreamError`` for rl tokens without advantages and ref_kl tokens without
-    reference."""
+    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Raises ``StreamError``
+    for rl tokens without advantages and ref_kl tokens without reference."""
     (rows,) = pack_ranks(samples, envs, capacity)
     return rows
 
@@ -80,14 +75,19 @@ def pack_ranks(
     num_ranks: int = 1,
     attention_flops: float = 0.0,
 ) -> list[list[MicroBatch]]:
-    """The rows of each rank, as many for one as for another. Raises as ``pack``."""
+    """The rows of each rank, equally many. Raises as ``pack``."""
     for sample, env in zip(samples, envs, strict=True):
-        _check_complete(sample, env)
+        if (missing := missing_stream(sample)) is not None:
+            component, stream, number = missing
+            raise StreamError(
+                f"env {env!r}: {number} tokens of a sample train in the {component} component, but "
+                f"it has no stream {stream!r}. The env's algorithm has to assign it, or to leave "
+                f"the tokens out of {component}."
+            )
     lengths = [len(sample) for sample in samples]
     rows = plan_rows(lengths, capacity)
-    if num_ranks == 1:
-        ranks = [rows]
-    else:
+    ranks = [rows]
+    if num_ranks > 1:
         ranks = plan_ranks(rows, lengths, capacity, num_ranks, attention_flops)
     return [
         [
@@ -98,17 +98,6 @@ def pack_ranks(
         ]
         for own in ranks
     ]
-
-
-def _check_complete(sample: Sample, env: str) -> None:
-    """Nothing trains on a guess: the fill is for tokens on which no component reads the stream."""
-    if (missing := missing_stream(sample)) is not None:
-        component, stream, number = missing
-        raise StreamError(
-            f"env {env!r}: {number} tokens of a sample train in the {component} component, but it "
-            f"has no stream {stream!r}. The env's algorithm has to assign it, or to leave the "
-            f"tokens out of {component}."
-        )
 
 
 def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:
@@ -128,7 +117,7 @@ def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:
 
 
 def _idle_row(sample: Sample, env: str) -> MicroBatch:
-    """A row for a rank that has nothing to do while the others train: one token of no component."""
+    """One token of no component: for a rank that is idle while the others train a row."""
     idle = Sample(
         token_ids=sample.token_ids[:1],
         loss_mask=np.zeros(1, np.bool_),
@@ -142,12 +131,8 @@ def _stream(samples: Sequence[Sample], name: str) -> npt.NDArray[Any] | None:
     if all(column is None for column in columns):
         return None
     fill = np.float32(FILL.get(name, 0.0))
-    return np.concatenate(
-        [
-            np.full(len(sample), fill, np.float32) if column is None else column
-            for sample, column in zip(samples, columns, strict=True)
-        ]
-    )
+    pairs = zip(samples, columns, strict=True)
+    return np.concatenate([np.full(len(s), fill) if c is None else c for s, c in pairs])
 
 
 def cut_samples(rollouts: Sequence[Rollout], limit: int) -> tuple[list[Sample], list[str]]:
@@ -157,20 +142,19 @@ def cut_samples(rollouts: Sequence[Rollout], limit: int) -> tuple[list[Sample], 
 
 
 class Packer:
-    """Packs every batch of one run: cut to ``seq_len``, laid in rows, spread over the ranks."""
+    """Packs every batch of one run: cut to ``seq_len``, in rows, spread over the ranks."""
 
     def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks) -> None:
         self._config, self._num_ranks, self._hooks = config, num_ranks, hooks
         self._num_truncated = 0
 
     def pack(self, batch: Batch) -> list[bytes]:
-        """The batch as one frame per trainer rank. Plugins see its samples first."""
-        limit = self._config.seq_len
+        """The batch as one frame per trainer rank. Calls ``batch_packed`` first."""
+        limit, flops = self._config.seq_len, self._config.trainer.attention_flops
         lengths = (len(sample) for rollout in batch.kept for sample in rollout.samples)
         self._num_truncated += sum(length > limit for length in lengths)
         samples, envs = cut_samples(batch.kept, limit)
         self._hooks.batch_packed(batch.step, samples)
-        flops = self._config.trainer.attention_flops
         capacity = self._config.row_tokens
         return batch_frames(batch.step, samples, envs, capacity, self._num_ranks, flops)
 
@@ -188,17 +172,15 @@ def batch_frames(
     num_ranks: int = 1,
     attention_flops: float = 0.0,
 ) -> list[bytes]:
-    """A batch as it goes on the wire: one frame a trainer rank."""
+    """A batch as it goes on the wire: one frame per trainer rank."""
     ranks = pack_ranks(samples, envs, capacity, num_ranks, attention_flops)
     return [encode_batch(step, rows) for rows in ranks]
 
 
 def truncate(sample: Sample, limit: int) -> Sample:
-    """The first ``limit`` tokens of a sample, every column alike."""
+    """The first ``limit`` tokens of a sample, in every column."""
     if len(sample) <= limit:
         return sample
-    cut: dict[str, Any] = {
-        name: None if (column := getattr(sample, name)) is None else column[:limit]
-        for name in COLUMNS
-    }
+    columns = {name: column for name in COLUMNS if (column := getattr(sample, name)) is not None}
+    cut = {name: column[:limit] for name, column in columns.items()}
     return Sample(**cut, temperature=sample.temperature)

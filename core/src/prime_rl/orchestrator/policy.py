@@ -1,5 +1,5 @@
-"""The live policy: which version samples now, and the watcher that swaps new weights in while
-rollouts go on."""
+"""The live policy: the version that samples now, and the watcher that loads new weights into the
+engines while rollouts continue."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 
 GONE_SECONDS = 0.5
-"""Between two attempts to update engines of which none is there."""
+"""Between two attempts to update, while no engine answers."""
 
 
 class TrainerStep(msgspec.Struct):
     """One line of the trainer's own metrics file."""
 
     step: int
-    time: float
     metrics: dict[str, float | None]
 
 
 class Policy:
-    """Knows the version every engine samples from; others wait on it."""
+    """The version that every engine samples from."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.evaluated: float | None = None
-        """How much of an evaluation of this version is done, 0 to 1; None: none is under way."""
+        """Progress of an evaluation of this version, 0 to 1; None: none is running."""
         self._changed = asyncio.Condition()
 
     async def advance(self, version: int) -> None:
-        """Note that the engines sample from ``version`` now, and wake who waits for it."""
+        """The engines sample from ``version`` now: wake the tasks that wait for it."""
         async with self._changed:
             self.version = version
             self._changed.notify_all()
@@ -55,13 +54,13 @@ class Policy:
 
 
 class WeightWatcher:
-    """Takes the newest published version to the engines, as soon as it is whole."""
+    """Loads the newest published version into the engines, as soon as it is complete."""
 
     def __init__(
         self, run_dir: Path, policy: Policy, fleet: Fleet, observers: Sequence[Observer]
     ) -> None:
         self._broadcasts = run_dir / "broadcasts"
-        self._steps = TrainerLog(run_dir / "trainer.jsonl")
+        self._steps = Tail(run_dir / "trainer.jsonl")
         self.policy, self._fleet, self._observers = policy, fleet, observers
         self._first_step = policy.version + 1
         self._update_seconds = 0.0
@@ -77,8 +76,8 @@ class WeightWatcher:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def drain(self, version: int) -> None:
-        """Instead of ``run``, where a run is stopped: until the trainer has published ``version``.
-        No engine takes it: what the trainer would pass on from memory it writes as files."""
+        """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
+        files. No engine loads it, so a version in memory is requested as files."""
         while not self._has_files(version):
             newest = newest_version(self._broadcasts)
             if newest is not None and not self._has_files(newest):
@@ -87,19 +86,19 @@ class WeightWatcher:
         self._read_steps()
 
     def _has_files(self, version: int) -> bool:
-        """Whether ``version`` or a later one is published, and waits for no engine."""
+        """Whether ``version`` or a later one is published as files."""
         newest = newest_version(self._broadcasts)
         if newest is None or newest < version:
             return False
         return not only_in_memory(self._broadcasts / f"step_{newest}")
 
     async def _update_or_skip(self, version: int) -> None:
-        """A version that a newer one has replaced while it was being loaded is skipped. While no
-        engine is there it is tried on: the first to come back brings it along."""
+        """Skip a version that a newer one has replaced while it was being loaded. Retry while no
+        engine answers: the first that is back gets it."""
         try:
             await self._update(version)
         except EngineGone:
-            await asyncio.sleep(GONE_SECONDS)  # how often: ``Fleet.run`` ends it
+            await asyncio.sleep(GONE_SECONDS)  # without a limit here: ``Fleet.run`` has one
         except EngineError:
             newest = newest_version(self._broadcasts)
             if newest is None or newest <= version:
@@ -119,7 +118,6 @@ class WeightWatcher:
             observer.version_served(version)
 
     def take_metrics(self) -> dict[str, float]:
-        """The version that samples, how many updates there were, and the seconds of the last."""
         return {
             "watcher/policy_version": float(self.policy.version),
             "watcher/update_count": float(self._num_updates),
@@ -127,19 +125,9 @@ class WeightWatcher:
         }
 
     def _read_steps(self) -> None:
-        for step in self._steps.read_new():
-            if step.step >= self._first_step:  # earlier ones are of the attempt before
+        for line in self._steps.new_lines():
+            step = msgspec.json.decode(line, type=TrainerStep)
+            if step.step >= self._first_step:  # earlier lines are of the previous attempt
                 metrics = {name: math.nan if v is None else v for name, v in step.metrics.items()}
                 for observer in self._observers:
                     observer.step_trained(step.step, metrics)
-
-
-class TrainerLog:
-    """Follows the trainer's metrics file."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = Tail(path)
-
-    def read_new(self) -> list[TrainerStep]:
-        """Steps written since the last call."""
-        return [msgspec.json.decode(line, type=TrainerStep) for line in self._tail.new_lines()]

@@ -1,17 +1,17 @@
-"""The orchestrator's part of a checkpoint, and going on from it.
+"""The orchestrator's part of a checkpoint.
 
-Written when batch N has been cut and before it leaves for the trainer, or, where the run is stopped
-after it, before the trainer hears of that; at an instant at which no group is half taken in. Then
-each group asked for so far is in exactly one place: decided on, for a batch up to N; scored and
-buffered (saved as it is, with its credit); or on its way (asked for again, under its own number, so
-that its seeds are the same). So a resumed run asks for the examples that the first one would have:
-none skipped, none twice.
+Written when batch N is complete and before it leaves for the trainer, or, if the run is stopped
+after it, before the trainer is notified; at a moment when no group is half taken in. Then each
+group requested so far is in exactly one place: decided on, for a batch up to N; scored and buffered
+(saved as it is, with its credit); or in flight (requested again, under its own number, so that its
+seeds are the same). A resumed run therefore requests the examples of an undisturbed one: none
+skipped, none twice.
 
     orchestrator/sampler files           Sampler.save
     orchestrator/sources/ENV/            Source.save
     orchestrator/algorithms/ENV/         Algorithm.save
     orchestrator/buffered.msgpack        scored rollouts that no batch up to N has taken
-    orchestrator/progress.json           last: this part is whole
+    orchestrator/progress.json           last: this part is complete
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import asyncio
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ import msgspec
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import RunContext, TrainEnv
-from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher
+from prime_rl.orchestrator.dispatcher import Dispatcher, Requested
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.sources import ExternalSource
 from prime_rl.orchestrator.store import read_rollouts, write_rollouts
-from prime_rl.plugins.base import Offer
 from prime_rl.plugins.manager import installed_versions
 from prime_rl.plugins.sampler import Sampler
 from prime_rl.rundir.checkpoints import PROGRESS, unfinished
@@ -43,25 +42,13 @@ log = logging.getLogger(__name__)
 BUFFERED = "buffered.msgpack"
 
 RETRY_SECONDS = 5.0
-"""Before the second and last attempt at a checkpoint that the disk refused."""
+"""Before the second and last attempt at a checkpoint after a failed write."""
 
 
-class Waiting(msgspec.Struct):
-    """A group that is to be asked for again."""
-
-    group_id: int
-    env: str
-    example: int
-
-
-class Progress(msgspec.Struct, kw_only=True):
+class Progress(Requested, kw_only=True):
     """``progress.json``"""
 
     step: int
-    groups_opened: int
-    waiting: list[Waiting]
-    yields: dict[str, float]
-    """Rollouts that a member of each env was last seen to bring."""
     saved: dict[str, str]
     """What has state here, by folder, and its type: ``sampler``, ``algorithms/math``."""
     plugins: dict[str, str]
@@ -78,107 +65,25 @@ class Progress(msgspec.Struct, kw_only=True):
             raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
 
 
-class State:
-    """Everything of the orchestrator that a checkpoint holds."""
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        envs: Sequence[TrainEnv],
-        dispatcher: Dispatcher,
-        assembler: Buffer,
-    ) -> None:
-        self.sampler, self.envs = sampler, envs
-        self.dispatcher, self.assembler = dispatcher, assembler
-
-    def save(
-        self, directory: Path, step: int, plugins: Mapping[str, str], config: Mapping[str, Any]
-    ) -> None:
-        """Write the part of step ``step`` anew, its ``progress.json`` last. Raises ``OSError``."""
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        saved = {}
-        for name, offer in self._offers().items():
-            folder = _folder(directory, name)
-            folder.mkdir(parents=True, exist_ok=True)
-            offer.save(folder)
-            saved[name] = type(offer).name
-        buffered = self.assembler.buffered
-        dropped = {id(rollout): reason for rollout, reason in buffered if reason is not None}
-        write_rollouts(directory / BUFFERED, step, [rollout for rollout, _ in buffered], dropped)
-        progress = self._progress(step, saved, plugins, config)
-        unfinished = directory / f".{PROGRESS}"
-        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
-        unfinished.replace(directory / PROGRESS)
-
-    def _progress(
-        self,
-        step: int,
-        saved: dict[str, str],
-        plugins: Mapping[str, str],
-        config: Mapping[str, Any],
-    ) -> Progress:
-        asked, names = self.dispatcher.asked, [env.name for env in self.envs]
-        return Progress(
-            step=step,
-            groups_opened=asked.num_opened,
-            waiting=[
-                Waiting(g.group_id, names[g.env_index], g.example_index) for g in asked.groups
-            ],
-            yields={names[index]: mean for index, mean in asked.yields.items()},
-            saved=saved,
-            plugins=dict(plugins),
-            config=dict(config),
-        )
-
-    def restore(self, directory: Path) -> None:
-        """Go on from what ``save`` wrote. What the config has changed starts afresh, and says so.
-        Raises ``ConfigError`` if a part does not fit."""
-        progress = Progress.read(directory / PROGRESS)
-        for name, offer in self._offers().items():
-            before = progress.saved.get(name)
-            if before == type(offer).name:
-                offer.load(_folder(directory, name))
-            else:
-                log.warning("%s %r starts afresh: %s", name, type(offer).name, _why(before))
-        index_of = {env.name: index for index, env in enumerate(self.envs)}
-        known = [w for w in progress.waiting if w.env in index_of]
-        if gone := len(progress.waiting) - len(known):
-            log.warning("%d groups that were on their way are of envs that are gone", gone)
-        groups = [
-            AskedGroup(w.group_id, i, w.example, self.envs[i].group_size)
-            for w in known
-            for i in (index_of[w.env],)
-        ]
-        yields = {index_of[env]: x for env, x in progress.yields.items() if env in index_of}
-        self.dispatcher.resume(Asked(progress.groups_opened, groups, yields))
-        self._restore_buffered(directory / BUFFERED, set(index_of))
-
-    def _restore_buffered(self, path: Path, envs: set[str]) -> None:
-        _, rollouts, reasons = read_rollouts(path)
-        pairs = zip(rollouts, reasons, strict=True)
-        buffered = [(rollout, reason) for rollout, reason in pairs if rollout.env in envs]
-        for rollout, _ in buffered:
-            rollout.freeze()
-        self.assembler.restore(buffered)
-        log.info("%d scored rollouts were buffered", len(buffered))
-
-    def _offers(self) -> dict[str, Any]:
-        """What may have state, by where it lies."""
-        offers: dict[str, Offer] = {"sampler": self.sampler}
-        for env in self.envs:
-            offers[f"algorithms/{env.name}"] = env.algorithm
-            if isinstance(env.source, ExternalSource):
-                offers[f"sources/{env.name}"] = env.source.source
-        return offers
-
-
 class Checkpointing(Observer):
     """Writes the orchestrator's part of each checkpoint that is due: before its batch leaves, so
     that the trainer, which completes the checkpoint, finds it."""
 
-    def __init__(self, run: RunContext, state: State) -> None:
-        self.context, self.state = run, state
+    def __init__(
+        self,
+        run: RunContext,
+        sampler: Sampler,
+        envs: Sequence[TrainEnv],
+        dispatcher: Dispatcher,
+        buffer: Buffer,
+    ) -> None:
+        self.context, self.envs, self.dispatcher, self.buffer = run, envs, dispatcher, buffer
+        self._parts: dict[str, Any] = {"sampler": sampler}
+        """What may have state, by the folder that it is saved in."""
+        for env in envs:
+            self._parts[f"algorithms/{env.name}"] = env.algorithm
+            if isinstance(env.source, ExternalSource):
+                self._parts[f"sources/{env.name}"] = env.source.source
 
     async def batch_taken(self, batch: Batch) -> None:
         """Write the part if the checkpoint of this step is due."""
@@ -195,10 +100,9 @@ class Checkpointing(Observer):
 
     async def _write(self, step: int) -> None:
         part = unfinished(self.context.run_dir, step).orchestrator
-        facts = installed_versions(), self.context.config.model_dump(mode="json")
         for wait in (RETRY_SECONDS, None):
             try:
-                return self.state.save(part, step, *facts)
+                return self.save(part, step)
             except OSError as error:
                 shutil.rmtree(part, ignore_errors=True)
                 log.error("cannot write the checkpoint of step %d to %s: %s", step, part, error)
@@ -207,11 +111,50 @@ class Checkpointing(Observer):
                     await asyncio.sleep(wait)
         log.error("step %d: no checkpoint; the run goes on", step)
 
+    def save(self, directory: Path, step: int) -> None:
+        """Write the part of step ``step``, its ``progress.json`` last. Raises ``OSError``."""
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        for name, part in self._parts.items():
+            folder = _folder(directory, name)
+            folder.mkdir(parents=True, exist_ok=True)
+            part.save(folder)
+        buffered = self.buffer.buffered
+        dropped = {id(rollout): reason for rollout, reason in buffered if reason is not None}
+        write_rollouts(directory / BUFFERED, step, [rollout for rollout, _ in buffered], dropped)
+        progress = Progress(
+            **msgspec.structs.asdict(self.dispatcher.requested),
+            step=step,
+            saved={name: type(part).name for name, part in self._parts.items()},
+            plugins=installed_versions(),
+            config=self.context.config.model_dump(mode="json"),
+        )
+        temporary = directory / f".{PROGRESS}"
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
+        temporary.replace(directory / PROGRESS)
+
+    def restore(self, directory: Path) -> None:
+        """Continue from what ``save`` wrote. Parts that the config has changed start afresh, with a
+        warning. Raises ``ConfigError`` if a part does not fit."""
+        progress = Progress.read(directory / PROGRESS)
+        for name, part in self._parts.items():
+            before = progress.saved.get(name)
+            if before == type(part).name:
+                part.load(_folder(directory, name))
+                continue
+            found = "none" if before is None else f"{before!r}'s state"
+            log.warning("%s %r starts afresh: the checkpoint has %s", name, type(part).name, found)
+        self.dispatcher.resume(progress)
+        _, rollouts, reasons = read_rollouts(directory / BUFFERED)
+        known = {env.name for env in self.envs}
+        pairs = zip(rollouts, reasons, strict=True)
+        buffered = [(rollout, reason) for rollout, reason in pairs if rollout.env in known]
+        for rollout, _ in buffered:
+            rollout.freeze()
+        self.buffer.restore(buffered)
+        log.info("%d scored rollouts were buffered", len(buffered))
+
 
 def _folder(directory: Path, name: str) -> Path:
     """The sampler's files lie in the part itself: ``orchestrator.buffer.load_from`` names it."""
     return directory if name == "sampler" else directory / name
-
-
-def _why(before: str | None) -> str:
-    return "the checkpoint has none" if before is None else f"the checkpoint has {before!r}'s state"

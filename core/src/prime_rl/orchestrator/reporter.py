@@ -1,4 +1,4 @@
-"""What the orchestrator says of itself: metrics of a step, failures by name, rollouts on disk."""
+"""What the orchestrator reports: metrics of a step, failures by name, rollouts on disk."""
 
 from __future__ import annotations
 
@@ -34,35 +34,33 @@ from prime_rl.rollout import Group, Rollout
 
 log = logging.getLogger(__name__)
 
-RENAMED = re.compile("^time/")
-
 SAMPLED = ("policy", "frozen")
-"""Sources whose rollouts were sampled just now, so that their timing tells something."""
+"""Sources whose rollouts were sampled in this run, so that their timing means something."""
 
 
 @dataclass
 class SinceLastStep:
-    """What happened since the last batch left."""
+    """What happened since the last batch was sent."""
 
     started: float = field(default_factory=time.perf_counter)
     rewards: list[tuple[str, list[float]]] = field(default_factory=list)
     """Env and rewards of each scored group."""
     ended: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """What became of rollouts, by env: ``finished``, ``error/<class>``."""
+    """How rollouts ended, by env: ``finished``, ``error/<class>``."""
     timings: list[tuple[str, dict[str, float]]] = field(default_factory=list)
-    """Env and seconds by stage of each rollout that was sampled."""
+    """Env and seconds by stage of each sampled rollout."""
     cancelled: Counter[str] = field(default_factory=Counter)
     """Rollouts voided in flight, by env, because new weights made them too old."""
 
 
 class Reporter(Observer):
-    """Collects what happened, and hands it to the monitors."""
+    """Collects the metrics of each step for the monitors."""
 
     def __init__(
         self, run_dir: Path, monitors: Sequence[Monitor], max_steps: int, save_rollouts: bool
     ) -> None:
         self.sources: list[Callable[[], Mapping[str, float]]] = []
-        """What other pieces measured since the last step, asked once per step."""
+        """Functions that return what other pieces measured since the last step."""
         self._monitors = monitors
         self._store = RolloutStore(run_dir) if save_rollouts else None
         self._console = Console(max_steps)
@@ -77,9 +75,9 @@ class Reporter(Observer):
         """Measure how late the event loop is, until cancelled."""
         await self.lag.run()
 
-    def group_scored(self, group: Group, version: int | None = None) -> None:
+    def group_scored(self, group: Group, version: int) -> None:
         """A group has its credit; ``version`` is the policy's now. Groups that no live policy
-        sampled are saved, and leave the statistics as they are."""
+        sampled are saved, and do not count in the statistics."""
         if self._store is not None:
             self._store.group_scored(group)
         if not all(rollout.is_live for rollout in group):
@@ -87,30 +85,30 @@ class Reporter(Observer):
         env = group[0].env
         self.recent.rewards.append((env, [rollout.reward for rollout in group]))
         self.recent.ended[env]["finished"] += len(group)
-        for rollout in group:
-            if version is not None:
-                self._arrived[id(rollout)] = version
+        self._arrived |= {id(rollout): version for rollout in group}
         self.recent.timings += _timings(group)
 
-    def rollout_failed(self, env: str, group: OpenGroup, result: RolloutResult) -> None:
-        """A rollout came to nothing."""
-        kind = result.error_type or "unknown"
+    def rollout_failed(self, group: OpenGroup, result: RolloutResult) -> None:
+        """A member of a group failed."""
+        env, kind = group.env.name, result.error_type or "unknown"
         self.recent.ended[env][f"error/{kind}"] += 1
         log.warning(
             "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
-            env, group.example_index, group.group_id, kind, result.error,
-        )  # fmt: skip
+            *(env, group.example_id, group.group_id, kind, result.error),
+        )
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
-        """A batch has left for the trainer as ``frames``: log its metrics, save its rollouts."""
+        """Log the metrics of a batch and save its rollouts."""
         recent, now = self.recent, time.perf_counter()
         live = [rollout for rollout in batch.kept if rollout.is_live]
         staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
-        arrived = {id(rollout): self._arrived.pop(id(rollout), None) for rollout in batch.seen}
+        arrived = [self._arrived.get(id(rollout)) for rollout in live]
         in_flight = [
-            None if (version := arrived[id(rollout)]) is None else version - rollout.policy_version
-            for rollout in live
+            None if version is None else version - rollout.policy_version
+            for version, rollout in zip(arrived, live, strict=True)
         ]
+        for rollout in batch.seen:
+            self._arrived.pop(id(rollout), None)
         metrics = {
             **rollout_metrics(batch.seen, "all"),
             **rollout_metrics(batch.kept, "effective"),
@@ -132,51 +130,45 @@ class Reporter(Observer):
             metrics |= source()
         self.log(batch.step, metrics)
         self._console.step(batch.step, metrics, sorted({rollout.env for rollout in batch.seen}))
-        self._log_rollouts(batch)
+        for monitor in self._monitors:
+            call = partial(_log_rollouts, monitor, batch)
+            self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
         if self._store is not None:
             try:
                 self._store.write(batch.step, batch.seen, batch.dropped, frames)
-            except OSError as error:  # a full disk costs what was to be looked at, not the run
+            except OSError as error:  # a full disk must not end the run
                 log.error("step %d: its rollouts are not kept: %s", batch.step, error)
         self.recent = SinceLastStep()
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The trainer's own numbers of a step: its ``time/...`` as ``time/trainer/...``, apart from
-        the orchestrator's."""
-        apart = {RENAMED.sub("time/trainer/", k): value for k, value in metrics.items()}
+        """Log the trainer's metrics, its ``time/...`` as ``time/trainer/...``."""
+        renamed = {re.sub("^time/", "time/trainer/", k): value for k, value in metrics.items()}
         if "time/wait_for_batch" in metrics:
-            apart["wait/trainer/orchestrator"] = metrics["time/wait_for_batch"]
-        self.log(step, apart)
+            renamed["wait/trainer/orchestrator"] = metrics["time/wait_for_batch"]
+        self.log(step, renamed)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand metrics to every monitor; one that fails is reported once, and the run goes on."""
+        """Pass metrics to every monitor. A failing monitor is reported once; the run goes on."""
         for monitor in self._monitors:
             call = partial(monitor.log, step, metrics)
             self._failures.guard(monitor.name, f"step {step}", call)
 
-    def _log_rollouts(self, batch: Batch) -> None:
-        dropped = [batch.dropped.get(id(rollout)) for rollout in batch.seen]
-        for monitor in self._monitors:
-            call = partial(_log_rollouts, monitor, batch.step, batch.seen, dropped)
-            self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
-
 
 def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:
-    """Env and seconds by stage of those that were sampled in this attempt at the run."""
+    """Env and seconds by stage of those that this attempt at the run sampled."""
     sampled = (r for r in rollouts if r.trace is not None and r.source in SAMPLED)
     return [(rollout.env, timing_of(rollout.trace)) for rollout in sampled]
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[tuple[str, list[float]]]:
-    """Env and rewards of each group, as far as it is here."""
+    """Env and rewards of each group, as far as they are among ``rollouts``."""
     groups: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rollout in rollouts:
         groups[rollout.env, rollout.group_id].append(rollout.reward)
     return [(env, rewards) for (env, _), rewards in groups.items()]
 
 
-def _log_rollouts(
-    monitor: Monitor, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
-) -> None:
-    if monitor.wants_rollouts(step):
-        monitor.log_rollouts(step, rollouts, dropped)
+def _log_rollouts(monitor: Monitor, batch: Batch) -> None:
+    if monitor.wants_rollouts(batch.step):
+        dropped = [batch.dropped.get(id(rollout)) for rollout in batch.seen]
+        monitor.log_rollouts(batch.step, batch.seen, dropped)

@@ -1,4 +1,4 @@
-"""Which example is sampled next: environments by their share, examples in order."""
+"""The next example to sample: environments by their share, examples in order."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STATE = "sampler.json"
 
 
 class StandardSampler(Sampler):
-    """Picks an env by its ratio (all alike if none is set), then that env's next example, starting
-    over at the end."""
+    """Picks an env by its ratio (default: all equal), then that env's next example; after the last
+    example, the first."""
 
     name = "standard"
 
@@ -28,8 +28,8 @@ class StandardSampler(Sampler):
         self._weights = [1.0 if env.ratio is None else env.ratio for env in envs]
 
     def next_example(self) -> tuple[int, int]:
-        """The next group's ``(env index, example index)``. Raises ``RunError`` if no env has
-        anything to give."""
+        """The next group's ``(env index, example index)``. Raises ``RunError`` if every source is
+        empty."""
         weights = [w * env.is_ready() for w, env in zip(self._weights, self.envs, strict=True)]
         if not any(weights):
             raise RunError(
@@ -49,7 +49,7 @@ class StandardSampler(Sampler):
         (directory / STATE).write_text(json.dumps(state))
 
     def load(self, directory: Path) -> None:
-        """Go on from what ``save`` wrote; a new env starts at its first example. Raises
+        """Continue from what ``save`` wrote; a new env starts at its first example. Raises
         ``ConfigError``."""
         path = directory / STATE
         try:

@@ -10,13 +10,13 @@ from typing import Any
 from prime_rl.monitor.metrics import mean_and_max
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
-from prime_rl.orchestrator.dispatcher import Dispatcher, Member, OpenGroup, Pace
-from prime_rl.orchestrator.evaluator import free_slots
+from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
 from prime_rl.plugins.sampler import Sampler
+from prime_rl.rollout import Rollout
 
 
 class Sampling(Observer):
@@ -39,12 +39,14 @@ class Sampling(Observer):
         self.sampler, self.buffer, self.reporter = sampler, buffer, reporter
         self.is_scoring = False
         """An algorithm is scoring a group: it may wait for a teacher."""
-        self.dispatcher = Dispatcher(self, run.config.orchestrator)
+        self.dispatcher = Dispatcher(
+            run.config, engines, buffer, envs, self._next_group, self._run_rollout
+        )
 
     # -- sampler -> rollout -> algorithm ----------------------------------------------------------
 
     async def run(self) -> None:
-        """Sample until cancelled. Raises what a plugin raised; a failure of an environment is
+        """Sample until cancelled. Raises the error of a plugin; a failure of an environment is
         data."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -52,9 +54,9 @@ class Sampling(Observer):
                 while True:
                     await self.buffer.wait_for_room()
                     self.report()
-                    whom, started = self.waits_for, time.perf_counter()
+                    awaited, started = self.waits_for, time.perf_counter()
                     group = await self.dispatcher.arrivals.get()
-                    self.context.waited.add(f"wait/orchestrator/{whom}", started)
+                    self.context.waited.add(f"wait/orchestrator/{awaited}", started)
                     await self._credit(group)
                     await asyncio.sleep(0)  # groups opened by this one start before the next
         finally:
@@ -62,10 +64,9 @@ class Sampling(Observer):
 
     async def _credit(self, group: OpenGroup) -> None:
         """Score a complete group's survivors, and let them compete for a place in the batch."""
-        env, rollouts = self.envs[group.env_index], group.survivors
-        failed = group.size - sum(member.ok for member in group.members.values())
-        if failed:
-            self.buffer.note_failed(failed, env.name)
+        env, rollouts = group.env, group.survivors
+        if group.num_failed:
+            self.buffer.note_failed(group.num_failed, env.name)
         if rollouts:
             self.is_scoring = True
             await score_group(env.hooks, rollouts)
@@ -81,59 +82,24 @@ class Sampling(Observer):
             self.buffer.add(rollouts, rejected=rejected)
         self.dispatcher.taken(group)
 
-    # -- what the dispatcher asks -----------------------------------------------------------------
+    def _next_group(self) -> tuple[TrainEnv, int]:
+        env_index, example_id = self.sampler.next_example()
+        return self.envs[env_index], example_id
 
-    def next_group(self) -> tuple[int, int, int]:
-        """Env index, example index and group size of the next group."""
-        env_index, example_index = self.sampler.next_example()
-        return env_index, example_index, self.envs[env_index].group_size
-
-    async def run_rollout(self, group: OpenGroup, index: int) -> Member:
-        """Produce one member of a group, and score what needs no siblings."""
-        env = self.envs[group.env_index]
-        ask = RolloutRequest(
-            group_id=group.group_id,
-            example_id=group.example_index,
-            member=index,
-            policy_version=group.policy_version,
-            seed=self._sampling_seed(group, index),
-        )
+    async def _run_rollout(self, group: OpenGroup, index: int) -> Sequence[Rollout] | None:
+        """Produce one member of a group, and score what needs no siblings. None: it failed."""
+        # Distinct for every member of every group, and the same in every run of one seed.
+        seed = (self.context.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
+        version = group.policy_version
+        request = RolloutRequest(group.group_id, group.example_id, index, version, seed)
         try:
-            rollouts = await env.source.produce(ask)
-        except RolloutFailed as unusable:
-            result = unusable.result
-            self.reporter.rollout_failed(env.name, group, result)
-            return Member((), result.error_type or "unknown", result.error)
-        await asyncio.gather(*(score_rollout(env.hooks, rollout) for rollout in rollouts))
-        return Member(tuple(rollouts))
-
-    def _sampling_seed(self, group: OpenGroup, index: int) -> int:
-        """Distinct for every member of every group, the same in every run of one seed."""
-        return (self.context.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
-
-    def pace(self) -> Pace:
-        """What the loop needs next."""
-        config = self.context.config
-        return Pace(
-            version=self.engines.policy.version,
-            step=self.buffer.batch.step,
-            max_steps=config.max_steps,
-            batch_size=config.orchestrator.batch_size,
-            buffered=self.buffer.num_buffered,
-            is_closed=self.engines.fleet.asleep,
-        )
-
-    def ages(self, env_index: int) -> bool:
-        """Whether the env's rollouts grow stale: those of a frozen model never do."""
-        return self.envs[env_index].source.is_live
-
-    def expected_yield(self, env_index: int) -> float:
-        """Rollouts that one member of the env is expected to bring: one per seat."""
-        return len(self.envs[env_index].host.agents)
-
-    def free_slots(self) -> int:
-        """Rollouts that an evaluation may have in flight now."""
-        return free_slots(self.context.config.orchestrator.max_inflight, self.num_inflight)
+            rollouts = await group.env.source.produce(request)
+        except RolloutFailed as failure:
+            self.reporter.rollout_failed(group, failure.result)
+            return None
+        hooks = group.env.hooks
+        await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
+        return rollouts
 
     @property
     def num_inflight(self) -> int:
@@ -143,17 +109,14 @@ class Sampling(Observer):
     # -- observer ---------------------------------------------------------------------------------
 
     async def batch_taken(self, batch: Batch) -> None:
-        """A batch that leaves makes room for more groups."""
         self.dispatcher.wake()
 
     async def version_pending(self, version: int) -> None:
-        """Cancel what would be too old for any later batch: nothing needs to wait for it."""
+        """Cancel groups that would be too old for any later batch."""
         dropped = await self.dispatcher.drop_stale(version)
-        for env_index, number in dropped.items():
-            self.reporter.recent.cancelled[self.envs[env_index].name] += number
+        self.reporter.recent.cancelled.update(dropped)
 
     def version_served(self, version: int) -> None:
-        """A new version lets more groups open."""
         self.dispatcher.wake()
 
     # -- reports ----------------------------------------------------------------------------------
@@ -170,7 +133,7 @@ class Sampling(Observer):
         return "trainer" if self.engines.policy.evaluated is None else "eval"
 
     def report(self) -> None:
-        """Write the status: which batch is sampled, and what it waits for."""
+        """Write the status: which batch is being sampled, and what it waits for."""
         version, share = self.engines.policy.version, self.engines.policy.evaluated
         texts = {
             "models": self.engines.outages.waiting_for,
@@ -190,8 +153,9 @@ class Sampling(Observer):
     def take_metrics(self) -> Mapping[str, float]:
         """Counts of rollouts, how far they are off policy, and the sampler's and sources' own."""
         counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
-        for index, env in enumerate(self.envs):
-            counts[f"dispatcher/cancelled/{env.name}"] = float(self.dispatcher.cancelled[index])
+        for env in self.envs:
+            name = f"dispatcher/cancelled/{env.name}"
+            counts[name] = float(self.dispatcher.cancelled[env.name])
         sources = {
             f"source/{env.name}/{name}": value
             for env in self.envs

@@ -1,9 +1,8 @@
 """Run the scoring hooks, and stamp what they wrote: from credit to the streams that ship.
 
-score_rollout, observation_weights    as a rollout arrives
+score_rollout, observation_weights    when a rollout arrives
 score_group                           when its group is complete
-stamp                                 route the sampled tokens to the algorithm's component, then
-freeze
+stamp                                 routes the sampled tokens to the algorithm's component
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Group, LossComponent, Rollout, Sample, members, missing_stream
 
 FACTS = ("reward", "rewards", "metrics", "info")
-"""What a plugin that scores a rollout may change of it, apart from its streams."""
+"""What a scoring plugin may change of a rollout, apart from its streams."""
 
 
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
-    _check_reward(rollout, "Mend the environment's reward function.")
+    _check_reward(rollout, "Fix the environment's reward function.")
     rollout.given = _facts(rollout)
     await hooks.score_rollout(rollout)
     weighed = zip(rollout.samples, hooks.observation_weights(rollout), strict=True)
@@ -39,7 +38,7 @@ def _facts(rollout: Rollout) -> dict[str, Any]:
 
 
 def _is_untouched(rollout: Rollout, given: Mapping[str, Any]) -> bool:
-    """Whether no plugin has changed a fact. (By identity: ``info`` may hold arrays.)"""
+    """Whether no plugin has changed a fact. Compares identities: ``info`` may hold arrays."""
     now = _facts(rollout)
     return now["reward"] == given["reward"] and all(
         now[name].keys() == given[name].keys()
@@ -63,7 +62,7 @@ def _merge_ce(rollout: Rollout, sample: Sample, weights: np.ndarray) -> None:
 async def score_group(hooks: Hooks, group: Group) -> None:
     """Group-relative credit, after ``score_rollout`` of each."""
     for rollout in group:
-        _check_reward(rollout, "A plugin's score_rollout has changed it: mend the plugin.")
+        _check_reward(rollout, "A plugin's score_rollout has changed it: fix the plugin.")
     await hooks.score_group(group)
 
 
@@ -80,10 +79,10 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
 
     rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
     1.0 on the trainable tokens and take them out of rl. A rollout that another component trains
-    leaves rl if its every advantage is zero: its tokens would only dilute the others' mean. (The
-    filters drop one that trains nowhere else.) Weights the algorithm has assigned itself stay as
-    they are. Raises ``StreamError`` where rl tokens have no advantage or ref_kl tokens no
-    reference: nothing trains on a guess.
+    leaves rl if all its advantages are zero: its tokens would only dilute the others' mean. (The
+    filters drop a rollout that trains nowhere else.) Weights that the algorithm has assigned stay
+    as they are. Raises ``StreamError`` for rl tokens without an advantage and ref_kl tokens without
+    a reference.
     """
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
@@ -91,16 +90,16 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
         if action_loss != "rl":
             _route(rollout, sample, action_loss)
         _check_complete(rollout, sample)
-    if action_loss == "rl" and "rl_weights" not in rollout.assigned and _only_dilutes(rollout):
+    if (
+        action_loss == "rl"
+        and "rl_weights" not in rollout.assigned
+        and (advantages := rollout.advantages) is not None
+        and not advantages.any()
+        and rollout.trains_beside_rl
+    ):
         for sample in rollout.samples:
             sample.rl_weights = np.zeros(len(sample), np.float32)
     rollout.freeze()
-
-
-def _only_dilutes(rollout: Rollout) -> bool:
-    """Whether rl has nothing to learn from a rollout that another component trains."""
-    advantages = rollout.advantages
-    return advantages is not None and not advantages.any() and rollout.trains_beside_rl
 
 
 def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:

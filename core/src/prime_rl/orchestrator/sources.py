@@ -1,8 +1,8 @@
-"""Where one env's rollouts come from: sampled from the policy or a frozen model, or supplied by a
-source.
+"""The source of one env's rollouts: episodes sampled from the policy or a frozen model, or groups
+of an installed source.
 
 Liveness is a property of the model that samples, not of any role. Live: the prefix cache is salted
-by version, the rollout ages. Frozen: a stable cache, no ageing.
+by version, the rollout ages. Frozen: a stable cache, no aging.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
@@ -28,7 +28,7 @@ from prime_rl.env.rendering import Rendering
 from prime_rl.env.trajectory import build_rollout
 from prime_rl.errors import ConfigError
 from prime_rl.inference.reference import ScoringPool
-from prime_rl.orchestrator.engines import OneEndpoint, Place, is_outage
+from prime_rl.orchestrator.engines import EngineRouter, OneEndpoint, is_outage
 from prime_rl.plugins.sampler import Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
 
@@ -42,7 +42,7 @@ FAILED_TRIES = 4
 
 
 class RolloutFailed(Exception):
-    """A rollout came to nothing; ``result`` says how."""
+    """A rollout failed; ``result`` has the reason."""
 
     def __init__(self, result: RolloutResult) -> None:
         super().__init__(result.error)
@@ -51,7 +51,7 @@ class RolloutFailed(Exception):
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One member of one group, as the dispatcher asks for it."""
+    """One member of one group."""
 
     group_id: int
     example_id: int
@@ -60,67 +60,55 @@ class RolloutRequest:
     seed: int
 
 
-class RolloutSource(Protocol):
+class RolloutSource:
     """Gives one env's rollouts."""
 
-    is_live: bool
+    is_live = False
     """Its rollouts age with every version."""
-    whole_group: bool
-    """One ask brings a whole group."""
+    whole_group = False
+    """One request brings a whole group."""
+    _environment: Environment
 
     @property
-    def num_examples(self) -> int | None: ...
+    def num_examples(self) -> int | None:
+        """None: examples without end."""
+        return self._environment.num_examples
 
-    @property
-    def is_ready(self) -> bool: ...
+    def is_ready(self) -> bool:
+        """Whether it has something to give."""
+        return True
 
     def task(self, index: int) -> Mapping[str, Any]:
         """The fields of one example."""
-        ...
+        return self._environment.examples[index].fields
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
-        """The rollouts of one ask, without credit; none where a source has run out. Raises
+        """The rollouts of one request, without credit; none from a source that has run out. Raises
         ``RolloutFailed``."""
-        ...
+        raise NotImplementedError
 
     def observe(self, group: Group) -> None:
         """A group of any env came back."""
-        ...
 
 
-class Sampled:
+class Sampled(RolloutSource):
     """Runs episodes of an environment against the live policy."""
 
     is_live = True
-    whole_group = False
     label = "policy"
 
     def __init__(
         self,
         env: str,
         environment: Environment,
-        place: Place,
+        router: EngineRouter,
         sampling: SamplingSettings,
     ) -> None:
         self._env = env
         self._environment = environment
-        self._place = place
+        self._router = router
         self._sampling = sampling
         self._temperature = 1.0 if sampling.temperature is None else sampling.temperature
-
-    @property
-    def num_examples(self) -> int | None:
-        return self._environment.num_examples
-
-    @property
-    def is_ready(self) -> bool:
-        return True
-
-    def task(self, index: int) -> Mapping[str, Any]:
-        return self._environment.examples[index].fields
-
-    def observe(self, group: Group) -> None:
-        """It learns nothing."""
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
         results = await self._episode(ask)
@@ -135,7 +123,7 @@ class Sampled:
 
     async def _episode(self, ask: RolloutRequest) -> list[RolloutResult]:
         salt = str(ask.policy_version)
-        return await self._place.run(
+        return await self._router.run(
             ask.group_id, lambda endpoint: self._run(ask, endpoint, cache_salt=salt)
         )
 
@@ -260,10 +248,9 @@ class SampledFrozen(Sampled):
         return rollout
 
 
-class ExternalSource:
-    """Hands out what a source has."""
+class ExternalSource(RolloutSource):
+    """Gives the groups of an installed source."""
 
-    is_live = False
     whole_group = True
 
     def __init__(self, env: str, environment: Environment, source: Source) -> None:
@@ -275,13 +262,12 @@ class ExternalSource:
     def num_examples(self) -> int | None:
         return self.source.num_examples
 
-    @property
     def is_ready(self) -> bool:
         return self.source.is_ready
 
     def task(self, index: int) -> Mapping[str, Any]:
         own = self.source.task(index)
-        return self._environment.examples[index].fields if own is None else own
+        return super().task(index) if own is None else own
 
     def observe(self, group: Group) -> None:
         self.source.observe(group)

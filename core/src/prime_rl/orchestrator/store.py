@@ -1,8 +1,8 @@
 """Rollouts on disk: ``<run>/rollouts/step_N.msgpack``, exact floats, no pickle.
 
-A step's file holds every rollout decided on for its batch, as it was stamped, and what replaying
-needs besides: the place each rollout had when it was scored, siblings that still waited for a
-batch, and the digest of every frame that was shipped.
+A step's file holds every rollout decided on for its batch, as it was stamped, and what a replay
+needs: the place of each rollout in the order of scoring, siblings that still waited for a batch,
+and the digest of every frame sent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,17 +24,23 @@ Place: TypeAlias = tuple[int, int, int, int]
 """When a rollout was scored: the attempt at the run (by its time), the group within it, the member
 within that, and the group's size. Places are in the order in which groups were scored."""
 
+FIELDS = tuple(
+    field.name
+    for field in fields(Rollout)
+    if field.name not in ("samples", "trace", "assigned", "frozen")
+)
+"""What is saved of a rollout beside its samples."""
+
 
 @dataclass(frozen=True)
 class FrameDigest:
-    """One rank's micro batches, as shipped."""
+    """One rank's micro batches, as sent."""
 
     num_bytes: int
     sha256: str
 
     @classmethod
     def of(cls, frame: bytes) -> FrameDigest:
-        """Of one encoded frame."""
         return cls(len(frame), hashlib.sha256(frame).hexdigest())
 
 
@@ -44,7 +50,7 @@ class StoredRollout:
 
     rollout: Rollout
     dropped_by: str | None
-    """None: it trained, or still waits."""
+    """None: it trained, or is still waiting."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,9 +61,9 @@ class StoredStep:
     rollouts: list[StoredRollout]
     """In the order in which they were decided on."""
     waiting: list[StoredRollout]
-    """Siblings of them whose turn had not come."""
+    """Siblings of them that no batch has taken yet."""
     frames: list[FrameDigest]
-    """One a trainer rank; empty if the file does not say."""
+    """One per trainer rank; empty if the file has none."""
 
     @property
     def kept(self) -> list[Rollout]:
@@ -67,17 +73,17 @@ class StoredStep:
 
 
 class RolloutStore:
-    """Writes a run's rollouts, one file a step."""
+    """Writes a run's rollouts, one file per step."""
 
     def __init__(self, run_dir: Path) -> None:
         self.directory = run_dir / "rollouts"
         self._attempt = time.time_ns()
         self._num_groups = 0
         self._open: dict[Place, Rollout] = {}
-        """Scored here and not yet decided on."""
+        """Scored and not yet decided on."""
 
     def group_scored(self, group: Group) -> None:
-        """Note the order in which groups and their members are credited."""
+        """Give each rollout its place in the order of scoring."""
         for member, rollout in enumerate(group):
             rollout.place = (self._attempt, self._num_groups, member, len(group))
             self._open[rollout.place] = rollout
@@ -90,7 +96,7 @@ class RolloutStore:
         dropped: Mapping[int, str],
         frames: Sequence[bytes] = (),
     ) -> None:
-        """Save one step: every rollout decided on, and what left as frames."""
+        """Save one step: every rollout decided on, and the digests of the frames sent."""
         places = [rollout.place for rollout in seen if rollout.place]
         for place in places:
             self._open.pop(place, None)
@@ -110,12 +116,12 @@ def write_rollouts(
     waiting: Sequence[Rollout] = (),
     frames: Sequence[FrameDigest] = (),
 ) -> None:
-    """Save one step's rollouts, kept and dropped; ``dropped`` says why by ``id()``. Written whole
-    or not at all. Raises ``OSError``."""
+    """Save one step's rollouts, kept and dropped, atomically. ``dropped`` gives the reasons by
+    ``id()``. Raises ``OSError``."""
     record = {
         "step": step,
-        "rollouts": [_rollout_record(rollout, dropped.get(id(rollout))) for rollout in rollouts],
-        "waiting": [_rollout_record(rollout, None) for rollout in waiting],
+        "rollouts": [_record(rollout, dropped.get(id(rollout))) for rollout in rollouts],
+        "waiting": [_record(rollout, None) for rollout in waiting],
         "frames": [[frame.num_bytes, frame.sha256] for frame in frames],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +135,7 @@ def write_rollouts(
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack has no type for: numpy's values as plain ones, anything else as text."""
+    """A value without a msgpack type: numpy's as plain ones, anything else as text."""
     return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
@@ -153,7 +159,8 @@ def read_rollouts(path: Path) -> tuple[int, list[Rollout], list[str | None]]:
 
 
 def read_step(path: Path) -> StoredStep:
-    """Everything a step's file holds. Raises ``RunError`` if it is cut short or something else."""
+    """Everything a step's file holds. Raises ``RunError`` if it is truncated or another kind of
+    file."""
     try:
         record = msgspec.msgpack.decode(path.read_bytes())
         return StoredStep(
@@ -169,58 +176,27 @@ def read_step(path: Path) -> StoredStep:
         ) from error
 
 
-_PLAIN = (
-    "env",
-    "example_id",
-    "group_id",
-    "reward",
-    "rewards",
-    "metrics",
-    "info",
-    "num_turns",
-    "is_truncated",
-    "stop_condition",
-    "policy_version",
-    "episode_id",
-    "agent",
-    "task",
-    "source",
-    "has_logprobs",
-)
-_ADDED = ("given",)
-"""What files of earlier versions lack."""
-
-
-def _rollout_record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
-    record = {name: getattr(rollout, name) for name in (*_PLAIN, *_ADDED)}
-    record["samples"] = [_sample_record(sample) for sample in rollout.samples]
-    return record | {"dropped_by": dropped_by, "place": rollout.place}
-
-
-def _sample_record(sample: Sample) -> dict[str, Any]:
-    columns = {
-        name: [column.dtype.str, column.tobytes()]
-        for name in COLUMNS
-        if (column := getattr(sample, name)) is not None
-    }
-    return {"temperature": sample.temperature, "columns": columns}
+def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
+    samples = [
+        {
+            "temperature": sample.temperature,
+            "columns": {
+                name: [column.dtype.str, column.tobytes()]
+                for name in COLUMNS
+                if (column := getattr(sample, name)) is not None
+            },
+        }
+        for sample in rollout.samples
+    ]
+    plain = {name: getattr(rollout, name) for name in FIELDS}
+    return plain | {"samples": samples, "dropped_by": dropped_by}
 
 
 def _stored(row: Mapping[str, Any]) -> StoredRollout:
-    return StoredRollout(_rollout(row), row["dropped_by"])
-
-
-def _rollout(row: Mapping[str, Any]) -> Rollout:
-    samples = [
-        Sample(
-            temperature=sample["temperature"],
-            **{
-                name: np.frombuffer(data, dtype)
-                for name, (dtype, data) in sample["columns"].items()
-            },
-        )
-        for sample in row["samples"]
-    ]
-    place = tuple(row["place"]) if row.get("place") else None
-    fields = {name: row[name] for name in _PLAIN} | {name: row.get(name) for name in _ADDED}
-    return Rollout(**fields, samples=samples, place=place)
+    samples = []
+    for sample in row["samples"]:
+        columns = {n: np.frombuffer(data, dtype) for n, (dtype, data) in sample["columns"].items()}
+        samples.append(Sample(temperature=sample["temperature"], **columns))
+    plain = {name: row[name] for name in FIELDS if name in row}  # older files have fewer
+    plain["place"] = tuple(row["place"]) if row.get("place") else None
+    return StoredRollout(Rollout(**plain, samples=samples), row["dropped_by"])

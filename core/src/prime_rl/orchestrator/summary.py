@@ -1,31 +1,59 @@
-"""What a run came to: ``summary.json``, and the learning curve as a PNG."""
+"""What a run was and what came of it: ``plugins.json`` at its start; ``summary.json`` and the
+learning curve as a PNG at its end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import platform
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.evals import EvalResult
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import Hooks, installed_entries
+
+PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
+"""Distributions whose version may decide what a run does."""
 
 REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
 
 
+def write_versions(run_dir: Path, hooks: Hooks, disabled: Collection[str] = ()) -> None:
+    """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins; the
+    trainer's are those that it will load, without importing them here."""
+    plugins = [(s.plugin, s.distribution, s.version, hooks.group) for s in hooks.sources.values()]
+    for entry in sorted(installed_entries(TRAINER_GROUP), key=lambda entry: entry.name):
+        if entry.name not in disabled:
+            name, number = (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
+            plugins.append((entry.name, name, number, TRAINER_GROUP))
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    keys = ("plugin", "distribution", "version", "group")
+    found = {
+        "python": platform.python_version(),
+        "packages": packages,
+        "plugins": [dict(zip(keys, row, strict=True)) for row in plugins],
+    }
+    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
 def write_summary(
-    run_dir: Path,
-    config: RunConfig,
-    results: Mapping[str, Sequence[EvalResult]],
-    stopped_at: int | None = None,
+    run_dir: Path, results: Mapping[str, Sequence[EvalResult]], stopped_at: int | None = None
 ) -> None:
     """Write ``summary.json`` and ``learning_curve.png`` into the run directory. ``stopped_at``: the
     last step of a run that the user stopped."""
     rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
     values = [value for _, value in rewards]
     window = min(WINDOW, (len(values) + 1) // 2)
+    versions = run_dir / "plugins.json"
+    plugins = json.loads(versions.read_text())["plugins"] if versions.exists() else []
     summary = {
         "steps": len(values),
         "stopped_at": stopped_at,
@@ -34,20 +62,13 @@ def write_summary(
             "last": _mean(values[-window:]),
             "window": window,
         },
-        "plugins": read_versions(run_dir),
-        "eval": {when: [result.as_dict() for result in listed] for when, listed in results.items()},
+        "plugins": {row["distribution"]: row["version"] for row in plugins},
+        "eval": {when: [asdict(result) for result in listed] for when, listed in results.items()},
         "plot": "learning_curve.png",
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
-    plot_curve(run_dir / "learning_curve.png", rewards, results, title=title)
-
-
-def read_versions(run_dir: Path) -> dict[str, str]:
-    """Versions of the distributions whose plugins ran, by name; ``plugins.json`` says more."""
-    path = run_dir / "plugins.json"
-    rows = json.loads(path.read_text())["plugins"] if path.exists() else []
-    return {row["distribution"]: row["version"] for row in rows}
+    _plot_curve(run_dir / "learning_curve.png", rewards, results, title=title)
 
 
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
@@ -58,7 +79,7 @@ def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 
-def plot_curve(
+def _plot_curve(
     path: Path,
     rewards: Sequence[tuple[int, float]],
     results: Mapping[str, Sequence[EvalResult]],
@@ -73,8 +94,14 @@ def plot_curve(
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=120, layout="constrained")
     steps, values = [s for s, _ in rewards], [v for _, v in rewards]
     axes.plot(steps, values, color="#9db4d8", linewidth=1, label="sampled reward (each step)")
-    axes.plot(steps, _running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
-    _mark_evals(axes, results)
+    axes.plot(steps, running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
+    held_out: dict[str, list[tuple[int, float]]] = {}
+    for result in (result for listed in results.values() for result in listed):
+        held_out.setdefault(result.env, []).append((result.policy_version, result.reward))
+    for env, points in sorted(held_out.items()):
+        versions, means = zip(*points, strict=True)
+        style = {"color": "#d9822b", "markersize": 6, "linewidth": 1}
+        axes.plot(versions, means, "o--", label=f"held out: {env}", **style)
     axes.set(xlabel="step", ylabel="reward", title=title)
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", frameon=False)
@@ -82,23 +109,8 @@ def plot_curve(
     pyplot.close(figure)
 
 
-def _mark_evals(axes: Any, results: Mapping[str, Sequence[EvalResult]]) -> None:
-    by_env: dict[str, list[tuple[int, float]]] = {}
-    for listed in results.values():
-        for result in listed:
-            by_env.setdefault(result.env, []).append((result.policy_version, result.reward))
-    for env, points in sorted(by_env.items()):
-        axes.plot(
-            *zip(*points, strict=True),
-            "o--",
-            color="#d9822b",
-            markersize=6,
-            linewidth=1,
-            label=f"held out: {env}",
-        )
-
-
-def _running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+def running_mean(values: Sequence[float], window: int = WINDOW) -> list[float]:
+    """The mean of each value and those before it, ``window`` in all."""
     return [_mean(values[max(0, i + 1 - window) : i + 1]) or 0.0 for i in range(len(values))]
 
 

@@ -1,4 +1,5 @@
-"""Ends a run in which nothing moves any more."""
+"""Observers that keep a run alive: engines that are current and measured, and an end to a run in
+which nothing moves."""
 
 from __future__ import annotations
 
@@ -7,16 +8,44 @@ import time
 from collections.abc import Callable
 
 from prime_rl.errors import RunError
+from prime_rl.monitor.engines import EngineWatch
 from prime_rl.orchestrator.context import Engines, RunContext
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.sampling import Sampling
 
 LOOK_SECONDS = 1.0
+"""Between two looks of the watchdog."""
+
+
+class EngineKeeper(Observer):
+    """Keeps the engines current and measured. Colocated, they sleep while the trainer steps."""
+
+    def __init__(self, run: RunContext, engines: Engines, evaluation: Observer) -> None:
+        self.context, self.engines, self._evaluation = run, engines, evaluation
+        self.watch = EngineWatch(engines.fleet.pages)
+
+    async def run(self) -> None:
+        """Raises ``EngineError`` when no engine has served for too long."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.engines.fleet.run())
+            tasks.create_task(self.watch.run())
+
+    async def batch_leaves(self, step: int) -> None:
+        """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight
+        stay there; an evaluation is completed first."""
+        if not self.context.config.deployment.colocated:
+            return
+        started, awaited = time.perf_counter(), f"trainer (weights of step {step - 1})"
+        self.context.status.report(f"batch {step} is ready", waiting_for=awaited)
+        await self.engines.policy.wait_for(step - 1)
+        await self._evaluation.version_pending(step)
+        await self.engines.fleet.sleep()
+        self.context.waited.add("time/sleep_engines", started)
 
 
 class Watchdog(Observer):
-    """Raises when for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored or
-    evaluated, and no process made progress."""
+    """Ends a run in which for ``orchestrator.weights_timeout`` seconds nothing was sampled, scored
+    or evaluated, and no process made progress."""
 
     def __init__(
         self,
@@ -32,28 +61,21 @@ class Watchdog(Observer):
         """Look once a second. Raises ``RunError``."""
         timeout, seen, since = self.context.config.orchestrator.weights_timeout, None, self._clock()
         while True:
-            now = self._progress()
+            version, last = self.engines.policy.version, self.context.status.last
+            now = version, last.state, last.waiting_for
             if now != seen or self._is_working():
                 seen, since = now, self._clock()
             elif self._clock() - since > timeout:
-                raise self._stuck(timeout)
+                raise RunError(
+                    f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): "
+                    f"{last.state}, waiting for {last.waiting_for}. The engines have version "
+                    f"{version}. See logs/latest/trainer.log."
+                )
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _progress(self) -> tuple[object, ...]:
-        last = self.context.status.last
-        return self.engines.policy.version, last.state, last.waiting_for
-
     def _is_working(self) -> bool:
-        """Whether something is under way that has timeouts of its own."""
+        """Whether something is running that has its own timeouts."""
         if self.sampling.is_scoring:
             return True
         inflight = self.sampling.num_inflight or self.engines.policy.evaluated is not None
         return bool(inflight) and not self.engines.fleet.asleep
-
-    def _stuck(self, timeout: float) -> RunError:
-        last = self.context.status.last
-        return RunError(
-            f"nothing has moved for {timeout:.0f} s (orchestrator.weights_timeout): {last.state}, "
-            f"waiting for {last.waiting_for}. The engines have version "
-            f"{self.engines.policy.version}. See logs/latest/trainer.log."
-        )

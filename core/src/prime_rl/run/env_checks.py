@@ -11,7 +11,8 @@ from prime_rl.config.load import installed_defaults
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
 from prime_rl.config.run import RunConfig
-from prime_rl.env.loading import EnvSettings, check_taskset, find_agents
+from prime_rl.env.episode import EnvSettings
+from prime_rl.env.loading import check_taskset, find_agents
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import (

@@ -18,8 +18,14 @@ from typing import Any, Protocol
 from prime_rl.config.orchestrator import EvalEnvConfig
 from prime_rl.env.environment import Environment, EnvSettings
 from prime_rl.orchestrator.build import eval_sampling
-from prime_rl.orchestrator.evals import EvalEnv, Finished, of_the_policy, summarise
-from prime_rl.orchestrator.evaluator import Job, jobs_of
+from prime_rl.orchestrator.evals import (
+    EvalEnv,
+    Finished,
+    Job,
+    jobs_of,
+    of_the_policy,
+    summarise,
+)
 from prime_rl_tools.eval.files import EvalFiles, Place
 from prime_rl_tools.eval.request import EvalRequest
 

@@ -32,7 +32,7 @@ def test_nothing_to_pack():
     assert pack([], [], 10) == []
 
 
-def test_a_sample_that_alone_is_too_long():
+def test_a_sample_longer_than_a_row_is_refused():
     with pytest.raises(StreamError) as caught:
         plan_rows([3, 11], 10)
     assert str(caught.value) == (
@@ -75,7 +75,7 @@ def test_close_to_the_fewest_rows_possible(lengths):
 
 
 @given(st.lists(st.integers(1, 50), min_size=50, max_size=300))
-def test_no_row_could_have_been_opened_needlessly(lengths):
+def test_no_row_is_opened_needlessly(lengths):
     """Best fit opens a row only where nothing fits: no row fits whole into another's room."""
     totals = sorted(sum(lengths[i] for i in row) for row in plan_rows(lengths, 100))
     assert len(totals) < 2 or totals[0] + totals[1] > 100
@@ -151,7 +151,7 @@ def plain(size, **streams):
     )
 
 
-def test_fills_by_hand():
+def test_fills_in_numbers():
     echo = plain(2, advantages=[1, 2], ce_weights=[0, 0.5])
     distill = plain(1, rl_weights=[0], ref_kl_weights=[1], ref_logprobs=[-3])
     (row,) = pack([echo, distill], ["x", "y"], 3)
@@ -202,7 +202,7 @@ def test_tokens_of_no_component_need_no_stream():
     assert row.advantages is None and row.ref_logprobs is None
 
 
-def test_truncation_cuts_every_column_alike():
+def test_truncation_cuts_every_column():
     columns = {name: [1, 2, 3] for name in ("roles", "is_content", "policy_versions", *STREAMS)}
     sample = plain(3, temperature=0.5, **columns)
     short = truncate(sample, 2)
@@ -212,7 +212,7 @@ def test_truncation_cuts_every_column_alike():
 
 
 @given(mixed(), st.integers(1, 9))
-def test_truncation_cuts_all_streams_of_a_batch_alike(samples, limit):
+def test_truncation_cuts_all_streams_of_a_batch(samples, limit):
     """Packed after the cut: each sequence is a prefix of its sample, in every column."""
     by_first = {int(sample.token_ids[0]): sample for sample in samples}
     short = [truncate(sample, limit) for sample in samples]
@@ -248,7 +248,7 @@ def test_truncation_leaves_what_fits_and_what_is_absent():
     assert truncate(sample, 2).advantages is None
 
 
-def test_what_the_orchestrator_alone_needs_stays_off_the_wire():
+def test_columns_of_the_orchestrator_stay_off_the_wire():
     bare = {"token_ids": [1, 2], "loss_mask": [0, 1], "inference_logprobs": [0, -1],
             "advantages": [0, 0.5]}  # fmt: skip
     known = {"roles": [1, 2], "is_content": [1, 1], "is_repeat": [0, 0], "policy_versions": [-1, 3],

@@ -1,4 +1,4 @@
-"""New weights: only whole versions, the newest first, each step in its order, over real HTTP."""
+"""New weights: only complete versions, the newest first, in the order of steps, over real HTTP."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from prime_rl import EngineError
 from prime_rl.inference.client import RetryPolicy, Weights
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.observers import Observer
-from prime_rl.orchestrator.policy import Policy, TrainerLog, WeightWatcher, newest_version
+from prime_rl.orchestrator.policy import Policy, WeightWatcher, newest_version
 
 ONCE = RetryPolicy(attempts=1)
 
@@ -87,7 +87,7 @@ async def connected(engine, key="k", version=0):
 # -- which version --------------------------------------------------------------------------
 
 
-def test_only_a_whole_version_counts(tmp_path):
+def test_only_a_complete_version_counts(tmp_path):
     broadcasts = tmp_path / "broadcasts"
     assert newest_version(broadcasts) is None
     publish(tmp_path, 1, stable=False)
@@ -100,7 +100,7 @@ def test_only_a_whole_version_counts(tmp_path):
     assert newest_version(broadcasts) == 10  # by number: not "2" > "10"
 
 
-async def test_waiting_for_a_version_ends_when_it_or_a_later_one_is_there():
+async def test_waiting_for_a_version_ends_with_it_or_a_later_one():
     policy = Policy(0)
     waiting = asyncio.create_task(policy.wait_for(2))
     await policy.advance(1)
@@ -155,14 +155,14 @@ def log_steps(run_dir, *steps, tail=""):
         file.write(tail)
 
 
-async def test_each_step_of_an_update_in_its_order(tmp_path):
+async def test_the_order_of_an_update(tmp_path):
     engine = Engine()
     async with connected(engine) as fleet:
         watch = Watch(tmp_path, fleet, engine)
         log_steps(tmp_path, 1)
         folder = publish(tmp_path, 1)
         await watch.until(1)
-    # Metrics first, what is stale is dropped before the pause, the version is live when it is told.
+    # Metrics first, stale groups are dropped before the pause, and observers see the live version.
     assert watch.events == ["step 1", "pending 1", "update", "version 1 (1)"]
     assert engine.calls == [
         ("/pause", {"mode": "keep", "clear_cache": "false"}, None),
@@ -186,7 +186,7 @@ async def test_versions_are_skipped_and_steps_are_not(tmp_path):
     assert watch.events == ["step 1", "step 2", "step 3", "pending 3", "update", "version 3 (3)"]
 
 
-async def test_an_old_or_half_written_version_is_left_alone(tmp_path):
+async def test_an_old_or_incomplete_version_is_ignored(tmp_path):
     engine = Engine()
     async with connected(engine) as fleet:
         watch = Watch(tmp_path, fleet, engine, version=2)
@@ -209,19 +209,8 @@ async def test_an_update_that_is_refused_ends_the_watcher(tmp_path):
     assert watch.policy.version == 0 and "version 1 (1)" not in watch.events
 
 
-def test_the_trainers_log_is_read_by_whole_lines(tmp_path):
-    log = TrainerLog(tmp_path / "trainer.jsonl")
-    assert log.read_new() == []
-    log_steps(tmp_path, 1, tail='{"step": 2, "ti')
-    assert [step.step for step in log.read_new()] == [1]
-    assert log.read_new() == []
-    log_steps(tmp_path, tail='me": 2.0, "metrics": {"a": 0.5}}\n')
-    (second,) = log.read_new()
-    assert (second.step, second.time, second.metrics) == (2, 2.0, {"a": 0.5})
-
-
-async def test_with_no_engine_there_the_watcher_tries_on_until_one_is_back(tmp_path, monkeypatch):
-    """The engine comes back with its first weights, and nobody serves before version 1 is in."""
+async def test_without_an_engine_the_watcher_retries_until_one_is_back(tmp_path, monkeypatch):
+    """The engine comes back with its first weights, and does not serve before it has version 1."""
     monkeypatch.setattr("prime_rl.orchestrator.policy.GONE_SECONDS", 0.02)
     engine = Engine()
     async with connected(engine) as fleet:
@@ -267,7 +256,7 @@ async def test_the_last_version_of_a_stopped_run_needs_no_engine(tmp_path):
     assert steps == [2]
 
 
-async def test_versions_that_wait_in_the_trainers_memory_are_wanted_as_files(tmp_path):
+async def test_versions_in_the_trainers_memory_are_requested_as_files(tmp_path):
     draining, _ = drained(tmp_path, 2)
     wanted = tmp_path / "broadcasts" / "FILES_WANTED"
     for version in (1, 2):

@@ -1,5 +1,5 @@
-"""The loop itself, over several steps: real sampling, scoring, buffer, packer and watcher; an
-environment, a wire and engines that the test steers."""
+"""The loop over several steps: real sampling, scoring, buffer, packer and watcher; a fake
+environment, wire and engines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import pytest
 from prime_rl import Algorithm, EngineError, PluginConfig, RunError, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.orchestrator.buffer import Batch, Buffer
-from prime_rl.orchestrator.context import Engines, RunContext
+from prime_rl.orchestrator.context import Engines, Outages, RunContext
 from prime_rl.orchestrator.filters import FilterSlot
-from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.packer import Packer
@@ -50,7 +49,7 @@ class AboveMean(Algorithm):
 
 
 class Waits(Algorithm):
-    """Scores when a model answers that never does."""
+    """Waits for a model that never answers."""
 
     name = "waits"
 
@@ -81,7 +80,7 @@ class Rollouts:
 
 
 class Trainer:
-    """The wire and what is behind it: publishes a version for each batch that it gets."""
+    """The wire and the trainer: publishes a version for each batch."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.frames = run_dir, []
@@ -115,7 +114,7 @@ class Fleet:
 
 
 class Diary(Observer):
-    """Writes down what the loop announces, in its order."""
+    """Records the calls of the loop, in order."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -213,7 +212,7 @@ async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -
     assert world.sampling.num_inflight == 0
 
 
-async def test_a_stop_ends_with_the_batch_in_training_and_tells_the_trainer(tmp_path: Path) -> None:
+async def test_a_stop_ends_with_the_batch_in_training(tmp_path: Path) -> None:
     stop = asyncio.get_running_loop().create_future()
 
     async def produce(ask: RolloutRequest) -> None:
@@ -225,7 +224,7 @@ async def test_a_stop_ends_with_the_batch_in_training_and_tells_the_trainer(tmp_
 
     class Saves(Observer):
         async def stopping(self, last: int) -> None:
-            waiting = world.sampling.dispatcher.asked.groups
+            waiting = world.sampling.dispatcher.requested.waiting
             asked.extend(group.group_id for group in waiting)
 
     world.loop.observers.append(Saves())  # type: ignore[attr-defined]
@@ -236,7 +235,7 @@ async def test_a_stop_ends_with_the_batch_in_training_and_tells_the_trainer(tmp_
     assert world.sampling.num_inflight == 0
 
 
-async def test_an_error_of_a_plugin_ends_the_run_with_that_very_error(tmp_path: Path) -> None:
+async def test_an_error_of_a_plugin_ends_the_run_with_that_error(tmp_path: Path) -> None:
     async def produce(ask: RolloutRequest) -> None:
         if ask.policy_version == 1:
             raise KeyError("oops")
@@ -248,7 +247,7 @@ async def test_an_error_of_a_plugin_ends_the_run_with_that_very_error(tmp_path: 
 
 
 @pytest.mark.parametrize("algorithm", [AboveMean, Waits])
-async def test_engines_that_are_gone_for_good_end_whatever_the_loop_waits_for(
+async def test_an_engine_error_ends_the_run_whatever_the_loop_waits_for(
     tmp_path: Path, algorithm: type
 ) -> None:
     begun = asyncio.Event()
@@ -282,7 +281,7 @@ async def watched(world: World, monkeypatch: pytest.MonkeyPatch, looks: int = 20
         await task
 
 
-async def test_where_nothing_moves_the_run_ends_and_says_at_what(
+async def test_the_watchdog_ends_a_run_in_which_nothing_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(tmp_path)
@@ -296,7 +295,7 @@ async def test_where_nothing_moves_the_run_ends_and_says_at_what(
 
 
 @pytest.mark.parametrize("busy", ["scoring", "evaluating", "sampling"])
-async def test_while_something_is_under_way_the_watchdog_waits(
+async def test_the_watchdog_waits_while_work_is_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
 ) -> None:
     world = World(tmp_path)

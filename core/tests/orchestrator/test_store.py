@@ -1,4 +1,4 @@
-"""Rollouts on disk: every float as it was, no pickle, whole or not at all."""
+"""Rollouts on disk: exact floats, no pickle, atomic writes."""
 
 import math
 
@@ -43,7 +43,7 @@ def full():
     )  # fmt: skip
 
 
-def test_everything_comes_back(tmp_path):
+def test_every_field_is_read_back(tmp_path):
     rollout = full()
     step, (again,), reasons = back(tmp_path, rollout)
     assert step == 3 and reasons == [None]
@@ -66,7 +66,7 @@ def test_absent_columns_stay_absent(tmp_path):
     assert all(getattr(again.samples[0], name) is None for name in COLUMNS[3:])
 
 
-def test_why_each_was_dropped(tmp_path):
+def test_the_reason_of_each_dropped_rollout_is_saved(tmp_path):
     kept, dropped = full(), full()
     _, _, reasons = back(tmp_path, kept, dropped, dropped={id(dropped): "stale"})
     assert reasons == [None, "stale"]
@@ -83,7 +83,7 @@ def test_numbers_of_numpy_stay_numbers(tmp_path):
     assert again.info["array"] == [1.5, 2.5] and again.info["flag"] is True
 
 
-def test_what_msgpack_cannot_hold_is_kept_as_text(tmp_path):
+def test_a_value_without_a_msgpack_type_is_saved_as_text(tmp_path):
     class Thing:
         def __str__(self):
             return "a thing"
@@ -110,7 +110,7 @@ def test_floats_are_exact_bit_for_bit(tmp_path_factory, logprobs, reward):
     assert again.reward == reward or (math.isnan(again.reward) and math.isnan(reward))
 
 
-def test_a_file_cut_short_is_an_error(tmp_path):
+def test_a_truncated_file_is_an_error(tmp_path):
     back(tmp_path, full())
     path = tmp_path / "rollouts" / "step_3.msgpack"
     path.write_bytes(path.read_bytes()[:-5])
@@ -126,7 +126,7 @@ def member(group_id, reward=0.0):
     return Rollout(env="e", example_id=0, group_id=group_id, reward=reward, samples=[sample])
 
 
-def test_places_tell_the_order_in_which_rollouts_were_scored(tmp_path):
+def test_places_give_the_order_of_scoring(tmp_path):
     late, early = [member(0), member(0)], [member(1)]
     store = RolloutStore(tmp_path)
     store.group_scored(early)
@@ -138,7 +138,7 @@ def test_places_tell_the_order_in_which_rollouts_were_scored(tmp_path):
     assert len({place[0] for place in places}) == 1
 
 
-def test_siblings_that_wait_for_a_batch_are_in_the_file_and_not_among_its_rollouts(tmp_path):
+def test_siblings_that_wait_for_a_batch_are_saved_apart(tmp_path):
     group = [member(7, 0.25), member(7, 0.75)]
     store = RolloutStore(tmp_path)
     store.group_scored(group)
@@ -152,7 +152,7 @@ def test_siblings_that_wait_for_a_batch_are_in_the_file_and_not_among_its_rollou
     assert len(read_rollouts(step_files(tmp_path)[1])[1]) == 1
 
 
-def test_an_attempt_that_goes_on_comes_after_the_one_before(tmp_path):
+def test_places_of_a_later_attempt_come_after_those_of_an_earlier_one(tmp_path):
     """What was scored before and waited in a checkpoint keeps its place."""
     before, after = [member(0), member(0)], [member(1)]
     RolloutStore(tmp_path).group_scored(before)
@@ -166,7 +166,7 @@ def test_an_attempt_that_goes_on_comes_after_the_one_before(tmp_path):
     assert places[1:] == [rollout.place for rollout in before]
 
 
-def test_kept_rollouts_come_in_the_order_they_were_packed(tmp_path):
+def test_kept_rollouts_are_in_the_order_of_packing(tmp_path):
     third, first, dropped, second = (member(g, g / 10) for g in (3, 1, 0, 1))
     store = RolloutStore(tmp_path)
     store.write(1, [third, first, dropped, second], {id(dropped): "stale"})
@@ -174,14 +174,14 @@ def test_kept_rollouts_come_in_the_order_they_were_packed(tmp_path):
     assert [rollout.group_id for rollout in kept] == [1, 1, 3]
 
 
-def test_frames_leave_their_digests(tmp_path):
+def test_the_digests_of_frames_are_saved(tmp_path):
     RolloutStore(tmp_path).write(1, [], {}, [b"abc"])
     (frame,) = read_step(step_files(tmp_path)[1]).frames
     assert frame.num_bytes == 3
     assert frame.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-def test_files_are_in_the_order_of_steps_and_others_are_left_alone(tmp_path):
+def test_step_files_are_in_order_without_other_files(tmp_path):
     store = RolloutStore(tmp_path)
     for step in (10, 9):
         store.write(step, [], {})

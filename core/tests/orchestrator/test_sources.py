@@ -12,8 +12,8 @@ from waiting import LIMIT, until
 
 from prime_rl import ConfigError, FrozenModel, PluginConfig, Source
 from prime_rl.env.environment import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.orchestrator.context import Outages
 from prime_rl.orchestrator.engines import OneEndpoint
-from prime_rl.orchestrator.host import Outages
 from prime_rl.orchestrator.sources import (
     ExternalSource,
     RolloutFailed,

@@ -1,4 +1,4 @@
-"""The orchestrator's part: the same groups are asked for, none skipped, none twice."""
+"""The orchestrator's checkpoints: a resumed run requests the same groups, none skipped or twice."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prime_rl import ConfigError, PluginConfig
-from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl import PluginConfig
+from prime_rl.config import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.dispatcher import Asked, AskedGroup, Dispatcher, Member, Pace
-from prime_rl.orchestrator.progress import State
+from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
+from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.sampler import SampledEnv
@@ -41,7 +41,7 @@ class Remembers(Algorithm):
 
 
 class NoOdd:
-    """Drops groups of odd numbers from batches, if told to."""
+    """Drops groups with odd numbers from batches, if ``on``."""
 
     def __init__(self, on: bool) -> None:
         self.on = on
@@ -59,12 +59,18 @@ class World:
         self.lag, self.version = lag, 0
         self.algorithms = [Remembers() for _ in names]
         self.envs = [
-            SimpleNamespace(name=name, algorithm=algorithm, source=None, group_size=2)
+            SimpleNamespace(
+                name=name,
+                algorithm=algorithm,
+                source=SimpleNamespace(is_live=True),
+                group_size=2,
+                host=SimpleNamespace(agents=("agent",)),
+            )
             for name, algorithm in zip(names, self.algorithms, strict=True)
         ]
         sampled = [SampledEnv(name, 5, None) for name in names]
         self.sampler = StandardSampler(PluginConfig(), sampled, seed=7)
-        self.assembler = Buffer(
+        self.buffer = Buffer(
             batch_size=4,
             max_off_policy_steps=lag,
             pre=NoOdd(False),
@@ -73,57 +79,56 @@ class World:
         )
         self.asked: list[tuple[int, str, int]] = []
         self.ready: dict[tuple[int, int], asyncio.Event] = {}
+        config = RunConfig(
+            model={"name": "m"},
+            max_steps=100,
+            orchestrator={
+                "batch_size": 4, "max_off_policy_steps": lag, "max_inflight_rollouts": 100
+            },
+        )  # fmt: skip
+        engines = SimpleNamespace(policy=self, fleet=SimpleNamespace(asleep=False))
         self.dispatcher = Dispatcher(
-            self, OrchestratorConfig(max_off_policy_steps=lag, max_inflight_rollouts=100)
+            config, engines, self.buffer, self.envs, self.next_group, self.run_rollout
         )
-        self.state = State(self.sampler, self.envs, self.dispatcher, self.assembler)
+        self.state = Checkpointing(
+            SimpleNamespace(config=config), self.sampler, self.envs, self.dispatcher, self.buffer
+        )
 
-    def next_group(self) -> tuple[int, int, int]:
-        return (*self.sampler.next_example(), 2)
+    def next_group(self) -> tuple[Any, int]:
+        index, example = self.sampler.next_example()
+        return self.envs[index], example
 
-    def pace(self) -> Pace:
-        step, buffered = self.assembler.batch.step, self.assembler.num_buffered
-        return Pace(self.version, step, 100, 4, buffered)
-
-    def ages(self, env_index: int) -> bool:
-        return True
-
-    def expected_yield(self, env_index: int) -> float:
-        return 1.0
-
-    async def run_rollout(self, group: Any, index: int) -> Member:
+    async def run_rollout(self, group: Any, index: int) -> list[Any]:
         if index == 0:
-            self.asked.append(
-                (group.group_id, self.envs[group.env_index].name, group.example_index)
-            )
+            self.asked.append((group.group_id, group.env.name, group.example_id))
         event = self.ready.setdefault((group.group_id, index), asyncio.Event())
         await event.wait()
         rollout = make_rollout(
             float(group.group_id),
-            env=self.envs[group.env_index].name,
+            env=group.env.name,
             group_id=group.group_id,
         )
-        rollout.example_id, rollout.policy_version = group.example_index, group.policy_version
+        rollout.example_id, rollout.policy_version = group.example_id, group.policy_version
         rollout.assign_advantages(0.5 + index)
-        return Member((rollout,))
+        return [rollout]
 
     async def finish(self, *group_ids: int) -> None:
-        """Let groups end, and take in what is handed on."""
+        """End groups, and take in those that are handed on."""
         for group_id in group_ids:
             for index in range(2):
                 self.ready[group_id, index].set()
         await settle()
         while not self.dispatcher.arrivals.empty():
             group = self.dispatcher.arrivals.get_nowait()
-            self.algorithms[group.env_index].seen += 1
+            group.env.algorithm.seen += 1
             for rollout in group.survivors:
                 rollout.freeze()
-            self.assembler.add(group.survivors)
+            self.buffer.add(group.survivors)
             self.dispatcher.taken(group)
         await settle()
 
     def save(self, directory: Path, step: int = 1) -> None:
-        self.state.save(directory, step, {"core": "1"}, {"seed": 7})
+        self.state.save(directory, step)
 
 
 async def settle() -> None:
@@ -143,17 +148,17 @@ async def running(world: World, story: Callable[[], Awaitable[None]]) -> None:
             await task
 
 
-async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
+async def test_a_resumed_run_requests_the_groups_in_flight_and_then_the_next(
     tmp_path: Path,
 ) -> None:
-    """Groups 0 to 3 are asked for; 0, 2 and 3 come back; batch 1 takes 0 and 2; 3 is buffered and
-    1 is still in flight."""
+    """Groups 0 to 3 are requested; 0, 2 and 3 finish; batch 1 takes 0 and 2; 3 is buffered and 1 is
+    still in flight."""
     first, part = World(), tmp_path / "orchestrator"
 
     async def until_the_checkpoint() -> None:
         assert [group_id for group_id, _, _ in first.asked] == [0, 1, 2, 3]
         await first.finish(0, 2, 3)
-        batch = first.assembler.take()
+        batch = first.buffer.take()
         assert {rollout.group_id for rollout in batch.kept} == {0, 2}
         first.save(part)
 
@@ -162,8 +167,8 @@ async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
 
     second = World()
     second.state.restore(part)
-    second.assembler.batch.step, second.version = 2, 1
-    assert [r.group_id for r, _ in second.assembler.buffered] == [3, 3]
+    second.buffer.batch.step, second.version = 2, 1
+    assert [r.group_id for r, _ in second.buffer.buffered] == [3, 3]
     assert [algorithm.seen for algorithm in second.algorithms] == [
         algorithm.seen for algorithm in first.algorithms
     ]
@@ -180,20 +185,20 @@ async def test_a_resumed_run_asks_for_what_was_on_its_way_and_then_for_the_next(
     await running(second, after_it)
 
 
-async def test_what_is_buffered_comes_back_with_its_exact_credit_and_frozen(
+async def test_buffered_rollouts_are_restored_with_their_exact_credit_and_frozen(
     tmp_path: Path,
 ) -> None:
     first = World()
 
     async def story() -> None:
         await first.finish(0, 1, 2)
-        first.assembler.take()
+        first.buffer.take()
         first.save(tmp_path / "p")
 
     await running(first, story)
     second = World()
     second.state.restore(tmp_path / "p")
-    before, after = first.assembler.buffered, second.assembler.buffered
+    before, after = first.buffer.buffered, second.buffer.buffered
     assert [r.group_id for r, _ in after] == [2, 2]
     for (old, _), (new, _) in zip(before, after, strict=True):
         assert np.array_equal(old.advantages, new.advantages) and new.advantages[0] > 0
@@ -205,26 +210,26 @@ async def test_what_is_buffered_comes_back_with_its_exact_credit_and_frozen(
         )
 
 
-async def test_what_was_dropped_on_the_way_to_the_next_batch_stays_on_record(
+async def test_rollouts_dropped_before_the_next_batch_stay_on_record(
     tmp_path: Path,
 ) -> None:
     first = World(drop_odd=True)
 
     async def story() -> None:
         await first.finish(0, 2, 1)  # 0 and 2 are batch 1; 1 waits behind a full batch
-        first.assembler.take()  # ... and is dropped on the way to batch 2
+        first.buffer.take()  # ... and is dropped on the way to batch 2
         first.save(tmp_path / "p")
 
     await running(first, story)
     second = World(drop_odd=True)
     second.state.restore(tmp_path / "p")
-    dropped = second.assembler.batch.dropped
-    seen = second.assembler.batch.seen
+    dropped = second.buffer.batch.dropped
+    seen = second.buffer.batch.seen
     assert [(r.group_id, dropped[id(r)]) for r in seen] == [(1, "post_batch_filters")] * 2
-    assert second.assembler.num_buffered == 0
+    assert second.buffer.num_buffered == 0
 
 
-async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
+async def test_groups_that_arrived_and_were_not_taken_in_are_requested_again(
     tmp_path: Path,
 ) -> None:
     world = World()
@@ -234,19 +239,19 @@ async def test_groups_that_arrived_and_were_not_taken_in_are_asked_for_again(
         world.ready[0, 1].set()
         await settle()
         assert not world.dispatcher.arrivals.empty()
-        assert [g.group_id for g in world.dispatcher.asked.groups] == [0, 1, 2, 3]
+        assert [g.group_id for g in world.dispatcher.requested.waiting] == [0, 1, 2, 3]
 
     await running(world, story)
 
 
-async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_says_so(
+async def test_new_parts_start_afresh_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, part = World(), tmp_path / "p"
 
     async def story() -> None:
         await first.finish(0, 1)
-        first.assembler.take()
+        first.buffer.take()
         first.save(part)
 
     await running(first, story)
@@ -259,30 +264,9 @@ async def test_a_sampler_an_algorithm_or_an_env_that_is_new_starts_afresh_and_sa
     assert "algorithms/a 'remembers' starts afresh: the checkpoint has 'other''s" in caplog.text
     assert "algorithms/c 'remembers' starts afresh: the checkpoint has none" in caplog.text
     gone = [w for w in progress["waiting"] if w["env"] == "b"]
-    assert gone and f"{len(gone)} groups that were on their way are of envs that are gone" in (
+    assert gone and f"{len(gone)} groups that were in flight are of envs that are gone" in (
         caplog.text
     )
-
-
-def test_the_standard_sampler_goes_on_exactly() -> None:
-    def make() -> StandardSampler:
-        envs = [SampledEnv("a", 3, 1.0), SampledEnv("b", None, 2.0)]
-        return StandardSampler(PluginConfig(), envs, seed=1)
-
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        first, second = make(), make()
-        for _ in range(10):
-            first.next_example()
-        first.save(Path(folder))
-        second.load(Path(folder))
-        assert [first.next_example() for _ in range(20)] == [
-            second.next_example() for _ in range(20)
-        ]
-        (Path(folder) / "sampler.json").write_text("{}")
-        with pytest.raises(ConfigError, match=r"sampler\.json: not what the sampler 'standard'"):
-            second.load(Path(folder))
 
 
 async def test_with_staleness_0_groups_are_handed_on_in_the_order_they_were_opened() -> None:
@@ -303,7 +287,7 @@ async def test_with_staleness_0_groups_are_handed_on_in_the_order_they_were_open
     await running(world, story)
 
 
-async def test_with_staleness_1_groups_are_handed_on_as_they_come() -> None:
+async def test_with_staleness_1_groups_are_handed_on_when_they_are_complete() -> None:
     world = World(lag=1)
 
     async def story() -> None:
@@ -315,8 +299,9 @@ async def test_with_staleness_1_groups_are_handed_on_as_they_come() -> None:
     await running(world, story)
 
 
-def test_a_dispatcher_that_resumes_tells_the_same_again() -> None:
+def test_a_resumed_dispatcher_saves_the_same_state_again() -> None:
     world = World()
-    asked = Asked(9, [AskedGroup(4, 0, 3, 2), AskedGroup(7, 1, 1, 2)], {0: 1.5})
-    world.dispatcher.resume(asked)
-    assert world.dispatcher.asked == asked
+    waiting = [RequestedGroup(4, "a", 3), RequestedGroup(7, "b", 1)]
+    requested = Requested(9, waiting, {"a": 1.5})
+    world.dispatcher.resume(requested)
+    assert world.dispatcher.requested == requested

@@ -1,8 +1,9 @@
-"""The chat template that a run exports renders what its renderer renders, or the run says where it
-does not."""
+"""The exported chat template renders what the run's renderer renders, or the run reports the
+difference."""
 
 import io
 import json
+from types import SimpleNamespace
 
 import pytest
 from renderers import Qwen3RendererConfig, create_renderer
@@ -67,7 +68,10 @@ def exported(run_dir, tokenizer, **table):
         {"model": {"name": str(model)}, "max_steps": 1, "orchestrator": {"renderer": table}}
     )
     hooks = load_plugins()
-    write_chat_template(config, hooks, build_renderer(config, hooks), model, run_dir)
+    run = SimpleNamespace(
+        config=config, hooks=hooks, run_dir=run_dir, launch=SimpleNamespace(model_path=str(model))
+    )
+    write_chat_template(run, build_renderer(config, hooks))
     put_chat_template(run_dir, weights)
     return AutoTokenizer.from_pretrained(weights), read_chat_template(run_dir)
 
@@ -101,7 +105,7 @@ def test_without_thinking_the_prompt_of_a_six_letter_word_has_18_tokens(run_dir)
     assert len(ids) == 18
 
 
-def test_a_client_that_asks_for_thinking_still_gets_it(run_dir):
+def test_a_client_can_still_request_thinking(run_dir):
     tokenizer, _ = exported(run_dir, build_tokenizer(), name="qwen3", enable_thinking=False)
     assert NO_THOUGHT in tokenizer.decode(by_template(tokenizer, TALK))
     thinks = tokenizer.decode(by_template(tokenizer, TALK, enable_thinking=True))
@@ -116,7 +120,7 @@ def test_a_thought_that_the_renderer_keeps_in_later_turns_stays_in_the_prompt(ru
     assert "<think>\nx\n</think>\n\ncba<|im_end|>" in tokenizer.decode(by_template(tokenizer, talk))
 
 
-def test_a_template_that_matches_is_left_as_it_is(run_dir):
+def test_a_matching_template_is_kept(run_dir):
     tokenizer, chosen = exported(run_dir, build_tokenizer(), name="default")
     assert chosen == ChatTemplate(None, None)
     assert tokenizer.chat_template == build_tokenizer().chat_template
@@ -130,7 +134,7 @@ def test_the_settings_of_the_default_renderer_become_defaults_of_the_models_own_
     assert tokenizer.decode(by_template(tokenizer, TALK[1:2])) == '"gl\nad" %}abc'
 
 
-def test_a_renderer_that_no_template_matches_is_told_of_in_the_log_and_at_the_end(run_dir, caplog):
+def test_a_renderer_without_a_matching_template_is_reported(run_dir, caplog):
     place = f"{__file__}:Shouting"
     _, chosen = exported(run_dir, build_tokenizer(), name="custom", import_path=place)
     assert chosen.difference.startswith("First difference, 'one turn': from token ")
@@ -145,7 +149,7 @@ def test_a_renderer_that_no_template_matches_is_told_of_in_the_log_and_at_the_en
     assert f"WARNING  {chosen.warning}" in console.export_text()
 
 
-def test_of_templates_that_differ_the_closest_is_exported_with_its_first_difference():
+def test_the_closest_of_differing_templates_is_exported_with_its_first_difference():
     tokenizer = build_tokenizer()
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
     best, difference = choose(

@@ -1,4 +1,4 @@
-"""What a run came to: the summary, the plot, and how both are told; and the sampler."""
+"""The files of versions, results and the learning curve, and the summary on the console."""
 
 import io
 import json
@@ -6,11 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
-from prime_rl import PluginConfig, SampledEnv
 from prime_rl.orchestrator.evals import EvalResult
-from prime_rl.orchestrator.evaluation import append_result, read_results
-from prime_rl.orchestrator.sampler import StandardSampler
-from prime_rl.orchestrator.summary import _running_mean, read_curve, write_summary
+from prime_rl.orchestrator.evaluation import EvalLog
+from prime_rl.orchestrator.summary import read_curve, running_mean, write_summary, write_versions
+from prime_rl.plugins.manager import load_plugins
 from prime_rl.run.report import print_summary
 from prime_rl.run.resume import rewind
 
@@ -27,7 +26,7 @@ def run_with(tmp_path, rewards):
     rows = [{"step": i + 1, REWARD: value} for i, value in enumerate(rewards)]
     rows.insert(1, {"step": 0, "eval/held/all/reward/mean": 0.3})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    write_summary(tmp_path, None, {"before": [result(0.25)], "after": [result(0.75, 12)]})
+    write_summary(tmp_path, {"before": [result(0.25)], "after": [result(0.75, 12)]})
     return json.loads((tmp_path / "summary.json").read_text())
 
 
@@ -40,14 +39,14 @@ def test_the_summary_in_numbers(tmp_path):
     assert summary["eval"]["after"][0]["policy_version"] == 12
 
 
-def test_which_plugins_ran(tmp_path):
+def test_the_summary_names_the_plugins(tmp_path):
     assert run_with(tmp_path, [0.5])["plugins"] == {}
     rows = [{"plugin": "a", "distribution": "prime-rl-a", "version": "1.2", "group": "prime_rl"}]
     (tmp_path / "plugins.json").write_text(json.dumps({"plugins": rows}))
     assert run_with(tmp_path, [0.5])["plugins"] == {"prime-rl-a": "1.2"}
 
 
-def test_a_short_run_says_how_short(tmp_path):
+def test_the_window_of_a_short_run(tmp_path):
     sampled = run_with(tmp_path, [0.25, 0.75])["sampled_reward"]
     assert sampled == {"first": 0.25, "last": 0.75, "window": 1}
     sampled = run_with(tmp_path, [0.0, 0.5, 1.0])["sampled_reward"]
@@ -61,7 +60,7 @@ def test_the_plot_is_a_png(tmp_path):
 
 
 def test_a_run_without_metrics_still_has_a_summary(tmp_path):
-    write_summary(tmp_path, None, {"before": [], "after": []})
+    write_summary(tmp_path, {"before": [], "after": []})
     assert (tmp_path / "learning_curve.png").exists()
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["sampled_reward"] == {"first": None, "last": None, "window": 0}
@@ -76,99 +75,74 @@ def test_the_curve_skips_lines_without_the_metric(tmp_path):
     assert read_curve(tmp_path / "none", "x") == []
 
 
-def test_running_mean_by_hand():
-    assert _running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
+def test_the_running_mean_in_numbers():
+    assert running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
 
 
-def told(run_dir):
+def printed(run_dir):
     console = Console(record=True, width=100, file=io.StringIO())
     print_summary(console, run_dir)
     return console.export_text()
 
 
-def test_the_end_of_a_run_is_told(tmp_path):
+def test_the_summary_on_the_console(tmp_path):
     run_with(tmp_path, [0.25, 0.75])
-    text = told(tmp_path)
+    text = printed(tmp_path)
     assert "Sampled reward  0.250 → 0.750   first and last step" in text
     assert "0.250 → 0.750" in text and "held, 8 rollouts" in text
     assert "say it backwards" in text and text.count("ti yas") == 2
     assert str(tmp_path / "learning_curve.png") in text.replace("\n", "")
 
 
-def test_without_a_measurement_before_the_first_there_is_stands_for_it(tmp_path):
+def test_without_an_evaluation_before_training_the_first_one_counts(tmp_path):
     results = {"before": [], "during": [result(0.375, 4), result(0.5, 8)], "after": [result(0.75)]}
-    write_summary(tmp_path, None, results)
-    assert "0.375 → 0.750" in told(tmp_path)
+    write_summary(tmp_path, results)
+    assert "0.375 → 0.750" in printed(tmp_path)
 
 
-def test_what_was_measured_once_is_not_set_against_itself(tmp_path):
-    write_summary(tmp_path, None, {"before": [], "during": [], "after": [result(0.75)]})
-    assert "Held-out reward 0.750   held, 8 rollouts; not measured before" in told(tmp_path)
-    assert "→" not in told(tmp_path)
+def test_a_single_evaluation_is_not_compared_with_itself(tmp_path):
+    write_summary(tmp_path, {"before": [], "during": [], "after": [result(0.75)]})
+    assert "Held-out reward 0.750   held, 8 rollouts; not measured before" in printed(tmp_path)
+    assert "→" not in printed(tmp_path)
 
 
-def test_a_run_that_goes_on_knows_what_was_measured_before_its_first_step(tmp_path):
+def test_a_resumed_run_has_the_results_before_its_first_step(tmp_path):
     for when, step in (("before", 0), ("during", 2), ("after", 4)):
-        append_result(tmp_path, when, result(0.1 * step, step))
+        EvalLog(tmp_path).append(when, result(0.1 * step, step))
     rewind(tmp_path, 2)
-    found = read_results(tmp_path)
+    found = EvalLog(tmp_path).results
     assert [(r.policy_version, r.reward) for r in found["before"]] == [(0, 0.0)]
     assert [(r.policy_version, r.reward) for r in found["during"]] == [(2, 0.2)]
     assert found["before"] == [result(0.0, 0)] and found["after"] == []
-    write_summary(tmp_path, None, found | {"after": [result(0.75, 6)]})
-    assert "0.000 → 0.750" in told(tmp_path)
+    write_summary(tmp_path, found | {"after": [result(0.75, 6)]})
+    assert "0.000 → 0.750" in printed(tmp_path)
 
 
-def test_the_end_of_an_attempt_is_in_the_midst_of_a_longer_run(tmp_path):
-    append_result(tmp_path, "after", result(0.5, 4))
+def test_a_result_after_an_attempt_is_one_during_the_resumed_run(tmp_path):
+    EvalLog(tmp_path).append("after", result(0.5, 4))
     rewind(tmp_path, 4)
-    assert read_results(tmp_path) == {"before": [], "during": [result(0.5, 4)], "after": []}
-    assert read_results(tmp_path / "none") == {"before": [], "during": [], "after": []}
+    found = {"before": [], "during": [result(0.5, 4)], "after": []}
+    assert EvalLog(tmp_path).results == found
+    assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}
 
 
-def test_markup_in_what_the_model_said_is_shown_as_it_is(tmp_path):
+def test_markup_in_a_reply_is_shown_unchanged(tmp_path):
     shown = [{"reward": 1.0, "messages": [["user", "[bold]hi[/]"], ["assistant", "[/red]"]]}]
     odd = EvalResult("held", 0, 0.5, 1, 0, {}, shown)
-    write_summary(tmp_path, None, {"before": [odd], "after": [odd]})
-    assert "[bold]hi[/]" in told(tmp_path) and "[/red]" in told(tmp_path)
+    write_summary(tmp_path, {"before": [odd], "after": [odd]})
+    assert "[bold]hi[/]" in printed(tmp_path) and "[/red]" in printed(tmp_path)
 
 
-def test_no_summary_no_words(tmp_path):
-    assert told(tmp_path) == ""
+def test_without_a_summary_nothing_is_printed(tmp_path):
+    assert printed(tmp_path) == ""
 
 
-# -- the standard sampler -----------------------------------------------------------------------
-
-
-def sampler(*envs, seed=0):
-    return StandardSampler(PluginConfig(), [SampledEnv(*env) for env in envs], seed)
-
-
-def test_examples_in_order_starting_over():
-    one = sampler(("a", 3, None))
-    assert [one.next_example() for _ in range(5)] == [(0, 0), (0, 1), (0, 2), (0, 0), (0, 1)]
-
-
-def test_an_endless_env_never_starts_over():
-    one = sampler(("a", None, None))
-    assert [one.next_example()[1] for _ in range(100)] == list(range(100))
-
-
-def test_envs_by_their_ratio():
-    one = sampler(("a", 5, 3.0), ("b", 5, 1.0))
-    picks = [one.next_example()[0] for _ in range(4000)]
-    assert picks.count(0) / 4000 == pytest.approx(0.75, abs=0.03)
-    even = sampler(("a", 5, None), ("b", 5, None))
-    assert [even.next_example()[0] for _ in range(4000)].count(0) / 4000 == pytest.approx(
-        0.5, abs=0.03
-    )
-
-
-def test_one_seed_one_order():
-    envs = (("a", 5, None), ("b", 5, None))
-    drawn = {
-        seed: [sampler_.next_example() for _ in range(50)]
-        for seed, sampler_ in ((s, sampler(*envs, seed=s)) for s in (0, 1))
-    }
-    again = sampler(*envs, seed=0)
-    assert [again.next_example() for _ in range(50)] == drawn[0] != drawn[1]
+def test_the_versions_of_both_sides(tmp_path):
+    hooks = load_plugins(disabled=["wandb"])
+    write_versions(tmp_path, hooks, disabled=["losses"])
+    found = json.loads((tmp_path / "plugins.json").read_text())
+    rows = {(row["group"], row["plugin"]): row for row in found["plugins"]}
+    assert rows["prime_rl", "core"]["distribution"] == "prime-rl-core"
+    assert rows["prime_rl", "core"]["version"] == found["packages"]["prime-rl-core"]
+    assert ("prime_rl", "wandb") not in rows and ("prime_rl.trainer", "losses") not in rows
+    assert any(group == "prime_rl.trainer" for group, _ in rows)

@@ -1,17 +1,15 @@
-"""A slot asks everyone, counts every objection, and drops for the enforcing ones only."""
+"""A slot calls every filter, counts every objection, and drops for the enforcing ones only."""
 
 import pytest
 
 from prime_rl import Filter, PluginConfig, PluginError, hookimpl
-from prime_rl.config.orchestrator import FilterConfig
-from prime_rl.orchestrator.filters import FilterSlot, build_filters
-from prime_rl.plugins.manager import Hooks, Origin
-from prime_rl.plugins.offers import Offered
+from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
 
 
 class Named(Filter):
-    """Objects to rewards in its settings; remembers whom it was asked about."""
+    """Objects to some rewards; remembers the rewards that it saw."""
 
     def __init__(self, name, *rewards):
         super().__init__(PluginConfig())
@@ -56,14 +54,14 @@ def test_a_monitoring_filter_never_hides_an_enforcing_one(order):
     assert objections(slot(*filters), 0.0) == [True]
 
 
-def test_everyone_is_asked_even_after_one_objects():
+def test_every_filter_is_called_even_after_an_objection():
     filters = [Named("a", 0.0), Named("b", 0.0), Named("c")]
     one = slot(*((each, True) for each in filters))
     objections(one, 0.0, 1.0)
     assert [each.asked for each in filters] == [[0.0, 1.0]] * 3
 
 
-def test_shares_by_hand_and_counters_that_start_anew():
+def test_shares_in_numbers_and_counters_that_are_reset():
     one = slot((Named("a", 0.0, 1.0), True), (Named("b", 1.0), True), (Named("c", 2.0), False))
     objections(one, 0.0, 1.0, 2.0, 3.0)
     assert one.take_metrics() == {
@@ -82,7 +80,7 @@ def test_an_installed_plugin_objects_in_every_slot_and_counts_under_its_name():
     assert one.take_metrics()["filters/slot/third_party"] == 0.5
 
 
-def test_an_installed_plugin_is_asked_once_a_rollout_however_many_filters_there_are():
+def test_an_installed_plugin_is_called_once_per_rollout():
     plugin = Named("third_party")
     one = slot((Named("a"), True), (Named("b"), True), shared=[plugin])
     objections(one, 0.0)
@@ -107,7 +105,7 @@ def test_an_empty_slot_keeps_everything():
 
 
 @pytest.mark.parametrize("answer", [False, True, 0])
-def test_an_answer_that_is_no_reason_is_an_error(answer):
+def test_an_answer_that_is_not_a_reason_is_an_error(answer):
     class Boolean(Named):
         @hookimpl
         def filter_rollout(self, rollout):
@@ -119,17 +117,3 @@ def test_an_answer_that_is_no_reason_is_an_error(answer):
         f"filter 'yes_no': filter_rollout gave {answer!r}, expected the reason to drop the "
         "rollout, or None to keep it"
     )
-
-
-def test_filters_are_built_with_their_settings_and_their_flag():
-    class Level(PluginConfig):
-        level: int = 0
-
-    class Leveled(Filter):
-        name = "leveled"
-        config_class = Level
-
-    offers = {"leveled": Offered(Leveled, Origin("x", "x", "1"))}
-    configs = [FilterConfig.model_validate({"type": "leveled", "enforce": False, "level": 3})]
-    ((built, enforce),) = build_filters(configs, offers, "slot")
-    assert isinstance(built, Leveled) and built.config == Level(level=3) and enforce is False

@@ -53,7 +53,7 @@ def test_a_batch_is_filled_first_in_first_out():
     assert not one.is_full and one.num_buffered == 1 and one.batch.step == 2
 
 
-def test_what_is_dropped_is_filled_up_again():
+def test_dropped_rollouts_are_replaced():
     one = assembler(size=2)
     one.add(rollouts(PRE, POST, FINE))
     assert not one.is_full and one.num_buffered == 1
@@ -64,7 +64,7 @@ def test_what_is_dropped_is_filled_up_again():
     assert sorted(batch.dropped.values()) == ["post_batch_filters", "pre_batch_filters"]
 
 
-def test_the_pre_batch_slot_is_asked_on_arrival_and_the_other_when_there_is_room():
+def test_pre_batch_filters_run_on_arrival_and_post_batch_filters_when_there_is_room():
     one = assembler(size=1)
     one.add(rollouts(FINE, PRE, POST, FINE))
     metrics = one.take_metrics()
@@ -92,7 +92,7 @@ def test_staleness_is_the_trained_version_less_the_starting_one(lag, kept):
     assert list(one.batch.dropped.values()) == ["stale"] * (4 - len(kept))
 
 
-def test_time_in_the_queue_counts():
+def test_time_in_the_queue_counts_as_staleness():
     one = assembler(size=1, lag=0)
     one.add(rollouts(FINE, FINE))
     one.take()
@@ -114,7 +114,7 @@ def test_a_rollout_counts_for_the_batch_that_decides_on_it():
     assert one.take().seen == group[3:]
 
 
-def test_a_run_that_trains_nothing_stops_and_says_why():
+def test_a_run_that_trains_nothing_stops_with_the_reasons():
     one = assembler(size=2, patience=2)
     one.add(rollouts(POST, POST))
     one.note_failed(1, "test")
@@ -128,7 +128,7 @@ def test_a_run_that_trains_nothing_stops_and_says_why():
     )
 
 
-def test_what_the_sampler_rejects_takes_no_place_and_says_why():
+def test_a_group_that_the_sampler_rejects_takes_no_place():
     one = assembler(size=1, patience=2)
     one.add(rollouts(FINE), rejected="every reward is 1.0")
     assert list(one.batch.dropped.values()) == ["sampler"] and one.num_buffered == 0
@@ -136,14 +136,14 @@ def test_what_the_sampler_rejects_takes_no_place_and_says_why():
         one.add(rollouts(FINE), rejected="every reward is 1.0")
 
 
-def test_what_no_live_policy_sampled_never_grows_stale():
+def test_a_rollout_of_a_frozen_model_never_grows_stale():
     one, (live, frozen) = assembler(size=1, lag=0, first_step=5), rollouts(FINE, FINE)
     frozen.source = "frozen"
     one.add([live, frozen])
     assert one.batch.kept == [frozen] and one.batch.dropped == {id(live): "stale"}
 
 
-def test_failures_alone_stop_it_too():
+def test_a_run_of_failures_stops_too():
     one = assembler(size=2, patience=1)
     one.note_failed(1, "test")
     with pytest.raises(RunError, match=r"left nothing to train \(2 x failed, env 'test'\)"):
@@ -162,7 +162,7 @@ def test_one_kept_rollout_renews_the_patience():
     st.integers(1, 5),
     st.integers(0, 3),
 )
-def test_every_rollout_is_decided_on_exactly_once_and_batches_are_whole(groups, size, lag):
+def test_every_rollout_is_decided_on_exactly_once_and_batches_are_full(groups, size, lag):
     one, added, batches = assembler(size=size, patience=1000, lag=lag), [], []
     for number, rewards in enumerate(groups):
         group = rollouts(*rewards, version=one.batch.step - 1, group_id=number)

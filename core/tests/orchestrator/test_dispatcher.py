@@ -1,8 +1,9 @@
-"""Rollouts in flight: paced, bounded, voided whole, each accounted for exactly once."""
+"""Rollouts in flight: paced, bounded, voided by group, each accounted for exactly once."""
 
 import asyncio
 import random
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,37 +12,45 @@ from waiting import LIMIT
 
 from prime_rl import RunError
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher, Member, Pace
+from prime_rl.orchestrator.dispatcher import LEAD, Dispatcher
 from prime_rl.testing import make_rollout
 
 
 class World:
-    """The loop's side: a version, a step, a queue of takers; rollouts end when told to."""
+    """The engines and the buffer of a dispatcher; the test ends its rollouts."""
 
     def __init__(
         self, *, size=4, batch=8, lag=8, over=1.0, inflight=1000, max_steps=100, group=None
     ):
-        self.version, self.step, self.buffered = 0, 1, 0
+        self.version, self.step, self.num_buffered = 0, 1, 0
         self.stubborn = False  # rollouts that finish although they are cancelled
-        self.batch, self.max_steps, self.size = batch, max_steps, size
-        self.waiting: dict[tuple[int, int], asyncio.Future[Member]] = {}
+        self.batch_size = batch
+        self.waiting: dict[tuple[int, int], asyncio.Future] = {}
         self.most_inflight = 0
         settings = OrchestratorConfig(
-            max_off_policy_steps=lag, oversampling_factor=over, max_inflight_rollouts=inflight
+            batch_size=batch,
+            max_off_policy_steps=lag,
+            oversampling_factor=over,
+            max_inflight_rollouts=inflight,
         )
-        self.dispatcher = Dispatcher(self, settings)
+        config = SimpleNamespace(orchestrator=settings, max_steps=max_steps)
+        self.env = SimpleNamespace(
+            name="e",
+            group_size=size,
+            source=SimpleNamespace(is_live=True),
+            host=SimpleNamespace(agents=("agent",)),
+        )
+        engines = SimpleNamespace(policy=self, fleet=SimpleNamespace(asleep=False))
+        self.dispatcher = Dispatcher(
+            config, engines, self, [self.env], lambda: self.next_group(), self.run_rollout
+        )
 
     def next_group(self):
-        return 0, 0, self.size
+        return self.env, 0
 
-    def pace(self):
-        return Pace(self.version, self.step, self.max_steps, self.batch, self.buffered)
-
-    def ages(self, env_index):
-        return True
-
-    def expected_yield(self, env_index):
-        return 1.0
+    @property
+    def batch(self):
+        return self  # that has the step
 
     async def run_rollout(self, group, index):
         future = asyncio.get_running_loop().create_future()
@@ -51,7 +60,7 @@ class World:
             return await future
         except asyncio.CancelledError:
             if self.stubborn:
-                return Member((make_rollout(1.0),))
+                return [make_rollout(1.0)]
             raise
         finally:
             del self.waiting[group.group_id, index]
@@ -68,15 +77,15 @@ class World:
             await self.task
 
     async def end(self, group_id, *members):
-        """Let members come to something: a reward, None for a failure, or an exception."""
+        """End members: with a reward, None for a failure, or an exception."""
         for index, outcome in enumerate(members):
             future = self.waiting[group_id, index]
             if isinstance(outcome, BaseException):
                 future.set_exception(outcome)
             elif outcome is None:
-                future.set_result(Member((), "TaskError", "it broke"))
+                future.set_result(None)
             else:
-                future.set_result(Member((make_rollout(outcome, group_id=group_id),)))
+                future.set_result([make_rollout(outcome, group_id=group_id)])
         await settle()
 
     def balanced(self):
@@ -97,18 +106,18 @@ async def settle():
 # -- groups ---------------------------------------------------------------------------------
 
 
-async def test_a_group_is_handed_on_when_all_its_members_are_there():
+async def test_a_group_is_handed_on_when_all_its_members_have_finished():
     async with World(size=2, batch=2, lag=0) as world:
-        world.waiting[0, 1].set_result(Member((make_rollout(1.0),)))
+        world.waiting[0, 1].set_result([make_rollout(1.0)])
         await settle()
         assert world.dispatcher.arrivals.empty()
-        world.waiting[0, 0].set_result(Member((make_rollout(2.0),)))
+        world.waiting[0, 0].set_result([make_rollout(2.0)])
         await settle()
         group = world.dispatcher.arrivals.get_nowait()
         assert [rollout.reward for rollout in group.survivors] == [2.0, 1.0]  # members' order
 
 
-async def test_how_far_behind_those_in_flight_are():
+async def test_how_far_behind_rollouts_in_flight_are():
     async with World(size=2, batch=2, over=2.0) as world:
         await world.end(0, 1.0)  # one of the first group's two
         world.version = 2
@@ -122,13 +131,13 @@ async def test_an_episode_that_brings_several_rollouts_counts_as_several():
         assert world.groups == [0, 1, 2, 3, 4, 5]  # one rollout a member, as far as it knows
         for member in (0, 1):
             three = tuple(make_rollout(1.0) for _ in range(3))
-            world.waiting[0, member].set_result(Member(three))
+            world.waiting[0, member].set_result(three)
         await settle()
         group = world.dispatcher.arrivals.get_nowait()
-        world.buffered += len(group.survivors)
+        world.num_buffered += len(group.survivors)
         world.dispatcher.taken(group)
         assert world.dispatcher.room() == 12 - 6 - 5 * 2 * 3
-        world.step, world.version, world.buffered = 2, 1, 0
+        world.step, world.version, world.num_buffered = 2, 1, 0
         assert world.dispatcher.room() == 12 - 5 * 2 * 3
 
 
@@ -137,7 +146,7 @@ async def test_failed_members_make_a_smaller_group():
         await world.end(0, 1.0, None, 0.5)
         group = world.dispatcher.arrivals.get_nowait()
         assert [rollout.reward for rollout in group.survivors] == [1.0, 0.5]
-        assert group.complete and group.members[1].error == "it broke"
+        assert group.num_failed == 1 and group.members[1] is None
         assert world.dispatcher.counts == {"dispatched": 3, "finished": 2, "failed": 1}
 
 
@@ -151,7 +160,7 @@ async def test_a_group_whose_members_all_failed_is_handed_on_empty():
 async def test_several_rollouts_of_one_member_all_survive():
     async with World(size=1, batch=1, lag=0) as world:
         pair = (make_rollout(1.0), make_rollout(0.0))
-        world.waiting[0, 0].set_result(Member(pair))
+        world.waiting[0, 0].set_result(pair)
         await settle()
         assert world.dispatcher.arrivals.get_nowait().survivors == list(pair)
 
@@ -181,12 +190,12 @@ async def test_a_new_version_and_a_shipped_batch_open_the_next():
             await world.end(group, 1.0, 1.0, 1.0, 1.0)
             world.dispatcher.taken(world.dispatcher.arrivals.get_nowait())
         await settle()
-        assert world.groups == [2, 3]  # nothing of them was buffered: sampled anew
+        assert world.groups == [2, 3]  # nothing of them was buffered: sampled again
 
 
-async def test_what_is_buffered_needs_no_sampling():
+async def test_buffered_rollouts_are_not_sampled_again():
     world = World(size=4, batch=8, lag=0)
-    world.buffered = 4
+    world.num_buffered = 4
     async with world:
         assert world.dispatcher.num_inflight == 4
 
@@ -202,15 +211,15 @@ async def test_an_arrived_group_counts_until_it_is_taken_in():
         world.dispatcher.wake()
         await settle()
         assert world.groups == [1]
-        world.buffered = 4
+        world.num_buffered = 4
         world.dispatcher.taken(group)
         await settle()
         assert world.groups == [1] and world.dispatcher.counts["dispatched"] == 8
 
 
-async def test_members_that_came_back_early_still_count():
+async def test_finished_members_of_an_open_group_still_count():
     async with World(size=4, batch=8, lag=0) as world:
-        world.waiting[0, 0].set_result(Member((make_rollout(1.0),)))
+        world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
         assert world.dispatcher.counts["dispatched"] == 8
 
@@ -222,10 +231,10 @@ async def test_oversampling_opens_more_groups():
 
 async def test_oversampling_counts_what_the_batch_still_needs():
     world = World(size=4, batch=8, lag=0, over=2.0)
-    world.buffered = 6  # two are missing, so four are asked for: one group
+    world.num_buffered = 6  # two are missing, so four are asked for: one group
     async with world:
         assert world.dispatcher.num_inflight == 4
-        world.buffered = 8
+        world.num_buffered = 8
         assert world.dispatcher.room() <= 0
 
 
@@ -236,7 +245,7 @@ async def test_the_last_batch_is_the_last():
         assert world.dispatcher.room() == 0
 
 
-async def test_in_flight_is_bounded_to_within_the_group_that_crosses_it():
+async def test_rollouts_in_flight_exceed_the_bound_by_less_than_a_group():
     async with World(size=4, batch=64, lag=0, inflight=10) as world:
         assert world.dispatcher.num_inflight == 12
 
@@ -247,24 +256,24 @@ async def test_in_flight_is_bounded_to_within_the_group_that_crosses_it():
 @pytest.mark.parametrize(
     ("lag", "version", "dropped"), [(0, 1, 8), (1, 1, 0), (1, 2, 8), (8, 8, 0)]
 )
-async def test_groups_too_old_for_the_coming_version_are_voided_whole(lag, version, dropped):
+async def test_groups_too_old_for_the_coming_version_are_voided(lag, version, dropped):
     world = World(size=4, batch=8, lag=lag)
-    world.buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
+    world.num_buffered = 8 * (min(lag, LEAD))  # so that two groups are in flight, whatever the lead
     async with world:
         assert world.dispatcher.num_inflight == 8
-        world.buffered = 1000
+        world.num_buffered = 1000
         assert (await world.dispatcher.drop_stale(version)).total() == dropped
         await settle()
         assert world.dispatcher.num_inflight == 8 - dropped
         assert world.dispatcher.counts["cancelled"] == dropped and world.balanced()
-        assert world.dispatcher.cancelled[0] == dropped
+        assert world.dispatcher.cancelled["e"] == dropped
 
 
-async def test_a_voided_groups_finished_members_never_arrive():
+async def test_finished_members_of_a_voided_group_never_arrive():
     async with World(size=3, batch=3, lag=0) as world:
-        world.waiting[0, 0].set_result(Member((make_rollout(1.0),)))
+        world.waiting[0, 0].set_result([make_rollout(1.0)])
         await settle()
-        world.buffered = 1000
+        world.num_buffered = 1000
         assert (await world.dispatcher.drop_stale(1)).total() == 3
         await settle()
         assert world.dispatcher.arrivals.empty()
@@ -274,13 +283,13 @@ async def test_a_voided_groups_finished_members_never_arrive():
 async def test_a_group_that_completes_while_others_are_voided_is_voided_too():
     world = World(size=1, batch=2, lag=0)
     async with world:
-        world.buffered = 1000
+        world.num_buffered = 1000
         stubborn = world.waiting[1, 0]
         dropping = asyncio.create_task(world.dispatcher.drop_stale(1))
         await asyncio.sleep(0)
         if not stubborn.done():
-            stubborn.set_result(Member((make_rollout(1.0),)))
-        assert await dropping == {0: 2}
+            stubborn.set_result([make_rollout(1.0)])
+        assert await dropping == {"e": 2}
         assert world.dispatcher.arrivals.empty() and world.balanced()
 
 
@@ -288,7 +297,7 @@ async def test_a_rollout_that_ignores_its_cancellation_does_not_revive_its_group
     world = World(size=2, batch=2, lag=0)
     world.stubborn = True
     async with world:
-        world.buffered = 1000
+        world.num_buffered = 1000
         assert (await world.dispatcher.drop_stale(1)).total() == 2
         await settle()
         assert world.dispatcher.arrivals.empty() and not world.task.done()
@@ -302,7 +311,7 @@ async def test_closing_cancels_everything():
         assert world.dispatcher.counts == {"dispatched": 8, "cancelled": 8}
 
 
-# -- what must not go unseen ----------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------
 
 
 async def test_a_plugins_exception_ends_the_run():
@@ -323,23 +332,23 @@ async def test_an_exhausted_sampler_ends_the_run():
         await asyncio.wait_for(world.dispatcher.run(), LIMIT)
 
 
-async def test_a_cancellation_that_nobody_asked_for_does_not_hang_the_run():
+async def test_a_cancellation_from_inside_an_environment_ends_the_run():
     async with World(size=2, batch=2, lag=0) as world:
         world.waiting[0, 0].cancel()
         with pytest.raises(RunError, match="group 0 was cancelled from inside its environment"):
             await asyncio.wait_for(world.task, LIMIT)
 
 
-# -- anything at all ------------------------------------------------------------------------
+# -- random events --------------------------------------------------------------------------
 
 
 @given(st.integers(0, 2**32), st.integers(1, 5), st.integers(0, 3), st.sampled_from([1.0, 1.5]))
-def test_the_books_balance_whatever_happens(seed, size, lag, over):
+def test_every_rollout_is_accounted_for_whatever_happens(seed, size, lag, over):
     """Random finishes, failures, versions, batches: nothing lost, nothing counted twice."""
-    asyncio.run(anything(random.Random(seed), size, lag, over))
+    asyncio.run(random_events(random.Random(seed), size, lag, over))
 
 
-async def anything(chance, size, lag, over):
+async def random_events(chance, size, lag, over):
     bound = 3 * size
     world = World(size=size, batch=2 * size, lag=lag, over=over, inflight=bound)
     arrived = []
@@ -350,21 +359,21 @@ async def anything(chance, size, lag, over):
                 future = world.waiting[chance.choice(list(world.waiting))]
                 if not future.done():
                     failed = chance.random() < 0.3
-                    future.set_result(Member((), "E") if failed else Member((make_rollout(1.0),)))
+                    future.set_result(None if failed else [make_rollout(1.0)])
             elif event < 0.85:
                 await world.dispatcher.drop_stale(world.version + 1)
                 world.version += 1
                 world.step = max(world.step, world.version + 1)
                 world.dispatcher.wake()
-            elif world.buffered >= world.batch and world.step <= world.version + 1:
-                world.buffered -= world.batch
+            elif world.num_buffered >= world.batch_size and world.step <= world.version + 1:
+                world.num_buffered -= world.batch_size
                 world.step += 1
                 world.dispatcher.wake()
             await settle()
             while not world.dispatcher.arrivals.empty():
                 group = world.dispatcher.arrivals.get_nowait()
                 arrived.append(group.group_id)
-                world.buffered += len(group.survivors)
+                world.num_buffered += len(group.survivors)
                 world.dispatcher.taken(group)
             await settle()
             assert world.balanced()
@@ -372,4 +381,4 @@ async def anything(chance, size, lag, over):
     assert world.most_inflight < bound + size
     assert len(arrived) == len(set(arrived))
     assert counts["dispatched"] == counts["finished"] + counts["failed"] + counts["cancelled"]
-    assert world.dispatcher._handed_on == {}
+    assert world.dispatcher.requested.waiting == []

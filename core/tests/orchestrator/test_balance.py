@@ -35,13 +35,13 @@ def test_the_costliest_sample_goes_where_there_is_least_work_so_far():
     assert plan([9, 8, 7, 6], 20, 2) == [[[0, 3]], [[1, 2]]]
 
 
-def test_where_that_leaves_a_rank_too_busy_the_fewest_rows_may_do_better():
+def test_the_fewest_rows_are_used_if_they_balance_better():
     # As above 9 + 5 + 4 = 18 and 8 + 7 = 15; the tight rows are 9 + 8 = 17 and 7 + 5 + 4 = 16.
     assert plan([9, 8, 7, 5, 4], 20, 2) == [[[0, 1]], [[2, 3, 4]]]
 
 
-def test_each_rank_gets_as_few_rows_as_it_takes_costliest_first():
-    # 12 of 5 tokens, two to a row: six rows, three a rank.
+def test_each_rank_gets_the_fewest_rows_costliest_first():
+    # 12 of 5 tokens, two per row: six rows, three per rank.
     ranks = plan([5] * 12, 10, 2)
     assert [[len(row) for row in rows] for rows in ranks] == [[2, 2, 2]] * 2
     ranks = plan([9, 1, 1, 9, 1, 1], 11, 2)
@@ -51,7 +51,7 @@ def test_each_rank_gets_as_few_rows_as_it_takes_costliest_first():
     ]
 
 
-def test_attention_makes_one_long_sample_as_much_work_as_many_short_ones():
+def test_with_attention_one_long_sample_costs_as_much_as_many_short_ones():
     # 100 tokens at 0.01 a pair cost 200; ten of 10 cost 110: so the other rank gets all of those.
     assert sample_costs([100, 10], 0.01).tolist() == [200, 11]
     long, short = plan([100] + [10] * 10, 200, 2, attention_flops=0.01)
@@ -67,7 +67,7 @@ def test_a_rank_may_have_nothing():
 
 
 @given(LENGTHS, st.integers(2, 6), st.sampled_from([0.0, 0.1]))
-def test_nothing_is_lost_nothing_twice_and_all_ranks_have_as_many_rows(lengths, num_ranks, flops):
+def test_every_sample_is_in_one_row_and_all_ranks_have_equally_many_rows(lengths, num_ranks, flops):
     ranks = plan(lengths, 20, num_ranks, flops)
     rows = list(itertools.chain(*ranks))
     assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
@@ -109,7 +109,7 @@ def test_32_ranks_of_16_rows_are_planned_fast():
     assert imbalance(ranks, sample_costs(lengths, 1e-4)) < 0.01
 
 
-def test_one_rank_gets_what_it_always_got_byte_for_byte():
+def test_one_rank_gets_the_rows_in_their_order():
     samples = [made(length) for length in (3, 6, 2, 5, 4)]
     envs = ["a", "b", "a", "a", "b"]
     (frame,) = batch_frames(7, samples, envs, 10, 1, 0.5)

@@ -1,0 +1,27 @@
+"""What core lends to an env's algorithm."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl.config import RunConfig
+from prime_rl.orchestrator.context import EnvHost
+
+
+@pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
+async def test_a_reference_model_with_a_context_shorter_than_a_rollout_is_refused(takes, fits):
+    class Pool:
+        where, model, max_model_len = "env 'a': reference", "big", takes
+
+        async def wait_ready(self, timeout):
+            pass
+
+    config = RunConfig(model={"name": "m"}, max_steps=1, inference={"max_model_len": 16})
+    shared = SimpleNamespace(scores=None, run=SimpleNamespace(config=config))
+    host = EnvHost("a", None, shared)
+    host._connected.append(Pool())
+    if fits:
+        return await host.wait_ready(1.0)
+    with pytest.raises(ConfigError, match=r"'big' takes 8 tokens .* a rollout may have 16"):
+        await host.wait_ready(1.0)

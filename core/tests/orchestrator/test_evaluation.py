@@ -1,0 +1,233 @@
+"""Evaluations as an observer: what and when they sample, and how training keeps its engines."""
+
+import asyncio
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from waiting import LIMIT, until
+
+from prime_rl.config import RunConfig
+from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.orchestrator.evals import EvalEnv
+from prime_rl.orchestrator.evaluation import EvalLog, Evaluation, free_slots
+from prime_rl.orchestrator.policy import Policy
+
+ENDPOINT = ModelEndpoint("m", "http://127.0.0.1:1/v1")
+
+
+@dataclass
+class FakeEnvironment:
+    """Rewards by example id; a negative one fails. With a gate, rollouts wait for it."""
+
+    rewards: list[float]
+    calls: list[tuple] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    inflight: int = 0
+    most: int = 0
+
+    @property
+    def num_examples(self):
+        return len(self.rewards)
+
+    @property
+    def examples(self):
+        return list(range(len(self.rewards)))
+
+    async def run(self, example, *, model, sampling, group_id, cache_salt, seed):
+        self.calls.append((example, group_id, cache_salt, seed))
+        self.inflight += 1
+        self.most = max(self.most, self.inflight)
+        try:
+            await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
+        finally:
+            self.inflight -= 1
+        reward = self.rewards[example]
+        if reward < 0:
+            return [RolloutResult(ok=False, reward=9.0, error="broke", error_type="TaskError")]
+        return [RolloutResult(ok=True, reward=reward, metrics={"m": reward})]
+
+
+class World:
+    """A run with one held-out env. ``began_with``: the version that the run began with."""
+
+    def __init__(
+        self, run_dir, rewards, *, version=0, began_with=0, last_version=100, interval=2,
+        max_hold_seconds=300.0, slots=8, num_examples=100, group_size=1,
+    ):  # fmt: skip
+        table = {"max_hold_seconds": max_hold_seconds}
+        config = RunConfig(
+            model={"name": "m"}, max_steps=last_version, seed=1000,
+            orchestrator={"max_inflight_rollouts": slots, "eval": table},
+        )  # fmt: skip
+        self.shares, self.logged, self.num_training = [], [], 0
+        status = SimpleNamespace(report=lambda text, progress: self.shares.append(progress))
+        run = SimpleNamespace(
+            config=config,
+            run_dir=run_dir,
+            status=status,
+            launch=SimpleNamespace(first_step=version + 1, began_with=lambda run_dir: began_with),
+        )
+        self.environment = FakeEnvironment(rewards)
+        settings = SamplingSettings()
+        env = EvalEnv("held", self.environment, settings, num_examples, group_size, interval)
+        self.policy = Policy(version)
+        self.evaluation = Evaluation(
+            run,
+            SimpleNamespace(policy=self.policy),
+            [env],
+            SimpleNamespace(run=lambda key, episode: episode(ENDPOINT)),
+            SimpleNamespace(log=lambda step, metrics: self.logged.append((step, metrics))),
+            lambda: self.num_training,
+        )
+
+    @property
+    def during(self):
+        return self.evaluation.eval_log.results["during"]
+
+    async def __aenter__(self):
+        self.task = asyncio.create_task(self.evaluation.run())
+        return self
+
+    async def __aexit__(self, *exc):
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def serve(self, version):
+        """What the watcher does: wait for the evaluation of the present version, serve the next."""
+        await asyncio.wait_for(self.evaluation.version_pending(version), LIMIT)
+        self.policy.version = version
+        self.evaluation.version_served(version)
+
+
+async def settle():
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+# -- one evaluation ---------------------------------------------------------------------------
+
+
+async def test_a_failed_rollout_counts_as_reward_zero(tmp_path):
+    world = World(tmp_path, [1.0, -1.0, 0.5, 0.5])
+    await world.evaluation.before_training()
+    (found,) = world.evaluation.eval_log.results["before"]
+    assert (found.reward, found.num_rollouts, found.num_failed) == (0.5, 4, 1)
+    assert found.metrics == {"m": pytest.approx(2 / 3)}
+    assert world.shares == [0.25, 0.5, 0.75, 1.0] and world.policy.evaluated is None
+    assert world.logged == [(0, found.as_metrics())]
+    assert EvalLog(tmp_path).results["before"] == [found]
+
+
+async def test_the_first_examples_are_sampled_each_with_its_own_seed_at_one_version(tmp_path):
+    world = World(tmp_path, [0.0, 1.0, 0.5], version=7, num_examples=2, group_size=2)
+    await world.evaluation.after_training()
+    assert sorted(world.environment.calls) == [
+        (0, 0, "7", 1000), (0, 0, "7", 1001), (1, 1, "7", 1002), (1, 1, "7", 1003)
+    ]  # fmt: skip
+    (found,) = world.evaluation.eval_log.results["after"]
+    assert [shown["reward"] for shown in found.shown] == [0.0, 1.0]  # one per example
+
+
+async def test_rollouts_in_flight_are_bounded(tmp_path):
+    world = World(tmp_path, [0.0] * 9, slots=2)
+    await world.evaluation.before_training()
+    assert world.environment.most == 2
+
+
+def test_training_keeps_its_slots():
+    assert free_slots(128, 0) == 128  # before and after training: all of them
+    assert free_slots(128, 100) == 32  # never less than a quarter more
+    assert free_slots(128, 128) == 32
+    assert free_slots(128, 20) == 108  # what training leaves
+    assert free_slots(1, 1) == 1
+
+
+async def test_slots_that_training_leaves_are_used(tmp_path):
+    world = World(tmp_path, [1.0] * 6, slots=4)
+    world.num_training, world.environment.gate = 3, asyncio.Event()
+    task = asyncio.create_task(world.evaluation.after_training())
+    await settle()
+    assert world.environment.inflight == 1
+    world.num_training = 0
+    await until(lambda: world.environment.inflight >= 4)
+    world.environment.gate.set()
+    await asyncio.wait_for(task, LIMIT)
+    assert world.environment.most == 4
+
+
+# -- before training --------------------------------------------------------------------------
+
+
+async def test_a_resumed_run_does_not_measure_its_first_weights_again(tmp_path):
+    await World(tmp_path, [1.0]).evaluation.before_training()
+    again = World(tmp_path, [1.0])
+    await again.evaluation.before_training()
+    later = World(tmp_path, [1.0], version=1)
+    await later.evaluation.before_training()
+    assert again.environment.calls == later.environment.calls == []
+
+
+# -- while training goes on -------------------------------------------------------------------
+
+
+async def test_the_next_version_waits_until_the_present_one_is_measured(tmp_path):
+    async with World(tmp_path, [1.0, 0.0, 1.0, 0.0], slots=2) as world:
+        world.environment.gate = asyncio.Event()
+        await world.serve(2)
+        await settle()
+        pending = asyncio.create_task(world.evaluation.version_pending(3))
+        await settle()
+        assert not pending.done() and world.policy.evaluated == 0.0
+        metrics = world.evaluation.take_metrics()
+        assert metrics["dispatcher/inflight/eval"] == 2.0
+        assert metrics["dispatcher/queued/eval"] == 2.0
+        world.environment.gate.set()
+        await asyncio.wait_for(pending, LIMIT)
+        assert world.during[0].policy_version == 2 and world.during[0].reward == 0.5
+        assert {salt for _, _, salt, _ in world.environment.calls} == {"2"}
+        assert world.evaluation.take_metrics()["time/hold_weights_for_eval"] > 0
+        assert world.policy.evaluated is None
+        await world.serve(3)  # nothing to wait for
+
+
+async def test_an_evaluation_that_takes_too_long_is_cut_short(tmp_path, caplog):
+    async with World(tmp_path, [1.0, 0.0, 1.0, 0.0], slots=2, max_hold_seconds=0.05) as world:
+        gate = world.environment.gate = asyncio.Event()
+        gate.set()
+        await world.serve(2)
+        while len(world.environment.calls) < 2:
+            await asyncio.sleep(0)
+        gate.clear()
+        while world.environment.inflight != 2 or len(world.environment.calls) != 4:
+            await asyncio.sleep(0)  # two are done, two hang
+        await asyncio.wait_for(world.evaluation.version_pending(3), LIMIT)
+        (result,) = world.during
+        assert (result.num_rollouts, result.num_failed) == (2, 0)
+        assert result.as_metrics()["eval/held/cancelled"] == 2.0
+        assert world.environment.inflight == 0
+        assert "the evaluation of version 2 is cut short: 2 of 4 rollouts are left out" in (
+            caplog.text
+        )
+        gate.set()
+        await world.serve(4)
+        await until(lambda: len(world.during) == 2)  # the next evaluation is complete again
+        assert world.during[1].num_rollouts == 4 and world.during[1].policy_version == 4
+
+
+async def test_the_last_version_is_not_evaluated_between_steps(tmp_path):
+    async with World(tmp_path, [1.0], last_version=6) as world:
+        for version in (1, 3, 6, 7):
+            await world.serve(version)
+        assert [result.policy_version for result in world.during] == [3]
+
+
+async def test_a_resumed_run_makes_up_for_an_evaluation_that_was_cut_off(tmp_path):
+    async with World(tmp_path / "none", [1.0], version=4, began_with=4) as world:
+        await world.evaluation.before_training()
+        assert world.policy.evaluated is None  # nothing is due
+    async with World(tmp_path, [1.0], version=4, began_with=2) as world:
+        await world.evaluation.before_training()
+        for version in (5, 6):
+            await world.serve(version)
+        assert [result.policy_version for result in world.during] == [4]
