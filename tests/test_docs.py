@@ -48,8 +48,8 @@ from prime_rl.run.resolve import check
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
 from prime_rl.testing.report import promise_of
-from prime_rl_broadcast.group import Attendance, header_of
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.connection import Member, header_of
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling, UpdateBody
 
 ROOT = Path(__file__).parents[1]
@@ -279,7 +279,7 @@ def test_the_requests_in_the_contract_are_ones_the_embedded_engine_reads() -> No
     assert set(json.loads(update)) == set(UpdateBody.__struct_fields__) - {"meeting"}
     assert set(received) == set(UpdateBody.__struct_fields__)
     assert msgspec.convert(received, UpdateBody).meeting is not None
-    assert set(received["meeting"]) == set(Meeting.__struct_fields__)
+    assert set(received["meeting"]) == set(BroadcastGroup.__struct_fields__)
 
 
 def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> Non
     (receive,) = (b for b in blocks(ENGINES, "python", mark="tested") if "def receive" in b)
     exec(receive, names)
     cpu, tensors = torch.device("cpu"), {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
-    meeting = Meeting(
+    meeting = BroadcastGroup(
         directory=str(tmp_path), group=str(tmp_path), backend="gloo", rank=0, world_size=2,
         timeout=LIMIT, loopback=True,
     )  # fmt: skip
@@ -296,7 +296,7 @@ def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> Non
     with ThreadPoolExecutor(1) as pool:
         take = partial(names["receive"], told, 0, cpu, lambda header: None, received.update)
         taking = pool.submit(take)
-        with Attendance().at(meeting, cpu) as group:
+        with Member().join(meeting, cpu) as group:
             group.send(header_of(tensors, {}), tensors.values())
         taking.result()
     assert received.keys() == tensors.keys()

@@ -17,8 +17,8 @@ import torch
 from engine_proxy import GENERATE, Answer, Fault, Proxy, asking, sampling, telling
 
 from prime_rl.testing.report import Broken
-from prime_rl_broadcast.group import Attendance
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.connection import Member
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_devkit.engines import CHECKS, EngineSubject, run_check
 from prime_rl_devkit.engines.checkpoints import read, write
 from prime_rl_devkit.engines.prompts import prompt_of
@@ -273,8 +273,8 @@ class AttendsAndForgets(Fault):
     def ask(self, path: str, body: Any, headers: dict[str, str]) -> Any:
         if path != "/update_weights" or "meeting" not in body:
             return body
-        meeting = msgspec.convert(body["meeting"], Meeting)
-        with Attendance().at(meeting, torch.device("cpu")) as group:
+        meeting = msgspec.convert(body["meeting"], BroadcastGroup)
+        with Member().join(meeting, torch.device("cpu")) as group:
             group.receive(lambda header: None, lambda stream: None)
         return {"weight_dir": str(self.folder), "version": body["version"]}
 

@@ -64,10 +64,18 @@ class LogConfig(Settings):
     """Least severe records that go to the logs."""
 
 
-class RunConfig(Settings):
-    """Everything a run is told. Tables compose left to right over several files."""
+class ModelSource(Settings):
+    """The keys that say which model is loaded, and how it is made if a plugin makes it."""
 
     model: ModelConfig
+    plugins: PluginsConfig = PluginsConfig()
+    seed: NonNegativeInt = 0
+    """Seeds model making, the sampler and the engine."""
+
+
+class RunConfig(ModelSource):
+    """The whole TOML. Tables compose left to right over several files."""
+
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -75,7 +83,6 @@ class RunConfig(Settings):
     launcher: LauncherConfig = LauncherConfig()
     rollout_transport: TransportConfig = TransportConfig()
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
-    plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table a monitor, by the name an installed plugin offers. ``file`` is always there."""
     ckpt: CkptConfig = CkptConfig()
@@ -86,8 +93,6 @@ class RunConfig(Settings):
     """Longest sample, in tokens; also the default of the engine's context and of a packed row."""
     max_steps: PositiveInt
     """Optimizer steps to take."""
-    seed: NonNegativeInt = 0
-    """Seeds model making, the sampler and the engine."""
     output_dir: str = "outputs"
     """Run directories are made in here."""
 

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from itertools import accumulate
 from pathlib import Path
 
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.model_files import read_headers
 from prime_rl.plugins.base import ModelMaker
@@ -51,7 +51,7 @@ def cache_dir() -> Path:
     return Path(base) / "prime-rl" / "models"
 
 
-def model_path(config: RunConfig, cache: Path | None = None) -> tuple[str, bool]:
+def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, bool]:
     """The path of the run's model, and whether the model process must still create it. ``cache``
     replaces the user's cache, unless ``$PRIME_RL_CACHE`` is set."""
     cache = cache if cache and CACHE not in os.environ else cache_dir()
@@ -161,7 +161,10 @@ def main() -> int:
 
 
 def _provide(run_dir: Path, status: Status) -> None:
-    config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
+    table = json.loads((run_dir / "configs" / "run.json").read_bytes())
+    config = ModelSource.model_validate(
+        {key: value for key, value in table.items() if key in ModelSource.model_fields}
+    )
     maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
 
     def fill(directory: Path) -> None:

@@ -18,7 +18,7 @@ from prime_rl.config.orchestrator import (
     FilterConfig,
     SourceTable,
 )
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.env.environment import EnvSettings, check_taskset, find_agents
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.base import (
@@ -172,7 +172,7 @@ def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
     return cls(settings_of(cls, LAUNCHER, table.settings, "launcher"))
 
 
-def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
+def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
     """The plugin that makes ``model.name``, or None if it is a folder or a hub id. Raises
     ``ConfigError``."""
     offers, model = collect(hooks, MODEL), config.model

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.errors import RequestError
 
 MAX_ALTERNATIVES = 20
@@ -86,7 +86,7 @@ class UpdateBody(msgspec.Struct, kw_only=True):
     weight_dir: str
     version: int | None = None
     """None: one more than the current version."""
-    meeting: Meeting | None = None
+    meeting: BroadcastGroup | None = None
     """Where the trainer passes them on from its memory; ``weight_dir`` has no files then."""
 
 
