@@ -62,7 +62,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     else:
         shown = str(default) if default not in (None, (), "") else False
         option = typer.Option(help=doc, show_default=shown)
-    annotation = Annotated[typed | None, option]
+    annotation = Annotated[typed | None, option]  # type: ignore[valid-type]  # known at run time only
     return inspect.Parameter(name, KEYWORD_ONLY, default=None, annotation=annotation)
 
 

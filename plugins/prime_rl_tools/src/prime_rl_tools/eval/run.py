@@ -93,8 +93,8 @@ def _env(request: EvalRequest, env: EvalEnvConfig) -> EvalEnv:
         default_harness=request.evaluation.harness,
         timeout=env.timeout,
         max_turns=env.max_turns,
-        renderer=renderer and renderer.config,
-        tokenizer_path=renderer and renderer.tokenizer_path,
+        renderer=renderer.config if renderer else None,
+        tokenizer_path=renderer.tokenizer_path if renderer else None,
     )
     sampling = eval_sampling(env.sampling or request.evaluation.sampling)
     return EvalEnv(env.label, Environment(settings), sampling, env.num_examples, env.group_size)
