@@ -27,8 +27,8 @@ PER_REQUEST = 128
 
 
 def sampled_distribution(engine: EngineSubject) -> str:
-    """Tokens come as often as their logprobs say, at any temperature and cut: what is reported is
-    the distribution that was sampled from (chi-square test of one position)."""
+    """The frequency of tokens matches their logprobs at any temperature and truncation: the
+    reported distribution is the sampled one (chi-square test of one position)."""
     prompt = lively(engine)
     tested: list[float] = []
     for index, setting in enumerate(SETTINGS):
@@ -94,7 +94,7 @@ def _as_asked(
 
 
 def generated_logprobs(engine: EngineSubject) -> str:
-    """Logprobs of whole completions are transformers' of the same tokens."""
+    """Logprobs of whole completions equal those of transformers for the same tokens."""
     cases: list[tuple[list[int], dict[str, Any]]] = [
         (prompt_of(engine, 3), {"temperature": 1.0}),
         (prompt_of(engine, 40), {"temperature": 0.7, "top_p": 0.9}),
@@ -118,7 +118,7 @@ def _within(engine: EngineSubject, gap: float, what: str) -> None:
 
 
 def alternatives(engine: EngineSubject) -> None:
-    """``logprobs: k`` brings the k most likely tokens of each position, of the same
+    """``logprobs: k`` returns the k most likely tokens of each position, of the same
     distribution."""
     engine.need("alternatives")
     prompt, wanted = prompt_of(engine, 6), 5

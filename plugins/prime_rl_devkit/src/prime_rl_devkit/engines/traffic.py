@@ -16,7 +16,7 @@ CROWD = 64
 
 
 def concurrency(engine: EngineSubject) -> str:
-    """64 requests at once get what each gets alone."""
+    """64 concurrent requests get the same results as one at a time."""
     bodies = [_mixed(engine, number) for number in range(CROWD)]
     alone = engine.replies(bodies, at_once=1)
     together = engine.replies(bodies, at_once=CROWD)
@@ -47,7 +47,8 @@ def _mixed(engine: EngineSubject, number: int) -> dict[str, Any]:
 
 
 def abort(engine: EngineSubject) -> str:
-    """A client that goes away frees its place at once, and its neighbours go on undisturbed."""
+    """A client that disconnects frees its place at once, and other requests continue
+    undisturbed."""
     prompt = prompt_of(engine, 4)
     long = engine.max_model_len - len(prompt) - 1
     neighbour = engine.body(prompt, max_tokens=20, seed=1)
@@ -102,7 +103,8 @@ COUNTERS = ("prompt_tokens", "generation_tokens")
 
 
 def metrics(engine: EngineSubject) -> None:
-    """``/metrics`` is Prometheus' text format with vLLM's names, and counts what was sampled."""
+    """``/metrics`` is in Prometheus' text format with vLLM's names, and counts the sampled
+    tokens."""
     page = engine.page()
     for names, table, kind in (
         (GAUGES, page.gauges, "gauge"),
@@ -127,7 +129,7 @@ def metrics(engine: EngineSubject) -> None:
 
 
 def chat(engine: EngineSubject) -> None:
-    """``/v1/chat/completions`` answers OpenAI's way, by the folder's chat template."""
+    """``/v1/chat/completions`` answers in OpenAI's format, by the folder's chat template."""
     engine.need("chat")
     asked = [{"role": "user", "content": "ab"}]
     body = {"model": engine.model, "messages": asked, "max_tokens": 4, "seed": 1, "logprobs": True}

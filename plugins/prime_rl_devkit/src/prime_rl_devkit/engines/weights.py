@@ -51,8 +51,8 @@ def serves(engine: EngineSubject, folder: Path, what: str, number: int = 0) -> f
 
 
 def weight_update(engine: EngineSubject) -> str:
-    """After an update every tensor is the new one, the tied head included, and the version says
-    so; and after an update back, the old one."""
+    """After an update every tensor is the new one, including the tied head, and the version is the
+    new one. After an update back, every tensor is the old one."""
     engine.need_admin()
     with other_weights(engine) as folder:
         started = time.perf_counter()
@@ -76,8 +76,8 @@ def _version_is(engine: EngineSubject, what: str) -> None:
 
 
 def damaged_weights(engine: EngineSubject) -> None:
-    """A checkpoint that is broken, incomplete or does not fit is refused with the reason, and the
-    old weights serve on."""
+    """A checkpoint that is damaged, incomplete or does not fit is refused with the reason, and the
+    engine continues to serve the old weights."""
     engine.need_admin()
     for number, (what, damage) in enumerate(checkpoints.DAMAGES.items()):
         with other_weights(engine, seed=3) as sound:
@@ -93,7 +93,7 @@ def damaged_weights(engine: EngineSubject) -> None:
 
 
 def pause(engine: EngineSubject) -> None:
-    """After ``/pause`` no token is sampled, and requests wait, old and new, until ``/resume``."""
+    """After ``/pause`` no token is sampled, and old and new requests wait until ``/resume``."""
     engine.need_admin()
     long = engine.max_model_len - 16
     prompt = prompt_of(engine, 4)
@@ -134,8 +134,8 @@ def _parting(one: Choice, other: Choice) -> int:
 
 
 def in_flight(engine: EngineSubject) -> str:
-    """A request that lives through an update keeps its place and its KV, goes on with the new
-    weights, and says which version sampled which token."""
+    """A request that is running during an update keeps its place and its KV, continues with the new
+    weights, and tells which version sampled which token."""
     engine.need_admin()
     old, length = engine.version, engine.max_model_len - 16
     prompt = prompt_of(engine, 6)
@@ -186,8 +186,8 @@ def _gaps_across(
 
 
 def cache_salt(engine: EngineSubject) -> str:
-    """KV of old weights is never used under a new salt, not even while its request still runs; and
-    a prompt that is asked again is answered alike."""
+    """KV of old weights is never used under a new salt, even while its request is running. A
+    repeated prompt gets the same answer."""
     engine.need_admin()
     prompt = prompt_of(engine, 70)
     cold, warm = (engine.choice(prompt, "a", max_tokens=4, seed=7) for _ in range(2))
@@ -215,8 +215,8 @@ def cache_salt(engine: EngineSubject) -> str:
 
 
 def adapter(engine: EngineSubject) -> str:
-    """A folder that holds a LoRA adapter serves base and adapter together, twice the same; one that
-    does not fit is refused; and a whole model replaces both."""
+    """A folder with a LoRA adapter serves base and adapter together, with the same result when
+    loaded twice. An adapter that does not fit is refused. A whole model replaces both."""
     engine.need("adapters")
     engine.need_admin()
     base, folder = engine.model_folder, engine.new_folder("adapter")
