@@ -137,7 +137,7 @@ def alternatives(engine: EngineSubject) -> None:
 
 
 def prompt_logprobs(engine: EngineSubject) -> str:
-    """``prompt_logprobs`` are transformers' at temperature 1, whatever the request samples at."""
+    """``prompt_logprobs`` equal those of transformers at temperature 1, at any sampling temperature."""
     engine.need("prompt_logprobs")
     gaps = []
     for length, asked in ((2, 0), (7, 1), (min(200, engine.max_model_len - 1), 0)):

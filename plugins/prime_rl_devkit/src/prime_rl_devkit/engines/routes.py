@@ -97,7 +97,7 @@ ADMIN_ROUTES = ("/pause", "/update_weights", "/resume")
 
 
 def admin_key(engine: EngineSubject) -> None:
-    """Nobody pauses an engine or changes its weights without the run's admin key."""
+    """Pausing an engine or changing its weights needs the run's admin key."""
     engine.need_admin()
     routes = ADMIN_ROUTES if "sleep" in engine.lacks else (*ADMIN_ROUTES, "/sleep", "/wake_up")
     keys = [("no key", "", (401, 403)), ("a wrong key", "Bearer wrong", (401, 403))]

@@ -12,7 +12,7 @@ from prime_rl_devkit.engines.subject import EngineSubject
 
 
 def max_tokens(engine: EngineSubject) -> None:
-    """``max_tokens`` ends a completion with 'length', neither earlier nor later."""
+    """``max_tokens`` ends a completion with 'length', at exactly that number."""
     for wanted in (1, 2, 17):
         found = engine.choice(prompt_of(engine, 4), max_tokens=wanted, seed=1)
         if len(found.token_ids) != wanted or found.finish_reason != "length":
