@@ -40,8 +40,8 @@ model of transformers' own class, in float32 on a CPU. "Works" means:
   vLLM's own, or transformers' code run by vLLM. Of other architectures, vLLM tries transformers'
   code too.
 
-A family that is not in the table works if it passes the checks at start-up. Otherwise they refuse it
-before training starts, with the reason and the fix.
+A family that is not in the table works if it passes the checks at start-up. Otherwise they refuse
+it before training starts, with the reason and the fix.
 
 | family | architecture | trainer | embedded engine | vLLM {vllm} |
 |---|---|---|---|---|

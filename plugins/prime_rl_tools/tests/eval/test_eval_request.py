@@ -9,7 +9,7 @@ from prime_rl_tools.eval.request import find_endpoint, read_envs, run_named, run
 from prime_rl_tools.eval.settings import EvalSettings
 
 
-def test_a_run_is_found_by_its_name_unless_a_taskset_is_called_so(tmp_path):
+def test_a_run_is_found_by_its_name_unless_a_taskset_has_that_name(tmp_path):
     make_run(tmp_path)
     make_run(tmp_path, "reverse-text")
     assert run_named(["a-run"], tmp_path) == tmp_path / "a-run"
@@ -25,7 +25,7 @@ def refusal(call, *arguments, **settings):
     return str(caught.value)
 
 
-def test_an_endpoint_that_cannot_be_used_says_why(monkeypatch):
+def test_an_unusable_endpoint_is_refused_with_the_reason(monkeypatch):
     assert "does not answer (ConnectError" in refusal(
         find_endpoint, "http://127.0.0.1:9/v1", None, None
     )
@@ -92,7 +92,7 @@ def test_an_endpoint_that_takes_no_tokens_is_refused_for_a_run(tmp_path):
         run_renderer(run_dir)
 
 
-def test_envs_that_are_not_there_or_share_a_name_are_refused(tmp_path):
+def test_missing_envs_and_equal_names_are_refused(tmp_path):
     with served(exact) as endpoint:
         with pytest.raises(ConfigError, match=r"no taskset 'reverse-tex'.*Did you mean"):
             command(endpoint, tmp_path, what=["reverse-tex"])

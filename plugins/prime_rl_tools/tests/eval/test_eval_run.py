@@ -78,7 +78,7 @@ def test_failures_are_counted_by_kind_and_sampled_again_on_resume(tmp_path):
             command(endpoint, tmp_path, *SIZE, "--resume", "--temperature", 0)
 
 
-def test_where_everything_fails_the_exit_code_says_so(tmp_path):
+def test_if_every_rollout_fails_the_exit_code_is_1(tmp_path):
     with served(lambda word, times: 429) as endpoint:
         done = command(endpoint, tmp_path, "--num-examples", 2)
     assert done.exit_code == 1
@@ -100,7 +100,7 @@ num_examples = 3
 """
 
 
-def test_a_runs_own_toml_gives_several_envs(tmp_path):
+def test_the_toml_of_a_run_gives_several_envs(tmp_path):
     (tmp_path / "two.toml").write_text(TWO)
     with served(lambda word, times: word[::-1], models=("small",)) as endpoint:
         done = command(endpoint, tmp_path / "out", "--orchestrator.eval.env.0.num_examples", 1,

@@ -29,7 +29,7 @@ def settings_for(model="tiny-reverse", overrides=(), **options):
         ("--model.hidden_size", ["3"], "'--model.hidden_size': expected one MODEL"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_reason(model, overrides, reason):
+def test_invalid_arguments_are_refused_with_the_reason(model, overrides, reason):
     with pytest.raises(ConfigError) as caught:
         settings_for(model, overrides)
     assert reason in str(caught.value)
@@ -42,7 +42,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path):
         settings_for(str(tmp_path / "weights"))  # more slashes than owner/name
 
 
-def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
+def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert settings_for("outputs/weights").model.name == "outputs/weights"
     (tmp_path / "outputs").mkdir()
@@ -65,7 +65,7 @@ def test_an_option_out_of_bounds_is_refused():
         settings_for(port=70000)
 
 
-def test_a_port_that_is_taken_is_refused_if_asked_for_and_passed_over_if_not(monkeypatch):
+def test_a_taken_port_is_refused_if_it_was_set_and_skipped_otherwise(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -77,7 +77,7 @@ def test_a_port_that_is_taken_is_refused_if_asked_for_and_passed_over_if_not(mon
     assert choose_port("127.0.0.1", None) == port
 
 
-def test_a_host_that_is_not_ours_is_refused():
+def test_a_host_of_another_machine_is_refused():
     with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1 --port 1234: "):
         choose_port("203.0.113.1", 1234)
 
@@ -90,12 +90,12 @@ def test_a_host_that_is_not_ours_is_refused():
         ({"text_config": {"max_position_embeddings": 8}, "max_position_embeddings": 9}, 8),
     ],
 )
-def test_the_context_is_the_models_own(tmp_path, config, context):
+def test_the_context_is_read_from_the_models_config(tmp_path, config, context):
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert model_context(tmp_path) == context
 
 
-def test_a_config_that_names_no_context_asks_for_one(tmp_path):
+def test_a_config_without_a_context_needs_max_model_len(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"give --max-model-len"):
         model_context(tmp_path)

@@ -85,7 +85,7 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_openai_client_talks_to_it(served):
+def test_the_openai_client_works(served):
     with openai.OpenAI(base_url=served.url, api_key="sesame") as client:
         assert [model.id for model in client.models.list()] == ["small"]
         answer = client.chat.completions.create(
@@ -106,7 +106,7 @@ def test_it_scores_a_prompt(served):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_without_the_key_nothing_is_sampled(served, headers):
+def test_sampling_without_the_key_is_refused(served, headers):
     body = {"token_ids": [1], "messages": [], "sampling_params": {"max_tokens": 1}}
     for route in ("/v1/chat/completions", "/inference/v1/generate"):
         url = served.url.removesuffix("/v1") + route
@@ -114,7 +114,7 @@ def test_without_the_key_nothing_is_sampled(served, headers):
 
 
 @pytest.mark.slow
-def test_it_says_how_a_run_uses_it_and_tells_no_key(served):
+def test_it_prints_the_toml_for_a_run_and_no_key(served):
     snippet = "\n".join(line for line in served.text.splitlines() if line.startswith("    "))
     assert tomllib.loads(snippet) == {
         "name": "small",
@@ -126,7 +126,7 @@ def test_it_says_how_a_run_uses_it_and_tells_no_key(served):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_it_gives_the_number_counted_from_the_traces(served, tmp_path):
+def test_an_evaluation_of_it_gives_the_figures_counted_from_the_traces(served, tmp_path):
     """The real ``prime-rl eval``, by the key."""
     figures = evaluated(served, tmp_path)
     lines = (tmp_path / "reverse-text/rollouts.jsonl").read_text().splitlines()
@@ -225,17 +225,17 @@ def test_an_engine_that_ends_by_itself_ends_the_command(with_engine):
         with_engine("import sys; sys.exit(3)")
 
 
-def test_an_engine_that_is_killed_is_said_to_be(with_engine):
+def test_a_killed_engine_is_reported_with_its_signal(with_engine):
     with pytest.raises(RunError, match="the engine 'embedded' was ended by SIGKILL"):
         with_engine("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
 
-def test_an_engine_that_does_not_honour_its_key_is_not_served(with_engine):
+def test_an_engine_that_ignores_its_key_is_not_served(with_engine):
     with pytest.raises(RunError, match="answers requests without the key"):
         with_engine(STUB, api_key_var="KEY")
 
 
-def test_an_address_for_everybody_without_a_key_is_warned_of(tmp_path):
+def test_an_open_address_without_a_key_gives_a_warning(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     settings = read_settings(str(tmp_path), [], {"host": "0.0.0.0"})
     server = serving.Server(settings, 1234, admin_key="secret", api_key="")

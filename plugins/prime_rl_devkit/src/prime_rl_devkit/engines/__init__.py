@@ -1,4 +1,4 @@
-"""The promises every engine keeps, whatever it is made of: a suite for any server behind the HTTP
+"""Conformance checks of engines: a suite for any server behind the HTTP
 contract of ``docs/engines.md``.
 
 As tests of an engine plugin, one test a check:

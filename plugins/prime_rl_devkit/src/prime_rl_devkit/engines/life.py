@@ -1,4 +1,4 @@
-"""Checks of sleeping, and of the end."""
+"""Checks of sleep and of the end of the process."""
 
 from __future__ import annotations
 

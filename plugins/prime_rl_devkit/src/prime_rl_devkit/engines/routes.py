@@ -1,4 +1,4 @@
-"""Checks of the routes: who is there, who may ask, and what a refusal looks like."""
+"""Checks of the routes: health, keys, and the format of errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def bad_requests(engine: EngineSubject) -> None:
 
 
 def refused(answer: httpx.Response, what: str, statuses: tuple[int, ...], word: str) -> str:
-    """The reason of an answer that has to be a refusal. Raises ``Broken``."""
+    """The reason of a refusal. Raises ``Broken`` for any other answer."""
     place = f"{answer.request.url.path} with {what}"
     if answer.status_code not in statuses:
         expected = " or ".join(map(str, statuses))

@@ -1,4 +1,4 @@
-"""Checks of many requests at once, of clients that leave, and of what the engine says of itself."""
+"""Checks of concurrent requests, of disconnecting clients, of metrics and of chat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def concurrency(engine: EngineSubject) -> str:
 
 
 def _mixed(engine: EngineSubject, number: int) -> dict[str, Any]:
-    """Prompts long and short, some shared, sampled in every way."""
+    """Long and short prompts, some shared, with different sampling parameters."""
     ways: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
@@ -74,7 +74,8 @@ def abort(engine: EngineSubject) -> str:
 
 
 async def _leave(engine: EngineSubject, neighbour: dict[str, Any], others: int, long: int) -> Any:
-    """Start ``others`` long requests, leave them once they run, and give the neighbour's answer."""
+    """Start ``others`` long requests, disconnect once they run, and return another request's
+    reply."""
     from prime_rl_devkit.engines.replies import read_reply
 
     limits = httpx.Limits(max_connections=others + 2)

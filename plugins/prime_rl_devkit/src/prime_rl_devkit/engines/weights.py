@@ -1,4 +1,4 @@
-"""Checks of weight updates: all of the new, or all of the old; and nobody is interrupted."""
+"""Checks of weight updates: complete or refused, without interrupting requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED = (400, 404, 409, 422, 500)
 
 @contextmanager
 def other_weights(engine: EngineSubject, seed: int = 1) -> Iterator[Path]:
-    """A checkpoint in which every tensor differs from the one that serves."""
+    """A checkpoint in which every tensor differs from the served one."""
     folder = engine.new_folder(f"changed-{seed}")
     checkpoints.changed(engine.model_folder, folder, seed)
     yield folder
@@ -29,7 +29,7 @@ def other_weights(engine: EngineSubject, seed: int = 1) -> Iterator[Path]:
 
 
 def gap_to(engine: EngineSubject, folder: Path, number: int = 0) -> float:
-    """How far the engine's logprobs are from those of a folder's weights, over two prompts."""
+    """The largest gap of the engine's logprobs to those of a folder's weights, on two prompts."""
     reference = engine.reference(folder)
     gaps = []
     for length in (5, 24):
@@ -149,7 +149,7 @@ def in_flight(engine: EngineSubject) -> str:
     if gaps["before"] > engine.bound or gaps["kept"] > engine.bound:
         said = ""
         if gaps["before"] <= engine.bound and gaps["recomputed"] <= engine.bound:
-            said = " The KV was computed anew: pause with mode=keep and clear_cache=false."
+            said = " The KV was computed again: pause with mode=keep and clear_cache=false."
         raise Broken(
             f"logprobs differ by {gaps['before']:.3g} before the update and {gaps['kept']:.3g} "
             f"after it from old weights, then new weights over the old KV (at most "
@@ -171,7 +171,7 @@ def _both_versions(found: Choice, old: int, new: int, length: int) -> None:
 def _gaps_across(
     engine: EngineSubject, folder: Path, prompt: list[int], found: Choice, swap: int
 ) -> dict[str, float]:
-    """Before the swap; after it if the KV was kept; after it if it was computed anew."""
+    """Before the swap; after it if the KV was kept; after it if it was computed again."""
     tokens, logprobs = found.token_ids, found.logprobs
     every = [*prompt, *tokens]
     first, new = engine.reference(), engine.reference(folder)
