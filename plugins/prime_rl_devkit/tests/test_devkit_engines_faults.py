@@ -373,7 +373,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("alive", lambda e, p: ForgetsLength(), r'expected \{"data": .*max_model_len'),
     ("alive", lambda e, p: OldVersion(), "/health answers .* expected"),
     ("reply_shape", lambda e, p: with_(max_tokens=3)(), "max_tokens is 4"),
-    ("reply_shape", lambda e, p: with_(logprobs=1)(), "nobody asked"),
+    ("reply_shape", lambda e, p: with_(logprobs=1)(), "without a request"),
     ("bad_requests", lambda e, p: SaysDetail(), r'expected \{"error"'),
     ("bad_requests", lambda e, p: Crashes(), "answers 500 .* expected 400"),
     ("bad_requests", lambda e, p: SaysNothing(), "the reason should name 'token_ids'"),

@@ -82,7 +82,7 @@ def _logprobs(
 ) -> tuple[list[float], list[dict[int, float]]]:
     if asked is None:
         if raw.get("logprobs") is not None:
-            raise Broken(f"{where}.logprobs is there and nobody asked; expected null")
+            raise Broken(f"{where}.logprobs is there without a request; expected null")
         return [], []
     content = _of(_of(raw, "logprobs", dict, where), "content", list, f"{where}.logprobs")
     if len(content) != len(token_ids):
