@@ -25,8 +25,8 @@ import torch
 
 from bench.publish import cpu_seconds, make_model, timed
 from prime_rl.trainer.publish import Publisher, published_dtypes, published_tensors
-from prime_rl_broadcast.group import Attendance, header_of
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.connection import Member, header_of
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_embedded.weights import apply_weights, read_weights, receive_weights
 
 VERSIONS = 6
@@ -34,11 +34,11 @@ WAYS = ("file", "memory")
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
-def meeting_of(folder: Path, version: int) -> Meeting:
+def meeting_of(folder: Path, version: int) -> BroadcastGroup:
     """Of trainer and engine, as rank 0 attends it."""
     directory = folder / f"meeting_{version}"
     directory.mkdir(parents=True, exist_ok=True)
-    return Meeting(
+    return BroadcastGroup(
         directory=str(directory),
         group=str(folder),
         backend="gloo",
@@ -52,7 +52,7 @@ def meeting_of(folder: Path, version: int) -> Meeting:
 def serve(shape: str, pipe: Connection) -> None:
     """The engine: takes versions until told to stop, and says what CPU seconds each took it."""
     torch.set_num_threads(1)
-    module, attendance = make_model(shape), Attendance()
+    module, attendance = make_model(shape), Member()
     pipe.send(0.0)
     while (told := pipe.recv()) is not None:
         before, (way, folder, version) = cpu_seconds(), told
@@ -60,7 +60,7 @@ def serve(shape: str, pipe: Connection) -> None:
             if way == "file":
                 weights = read_weights(Publisher(folder, 2).path(version), module)
             else:
-                meeting = meeting_of(folder, version).attended_by(1)
+                meeting = meeting_of(folder, version).for_worker(1)
                 weights = receive_weights(meeting, attendance, module)
             apply_weights(weights, module)
         pipe.send(cpu_seconds() - before)
@@ -70,7 +70,7 @@ class Trainer:
     """The other end."""
 
     def __init__(self, shape: str, pipe: Connection) -> None:
-        self.model, self.pipe, self.attendance = make_model(shape), pipe, Attendance()
+        self.model, self.pipe, self.attendance = make_model(shape), pipe, Member()
 
     def pass_on(self, way: str, dtype: str, folder: Path, version: int) -> float:
         """One version; the engine's CPU seconds."""
@@ -84,10 +84,10 @@ class Trainer:
             self.send(meeting_of(folder, version), dtype)
         return float(self.pipe.recv())
 
-    def send(self, meeting: Meeting, dtype: str) -> None:
+    def send(self, meeting: BroadcastGroup, dtype: str) -> None:
         tensors = published_tensors(self.model)
         header = header_of(tensors, published_dtypes(self.model, tensors, DTYPES[dtype]))
-        with self.attendance.at(meeting, torch.device("cpu")) as group:
+        with self.attendance.join(meeting, torch.device("cpu")) as group:
             group.send(header, tensors.values())
 
     def measure(self, way: str, dtype: str, folder: Path) -> tuple[float, float]:

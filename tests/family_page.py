@@ -25,23 +25,23 @@ INTRO = """\
 
 <!-- Written by `make docs-families`: change tests/family_page.py instead. -->
 
-Which families train, and which are served. Each row was measured on a tiny random model of
-transformers' own class, in float32 on a CPU. "Works" means:
+The model families that the trainer and the engines support. Each row was measured on a tiny random
+model of transformers' own class, in float32 on a CPU. "Works" means:
 
 - **Trainer**: a packed row of four documents has the log-probabilities and the gradients that
   transformers computes for each document alone, within 1e-4. At start-up the trainer compares the
-  two on your model as well, and takes the first of three ways that agrees: shared prompts computed
+  two on your model as well, and uses the first of three modes that agrees: shared prompts computed
   once; all documents in one call; documents *apart*, in padded batches of similar length, which is
   the slowest. Recurrent and convolution layers were measured without their GPU kernels.
 - **Embedded engine**: greedy answers to three prompts at once are those of transformers'
-  `generate`, token for token, and log-probabilities agree within 1e-4. At start-up the engine
+  `generate`, token by token, and log-probabilities agree within 1e-4. At start-up the engine
   compares its logits with the model's own.
 - **vLLM**: not run. The column says what the model registry of vLLM {vllm} lists: a model of
   vLLM's own, or transformers' code run by vLLM. Of other architectures, vLLM tries transformers'
   code too.
 
-A family that the table lacks works if it passes the checks at start-up. They refuse it otherwise,
-before training starts, and say why and what to do.
+A family that is not in the table works if it passes the checks at start-up. Otherwise they refuse
+it before training starts, with the reason and the fix.
 
 | family | architecture | trainer | embedded engine | vLLM {vllm} |
 |---|---|---|---|---|

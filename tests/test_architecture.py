@@ -1,4 +1,4 @@
-"""The arrows: who may import whom. Read from the source, so that a lazy import counts too."""
+"""The direction of imports, read from the source: an import inside a function counts too."""
 
 from __future__ import annotations
 
@@ -6,36 +6,38 @@ import ast
 import re
 import subprocess
 import sys
-import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from source_imports import (
+    CORE,
+    PLUGINS,
+    ROOT,
+    declared,
+    files,
+    forbidden,
+    import_names,
+    imports,
+    pyproject,
+)
 
 import prime_rl
-
-ROOT = Path(__file__).parents[1]
-CORE = ROOT / "core/src/prime_rl"
-PLUGINS = sorted([*(ROOT / "plugins").glob("prime_rl_*"), *ROOT.glob("prime_rl_*")])
-PLUGINS = [folder for folder in PLUGINS if (folder / "pyproject.toml").exists()]
-
-MODULES_OF = {"prime-rl-core": "prime_rl", "pyzmq": "zmq"}
-"""Import name of a distribution where it is not its own name with underscores."""
+from prime_rl.plugins.manager import GROUPS, load_plugins
+from prime_rl.plugins.offers import KINDS, collect
 
 PUBLIC = {"prime_rl", "prime_rl.testing"}
-"""What every plugin may import of core."""
+"""Modules of core that every plugin may import."""
 
 FOR_SERVERS = {
     *("prime_rl.rundir.launch", "prime_rl.rundir.processes", "prime_rl.rundir.status"),
     *("prime_rl.adapter", "prime_rl.model_files", "prime_rl.errors"),
 }
-"""What a plugin that starts a process of its own may import besides: how to be a child of a run and
-a server of the engine contract, and what a published folder holds."""
+"""Further modules for a plugin with a process of its own: how a child of a run behaves, and what a
+published folder holds."""
 
 FOR_LAUNCHERS = {"prime_rl.run.children"}
-"""What a plugin that starts a run's processes may import besides: how to start and end one."""
+"""A further module for a plugin that starts the processes of a run."""
 
 HAS_LAUNCHER = {"prime_rl_ray"}
 
@@ -47,100 +49,15 @@ FOR_TRANSPORTS = {
     ),
     *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
 }
-"""What a weight transport may import besides: the contract, versions on disk and addresses."""
+"""Further modules for a weight transport: the contract, versions on disk and addresses."""
 
 HAS_TRANSPORT = {"prime_rl_broadcast"}
 
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
 OF_CORE = {"prime_rl_devkit", "prime_rl_tools"}
-"""Commands that look into core itself and are released with it: they may import all of it but the
+"""Commands that read core itself and are released with it. They may import all of it except the
 trainer."""
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module. ``from a.b import c`` is ``a.b.c`` where that is one, else ``a.b``."""
-
-    module: str
-    file: Path
-    line: int
-    typing_only: bool
-    names: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.file.relative_to(ROOT)}:{self.line} imports {self.module}"
-
-    def inside(self, *packages: str) -> bool:
-        return any(self.module == each or self.module.startswith(f"{each}.") for each in packages)
-
-
-@cache
-def imports(file: Path) -> tuple[Import, ...]:
-    """Every import of a file, at any depth."""
-    tree = ast.parse(file.read_text())
-    typing_only = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for statement in block.body
-        for node in ast.walk(statement)
-    }
-    found = []
-    for node in ast.walk(tree):
-        for module, names in _imported(node, file):
-            found.append(Import(module, file, node.lineno, id(node) in typing_only, names))  # type: ignore[attr-defined]
-    return tuple(found)
-
-
-def _imported(node: ast.AST, file: Path) -> Iterator[tuple[str, tuple[str, ...]]]:
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            yield alias.name, ()
-    elif isinstance(node, ast.ImportFrom):
-        assert node.level == 0, f"{file}:{node.lineno}: relative import"
-        module = node.module or ""
-        names = tuple(alias.name for alias in node.names)
-        submodules = [n for n in names if _is_core_module(f"{module}.{n}")]
-        for name in submodules:
-            yield f"{module}.{name}", ()
-        if rest := tuple(name for name in names if name not in submodules):
-            yield module, rest
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
-        for argument in node.args[:1]:
-            if isinstance(argument, ast.Constant):
-                yield str(argument.value), ()
-
-
-def _is_core_module(name: str) -> bool:
-    path = CORE.parent / name.replace(".", "/")
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
-
-
-def files(*folders: str) -> list[Path]:
-    """Core's Python files, of some packages or modules."""
-    paths = [CORE / folder for folder in folders] if folders else [CORE]
-    return [f for path in paths for f in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
-
-
-def offences(among: list[Path], *packages: str, typing_too: bool = False) -> list[str]:
-    """Imports of ``packages`` among some files."""
-    return [
-        str(each)
-        for file in among
-        for each in imports(file)
-        if each.inside(*packages) and (typing_too or not each.typing_only)
-    ]
-
-
-def import_names(folder: Path) -> list[str]:
-    """The top-level packages of a plugin's folder."""
-    return sorted(path.parent.name for path in (folder / "src").glob("*/__init__.py"))
-
-
-def pyproject(folder: Path) -> dict[str, object]:
-    project: dict[str, object] = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    return project
 
 
 # -- 1: core imports no plugin -------------------------------------------------------------------
@@ -149,7 +66,7 @@ def pyproject(folder: Path) -> dict[str, object]:
 def test_core_imports_no_plugin() -> None:
     names = [name for folder in PLUGINS for name in import_names(folder)]
     assert {"prime_rl_grpo", "prime_rl_embedded", "reverse_text", "in_process"} <= set(names)
-    assert offences(files(), *names, typing_too=True) == []
+    assert forbidden(files(), *names, typing_too=True) == []
 
 
 def test_core_names_no_algorithm() -> None:
@@ -184,20 +101,20 @@ def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:
     kit = {CORE / "testing" / name for name in WITH_TORCH}
     assert kit <= set(side)
     side = [file for file in side if file not in kit]
-    assert offences(side, "torch", "prime_rl.trainer", "prime_rl.weights.tensors") == []
+    assert forbidden(side, "torch", "prime_rl.trainer", "prime_rl.weights.tensors") == []
     assert {
         each.file.name for file in side for each in imports(file) if each.inside("transformers")
     } <= {"rendering.py"}
 
 
 def test_the_trainer_side_imports_no_orchestrator_no_environment_and_no_inference() -> None:
-    others = ("orchestrator", "inference", "monitor", "cli", "testing", "defaults")
+    others = ("orchestrator", "inference", "monitor", "run", "env", "cli", "testing", "defaults")
     names = [f"prime_rl.{other}" for other in others]
-    assert offences(files("trainer"), *names, "verifiers", "renderers") == []
+    assert forbidden(files("trainer"), *names, "verifiers", "renderers") == []
 
 
 def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
-    """It may load plugins of its own group; of the contract's classes it knows losses only."""
+    """It loads plugins of its own group. Of the contract's classes it uses losses only."""
     foreign = {"Algorithm", "Filter", "Sampler", "Engine", "Monitor", "ModelMaker", "ALGORITHM"}
     for file in files("trainer"):
         for each in imports(file):
@@ -206,12 +123,19 @@ def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
 
 def test_the_processes_of_a_run_import_nothing_of_their_supervisor() -> None:
     sides = files(*SHARED, "env", "inference", "monitor", "orchestrator", "rundir", "trainer")
-    assert offences(sides, "prime_rl.run", "prime_rl.cli") == []
+    assert forbidden(sides, "prime_rl.run", "prime_rl.cli") == []
 
 
 def test_what_both_sides_share_imports_neither_side() -> None:
     both = ("prime_rl.orchestrator", "prime_rl.trainer", "prime_rl.inference", "prime_rl.monitor")
-    assert offences(files(*SHARED), *both, "verifiers", "renderers") == []
+    assert forbidden(files(*SHARED), *both, "verifiers", "renderers") == []
+
+
+def test_the_run_directory_is_the_lowest_floor() -> None:
+    allowed = ("prime_rl.config", "prime_rl.errors", "prime_rl.adapter", "prime_rl.rundir")
+    for file in files("rundir"):
+        for each in imports(file):
+            assert not each.inside("prime_rl") or each.inside(*allowed), str(each)
 
 
 # -- 3: the trainer's own entry-point group ------------------------------------------------------
@@ -269,31 +193,20 @@ def test_core_imports_of_others_what_its_pyproject_declares() -> None:
 
 
 def test_the_slim_core_imports_nothing_of_its_extra_when_a_plugin_is_written() -> None:
-    """``prime_rl`` and its test kit import where only the base dependencies are installed."""
+    """``prime_rl`` and its test kit can be imported with the base dependencies alone."""
     extra = declared(ROOT / "core") - declared(ROOT / "core", extras=False)
     assert {"torch", "verifiers", "zmq", "renderers", "matplotlib"} <= extra
     loaded = modules_loaded_by("import prime_rl, prime_rl.testing")
     assert loaded & extra == set()
 
 
-def declared(folder: Path, extras: bool = True) -> set[str]:
-    """Import names of what a distribution requires, its extras included."""
-    project = pyproject(folder)
-    required = list(project.get("dependencies", []))  # type: ignore[call-overload]
-    if extras:
-        optional: dict[str, list[str]] = project.get("optional-dependencies", {})  # type: ignore[assignment]
-        required += [each for group in optional.values() for each in group]
-    names = [re.split(r"[\s\[<>=!~;]", each, maxsplit=1)[0] for each in required]
-    return {MODULES_OF.get(name, name.replace("-", "_")) for name in names}
-
-
 # -- 5: one adapter ------------------------------------------------------------------------------
 
 
 def test_verifiers_lives_behind_one_adapter() -> None:
-    """Its types may be named where its objects pass through; only ``env`` imports it to use.
+    """Other modules may use its types in annotations only.
 
-    ``orchestrator/__main__.py`` imports it for the time that takes, and uses nothing of it.
+    ``orchestrator/__main__.py`` imports it early because that takes seconds, and uses nothing.
     """
     found = {
         each.file.relative_to(CORE).as_posix()
@@ -308,7 +221,7 @@ def test_verifiers_lives_behind_one_adapter() -> None:
 
 
 def test_the_loop_knows_no_trace() -> None:
-    """Of a verifiers trace, only the adapter's modules read anything; all others pass it on."""
+    """Only the adapter's modules read a verifiers trace; the others pass it on."""
     readers = [
         path.relative_to(CORE).as_posix()
         for path in files("orchestrator", "rollout.py", "plugins", "monitor", "wire")
@@ -326,6 +239,15 @@ def test_config_imports_no_run_time_module() -> None:
         for each in imports(file):
             own = each.module.partition(".")[0] in sys.stdlib_module_names
             assert own or each.inside(*allowed), str(each)
+
+
+def test_the_settings_of_a_plugin_live_in_its_package() -> None:
+    for group in GROUPS:
+        for kind in KINDS:
+            for offered in collect(load_plugins(group), kind).values():
+                modules = (offered.cls.__module__, offered.cls.config_class.__module__)
+                packages = {module.partition(".")[0] for module in modules} - {"prime_rl"}
+                assert len(packages) <= 1, offered
 
 
 # -- 7: quick commands ---------------------------------------------------------------------------
@@ -366,3 +288,65 @@ def modules_loaded_by(code: str) -> set[str]:
     )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.rpartition("LOADED ")[2].split())
+
+
+# -- 8: no circles -------------------------------------------------------------------------------
+
+
+def test_no_import_circle_between_files_of_core() -> None:
+    assert circles(edges_between(_module_name)) == []
+
+
+def test_no_import_circle_between_folders_of_core() -> None:
+    """A module beside the folders (``rollout.py``) counts as a folder of its own."""
+    assert circles(edges_between(_folder_name)) == []
+
+
+def test_a_circle_is_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"a"}}
+    assert circles(edges) == [["b", "c"]]
+
+
+def edges_between(name: Callable[[Path], str]) -> dict[str, set[str]]:
+    """The imports of core's files, with the files merged by name. Typing-only imports are left
+    out."""
+    by_module = {_module_name(file): file for file in files()}
+    edges: dict[str, set[str]] = {name(file): set() for file in files()}
+    for file in files():
+        for each in imports(file):
+            if each.module in by_module and not each.typing_only:
+                edges[name(file)] |= {name(by_module[each.module])} - {name(file)}
+    return edges
+
+
+def _module_name(file: Path) -> str:
+    path = file.relative_to(CORE.parent).with_suffix("")
+    return ".".join(path.parent.parts if path.name == "__init__" else path.parts)
+
+
+def _folder_name(file: Path) -> str:
+    first, *rest = file.relative_to(CORE).parts
+    return first if rest else file.name
+
+
+def circles(edges: Mapping[str, set[str]]) -> list[list[str]]:
+    """Sets of nodes that all reach each other."""
+    reached = {start: _reached(start, edges) for start in edges}
+    found = {
+        tuple(sorted(other for other in reached[start] if start in reached[other]))
+        for start in edges
+        if start in reached[start]
+    }
+    return sorted(map(list, found))
+
+
+def _reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
+    """Nodes on a path of at least one edge from ``start``."""
+    seen: set[str] = set()
+    todo = list(edges[start])
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += edges[node]
+    return seen

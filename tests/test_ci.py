@@ -35,7 +35,7 @@ def install_chromium(folder, apt_get=None):
 def test_where_chromium_cannot_be_installed_the_skipped_tests_are_named(tmp_path, apt_get, reason):
     done = install_chromium(tmp_path, apt_get)
     assert done.returncode == 0
-    assert "(plugins/prime_rl_tools/tests/test_report_browser.py) are skipped" in done.stdout
+    assert "(plugins/prime_rl_tools/tests/report/test_report_browser.py) are skipped" in done.stdout
     assert done.stderr.startswith(reason) and bool(done.stderr) == bool(reason)
 
 

@@ -48,8 +48,8 @@ from prime_rl.run.resolve import check
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
 from prime_rl.testing.report import promise_of
-from prime_rl_broadcast.group import Attendance, header_of
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.connection import Member, header_of
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling, UpdateBody
 
 ROOT = Path(__file__).parents[1]
@@ -128,7 +128,7 @@ def test_every_kind_of_offer_has_a_table_its_settings_are_documented_under() -> 
 
 
 def test_every_setting_of_every_model_is_a_row_of_the_config_page() -> None:
-    """Counted without the generator: fields of pydantic models, walked by hand."""
+    """Counted without the generator: fields of pydantic models, counted here again."""
     rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
     for model in _models(RunConfig):
         assert set(model.model_fields) <= set(rows), model.__name__
@@ -280,7 +280,7 @@ def test_the_requests_in_the_contract_are_ones_the_embedded_engine_reads() -> No
     assert set(json.loads(update)) == set(UpdateBody.__struct_fields__) - {"meeting"}
     assert set(received) == set(UpdateBody.__struct_fields__)
     assert msgspec.convert(received, UpdateBody).meeting is not None
-    assert set(received["meeting"]) == set(Meeting.__struct_fields__)
+    assert set(received["meeting"]) == set(BroadcastGroup.__struct_fields__)
 
 
 def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> None:
@@ -288,17 +288,17 @@ def test_an_engine_receives_weights_as_the_contract_shows(tmp_path: Path) -> Non
     (receive,) = (b for b in blocks(ENGINES, "python", mark="tested") if "def receive" in b)
     exec(receive, names)
     cpu, tensors = torch.device("cpu"), {"a": torch.arange(3.0), "b": torch.ones(2, 2)}
-    meeting = Meeting(
+    group = BroadcastGroup(
         directory=str(tmp_path), group=str(tmp_path), backend="gloo", rank=0, world_size=2,
         timeout=LIMIT, loopback=True,
     )  # fmt: skip
     received: dict[str, torch.Tensor] = {}
-    told = msgspec.structs.replace(meeting, rank=1)
+    order = msgspec.structs.replace(group, rank=1)
     with ThreadPoolExecutor(1) as pool:
-        take = partial(names["receive"], told, 0, cpu, lambda header: None, received.update)
+        take = partial(names["receive"], order, 0, cpu, lambda header: None, received.update)
         taking = pool.submit(take)
-        with Attendance().at(meeting, cpu) as group:
-            group.send(header_of(tensors, {}), tensors.values())
+        with Member().join(group, cpu) as connection:
+            connection.send(header_of(tensors, {}), tensors.values())
         taking.result()
     assert received.keys() == tensors.keys()
     assert all(torch.equal(received[name], tensor) for name, tensor in tensors.items())

@@ -209,7 +209,7 @@ def upstream(path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_example_repository_is_what_plugins_new_writes(tmp_path: Path) -> None:
-    """Mended by: rm -r docs/examples/prime-rl-my-algo, then
+    """To fix: rm -r docs/examples/prime-rl-my-algo, then
     prime-rl plugins new my-algo --directory docs/examples/prime-rl-my-algo"""
     written = write_package("my-algo", "algorithm", tmp_path / "new").files
     names = sorted(path.relative_to(tmp_path / "new") for path in written)

@@ -27,7 +27,7 @@ from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.weights.versions import FILES_WANTED
 from prime_rl.wire import encode_batch
-from prime_rl_broadcast.meeting import Meeting, invite
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_broadcast.transport import GlooTransport
 
 VOCAB, CAPACITY, LAST = 61, 48, 5
@@ -156,11 +156,11 @@ def take_from_memory(run_dir: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from prime_rl_broadcast.group import Attendance
+    from prime_rl_broadcast.connection import Member
 
     broadcasts = run_dir / "broadcasts"
     one, three = broadcasts / "step_1", broadcasts / "step_3"
-    meeting = Meeting(
+    meeting = BroadcastGroup(
         directory=str(run_dir / "meeting"),
         group=str(run_dir / "meeting"),
         backend="gloo",
@@ -171,9 +171,9 @@ def take_from_memory(run_dir: Path) -> None:
     )
     Path(meeting.directory).mkdir()
     _until((one / "STABLE").exists)
-    invite(one, meeting)
+    meeting.open(one)
     received: dict[str, torch.Tensor] = {}
-    with Attendance().at(meeting.attended_by(1), torch.device("cpu")) as group:
+    with Member().join(meeting.for_worker(1), torch.device("cpu")) as group:
         group.receive(lambda header: None, received.update)
     save_file(received, run_dir / "received.safetensors")
     _until((three / "STABLE").exists)

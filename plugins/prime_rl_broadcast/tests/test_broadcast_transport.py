@@ -1,4 +1,4 @@
-"""What the plugin offers to both sides, and how the trainer waits for the engines."""
+"""What the plugin offers to both sides, and how the trainer waits for the orchestrator."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.weights.transports import make_transport
-from prime_rl_broadcast import meeting as meeting_module
-from prime_rl_broadcast.meeting import Meeting, invitation, invite
-from prime_rl_broadcast.sender import MeetingSender
+from prime_rl_broadcast import group as group_module
+from prime_rl_broadcast.group import BroadcastGroup, opened
+from prime_rl_broadcast.sender import BroadcastSender
 from prime_rl_broadcast.transport import NcclTransport
 
 
@@ -41,16 +41,16 @@ def test_an_unknown_transport_and_an_unknown_key_are_refused() -> None:
 
 def test_nccl_needs_a_gpu() -> None:
     transport = NcclTransport(PluginConfig())
-    with pytest.raises(ConfigError, match="NCCL moves what lies on GPUs"):
+    with pytest.raises(ConfigError, match="NCCL needs GPUs"):
         transport.sender(torch.device("cpu"))
 
 
-def test_the_trainer_follows_an_invitation(tmp_path: Path) -> None:
-    meeting = Meeting(
+def test_the_trainer_joins_an_open_group(tmp_path: Path) -> None:
+    group = BroadcastGroup(
         directory="d", group="g", backend="gloo", rank=0, world_size=2, timeout=1.0, loopback=True
     )
-    assert invite(tmp_path, meeting)
-    order = MeetingSender(None).wait(tmp_path, lambda: True)
+    assert group.open(tmp_path)
+    order = BroadcastSender(None).wait(tmp_path, lambda: True)
     assert order == {
         "directory": "d",
         "group": "g",
@@ -62,18 +62,16 @@ def test_the_trainer_follows_an_invitation(tmp_path: Path) -> None:
     }
 
 
-def test_the_trainer_declines_where_files_are_wanted(tmp_path: Path) -> None:
-    assert MeetingSender(None).wait(tmp_path, lambda: True) is None
-    assert invitation(tmp_path) is None and (tmp_path / "meeting.json").exists()
+def test_the_trainer_declines_if_files_are_wanted(tmp_path: Path) -> None:
+    assert BroadcastSender(None).wait(tmp_path, lambda: True) is None
+    assert opened(tmp_path) is None and (tmp_path / "meeting.json").exists()
 
 
-def test_a_disk_that_refuses_an_invitation_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(meeting_module.os, "link", refuse)
+    monkeypatch.setattr(group_module.os, "link", refuse)
     with pytest.raises(WeightsError, match=r"cannot write .*meeting\.json.*No space left"):
-        MeetingSender(None).wait(tmp_path, lambda: True)
+        BroadcastSender(None).wait(tmp_path, lambda: True)
     assert list(tmp_path.iterdir()) == []

@@ -34,7 +34,7 @@ def test_the_embedded_engine_keeps_every_promise(engine: EngineSubject, check: s
     hold(engine, check)
 
 
-def test_every_check_says_what_it_holds_an_engine_to() -> None:
+def test_every_check_states_its_promise() -> None:
     for name, check in CHECKS.items():
         first = (check.__doc__ or "").strip()
         assert first.count(".") >= 1 and len(first) > 30, name
@@ -73,7 +73,7 @@ def test_the_bench_reports_a_server_that_does_not_start_as_a_failed_check(
     assert outcome.check == FIRST[0] and "no accelerator here" in outcome.message
 
 
-def test_an_engine_that_nobody_named_is_not_started() -> None:
+def test_an_engine_that_is_not_named_is_not_started() -> None:
     (outcome,) = not_started(Nothing).outcomes
     assert outcome.status == "skipped" and "prime-rl plugins check nothing" in outcome.message
 
@@ -86,12 +86,12 @@ def test_what_an_engine_declares_to_lack_is_skipped_with_its_reason(tmp_path: Pa
     assert outcome.message == "the engine declares to lack chat: no template"
 
 
-def test_only_what_is_optional_can_be_lacked(tmp_path: Path) -> None:
+def test_only_optional_features_can_be_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\['seeds'\] are not optional"):
         EngineSubject("http://127.0.0.1:9", tmp_path, tmp_path, lacks={"seeds": "x"})
 
 
-def test_nobody_there_fails_the_first_check_and_skips_the_rest(tmp_path: Path) -> None:
+def test_a_missing_server_fails_the_first_check_and_skips_the_rest(tmp_path: Path) -> None:
     report = conformance(EngineSubject("http://127.0.0.1:9", tmp_path, tmp_path))
     (failed,) = report.failed
     assert failed.check == "alive" and "ConnectError" in failed.message
@@ -110,13 +110,13 @@ def test_the_chi_square_deviation_is_wilson_and_hilfertys() -> None:
     assert deviation({1: 50}, {1: 0.0}) is None
 
 
-def test_what_was_never_drawn_counts_too() -> None:
+def test_tokens_without_a_sample_count_too() -> None:
     """Half of the probability fell on nothing: 50 expected, 0 found, statistic 100."""
     found = deviation({1: 100}, {1: math.log(0.5)})
     assert found == pytest.approx((100 ** (1 / 3) - 7 / 9) / math.sqrt(2 / 9), abs=1e-6)
 
 
-def test_every_single_tensor_that_stays_behind_would_be_noticed(
+def test_any_single_tensor_that_is_not_updated_is_noticed(
     engine: EngineSubject, tmp_path: Path
 ) -> None:
     """Of the changed weights, each tensor in turn left as it was: the logprobs move by ten times
@@ -136,7 +136,7 @@ def test_every_single_tensor_that_stays_behind_would_be_noticed(
     assert torch.equal(new.logits(ids).log_softmax(-1), expected)
 
 
-def test_merged_adapters_are_pefts(engine: EngineSubject, tmp_path: Path) -> None:
+def test_merged_adapters_equal_those_of_peft(engine: EngineSubject, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     adapter = write_adapter(engine.model_folder, tmp_path / "adapter")
     ours = Reference(merged(engine.model_folder, adapter, tmp_path / "merged"))
@@ -153,13 +153,13 @@ def test_merged_adapters_are_pefts(engine: EngineSubject, tmp_path: Path) -> Non
 PAGE = Path(__file__).parents[3] / "docs" / "engines.md"
 
 
-def test_the_page_lists_every_promise_as_the_suite_says_it() -> None:
+def test_the_page_lists_the_promise_of_every_check() -> None:
     table = PAGE.read_text().partition("| check | promise |\n|---|---|\n")[2].partition("\n\n")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", table, re.MULTILINE)
     assert rows == [(name, promise_of(check)) for name, check in CHECKS.items()]
 
 
-def test_the_page_shows_tests_that_a_plugin_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_on_the_page_work_in_a_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a stand-in for the reader's own package."""
     (shown,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     theirs = ModuleType("my_engine")
@@ -198,9 +198,7 @@ def test_python_among_the_settings_is_the_interpreter_of_the_server() -> None:
     assert "inference.python" in outcome.message and "leave it out" in outcome.message
 
 
-def test_a_command_that_is_not_there_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_command_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Nothing, "command", lambda self, launch: EngineCommand(["no-such-server"]))
     with (
         pytest.raises(EngineError, match=r"cannot be started: .*no-such-server"),

@@ -17,8 +17,8 @@ import torch
 from engine_proxy import GENERATE, Answer, Fault, Proxy, asking, sampling, telling
 
 from prime_rl.testing.report import Broken
-from prime_rl_broadcast.group import Attendance
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.connection import Member
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_devkit.engines import CHECKS, EngineSubject, run_check
 from prime_rl_devkit.engines.checkpoints import read, write
 from prime_rl_devkit.engines.prompts import prompt_of
@@ -273,8 +273,8 @@ class AttendsAndForgets(Fault):
     def ask(self, path: str, body: Any, headers: dict[str, str]) -> Any:
         if path != "/update_weights" or "meeting" not in body:
             return body
-        meeting = msgspec.convert(body["meeting"], Meeting)
-        with Attendance().at(meeting, torch.device("cpu")) as group:
+        meeting = msgspec.convert(body["meeting"], BroadcastGroup)
+        with Member().join(meeting, torch.device("cpu")) as group:
             group.receive(lambda header: None, lambda stream: None)
         return {"weight_dir": str(self.folder), "version": body["version"]}
 
@@ -373,7 +373,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("alive", lambda e, p: ForgetsLength(), r'expected \{"data": .*max_model_len'),
     ("alive", lambda e, p: OldVersion(), "/health answers .* expected"),
     ("reply_shape", lambda e, p: with_(max_tokens=3)(), "max_tokens is 4"),
-    ("reply_shape", lambda e, p: with_(logprobs=1)(), "nobody asked"),
+    ("reply_shape", lambda e, p: with_(logprobs=1)(), "without a request"),
     ("bad_requests", lambda e, p: SaysDetail(), r'expected \{"error"'),
     ("bad_requests", lambda e, p: Crashes(), "answers 500 .* expected 400"),
     ("bad_requests", lambda e, p: SaysNothing(), "the reason should name 'token_ids'"),
@@ -420,7 +420,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("damaged_weights", lambda e, p: TakesHalf(), "a truncated file was refused: logprobs differ"),
     ("pause", lambda e, p: Idle("/pause"), "while paused|ended under /pause"),
     ("in_flight", lambda e, p: telling(one_version)(), "lived through the update"),
-    ("in_flight", lambda e, p: RecomputesKV(e), "The KV was computed anew"),
+    ("in_flight", lambda e, p: RecomputesKV(e), "The KV was computed again"),
     ("cache_salt", lambda e, p: ReusesOldKV(e), "old KV was used"),
     ("adapter", lambda e, p: ForgetsAdapters(e), "with an adapter, update 1 of 2: logprobs"),
     ("broadcast", lambda e, p: AttendsAndForgets(e), "after a broadcast: logprobs differ by"),
@@ -438,7 +438,7 @@ FAULTS: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("check", "make", "says"), FAULTS, ids=[f"{check}-{i}" for i, (check, *_) in enumerate(FAULTS)]
 )
-def test_what_is_wrong_in_one_way_fails_that_check(
+def test_an_engine_with_one_fault_fails_that_check(
     engine: EngineSubject, faulty: EngineSubject, proxy: Proxy, check: str, make: Any, says: str
 ) -> None:
     proxy.fault = make(engine, proxy)
@@ -459,12 +459,12 @@ def test_a_server_that_dies_of_sigterm_is_seen(faulty: EngineSubject) -> None:
     assert outcome.status == "failed" and "ends with code -15, expected 0" in outcome.message
 
 
-def test_every_check_has_something_that_fails_it() -> None:
+def test_every_check_can_fail() -> None:
     elsewhere = {"command_line", "ends_on_sigterm"}
     assert {check for check, _, _ in FAULTS} | elsewhere == set(CHECKS)
 
 
-def test_an_engine_that_cannot_be_given_its_weights_back_is_a_failure(
+def test_an_engine_that_cannot_load_its_first_weights_again_fails(
     engine: EngineSubject, faulty: EngineSubject, proxy: Proxy
 ) -> None:
     class Refuses(Fault):
@@ -478,7 +478,7 @@ def test_an_engine_that_cannot_be_given_its_weights_back_is_a_failure(
 
     proxy.fault = Refuses()
     outcome = run_check(faulty, "weight_update")
-    assert outcome.status == "failed" and "cannot be given its first weights" in outcome.message
+    assert outcome.status == "failed" and "cannot load its first weights again" in outcome.message
 
 
 # -- replies ----------------------------------------------------------------------------
@@ -503,7 +503,7 @@ def logprob(value: Any, token: str = "token_id:7") -> Body:
     return {"logprobs": {"content": [{"token": token, "logprob": value}]}}
 
 
-def test_a_sound_reply_is_read() -> None:
+def test_a_valid_reply_is_read() -> None:
     (choice,) = read_reply(reply(), ASKED).choices
     assert (choice.token_ids, choice.logprobs, choice.versions) == ([7], [-0.5], [("3", 0, 1)])
 
@@ -525,7 +525,7 @@ def test_a_sound_reply_is_read() -> None:
         ({"token_ids": [7, 8]}, "2 tokens and 1 logprobs"),
     ],
 )
-def test_a_reply_that_rollouts_could_not_use_is_refused(changes: Body, says: str) -> None:
+def test_an_invalid_reply_is_refused(changes: Body, says: str) -> None:
     with pytest.raises(Broken, match=re.escape(says)):
         read_reply(reply(**changes), ASKED)
 

@@ -35,7 +35,7 @@ def test_a_package_is_seven_files(tmp_path):
     assert all(path.exists() for path in package.files)
 
 
-def test_the_project_names_its_entry_point_its_group_and_the_core_it_needs(tmp_path):
+def test_the_project_has_its_entry_point_its_group_and_its_core_version(tmp_path):
     write_package("my-algo", "algorithm", tmp_path / "algo")
     project = tomllib.loads((tmp_path / "algo/pyproject.toml").read_text())["project"]
     assert project["name"] == "prime-rl-my-algo"
@@ -50,7 +50,7 @@ def test_the_project_names_its_entry_point_its_group_and_the_core_it_needs(tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_the_template_is_left_over(kind, tmp_path):
+def test_no_placeholder_of_the_template_is_left(kind, tmp_path):
     for path in write_package("plum-tree", kind, tmp_path / "new").files:
         text = path.read_text()
         assert "@@" not in text and "my_algo" not in text, path
@@ -82,19 +82,19 @@ def test_a_name_may_be_spelt_in_three_ways(name):
 @pytest.mark.parametrize(
     "name", ["", "My-Algo", "2fast", "my algo", "my--algo", "-algo", "../x", "añb"]
 )
-def test_what_is_no_name_is_refused(name):
+def test_an_invalid_name_is_refused(name):
     with pytest.raises(ConfigError, match="name: expected small letters and digits"):
         names_for(name, "algorithm")
 
 
-def test_a_class_of_ours_is_refused_as_a_name():
+def test_the_name_of_a_class_of_prime_rl_is_refused():
     with pytest.raises(ConfigError, match="'Filter' is a class of prime_rl itself"):
         names_for("filter", "algorithm")
     with pytest.raises(ConfigError, match="'PluginConfig' is a class of prime_rl itself"):
         names_for("plugin", "algorithm")
 
 
-def test_an_unknown_kind_is_refused_with_those_there_are(tmp_path):
+def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError) as caught:
         write_package("my-algo", "teapot", tmp_path / "new")
     assert str(caught.value) == (
@@ -103,14 +103,14 @@ def test_an_unknown_kind_is_refused_with_those_there_are(tmp_path):
     )
 
 
-def test_a_folder_with_something_in_it_is_left_alone(tmp_path):
+def test_a_folder_that_is_not_empty_is_refused(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"is there already and not empty\. Give a new folder"):
+    with pytest.raises(ConfigError, match=r"exists and is not empty\. Give a new folder"):
         write_package("my-algo", "algorithm", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_an_empty_folder_will_do(tmp_path):
+def test_an_empty_folder_is_used(tmp_path):
     assert write_package("my-algo", "algorithm", tmp_path).folder == tmp_path
 
 
@@ -123,7 +123,7 @@ def test_the_range_is_from_the_installed_version_to_the_next_that_may_break(vers
     assert core_range(version) == expected
 
 
-def test_the_command_says_what_it_wrote_and_what_comes_next(tmp_path, monkeypatch):
+def test_the_command_prints_what_it_wrote_and_the_next_commands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["plugins", "new", "my-algo"])
     assert done.exit_code == 0
@@ -196,7 +196,7 @@ def in_bare(site: Path, *arguments: str, cwd: Path, path: Path | None = None):
     )
 
 
-def test_the_bare_place_has_core_and_no_torch(bare, tmp_path):
+def test_the_test_environment_has_core_and_no_torch(bare, tmp_path):
     names = "('torch', 'transformers', 'verifiers', 'renderers', 'prime_rl_grpo')"
     code = (
         "import prime_rl.testing; from importlib.util import find_spec; "

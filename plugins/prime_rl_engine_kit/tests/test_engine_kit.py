@@ -47,7 +47,7 @@ def status_of(check: object, *arguments: object) -> int:
         ("Bearer \xe9", 403, 401),
     ],
 )
-def test_a_key_opens_its_own_routes_and_the_admins_all(
+def test_the_sampling_key_opens_sampling_and_the_admin_key_everything(
     given: str, admin: int | None, sampling: int | None
 ) -> None:
     keys = Keys("a", "s")
@@ -68,7 +68,7 @@ def test_without_keys_sampling_is_open_and_administration_off(
     assert status_of(keys.check_admin, "Bearer ") == 403
 
 
-def test_the_keys_come_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_keys_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADMIN_KEY, "a")
     monkeypatch.setenv(ENGINE_KEY, "s")
     assert Keys.of_environment() == Keys("a", "s")
@@ -102,7 +102,7 @@ def generate(**more: object) -> None:
         ({"sampling_params": {"logit_bias": {"1": 2}}}, "logit_bias is .* leave it out", 400),
     ],
 )
-def test_what_is_wrong_with_a_request_is_said(
+def test_an_invalid_request_is_refused_with_the_reason(
     body: dict[str, object], reason: str, status: int
 ) -> None:
     with pytest.raises(RequestError, match=reason) as caught:
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_only_scored_may_fill_the_context() -> None:
         generate(token_ids=[1] * 9, sampling_params={"prompt_logprobs": 0, "max_tokens": 1})
 
 
-def test_what_says_nothing_is_no_fault() -> None:
+def test_values_without_effect_are_accepted() -> None:
     neutral = {"presence_penalty": 0, "repetition_penalty": 1, "bad_words": [], "stop": ""}
     generate(sampling_params=neutral, unknown_key=1)
     assert GenerateSampling().max_tokens is None  # not given: the context is filled
@@ -140,7 +140,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
         (ConfigError("no such model"), 1, "failed: no such model"),
     ],
 )
-def test_however_a_server_ends_its_status_says_so(
+def test_the_status_has_every_end_of_a_server(
     end: BaseException, code: int, state: str, tmp_path: Path
 ) -> None:
     def serve(args: argparse.Namespace, status: object) -> int:

@@ -6,13 +6,13 @@ import signal
 import pytest
 
 from prime_rl.rundir.status import Status
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
 from prime_rl_vllm.admin import Admin
 from prime_rl_vllm.state import State
 
-MEETING = Meeting(
+MEETING = BroadcastGroup(
     directory="m", group="g", backend="gloo", rank=1, world_size=3, timeout=1.0, loopback=True
 )
 

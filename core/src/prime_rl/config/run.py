@@ -88,10 +88,18 @@ class LogConfig(Settings):
     """Lowest severity that is logged."""
 
 
-class RunConfig(Settings):
-    """All settings of a run. Tables compose left to right over several files."""
+class ModelSource(Settings):
+    """The keys that say which model is loaded, and how it is made if a plugin makes it."""
 
     model: ModelConfig
+    plugins: PluginsConfig = PluginsConfig()
+    seed: NonNegativeInt = 0
+    """Seeds model making, the sampler and the engine."""
+
+
+class RunConfig(ModelSource):
+    """The whole TOML. Tables compose left to right over several files."""
+
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     trainer: TrainerConfig = TrainerConfig()
     inference: InferenceConfig = InferenceConfig()
@@ -99,7 +107,6 @@ class RunConfig(Settings):
     launcher: LauncherConfig = LauncherConfig()
     rollout_transport: TransportConfig = TransportConfig()
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
-    plugins: PluginsConfig = PluginsConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table per monitor, by the name an installed plugin offers. ``file`` is always on."""
     ckpt: CkptConfig = CkptConfig()
@@ -110,8 +117,6 @@ class RunConfig(Settings):
     """Longest sample, in tokens; default of the engine's context and of a packed row."""
     max_steps: PositiveInt
     """Optimizer steps to take."""
-    seed: NonNegativeInt = 0
-    """Seed of the model maker, the sampler and the engine."""
     output_dir: str = "outputs"
     """Folder of the run directories."""
 

@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from prime_rl import ModelMaker
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.model_files import read_headers
 from prime_rl.plugins.manager import load_plugins
@@ -50,7 +50,7 @@ def cache_dir() -> Path:
     return Path(base) / "prime-rl" / "models"
 
 
-def model_path(config: RunConfig, cache: Path | None = None) -> tuple[str, bool]:
+def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, bool]:
     """The path of the run's model, and whether the model process must still create it. ``cache``
     replaces the user's cache, unless ``$PRIME_RL_CACHE`` is set."""
     cache = cache if cache and CACHE not in os.environ else cache_dir()
@@ -148,7 +148,10 @@ def main() -> int:
     status = Status(run_dir / "status" / "model.json")
     status.report("starting")
     try:
-        config = RunConfig.model_validate_json((run_dir / "configs" / "run.json").read_bytes())
+        table = json.loads((run_dir / "configs" / "run.json").read_bytes())
+        config = ModelSource.model_validate(
+            {key: value for key, value in table.items() if key in ModelSource.model_fields}
+        )
         maker = build_model_maker(config, load_plugins(disabled=config.plugins.disabled))
 
         def fill(folder: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from prime_rl import Engine, ModelMaker, PluginConfig
 from prime_rl.adapter import is_adapter
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
@@ -81,7 +81,7 @@ def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
     return cls(settings_of(cls, LAUNCHER, table.settings, "launcher"))
 
 
-def build_model_maker(config: RunConfig, hooks: Hooks) -> ModelMaker | None:
+def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
     """The plugin that makes ``model.name``, or None if it is a folder or a hub id. Raises
     ``ConfigError``."""
     offers, model = collect(hooks, MODEL), config.model

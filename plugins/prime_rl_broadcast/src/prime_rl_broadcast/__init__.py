@@ -1,12 +1,12 @@
 """Weights from the trainer's memory into the engines', over a process group (gloo or NCCL).
 
     trainer       <run>/broadcasts/step_7/MEMORY              version 7 is in memory; then STABLE
-    orchestrator  <run>/broadcasts/step_7/meeting.json        which engines take it, and where
-    all           <run>/broadcasts/meetings/ID/here_RANK      trainer rank 0 is 0, engines follow
+    orchestrator  <run>/broadcasts/step_7/meeting.json        the group: members and folders
+    all           <run>/broadcasts/meetings/ID/here_RANK      rank 0 is the trainer's, then engines
     trainer  ==>  header, then all tensors by their Hugging Face names  ==>  engines
 
-A member that does not come, or refuses, ends a meeting before any engine has touched its weights.
-``meeting`` imports no torch; ``group`` sends and receives.
+If a member is missing or refuses, the broadcast ends before any engine has touched its weights.
+``group`` imports no torch; ``connection`` sends and receives.
 """
 
 from __future__ import annotations

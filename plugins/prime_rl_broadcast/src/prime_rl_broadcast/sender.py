@@ -1,4 +1,4 @@
-"""The trainer's part: rank 0 waits for an invitation, and sends where the engines meet."""
+"""The trainer's part: rank 0 waits until the orchestrator opens a group, and sends to it."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 from torch import Tensor
 
 from prime_rl import Header, WeightSender
-from prime_rl_broadcast.group import Attendance
-from prime_rl_broadcast.meeting import Meeting, decline, invitation
+from prime_rl_broadcast.connection import Member
+from prime_rl_broadcast.group import BroadcastGroup, decline, opened
 
 POLL_SECONDS = 0.005
 
 
-class MeetingSender(WeightSender):
-    """Attends one meeting per version, over connections that outlive it."""
+class BroadcastSender(WeightSender):
+    """Sends one broadcast per version, over connections that outlive it."""
 
     def __init__(self, device: torch.device | None) -> None:
         """``device``: the GPU, for NCCL."""
         self.device = device
-        self._attendance = Attendance()
+        self._member = Member()
 
     def wait(self, directory: Path, files_wanted: Callable[[], bool]) -> object | None:
-        while (meeting := invitation(directory)) is None:
+        while (group := opened(directory)) is None:
             if files_wanted() and decline(directory):
                 return None
             time.sleep(POLL_SECONDS)
-        return dict(msgspec.to_builtins(meeting))
+        return dict(msgspec.to_builtins(group))
 
     def send(self, order: object, header: Header, tensors: Iterator[Tensor]) -> None:
-        meeting = msgspec.convert(order, Meeting)
-        with self._attendance.at(meeting, self.device or torch.device("cpu")) as group:
-            group.send(header, tensors)
+        group = msgspec.convert(order, BroadcastGroup)
+        with self._member.join(group, self.device or torch.device("cpu")) as connection:
+            connection.send(header, tensors)

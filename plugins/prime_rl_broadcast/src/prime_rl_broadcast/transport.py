@@ -1,4 +1,4 @@
-"""The transports ``gloo`` and ``nccl``. Importing this brings in no torch."""
+"""The transports ``gloo`` and ``nccl``. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from prime_rl import ConfigError, WeightDelivery, WeightSender, WeightTransport
-from prime_rl_broadcast.meeting import Backend
+from prime_rl_broadcast.group import Backend
 
 if TYPE_CHECKING:
     import torch
 
 
 class GlooTransport(WeightTransport):
-    """Through the memory of the hosts: works everywhere, and needs no GPU."""
+    """Through the memory of the hosts. Needs no GPU."""
 
     name = "gloo"
     backend: ClassVar[Backend] = "gloo"
 
     def delivery(self, broadcasts: Path, timeout: float) -> WeightDelivery:
-        from prime_rl_broadcast.meetings import Meetings
+        from prime_rl_broadcast.delivery import BroadcastDelivery
 
-        return Meetings(broadcasts, self.backend, timeout)
+        return BroadcastDelivery(broadcasts, self.backend, timeout)
 
     def sender(self, device: torch.device) -> WeightSender:
-        from prime_rl_broadcast.sender import MeetingSender
+        from prime_rl_broadcast.sender import BroadcastSender
 
-        return MeetingSender(None)
+        return BroadcastSender(None)
 
 
 class NcclTransport(GlooTransport):
@@ -39,15 +39,16 @@ class NcclTransport(GlooTransport):
         if device == "cpu":
             raise ConfigError(
                 "weight_broadcast.type is 'nccl', which does not go with trainer.device: NCCL "
-                "needs GPUs. Set it to 'filesystem', or change the other."
+                "needs GPUs. Set weight_broadcast.type to 'gloo' or 'filesystem', or change "
+                "trainer.device."
             )
 
     def sender(self, device: torch.device) -> WeightSender:
-        from prime_rl_broadcast.sender import MeetingSender
+        from prime_rl_broadcast.sender import BroadcastSender
 
         if device.type != "cuda":
             raise ConfigError(
                 f"weight_broadcast.type is 'nccl', and the trainer runs on {device.type}: NCCL "
-                "moves what lies on GPUs. Set it to 'gloo' or 'filesystem'."
+                "needs GPUs. Set weight_broadcast.type to 'gloo' or 'filesystem'."
             )
-        return MeetingSender(device)
+        return BroadcastSender(device)

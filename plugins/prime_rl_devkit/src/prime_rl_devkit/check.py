@@ -1,4 +1,4 @@
-"""``prime-rl plugins check``: hold what is installed, or a folder, to the contract."""
+"""``prime-rl plugins check``: check installed plugins, or a package folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ HEAVY = ("torch", "transformers", "verifiers", "renderers")
 
 
 def check(target: str | None, settings: Mapping[str, Any]) -> list[Report]:
-    """Reports of one plugin, one thing it offers, a package folder, or of everything installed.
+    """Reports of one plugin, one class it offers, a package folder, or everything installed.
 
-    Raises ``ConfigError`` for a target that is not there, or settings that do not fit.
+    Raises ``ConfigError`` for an unknown target or invalid settings.
     """
     if target is not None and _is_path(target):
         return _check_folder(Path(target), settings)
@@ -36,7 +36,7 @@ def check(target: str | None, settings: Mapping[str, Any]) -> list[Report]:
         return [_one("plugins", "installed", "loads", "failed", str(error))]
     reports = [r for hooks in loaded for r in _check_hooks(hooks, target, settings, [])]
     if target is not None and not reports:
-        described(target)  # raises, naming what is close
+        described(target)  # raises, with the nearest names
     return reports
 
 
@@ -61,7 +61,7 @@ def _check_folder(folder: Path, settings: Mapping[str, Any]) -> list[Report]:
 
 
 def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
-    """Name, version and our entry points of a package folder. Raises ``ConfigError``."""
+    """Name, version and entry points of prime-rl of a package folder. Raises ``ConfigError``."""
     path = folder / "pyproject.toml"
     if not path.exists():
         raise ConfigError(f"{folder}: expected a package folder with a pyproject.toml, found none")
@@ -73,8 +73,8 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
     groups = {group: points[group] for group in GROUPS if points.get(group)}
     if not groups:
         raise ConfigError(
-            f"{path}: no entry points under {' or '.join(map(repr, GROUPS))}, so nothing of it "
-            "would be loaded. Add [project.entry-points.prime_rl] with a line: my_plugin = "
+            f"{path}: no entry points under {' or '.join(map(repr, GROUPS))}, so no "
+            "plugin would be loaded. Add [project.entry-points.prime_rl] with a line: my_plugin = "
             '"my_module"'
         )
     return str(project.get("name", folder.name)), str(project.get("version", "")), groups
@@ -103,12 +103,12 @@ def _package(name: str, value: str, offers: Sequence[tuple[Kind[Any], Offered[An
 
 
 def _loads() -> Outcome:
-    promise = "It imports, keeps the contract, and clashes with nobody."
-    return Outcome("loads", promise, "passed")  # or we would not be here
+    promise = "It imports, keeps the contract, and has names of its own."
+    return Outcome("loads", promise, "passed")  # otherwise load_plugins has raised
 
 
 def _light(value: str) -> Outcome:
-    promise = "Importing it brings in nothing heavy: plugins list answers in under a second."
+    promise = "Importing it imports nothing heavy: plugins list answers in under a second."
     code = (
         f"import sys, importlib; importlib.import_module({value.partition(':')[0]!r})\n"
         f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
@@ -128,7 +128,7 @@ def _light(value: str) -> Outcome:
 
 
 def _documented(offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Outcome:
-    promise = "Every class and every setting says what it is for."
+    promise = "Every class and every setting has a docstring."
     missing = []
     for _, offered in offers:
         cls = offered.cls

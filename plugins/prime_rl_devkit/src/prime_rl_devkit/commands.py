@@ -19,7 +19,7 @@ def check(
         str | None,
         typer.Argument(
             metavar="NAME | PATH",
-            help="A plugin, a distribution, something that one offers, or the folder of a package "
+            help="A plugin, a distribution, the name of an offer, or the folder of a package "
             "that need not be installed. Left out: everything installed.",
             show_default=False,
         ),
@@ -27,7 +27,7 @@ def check(
     settings: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="A setting of what is checked; VALUE as in TOML."
+            "--set", metavar="KEY=VALUE", help="A setting of the checked class; VALUE as in TOML."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -90,7 +90,7 @@ def read_settings(pairs: list[str]) -> dict[str, Any]:
 
 
 def new(
-    name: Annotated[str, typer.Argument(help="What a TOML will select it by: my-algo.")],
+    name: Annotated[str, typer.Argument(help="The name in a TOML, such as my-algo.")],
     kind: Annotated[
         str,
         typer.Option(help="algorithm, filter, loss, engine, sampler, renderer, source or monitor."),
@@ -100,7 +100,7 @@ def new(
         typer.Option(help="Folder to write; ./prime-rl-NAME if left out.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a package with one plugin that works, its tests, a README and a CI workflow."""
+    """Write a package with one working plugin, its tests, a README and a CI workflow."""
     from prime_rl_devkit.scaffold import write_package
 
     package = write_package(name, kind, directory)

@@ -19,14 +19,14 @@ GROUP = "prime-rl"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two options."""
+    """Add the two options."""
     group = parser.getgroup(GROUP)
     group.addoption(
         "--prime-rl",
         action="append",
         default=[],
         metavar="NAME",
-        help="hold an installed algorithm or engine to the contract (may be repeated)",
+        help="run the conformance checks of an installed algorithm or engine (may be repeated)",
     )
     group.addoption(
         "--prime-rl-set",
@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Add a test for each check of each algorithm and engine that is named."""
+    """Add a test for each check of each named algorithm and engine."""
     for name in config.getoption("--prime-rl"):
         items.extend(_items(session, name, config.getoption("--prime-rl-set")))
 
@@ -55,7 +55,7 @@ def _items(session: pytest.Session, name: str, pairs: list[str]) -> Iterator[pyt
         settings = read_settings(pairs)
         subjects, benches = subjects_named(name, settings), engines_named(name, settings)
         if not subjects and not benches:
-            raise _nobody()
+            raise _no_offer()
     except PrimeRLError as error:
         raise pytest.UsageError(f"--prime-rl {name}: {error}") from error
     yield from _engine_items(session, benches)
@@ -68,7 +68,7 @@ def _items(session: pytest.Session, name: str, pairs: list[str]) -> Iterator[pyt
 
 
 def subjects_named(name: str, settings: dict[str, Any]) -> list[Any]:
-    """The algorithms that a name stands for, with their settings. Raises ``ConfigError``."""
+    """The algorithms of a name, with their settings. Raises ``ConfigError``."""
     from prime_rl.plugins.offers import ALGORITHM, settings_of
     from prime_rl.testing.host import conformance_host
     from prime_rl.testing.rollouts import conformance_group
@@ -86,7 +86,7 @@ def subjects_named(name: str, settings: dict[str, Any]) -> list[Any]:
 
 
 def engines_named(name: str, settings: dict[str, Any]) -> list[Any]:
-    """The engines that a name stands for, not started yet. Raises ``ConfigError``."""
+    """The engines of a name, not started yet. Raises ``ConfigError``."""
     from prime_rl.plugins.offers import ENGINE
     from prime_rl_devkit.engines.bench import Bench
 
@@ -94,7 +94,8 @@ def engines_named(name: str, settings: dict[str, Any]) -> list[Any]:
 
 
 def _offered(kind: Any, name: str) -> list[Any]:
-    """Of one kind: what is called so, else what a plugin or distribution of that name offers."""
+    """Classes of one kind with that name, else those that a plugin or distribution of that name
+    offers."""
     from prime_rl.plugins.manager import load_plugins
     from prime_rl.plugins.offers import collect
 
@@ -108,7 +109,7 @@ def _offered(kind: Any, name: str) -> list[Any]:
     ]
 
 
-def _nobody() -> Exception:
+def _no_offer() -> Exception:
     from prime_rl.errors import ConfigError
     from prime_rl.plugins.manager import load_plugins
     from prime_rl.plugins.offers import ALGORITHM, ENGINE, collect
@@ -137,7 +138,7 @@ class ConformanceItem(pytest.Item):
     check: str
 
     def runtest(self) -> None:
-        """Fail or skip with what the check says."""
+        """Run the check. Fails or skips with its message."""
         outcome = self.outcome()
         if outcome.status == "skipped":
             pytest.skip(outcome.message)
@@ -151,7 +152,7 @@ class ConformanceItem(pytest.Item):
         return run_check(self.subject, self.check)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The message; the traceback of what the algorithm raised, where it did."""
+        """The message; for an error of the algorithm, its traceback."""
         error = excinfo.value
         if isinstance(error, AssertionError):
             cause = error.__cause__
@@ -160,7 +161,7 @@ class ConformanceItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, None, str]:
-        """What a report line is headed with."""
+        """The heading of a report."""
         return self.path, None, self.name
 
 

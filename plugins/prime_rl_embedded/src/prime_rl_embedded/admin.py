@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 from torch import Tensor
 
 from prime_rl import WeightsError
-from prime_rl_broadcast.group import Attendance
+from prime_rl_broadcast.connection import Member
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.weights import apply_weights, read_weights, receive_weights
 from prime_rl_engine_kit.body import read_body
@@ -27,7 +27,7 @@ class Admin:
         self.engine = engine
         self._keys = keys
         self._updating = asyncio.Lock()
-        self._attendance = Attendance()
+        self._attendance = Member()
 
     def _check(self, http: HTTPRequest) -> None:
         self._keys.check_admin(http.headers.get("authorization", ""))

@@ -11,7 +11,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from prime_rl_broadcast.meeting import backends
+from prime_rl_broadcast.group import backends
 from prime_rl_embedded.admin import Admin
 from prime_rl_embedded.chat import Chat
 from prime_rl_embedded.frontend import complete

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from prime_rl import WeightsError
 from prime_rl.adapter import is_adapter, merged_tensors
-from prime_rl_broadcast.group import DTYPES, Attendance
-from prime_rl_broadcast.meeting import Header, Meeting
+from prime_rl_broadcast.connection import DTYPES, Member
+from prime_rl_broadcast.group import BroadcastGroup, Header
 
 
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
@@ -35,7 +35,7 @@ def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
     return _fitted(directory, tensors, module)
 
 
-def receive_weights(meeting: Meeting, attendance: Attendance, module: Any) -> dict[str, Tensor]:
+def receive_weights(meeting: BroadcastGroup, attendance: Member, module: Any) -> dict[str, Tensor]:
     """The same from the trainer's memory. What does not fit is refused before it comes. Raises
     ``WeightsError``."""
     received: dict[str, Tensor] = {}
@@ -55,7 +55,7 @@ def receive_weights(meeting: Meeting, attendance: Attendance, module: Any) -> di
         received.update(stream)
         _check_values("broadcast", received)
 
-    with attendance.at(meeting, module.device) as group:
+    with attendance.join(meeting, module.device) as group:
         group.receive(check, take)
     return received
 

@@ -1,4 +1,4 @@
-"""What a server does with one request: it reads the body, and it stops if the client leaves."""
+"""Read the body of a request, and cancel its work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def read_body(http: HTTPRequest) -> bytes:
 
 
 async def while_wanted(http: HTTPRequest, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of ``work``. A client that leaves cancels it: raises ``ClientGone`` then."""
+    """The result of ``work``. Raises ``ClientGone`` and cancels it if the client disconnects."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))
     try:

@@ -17,7 +17,7 @@ _TYPES = {
 
 
 class RequestError(EngineError):
-    """A request that can't be answered, with the HTTP status it ends in."""
+    """A refused request, with its HTTP status."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -25,6 +25,6 @@ class RequestError(EngineError):
 
     @property
     def body(self) -> dict[str, object]:
-        """The JSON that OpenAI-style clients read."""
+        """The JSON in OpenAI's format."""
         kind = _TYPES.get(self.status, "BadRequestError")
         return {"error": {"message": str(self), "type": kind, "code": self.status}}

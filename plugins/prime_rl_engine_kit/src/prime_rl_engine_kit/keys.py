@@ -1,7 +1,7 @@
-"""Bearer keys: one for the admin routes, and one for sampling if the server was given one.
+"""Bearer keys: one for the admin routes, and one for sampling if the server has one.
 
-They come by the environment (``PRIME_RL_ADMIN_KEY``, ``PRIME_RL_ENGINE_API_KEY``); argument lists
-are public.
+They are passed by the environment (``PRIME_RL_ADMIN_KEY``, ``PRIME_RL_ENGINE_API_KEY``); argument
+lists are public.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from prime_rl_engine_kit.errors import RequestError
 
 @dataclass(frozen=True)
 class Keys:
-    """Who may do what. An empty key: sampling needs none, administration is off."""
+    """The keys of a server. Empty: sampling needs no key, the admin routes are off."""
 
     admin: str = ""
     sampling: str = ""
 
     @classmethod
     def of_environment(cls) -> Keys:
-        """Those that this process was started with."""
+        """The keys in the environment of this process."""
         return cls(os.environ.get(ADMIN_KEY, ""), os.environ.get(ENGINE_KEY, ""))
 
     def check_admin(self, authorization: str) -> None:
@@ -57,5 +57,5 @@ def _bearer(authorization: str) -> str:
 
 
 def _equal(given: str, key: str) -> bool:
-    # Headers arrive decoded as Latin-1, whatever their bytes meant.
+    # The server decodes headers as Latin-1.
     return hmac.compare_digest(given.encode("latin-1"), key.encode())

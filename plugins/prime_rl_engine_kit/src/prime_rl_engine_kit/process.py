@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 
 
 def command_line(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """The options that say what ``EngineLaunch`` says. No key is on it: argument lists are
+    """The options for the fields of ``EngineLaunch``. No key is among them: argument lists are
     public."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     add = parser.add_argument
@@ -32,7 +32,7 @@ def command_line(prog: str, description: str | None) -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1")
     add("--port", type=int, required=True)
     add("--max-model-len", type=int, required=True, help="prompt and completion, in tokens")
-    add("--seed", type=int, default=0, help="of requests that bring none")
+    add("--seed", type=int, default=0, help="of requests without a seed")
     add("--policy-version", type=int, default=0, help="of the weights in the folder")
     add("--status-path", type=Path)
     add("--wait-for-model", action="store_true", help=f"until the folder holds {READY}")
@@ -40,7 +40,7 @@ def command_line(prog: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def run_server(args: argparse.Namespace, serve: Callable[[argparse.Namespace, Status], int]) -> int:
-    """Serve until told to stop, or until the parent is gone; the exit code."""
+    """Serve until a signal, or until the parent is gone. Returns the exit code."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -50,7 +50,7 @@ def run_server(args: argparse.Namespace, serve: Callable[[argparse.Namespace, St
     status = Status(args.status_path)
     try:
         return serve(args, status)
-    except (SystemExit, KeyboardInterrupt) as stop:  # a signal, at whatever point
+    except (SystemExit, KeyboardInterrupt) as stop:  # a signal, at any point
         code = int(stop.code or 0) if isinstance(stop, SystemExit) else 0
         status.report("failed" if code else "stopped")
         return code
@@ -68,7 +68,7 @@ def wait_for_model(path: Path, status: Status) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process: the interpreter would take most of a second to take torch apart."""
+    """End the process at once: unloading torch would take most of a second."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)

@@ -1,8 +1,8 @@
-"""The JSON of ``POST /inference/v1/generate`` and ``/update_weights``, and what is wrong with it.
+"""The JSON of ``POST /inference/v1/generate`` and ``/update_weights``, and their errors.
 
-Unknown keys are ignored, as vLLM does; keys that would change the distribution and aren't offered
-are refused, because ignoring them would return logprobs of another distribution than the client
-believes. What only some engine can judge (a temperature, say) is left to it.
+Unknown keys are ignored, as vLLM does; unsupported keys that change the distribution are refused:
+otherwise the logprobs would belong to another distribution than the client expects. The engine
+itself checks values such as a temperature.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.errors import RequestError
 
 MAX_ALTERNATIVES = 20
@@ -28,14 +28,14 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "structured_outputs": (),
     "logits_processors": ([],),
 }
-"""Keys that aren't offered, and the values besides null at which they do nothing."""
+"""Unsupported keys, and the values besides null without an effect."""
 
 Body = TypeVar("Body")
 Value = TypeVar("Value")
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
-    """What every route that samples understands. None: not given."""
+    """The keys of every route that samples. None: not given."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -86,13 +86,14 @@ class UpdateBody(msgspec.Struct, kw_only=True):
     weight_dir: str
     version: int | None = None
     """None: one more than the current version."""
-    meeting: Meeting | None = None
-    """Where the trainer passes them on from its memory; ``weight_dir`` has no files then."""
+    meeting: BroadcastGroup | None = None
+    """The group in which the trainer sends the weights from its memory; ``weight_dir`` is then
+    empty."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the served model can take."""
+    """The limits of the served model."""
 
     model_name: str
     max_model_len: int
@@ -100,7 +101,7 @@ class Limits:
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:
-    """JSON into a body. Raises ``RequestError`` that says where and what."""
+    """JSON into a body. Raises ``RequestError`` with the key and the fault."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -108,12 +109,12 @@ def decode(data: bytes, kind: type[Body]) -> Body:
 
 
 def given(value: Value | None, default: Value) -> Value:
-    """The value, or what it means that there is none."""
+    """The value, or its default."""
     return default if value is None else value
 
 
 def check_generate(body: GenerateBody, limits: Limits) -> None:
-    """All of a body but its sampling parameters. Raises ``RequestError``."""
+    """Check a body except its sampling parameters. Raises ``RequestError``."""
     check_model(body.model, limits)
     fields = body.sampling_params
     scoring = fields.prompt_logprobs is not None and given(fields.max_tokens, 2) <= 1
@@ -129,7 +130,7 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
 
 
 def check_model(name: str | None, limits: Limits) -> None:
-    """Raises ``RequestError`` (404) for another model than the one that is served."""
+    """Raises ``RequestError`` (404) for any model but the served one."""
     if name is not None and name != limits.model_name:
         raise RequestError(
             f"the model {name!r} does not exist; this engine serves {limits.model_name!r}", 404
@@ -164,8 +165,7 @@ def check_prompt(token_ids: Sequence[int], limits: Limits, *, scoring: bool = Fa
 def check_sampling(
     fields: SamplingFields, limits: Limits, logprobs: int | None, prompt_logprobs: int | None
 ) -> None:
-    """What no engine offers, and whole numbers out of bounds. Raises ``RequestError``: the key and
-    its value."""
+    """Refuse unsupported keys and integers out of bounds. Raises ``RequestError``."""
     for key, neutral in _NEUTRAL.items():
         value = getattr(fields, key)
         if value is not None and value not in neutral:

@@ -22,7 +22,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
 from prime_rl import WeightsError
-from prime_rl_broadcast.meeting import Meeting
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.requests import UpdateBody, decode
@@ -128,7 +128,7 @@ class Admin:
         async with self._for_good(version):
             await self._rpc("prime_rl_load")
 
-    async def _receive(self, meeting: Meeting, version: int) -> None:
+    async def _receive(self, meeting: BroadcastGroup, version: int) -> None:
         """The same from the trainer's memory. Raises ``RequestError`` if it is refused."""
         async with self._for_good(version):
             problems = await self._rpc("prime_rl_receive", msgspec.to_builtins(meeting))

@@ -13,7 +13,7 @@ from torch import Tensor
 from prime_rl import WeightsError
 from prime_rl.adapter import is_adapter, merged_tensors
 from prime_rl.model_files import ModelFiles, opened
-from prime_rl_broadcast.meeting import Header
+from prime_rl_broadcast.group import Header
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 """Ends of the two names that a tied model has for one matrix."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prime_rl.rundir.status import Status
-from prime_rl_broadcast.meeting import backends
+from prime_rl_broadcast.group import backends
 from prime_rl_engine_kit.keys import Keys
 
 

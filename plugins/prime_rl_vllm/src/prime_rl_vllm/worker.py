@@ -19,8 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from prime_rl import WeightsError
 from prime_rl.model_files import ModelFiles
-from prime_rl_broadcast.group import Attendance
-from prime_rl_broadcast.meeting import Header, Meeting
+from prime_rl_broadcast.connection import Member
+from prime_rl_broadcast.group import BroadcastGroup, Header
 from prime_rl_vllm.checkpoint import Announced, Staged, check_layout
 
 
@@ -29,14 +29,14 @@ class WeightExtension:
     are plain values, and a refusal is one too."""
 
     _prime_rl_base: ModelFiles
-    _prime_rl_attendance: Attendance
+    _prime_rl_attendance: Member
     _prime_rl_staged: Staged | None = None
 
     def prime_rl_remember(self, base_dir: str) -> str | None:
         """Note which tensors the model has. Returns what is wrong with the folder, or None."""
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
-            self._prime_rl_attendance = Attendance()
+            self._prime_rl_attendance = Member()
         except WeightsError as error:
             return str(error)
         return None
@@ -83,8 +83,8 @@ class WeightExtension:
             self._prime_rl_reload(stream)
 
         try:
-            own = msgspec.convert(meeting, Meeting).attended_by(self.rank)
-            with self._prime_rl_attendance.at(own, self.device) as group:
+            own = msgspec.convert(meeting, BroadcastGroup).for_worker(self.rank)
+            with self._prime_rl_attendance.join(own, self.device) as group:
                 group.receive(check, load)
         except WeightsError as error:
             if begun:

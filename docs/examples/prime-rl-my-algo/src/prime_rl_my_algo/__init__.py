@@ -2,8 +2,8 @@
 
     A_i = r_i - mean(r_j over j != i)          on every token that rollout i sampled
 
-Changed from the paper: 1. the group is the rollouts that survived, and a lone one gets 0; 2. credit
-may be clipped (``limit``).
+Changed from the paper: 1. the group has only rollouts that did not fail, and a single one gets 0;
+2. credit may be clipped (``limit``).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from prime_rl import Algorithm, Group, PluginConfig, hookimpl
 from pydantic import PositiveFloat
 
 prime_rl_contract = 1
-"""The version of the plugin contract that this is written for."""
+"""The version of the plugin contract that this module is written for."""
 
 
 class MyAlgoConfig(PluginConfig):
     """Settings of ``my_algo``."""
 
     limit: PositiveFloat | None = None
-    """Credit is clipped to this, up and down. None: it is not."""
+    """Credit is clipped to ±limit. None: no limit."""
 
 
 class MyAlgo(Algorithm):
-    """Credit is the reward above the mean of the others'."""
+    """Credit is the reward minus the mean of the others'."""
 
     name = "my_algo"
     config_class = MyAlgoConfig
@@ -40,12 +40,12 @@ class MyAlgo(Algorithm):
             rollout.assign_advantages(self.clipped(own - (sum(above) - own) / others))
 
     def clipped(self, credit: float) -> float:
-        """Within the limit, if there is one."""
+        """Credit within the limit."""
         limit = self.config.limit
         return credit if limit is None else max(-limit, min(limit, credit))
 
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    """Offer it to every run."""
+    """Offer ``my_algo``."""
     return [MyAlgo]

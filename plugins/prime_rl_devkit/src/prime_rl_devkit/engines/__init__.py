@@ -1,4 +1,4 @@
-"""The promises every engine keeps, whatever it is made of: a suite for any server behind the HTTP
+"""Conformance checks of engines: a suite for any server behind the HTTP
 contract of ``docs/engines.md``.
 
 As tests of an engine plugin, one test a check:
@@ -22,12 +22,12 @@ Against a server that runs already (the key and the folder of the weights it ser
     print(check_engine(subject))
 
 ``started`` and ``EngineSubject`` also take ``dtype="bfloat16"``, ``tolerance=1e-3`` (the largest
-gap in a log-probability; None: by dtype) and ``lacks={"sleep": "why"}`` for what is optional and
-not there (``OPTIONAL``). An engine class may declare the same in an attribute ``lacks``. From the
+gap in a log-probability; None: by dtype) and ``lacks={"sleep": "why"}`` for missing optional
+features (``OPTIONAL``). An engine class may declare the same in an attribute ``lacks``. From the
 command line: ``prime-rl plugins check NAME`` and ``pytest --prime-rl NAME``.
 
-transformers and torch are needed where this runs, for the numbers the engine is held to, but are
-imported when a check needs them. The engine's own environment may be another one.
+The checks need transformers and torch for reference numbers, and import them on first use. The
+engine may run in another virtual environment.
 """
 
 from prime_rl_devkit.engines.models import write_tiny_model as write_tiny_model

@@ -1,4 +1,4 @@
-"""An offered engine, started when the first check asks for it: for the command line and pytest."""
+"""An engine that is started for its first check: for the command line and pytest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bench:
 
     @property
     def subject(self) -> EngineSubject:
-        """The running engine. Raises what its start raised, each time."""
+        """The running engine. If its start failed, raises that error each time."""
         if self._failure is not None:
             raise self._failure
         if self._subject is None:
@@ -51,7 +51,7 @@ class Bench:
         self._stack.close()
 
     def report(self) -> Report:
-        """Every check, the server ended afterwards."""
+        """Run every check, then end the server."""
         name = type(self.engine).name
         try:
             return conformance(self.subject, name)
@@ -63,6 +63,6 @@ class Bench:
 
 
 def not_started(cls: type[Engine]) -> Report:
-    """What is said of an engine that nobody asked for by name."""
+    """The report of an engine that was not named: its checks start a server."""
     outcome = Outcome("conformance", "", "skipped", f"{NOT_STARTED} {cls.name}")
     return Report("engine", cls.name, (outcome,))

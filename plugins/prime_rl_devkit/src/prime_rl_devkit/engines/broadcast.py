@@ -1,4 +1,4 @@
-"""Checks of weights that come from the trainer's memory, which this process is for the while."""
+"""Checks of weights from the trainer's memory. This process plays the trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from prime_rl.errors import WeightsError
 from prime_rl.testing.report import Broken, NotApplicable
-from prime_rl_broadcast.meeting import Meeting, call_off
+from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_devkit.engines.checkpoints import read
 from prime_rl_devkit.engines.routes import refused
 from prime_rl_devkit.engines.subject import EngineSubject
@@ -23,17 +23,15 @@ from prime_rl_devkit.engines.weights import REFUSED, other_weights, serves
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prime_rl_broadcast.group import Attendance
-
 SECONDS = 60.0
 
 
 class Trainer:
-    """Sends an engine to meetings over gloo, and attends them as rank 0."""
+    """Rank 0 of broadcasts over gloo, and the client that sends the engine to them."""
 
     def __init__(self, engine: EngineSubject) -> None:
-        """Skips the check if the engine says that it receives nothing."""
-        from prime_rl_broadcast.group import Attendance
+        """Raises ``NotApplicable`` if the engine receives nothing by gloo."""
+        from prime_rl_broadcast.connection import Member
 
         engine.need_admin()
         receives = engine.ok(engine.http.get("/health")).get("receives")
@@ -47,7 +45,7 @@ class Trainer:
             ) from error
         if "gloo" not in backends:
             raise NotApplicable(f"the engine receives by {backends}, the kit sends by gloo")
-        self._engine, self._attendance = engine, Attendance()
+        self._engine, self._member = engine, Member()
         self._folder = engine.new_folder("meetings")
         self._group = self.new_folder()
 
@@ -56,28 +54,28 @@ class Trainer:
         folder.mkdir(parents=True)
         return folder
 
-    def pass_on(self, tensors: Mapping[str, Tensor]) -> httpx.Response:
+    def broadcast(self, tensors: Mapping[str, Tensor]) -> httpx.Response:
         """The engine's answer to a broadcast of ``tensors``."""
-        meeting = self._meeting()
+        group = self._new_group()
         with ThreadPoolExecutor(1) as pool:
-            sending = pool.submit(self._send, meeting, tensors, self._attendance)
-            answer = self._invite(meeting)
-            with suppress(WeightsError):  # the engine has said why
+            sending = pool.submit(self._send, group, tensors)
+            answer = self._update(group)
+            with suppress(WeightsError):  # the engine's answer has the reason
                 sending.result()
         return answer
 
-    def stay_away(self) -> httpx.Response:
-        """The engine's answer to a meeting that is called off while it waits."""
-        meeting = self._meeting()
+    def abort(self) -> httpx.Response:
+        """The engine's answer to a broadcast that is aborted while it waits."""
+        group = self._new_group()
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(self._invite, meeting)
-            here = Path(meeting.directory) / "here_1"
-            self._engine.wait(here.exists, "the engine does not come to a meeting")
-            call_off(Path(meeting.directory), "nobody came")
+            answer = pool.submit(self._update, group)
+            ready = Path(group.directory) / "here_1"
+            self._engine.wait(ready.exists, "the engine does not join a broadcast")
+            group.abort("the trainer is missing")
             return answer.result()
 
-    def _meeting(self) -> Meeting:
-        return Meeting(
+    def _new_group(self) -> BroadcastGroup:
+        return BroadcastGroup(
             directory=str(self.new_folder()),
             group=str(self._group),
             backend="gloo",
@@ -87,11 +85,11 @@ class Trainer:
             loopback=True,
         )
 
-    def _invite(self, meeting: Meeting) -> httpx.Response:
+    def _update(self, group: BroadcastGroup) -> httpx.Response:
         body: dict[str, Any] = {
-            "weight_dir": meeting.directory,
+            "weight_dir": group.directory,
             "version": self._engine.version + 1,
-            "meeting": msgspec.to_builtins(meeting.attended_by(1)),
+            "meeting": msgspec.to_builtins(group.for_worker(1)),
         }
         self._engine.pause()
         answer = self._engine.admin("/update_weights", body)
@@ -99,39 +97,38 @@ class Trainer:
         self._engine.resume()
         return answer
 
-    @staticmethod
-    def _send(meeting: Meeting, tensors: Mapping[str, Tensor], attendance: Attendance) -> None:
+    def _send(self, group: BroadcastGroup, tensors: Mapping[str, Tensor]) -> None:
         import torch
 
-        from prime_rl_broadcast.group import header_of
+        from prime_rl_broadcast.connection import header_of
 
-        with attendance.at(meeting, torch.device("cpu")) as group:
-            group.send(header_of(tensors, {}), tensors.values())
+        with self._member.join(group, torch.device("cpu")) as connection:
+            connection.send(header_of(tensors, {}), tensors.values())
 
 
 def broadcast(engine: EngineSubject) -> str:
-    """Weights from the trainer's memory serve like those of a folder, one broadcast after another
-    over the same connections."""
+    """Weights from the trainer's memory serve like those of a folder, over several broadcasts on
+    the same connections."""
     trainer = Trainer(engine)
     with other_weights(engine, seed=7) as folder:
-        engine.ok(trainer.pass_on(read(folder)))
+        engine.ok(trainer.broadcast(read(folder)))
         gap = serves(engine, folder, "after a broadcast")
-    engine.ok(trainer.pass_on(read(engine.model_folder)))
+    engine.ok(trainer.broadcast(read(engine.model_folder)))
     serves(engine, engine.model_folder, "after a broadcast back", 1)
     return f"largest gap {gap:.2g}"
 
 
 def refused_broadcast(engine: EngineSubject) -> None:
-    """Weights that do not fit are refused before they come, and a meeting that is called off is
-    left; the old weights serve on."""
+    """The engine refuses weights that do not fit before they are sent, and leaves an aborted
+    broadcast. It continues to serve the old weights."""
     sound = read(engine.model_folder)
     name = max(name for name, tensor in sound.items() if tensor.dim() == 2)
     without = {key: tensor for key, tensor in sound.items() if key != name}
     for number, (what, tensors) in enumerate(
         (("a missing tensor", without), ("another shape", without | {name: sound[name][:-1]}))
     ):
-        answer = Trainer(engine).pass_on(tensors)
+        answer = Trainer(engine).broadcast(tensors)
         refused(answer, f"a broadcast with {what}", REFUSED, name)
         serves(engine, engine.model_folder, f"after a broadcast with {what}", number)
-    refused(Trainer(engine).stay_away(), "a meeting that was called off", REFUSED, "nobody came")
-    serves(engine, engine.model_folder, "after a meeting that was called off", 2)
+    refused(Trainer(engine).abort(), "an aborted broadcast", REFUSED, "the trainer is missing")
+    serves(engine, engine.model_folder, "after an aborted broadcast", 2)

@@ -28,7 +28,7 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def write(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """A folder with these tensors, and everything else as ``source`` has it."""
+    """Write a folder with these tensors and the other files of ``source``."""
     from safetensors.torch import save_file
 
     target.mkdir(parents=True)
@@ -40,7 +40,7 @@ def write(source: Path, target: Path, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def changed(source: Path, target: Path, seed: int = 1) -> Path:
-    """Every tensor changed, by enough for each to be noticed."""
+    """Write a checkpoint in which every tensor differs noticeably."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def _no_folder(source: Path, target: Path) -> None:
 
 
 def _last_matrix(tensors: Mapping[str, Tensor]) -> str:
-    """A loader that goes by name comes to it late, with most of the rest already changed."""
+    """The last matrix by name: a loader in that order has changed most tensors before it."""
     return max(name for name, tensor in tensors.items() if tensor.dim() == 2)
 
 
@@ -105,7 +105,7 @@ DAMAGES: Mapping[str, Callable[[Path, Path], None]] = {
     "a missing shard": _missing_shard,
     "no folder": _no_folder,
 }
-"""What is wrong with a checkpoint, and how to make one. Source and target folders."""
+"""Functions that write a damaged checkpoint, by the damage. Source and target folders."""
 
 
 # -- adapters ---------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def _adapter_config(source: Path) -> dict[str, object]:
 
 
 def merged(source: Path, adapter: Path, target: Path) -> Path:
-    """The model that base and adapter are together: W + alpha / r * B A (Hu et al. 2021, 4.1)."""
+    """Write base and adapter as one model: W + alpha / r * B A (Hu et al. 2021, 4.1)."""
     from safetensors.torch import load_file
 
     factors = load_file(adapter / "adapter_model.safetensors")

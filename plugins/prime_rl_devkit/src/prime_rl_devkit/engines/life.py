@@ -1,4 +1,4 @@
-"""Checks of sleeping, and of the end."""
+"""Checks of sleep and of the end of the process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prime_rl_devkit.engines.weights import REFUSED, other_weights, serves, sett
 
 
 def sleep(engine: EngineSubject) -> None:
-    """An engine that sleeps keeps its requests; woken, it goes on with them where they were, but
-    not before ``/resume``."""
+    """A sleeping engine keeps its requests. After waking it continues them, but not before
+    ``/resume``."""
     engine.need("sleep")
     engine.need_admin()
     long = engine.max_model_len - 16
@@ -40,8 +40,8 @@ def sleep(engine: EngineSubject) -> None:
 
 
 def sleeping_update(engine: EngineSubject) -> str:
-    """Weights that arrive while the engine sleeps serve once it is woken, or are refused then and
-    there; never half."""
+    """Weights that arrive while the engine sleeps are served once it is awake, or are refused at
+    once; never in part."""
     engine.need("sleep")
     engine.need_admin()
     with other_weights(engine, seed=5) as folder:
@@ -59,7 +59,8 @@ def sleeping_update(engine: EngineSubject) -> str:
 
 
 def ends_on_sigterm(engine: EngineSubject) -> None:
-    """SIGTERM ends the process with code 0. (The last check: nobody is left to ask.)"""
+    """SIGTERM ends the process with code 0. (The last check, because no engine is left after
+    it.)"""
     process = engine.process
     if process is None:
         raise NotApplicable("the kit did not start this engine")

@@ -1,4 +1,4 @@
-"""Checks of the numbers: whose log-probabilities they are, and how near transformers' own."""
+"""Checks of log-probabilities: their distribution, and their gap to those of transformers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PER_REQUEST = 128
 
 
 def sampled_distribution(engine: EngineSubject) -> str:
-    """Tokens come as often as their logprobs say, at any temperature and cut: what is reported is
-    the distribution that was sampled from (chi-square test of one position)."""
+    """The frequency of tokens matches their logprobs at any temperature and truncation: the
+    reported distribution is the sampled one (chi-square test of one position)."""
     prompt = lively(engine)
     tested: list[float] = []
     for index, setting in enumerate(SETTINGS):
@@ -81,7 +81,7 @@ def _one_logprob_each(
 def _as_asked(
     engine: EngineSubject, prompt: list[int], logprobs: dict[int, float], setting: dict[str, Any]
 ) -> None:
-    """The distribution is also the one that was asked for."""
+    """Check that the distribution is the requested one."""
     row = engine.reference().logits(prompt)[-1:]
     rows = row.expand(len(logprobs), -1)
     gap = largest_gap(rows, [*logprobs], [*logprobs.values()], **setting)
@@ -94,7 +94,7 @@ def _as_asked(
 
 
 def generated_logprobs(engine: EngineSubject) -> str:
-    """Logprobs of whole completions are transformers' of the same tokens."""
+    """Logprobs of whole completions equal those of transformers for the same tokens."""
     cases: list[tuple[list[int], dict[str, Any]]] = [
         (prompt_of(engine, 3), {"temperature": 1.0}),
         (prompt_of(engine, 40), {"temperature": 0.7, "top_p": 0.9}),
@@ -118,7 +118,7 @@ def _within(engine: EngineSubject, gap: float, what: str) -> None:
 
 
 def alternatives(engine: EngineSubject) -> None:
-    """``logprobs: k`` brings the k most likely tokens of each position, of the same
+    """``logprobs: k`` returns the k most likely tokens of each position, of the same
     distribution."""
     engine.need("alternatives")
     prompt, wanted = prompt_of(engine, 6), 5
@@ -137,7 +137,8 @@ def alternatives(engine: EngineSubject) -> None:
 
 
 def prompt_logprobs(engine: EngineSubject) -> str:
-    """``prompt_logprobs`` are transformers' at temperature 1, whatever the request samples at."""
+    """``prompt_logprobs`` equal those of transformers at temperature 1, at any sampling
+    temperature."""
     engine.need("prompt_logprobs")
     gaps = []
     for length, asked in ((2, 0), (7, 1), (min(200, engine.max_model_len - 1), 0)):
@@ -155,8 +156,8 @@ def prompt_logprobs(engine: EngineSubject) -> str:
 
 
 def same_choice(engine: EngineSubject, one: Choice, other: Choice) -> tuple[bool, float]:
-    """Whether two answers to one request have the same tokens, and how far their logprobs are
-    apart up to where they part."""
+    """Whether two answers to one request have the same tokens, and the largest gap of their
+    logprobs over the common tokens."""
     gap = 0.0
     pairs = zip(one.token_ids, other.token_ids, one.logprobs, other.logprobs, strict=False)
     for token, token_, logprob, logprob_ in pairs:

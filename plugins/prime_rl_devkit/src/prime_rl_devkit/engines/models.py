@@ -1,8 +1,8 @@
 """A tiny model that any engine can load: Qwen3 of two layers, tied embeddings, a byte-level
 tokenizer with a chat template.
 
-Sizes are what the pickiest kernels take (a head of 32); weights are wide enough for distributions
-with a shape.
+The head size, 32, is the smallest that all kernels support. The weights are large enough for
+distributions that are far from uniform.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_rl.rundir.launch import READY
 
-SPECIAL = (
+SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
     "<|im_end|>",
@@ -28,11 +28,12 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
 MAX_MODEL_LEN = 512
 
 
 def write_tiny_model(folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A random model and its tokenizer, complete in ``folder``."""
+    """Write a random model and its tokenizer to ``folder``."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -42,19 +43,19 @@ def write_tiny_model(folder: Path, seed: int = 0, **config: Any) -> Path:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(**_sizes() | config))
     for name, tensor in model.named_parameters():
-        if "norm" in name:  # ones everywhere would hide one that stays behind
+        if "norm" in name:  # with ones everywhere, a norm that is not loaded would go unnoticed
             tensor.data.add_(0.2 * torch.randn_like(tensor))
     torch.set_rng_state(state)
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
-    _write_tokenizer(folder)
+    write_tokenizer(folder)
     (folder / READY).touch()
     return folder
 
 
 def _sizes() -> dict[str, Any]:
     return {
-        "vocab_size": len(SPECIAL) + 256,
+        "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
@@ -65,13 +66,14 @@ def _sizes() -> dict[str, Any]:
         "initializer_range": 0.2,
         "tie_word_embeddings": True,
         "bos_token_id": None,
-        "pad_token_id": SPECIAL.index("<|endoftext|>"),
-        "eos_token_id": SPECIAL.index("<|im_end|>"),
+        "pad_token_id": SPECIAL_TOKENS.index("<|endoftext|>"),
+        "eos_token_id": SPECIAL_TOKENS.index("<|im_end|>"),
         "dtype": "float32",
     }
 
 
-def _write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer of ``VOCAB_SIZE`` tokens: any text round-trips."""
     from transformers import PreTrainedTokenizerFast
 
     path = folder / "tokenizer.json"
@@ -84,14 +86,15 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 def _byte_level() -> dict[str, Any]:
-    """``tokenizer.json``: a token a byte, no merges, so any text round-trips."""
+    """``tokenizer.json``: one token per byte, no merges."""
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    vocab = {token: i for i, token in enumerate([*SPECIAL, *_alphabet()])}
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *_alphabet()])}
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": i, "content": token, "special": True, **flags} for i, token in enumerate(SPECIAL)
+            {"id": i, "content": token, "special": True, **flags}
+            for i, token in enumerate(SPECIAL_TOKENS)
         ],
         "pre_tokenizer": level | {"use_regex": False},
         "decoder": level | {"use_regex": False},
@@ -100,8 +103,8 @@ def _byte_level() -> dict[str, Any]:
 
 
 def _alphabet() -> list[str]:
-    """A printable character for each byte, as byte-level tokenizers write them (Radford et al.
-    2019): itself where it prints, else one from 256 on."""
+    """The printable character of each byte, as in GPT-2's byte-level tokenizer (Radford et al.
+    2019): the byte's own if it prints, else the next from 256 on."""
     printing = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printing else next(others)) for byte in range(256)]

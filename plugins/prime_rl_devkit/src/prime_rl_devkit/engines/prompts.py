@@ -1,4 +1,4 @@
-"""Prompts that fit any vocabulary, the same in every run."""
+"""Prompts for any vocabulary, the same in every run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _drawn(length: int, number: int) -> tuple[int, ...]:
 def prompt_of(engine: EngineSubject, length: int, number: int = 0) -> list[int]:
     """``length`` ordinary token ids; another ``number``, another prompt.
 
-    Longer than ``max_model_len`` is fine: the engine has to say so itself.
+    It may be longer than ``max_model_len``: the engine must refuse that itself.
     """
     return [*_drawn(length, number)]
 
 
 def lively(engine: EngineSubject, nats: float = 2.5, tries: int = 24) -> list[int]:
-    """The prompt, of some, whose next token is about ``nats`` uncertain."""
+    """Of ``tries`` prompts, the one whose next token has an entropy nearest to ``nats``."""
     reference = engine.reference()
 
     def entropy(prompt: list[int]) -> float:

@@ -1,4 +1,4 @@
-"""What the engine's numbers are held against: transformers' own forward, and the distribution that
+"""The reference for an engine's numbers: transformers' own forward pass, and the distribution that
 sampling parameters make of its logits.
 
 Shapes: T = tokens of a sequence, V = vocabulary.
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EDGE = 1e-4
-"""Rounding may put a token on either side of top_p or min_p: both are right this close to it."""
+"""Within this distance of top_p or min_p a token may be kept or cut, because of rounding."""
 
 
 class Reference:
-    """A folder in float32 on the CPU."""
+    """The model of a folder, in float32 on the CPU."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -39,13 +39,13 @@ class Reference:
 
     @property
     def vocab_size(self) -> int:
-        """Ids a prompt may hold."""
+        """Number of valid token ids."""
         size: int = self.module.get_input_embeddings().num_embeddings
         return size
 
     @property
     def eos_token_ids(self) -> set[int]:
-        """What ends a completion, by the folder's generation config or its config."""
+        """Tokens that end a completion, by the generation config or the config of the folder."""
         for config in (self.module.generation_config, self.module.config):
             eos = getattr(config, "eos_token_id", None)
             if eos is not None:
@@ -53,7 +53,7 @@ class Reference:
         return set()
 
     def logits(self, token_ids: Sequence[int]) -> Tensor:
-        """[T, V]: row i is of what follows token i."""
+        """[T, V]: row i is for the token after token i."""
         import torch
 
         with torch.no_grad():
@@ -63,7 +63,7 @@ class Reference:
 
     def logits_after(self, other: Reference, token_ids: Sequence[int], kept: int) -> Tensor:
         """[T - kept, V] under these weights, over the KV of the first ``kept`` tokens under
-        ``other``'s: what a request gets that lived through an update."""
+        ``other``'s: the values for a request that was running during an update."""
         import torch
 
         ids = torch.tensor([list(token_ids)])
@@ -101,7 +101,7 @@ def largest_gap(
 
 
 def _near(sampling: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The same parameters, with the cuts a hair to either side too."""
+    """The parameters, and the same with each cut slightly lower and higher."""
     cuts = [key for key in ("top_p", "min_p") if sampling.get(key) not in (None, 0.0, 1.0)]
     if not cuts:
         return [dict(sampling)]
@@ -110,8 +110,8 @@ def _near(sampling: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def distribution(logits: Tensor, sampling: Mapping[str, Any]) -> Tensor:
-    """Log of what is sampled from, [T, V]: temperature, then top-k, min-p, and top-p over what they
-    leave, renormalised. Greedy: temperature 1, nothing cut."""
+    """Log of the sampling distribution, [T, V]: temperature, then top-k, min-p, and top-p over what
+    they leave, renormalized. Greedy: temperature 1, nothing cut."""
     import torch
 
     temperature = sampling.get("temperature", 1.0)

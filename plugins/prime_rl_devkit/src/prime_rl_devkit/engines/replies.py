@@ -1,4 +1,4 @@
-"""What an engine answers, read as strictly as the clients of rollouts read it."""
+"""Replies of an engine, read as strictly as the clients of rollouts do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Choice:
 
     token_ids: list[int]
     logprobs: list[float]
-    """Empty if none were asked for."""
+    """Empty if none were requested."""
     top: list[dict[int, float]]
-    """The most likely tokens of each position, in the order given; empty if none were asked for."""
+    """The most likely tokens of each position, in the order given; empty if none were requested."""
     finish_reason: str
     stop_reason: int | None
     versions: list[tuple[str, int, int]]
@@ -39,7 +39,7 @@ class Reply:
 
 
 def read_reply(data: Any, body: Mapping[str, Any]) -> Reply:
-    """Raises ``Broken`` that says which field is not what rollouts need."""
+    """Raises ``Broken`` with the invalid field."""
     params = body["sampling_params"]
     choices = _of(data, "choices", list, "the reply")
     wanted = params.get("n") or 1
@@ -82,7 +82,7 @@ def _logprobs(
 ) -> tuple[list[float], list[dict[int, float]]]:
     if asked is None:
         if raw.get("logprobs") is not None:
-            raise Broken(f"{where}.logprobs is there and nobody asked; expected null")
+            raise Broken(f"{where}.logprobs is there without a request; expected null")
         return [], []
     content = _of(_of(raw, "logprobs", dict, where), "content", list, f"{where}.logprobs")
     if len(content) != len(token_ids):

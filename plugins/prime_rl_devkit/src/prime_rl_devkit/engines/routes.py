@@ -1,4 +1,4 @@
-"""Checks of the routes: who is there, who may ask, and what a refusal looks like."""
+"""Checks of the routes: health, keys, and the format of errors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from prime_rl_devkit.engines.subject import GENERATE, EngineSubject
 
 
 def alive(engine: EngineSubject) -> None:
-    """``/health`` says which policy version samples, ``/v1/models`` which model and how long."""
+    """``/health`` has the current policy version; ``/v1/models`` has the model and its context
+    length."""
     engine.meet()
 
 
 def reply_shape(engine: EngineSubject) -> str:
     """A reply has the fields that rollouts read: a finite logprob for each token, version spans
-    without gaps, usage; and no logprobs where none were asked for."""
+    without gaps, and usage. It has no logprobs if none were requested."""
     sampled = engine.choice(prompt_of(engine, 5), max_tokens=4, seed=0)
     if len(sampled.token_ids) != 4:
         raise Broken(f"max_tokens is 4, end-of-sequence is ignored, and {sampled.token_ids} came")
@@ -30,7 +31,8 @@ def reply_shape(engine: EngineSubject) -> str:
 
 
 def bad_requests(engine: EngineSubject) -> None:
-    """What cannot be answered is refused with JSON that says why, and nothing else suffers."""
+    """An invalid request is refused with JSON that gives the reason, and other requests are not
+    affected."""
     good = engine.body([1, 2, 3], max_tokens=1)
     sampling = good["sampling_params"]
     wrong: list[tuple[str, dict[str, Any], tuple[int, ...], str]] = [
@@ -52,7 +54,7 @@ def bad_requests(engine: EngineSubject) -> None:
 
 
 def refused(answer: httpx.Response, what: str, statuses: tuple[int, ...], word: str) -> str:
-    """The reason of an answer that has to be a refusal. Raises ``Broken``."""
+    """The reason of a refusal. Raises ``Broken`` for any other answer."""
     place = f"{answer.request.url.path} with {what}"
     if answer.status_code not in statuses:
         expected = " or ".join(map(str, statuses))
@@ -74,8 +76,8 @@ def refused(answer: httpx.Response, what: str, statuses: tuple[int, ...], word: 
 
 
 def overlong_prompt(engine: EngineSubject) -> None:
-    """A prompt that leaves no room is a 400 that names the lengths; else a completion may fill what
-    is left, and does so where ``max_tokens`` is missing."""
+    """A prompt that fills the context is a 400 that names the lengths. Otherwise a completion may
+    fill the rest, and does so without ``max_tokens``."""
     room = engine.max_model_len
     for length in (room, room + 10):
         body = engine.body(prompt_of(engine, length), max_tokens=1)
@@ -95,7 +97,7 @@ ADMIN_ROUTES = ("/pause", "/update_weights", "/resume")
 
 
 def admin_key(engine: EngineSubject) -> None:
-    """Nobody pauses an engine or changes its weights without the run's admin key."""
+    """Pausing an engine or changing its weights needs the run's admin key."""
     engine.need_admin()
     routes = ADMIN_ROUTES if "sleep" in engine.lacks else (*ADMIN_ROUTES, "/sleep", "/wake_up")
     keys = [("no key", "", (401, 403)), ("a wrong key", "Bearer wrong", (401, 403))]
@@ -116,7 +118,7 @@ def admin_key(engine: EngineSubject) -> None:
 
 
 def sampling_key(engine: EngineSubject) -> None:
-    """An engine that was started with a sampling key serves nobody without it."""
+    """An engine that was started with a sampling key refuses requests without it."""
     if not engine.api_key:
         raise NotApplicable("the engine was started without PRIME_RL_ENGINE_API_KEY")
     body = engine.body([1, 2], max_tokens=1)

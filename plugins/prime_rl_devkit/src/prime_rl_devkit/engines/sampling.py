@@ -12,7 +12,7 @@ from prime_rl_devkit.engines.subject import EngineSubject
 
 
 def max_tokens(engine: EngineSubject) -> None:
-    """``max_tokens`` ends a completion with 'length', neither earlier nor later."""
+    """``max_tokens`` ends a completion with 'length', at exactly that number."""
     for wanted in (1, 2, 17):
         found = engine.choice(prompt_of(engine, 4), max_tokens=wanted, seed=1)
         if len(found.token_ids) != wanted or found.finish_reason != "length":
@@ -35,7 +35,7 @@ def stop_tokens(engine: EngineSubject) -> None:
 
 
 def end_of_sequence(engine: EngineSubject) -> None:
-    """The model's own end-of-sequence tokens end a completion too, unless ``ignore_eos``."""
+    """The model's own end-of-sequence tokens end a completion too, unless ``ignore_eos`` is set."""
     ids = engine.reference().eos_token_ids
     if not ids:
         raise NotApplicable("the model folder names no eos_token_id")
@@ -106,7 +106,8 @@ def greedy(engine: EngineSubject) -> str:
 
 
 def seeds(engine: EngineSubject) -> None:
-    """A seed gives the same tokens alone, in a crowd and in another order; other seeds, others."""
+    """A seed gives the same tokens alone, beside other requests and in another order; another seed
+    gives others."""
     bodies = [
         engine.body(prompt_of(engine, 5, i % 3), max_tokens=8, seed=100 + i) for i in range(16)
     ]
@@ -125,7 +126,7 @@ def seeds(engine: EngineSubject) -> None:
 
 
 def choices(engine: EngineSubject) -> None:
-    """``n`` choices are what ``n`` requests with the seeds from ``seed`` on would get."""
+    """``n`` choices equal ``n`` requests with the seeds from ``seed`` on."""
     engine.need("choices")
     prompt = prompt_of(engine, 5)
     reply = engine.reply(prompt, max_tokens=6, n=4, seed=40)
@@ -143,8 +144,8 @@ SHAPING: tuple[dict[str, Any], ...] = (
 
 
 def nothing_ignored(engine: EngineSubject) -> str:
-    """A parameter that shapes the distribution is obeyed or refused, never passed over: the
-    logprobs would be of another distribution than the client asked for."""
+    """A parameter that changes the distribution is applied or refused. Otherwise the logprobs would
+    belong to another distribution than the client expects."""
     obeyed = []
     for shaping in SHAPING:
         (key,) = shaping

@@ -1,4 +1,4 @@
-"""Starting an engine by its own ``command()``, as the supervisor does."""
+"""Start an engine by its own ``command()``, as the supervisor does."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _launch(
 
 
 def _dtype(engine: Engine) -> str:
-    """What its settings say it computes in."""
+    """The dtype of its settings."""
     dtype = getattr(engine.config, "dtype", None)
     return dtype if dtype in TOLERANCE else "float32"
 

@@ -1,4 +1,4 @@
-"""Do samples come from the probabilities that were reported for them? Pearson's chi-square test."""
+"""Pearson's chi-square test: do samples have the reported probabilities?"""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import math
 from collections.abc import Mapping
 
 FEWEST = 5.0
-"""A bin is expected to hold at least so many samples, or Pearson's statistic has another law."""
+"""Smallest expected number of samples in a bin; with fewer, the chi-square law does not hold."""
 
 FAR = 6.0
-"""Standard deviations from which on chance is no excuse: one in 10^9."""
+"""Standard deviations that chance exceeds once in 10^9."""
 
 
 def deviation(counts: Mapping[int, int], logprobs: Mapping[int, float]) -> float | None:
-    """How far samples are from their probabilities, in standard deviations of the chi-square law
-    made normal (Wilson and Hilferty 1931). None: everything falls into one bin.
+    """The distance of samples from their probabilities, in standard deviations of the chi-square
+    law after its normal approximation (Wilson and Hilferty 1931). None: there is only one bin.
 
-    counts: token to how often it was drawn; logprobs: what was reported of each of them. What no
-    sample fell on, and what is too rare for a bin, shares the bin of the rest.
+    counts: samples per token; logprobs: the reported value of each. Tokens without a sample, and
+    tokens too rare for a bin, share one bin.
     """
     total = sum(counts.values())
     expected = {token: total * math.exp(logprobs[token]) for token in counts}

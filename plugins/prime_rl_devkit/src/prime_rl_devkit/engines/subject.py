@@ -1,4 +1,4 @@
-"""An engine under test: where it listens, what it serves, and how to talk to it."""
+"""An engine under test: its address, its model, and requests to it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ OPTIONAL: Mapping[str, str] = {
     "adapters": "a weight_dir that holds a LoRA adapter",
     "sleep": "/sleep and /wake_up",
 }
-"""What an engine may declare not to have. Its checks are then skipped, with the declared reason."""
+"""Features that an engine may declare as missing. Their checks are skipped with the declared
+reason."""
 
 TOLERANCE = {"float32": 5e-4, "float16": 3e-2, "bfloat16": 1.5e-1}
 """Largest gap between a log-probability of the engine and one of transformers in float32."""
@@ -39,20 +40,19 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 @dataclass
 class EngineSubject:
-    """What every check is given. Not thread-safe, and not for use inside an event loop."""
+    """The argument of every check. Not thread-safe, and not for use in an event loop."""
 
     url: str
     """Without ``/v1``."""
     model_folder: Path
-    """The Hugging Face folder whose weights the engine serves now, and is given back after each
-    check."""
+    """The Hugging Face folder whose weights the engine serves, now and again after each check."""
     work_folder: Path
     """Where checkpoints are written; the engine must be able to read it."""
     admin_key: str = ""
     api_key: str = ""
-    """Key of the sampling routes; empty: the engine asks for none."""
+    """Key of the sampling routes; empty: no key is needed."""
     dtype: Dtype = "float32"
-    """What the engine computes in."""
+    """The engine's precision."""
     tolerance: float | None = None
     """Largest gap in log-probabilities. None: by dtype (``TOLERANCE``)."""
     lacks: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class EngineSubject:
     max_model_len: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` for a capability that no engine may lack."""
+        """Raises ``ValueError`` for a required feature in ``lacks``."""
         if unknown := sorted(set(self.lacks) - set(OPTIONAL)):
             raise ValueError(f"lacks: {unknown} are not optional; these are: {sorted(OPTIONAL)}")
         self.http = httpx.Client(base_url=self.url, timeout=self.timeout, verify=False)
@@ -87,7 +87,8 @@ class EngineSubject:
 
     @property
     def exact(self) -> bool:
-        """Neighbours in the batch change no token: rounding is far below any choice."""
+        """Other requests in the batch change no token, because rounding is far below any
+        difference."""
         return self.dtype == "float32"
 
     def need(self, capability: str) -> None:
@@ -103,14 +104,14 @@ class EngineSubject:
             raise NotApplicable("no admin_key was given to the kit, so no admin route is tried")
 
     def reference(self, folder: Path | None = None) -> Reference:
-        """transformers' own forward of a folder; of the one that serves, if none is named."""
+        """The reference model of a folder, by default of the served one."""
         folder = folder or self.model_folder
         if folder not in self._references:
             self._references[folder] = Reference(folder)
         return self._references[folder]
 
     def new_folder(self, name: str) -> Path:
-        """A place for a checkpoint; the folder itself is not made."""
+        """A path for a checkpoint; the folder itself is not made."""
         self._number += 1
         return self.work_folder / f"{self._number:03}-{name}"
 
@@ -133,12 +134,12 @@ class EngineSubject:
         self.version = health["version"]
 
     def headers(self, admin: bool = False) -> dict[str, str]:
-        """What opens the sampling routes, or the admin routes."""
+        """The header with the key of the sampling routes or the admin routes."""
         key = self.admin_key if admin else self.api_key
         return {"Authorization": f"Bearer {key}"} if key else {}
 
     def ok(self, answer: httpx.Response) -> Any:
-        """The JSON of an answer that has to be a success. Raises ``Broken``."""
+        """The JSON of a successful answer. Raises ``Broken`` for any other."""
         place = f"{answer.request.method} {answer.request.url.path}"
         if not answer.is_success:
             raise Broken(f"{place} answers {answer.status_code}: {answer.text[:300]}")
@@ -150,17 +151,17 @@ class EngineSubject:
     def body(
         self, prompt: Sequence[int], salt: str | None = None, **sampling: Any
     ) -> dict[str, Any]:
-        """A generate request. Logprobs are on and end-of-sequence tokens ignored unless told."""
+        """The body of a generate request. By default with logprobs and without end-of-sequence."""
         params = {"logprobs": 1, "ignore_eos": True} | sampling
         body = {"model": self.model, "token_ids": list(prompt), "sampling_params": params}
         return body if salt is None else body | {"cache_salt": salt}
 
     def post(self, body: Any) -> httpx.Response:
-        """One generate request, whatever its answer."""
+        """Send one generate request; the answer may be an error."""
         return self.http.post(GENERATE, json=body, headers=self.headers())
 
     def reply(self, prompt: Sequence[int], salt: str | None = None, **sampling: Any) -> Reply:
-        """One generate request that has to succeed. Raises ``Broken``."""
+        """The reply to one generate request. Raises ``Broken`` for an error."""
         body = self.body(prompt, salt, **sampling)
         return read_reply(self.ok(self.post(body)), body)
 
@@ -169,7 +170,7 @@ class EngineSubject:
         return self.reply(prompt, salt, **sampling).choices[0]
 
     def replies(self, bodies: Sequence[dict[str, Any]], at_once: int = 64) -> list[Reply]:
-        """Many requests, ``at_once`` of them at a time, in their order."""
+        """Replies to many requests in order, ``at_once`` of them at a time."""
         return asyncio.run(self._replies(bodies, at_once))
 
     async def _replies(self, bodies: Sequence[dict[str, Any]], at_once: int) -> list[Reply]:
@@ -188,7 +189,7 @@ class EngineSubject:
 
     @contextmanager
     def held(self, body: dict[str, Any]) -> Iterator[Future[Reply]]:
-        """A request that may wait for the engine to go on; if the check fails, it does go on."""
+        """A request in the background. If the check fails, the engine is resumed to end it."""
         with ThreadPoolExecutor(1) as pool:
             try:
                 yield pool.submit(lambda: read_reply(self.ok(self.post(body)), body))
@@ -198,7 +199,7 @@ class EngineSubject:
 
     @contextmanager
     def running(self, body: dict[str, Any]) -> Iterator[Future[Reply]]:
-        """A request in flight, which the engine works on."""
+        """A request in the background that the engine is processing."""
         before = self.metric("num_requests_running")
         with self.held(body) as future:
             self.wait(
@@ -210,7 +211,7 @@ class EngineSubject:
     # -- steering -------------------------------------------------------------------
 
     def admin(self, route: str, body: Any = None, **params: str) -> httpx.Response:
-        """One admin request, whatever its answer."""
+        """Send one admin request; the answer may be an error."""
         self.moved = True
         return self.http.post(route, json=body, params=params, headers=self.headers(admin=True))
 
@@ -223,7 +224,7 @@ class EngineSubject:
         self.ok(self.admin("/resume"))
 
     def load(self, folder: Path) -> httpx.Response:
-        """``/update_weights`` with the next version, whatever its answer."""
+        """``/update_weights`` with the next version; the answer may be an error."""
         body = {"weight_dir": str(folder), "version": self.version + 1}
         answer = self.admin("/update_weights", body)
         self.version += answer.is_success
@@ -236,13 +237,13 @@ class EngineSubject:
         self.resume()
 
     def release(self) -> None:
-        """Awake and going on, if the engine can be told so."""
+        """Wake and resume the engine, if the admin key is known."""
         for route in ("/wake_up", "/resume"):
             with suppress(httpx.HTTPError):
                 self.admin(route)
 
     def restore(self) -> None:
-        """Awake, resumed, and the weights of ``model_folder``. Raises ``Broken``."""
+        """Wake, resume, and load ``model_folder`` again. Raises ``Broken``."""
         if not self.moved:
             return
         self.release()
@@ -270,7 +271,7 @@ class EngineSubject:
         return table[name]
 
     def wait(self, done: Callable[[], bool], otherwise: str, seconds: float = 20.0) -> None:
-        """Poll. Raises ``Broken`` with ``otherwise``."""
+        """Poll until true. Raises ``Broken`` with ``otherwise`` after a time limit."""
         deadline = time.monotonic() + seconds
         while not done():
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""The list of checks, and how one is run."""
+"""The list of checks, and functions that run them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from prime_rl_devkit.engines import broadcast, life, logprobs, routes, sampling,
 from prime_rl_devkit.engines.subject import EngineSubject
 
 Check: TypeAlias = Callable[[EngineSubject], str | None]
-"""Raises ``Broken`` or ``NotApplicable``; may say what it measured."""
+"""Raises ``Broken`` or ``NotApplicable``; may return a measurement as text."""
 
 FIRST = ("alive", "reply_shape")
-"""Nothing else can be looked at while one of these fails."""
+"""If one of these fails, no other check is run."""
 LAST = "ends_on_sigterm"
 
 CHECKS: Mapping[str, Check] = {
@@ -58,7 +58,7 @@ CHECKS: Mapping[str, Check] = {
 
 
 def conformance(engine: EngineSubject, name: str = "engine") -> Report:
-    """Run every check. Never raises for what the engine does."""
+    """Run every check. A fault of the engine raises nothing."""
     outcomes: list[Outcome] = []
     for check in CHECKS:
         lost = next((o for o in outcomes if o.check in FIRST and o.status == "failed"), None)
@@ -71,7 +71,7 @@ def conformance(engine: EngineSubject, name: str = "engine") -> Report:
 
 
 def check_engine(engine: EngineSubject, name: str = "engine") -> Report:
-    """Raise ``AssertionError`` with everything the engine does not keep; give the report else."""
+    """The report. Raises ``AssertionError`` with every failed check."""
     report = conformance(engine, name)
     if not report.ok:
         raise AssertionError(str(report)) from report.failed[0].error
@@ -79,14 +79,14 @@ def check_engine(engine: EngineSubject, name: str = "engine") -> Report:
 
 
 def run_check(engine: EngineSubject, name: str) -> Outcome:
-    """One check; the engine serves the first weights again afterwards."""
+    """Run one check, then load the first weights again."""
     outcome = _run(engine, name)
     try:
         if name != LAST:
             engine.restore()
     except (Broken, httpx.HTTPError) as error:
         if outcome.status != "failed":
-            said = f"afterwards the engine cannot be given its first weights again: {error}"
+            said = f"afterwards the engine cannot load its first weights again: {error}"
             return Outcome(name, outcome.promise, "failed", said, error)
     return outcome
 

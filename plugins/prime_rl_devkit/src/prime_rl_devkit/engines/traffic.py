@@ -1,4 +1,4 @@
-"""Checks of many requests at once, of clients that leave, and of what the engine says of itself."""
+"""Checks of concurrent requests, of disconnecting clients, of metrics and of chat."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CROWD = 64
 
 
 def concurrency(engine: EngineSubject) -> str:
-    """64 requests at once get what each gets alone."""
+    """64 concurrent requests get the same results as one at a time."""
     bodies = [_mixed(engine, number) for number in range(CROWD)]
     alone = engine.replies(bodies, at_once=1)
     together = engine.replies(bodies, at_once=CROWD)
@@ -34,7 +34,7 @@ def concurrency(engine: EngineSubject) -> str:
 
 
 def _mixed(engine: EngineSubject, number: int) -> dict[str, Any]:
-    """Prompts long and short, some shared, sampled in every way."""
+    """Long and short prompts, some shared, with different sampling parameters."""
     ways: list[dict[str, Any]] = [
         {"temperature": 1.0},
         {"temperature": 0.7, "top_p": 0.9},
@@ -47,7 +47,8 @@ def _mixed(engine: EngineSubject, number: int) -> dict[str, Any]:
 
 
 def abort(engine: EngineSubject) -> str:
-    """A client that goes away frees its place at once, and its neighbours go on undisturbed."""
+    """A client that disconnects frees its place at once, and other requests continue
+    undisturbed."""
     prompt = prompt_of(engine, 4)
     long = engine.max_model_len - len(prompt) - 1
     neighbour = engine.body(prompt, max_tokens=20, seed=1)
@@ -73,7 +74,8 @@ def abort(engine: EngineSubject) -> str:
 
 
 async def _leave(engine: EngineSubject, neighbour: dict[str, Any], others: int, long: int) -> Any:
-    """Start ``others`` long requests, leave them once they run, and give the neighbour's answer."""
+    """Start ``others`` long requests, disconnect once they run, and return another request's
+    reply."""
     from prime_rl_devkit.engines.replies import read_reply
 
     limits = httpx.Limits(max_connections=others + 2)
@@ -102,7 +104,8 @@ COUNTERS = ("prompt_tokens", "generation_tokens")
 
 
 def metrics(engine: EngineSubject) -> None:
-    """``/metrics`` is Prometheus' text format with vLLM's names, and counts what was sampled."""
+    """``/metrics`` is in Prometheus' text format with vLLM's names, and counts the sampled
+    tokens."""
     page = engine.page()
     for names, table, kind in (
         (GAUGES, page.gauges, "gauge"),
@@ -127,7 +130,7 @@ def metrics(engine: EngineSubject) -> None:
 
 
 def chat(engine: EngineSubject) -> None:
-    """``/v1/chat/completions`` answers OpenAI's way, by the folder's chat template."""
+    """``/v1/chat/completions`` answers in OpenAI's format, by the folder's chat template."""
     engine.need("chat")
     asked = [{"role": "user", "content": "ab"}]
     body = {"model": engine.model, "messages": asked, "max_tokens": 4, "seed": 1, "logprobs": True}

@@ -1,4 +1,4 @@
-"""Checks of weight updates: all of the new, or all of the old; and nobody is interrupted."""
+"""Checks of weight updates: complete or refused, without interrupting requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED = (400, 404, 409, 422, 500)
 
 @contextmanager
 def other_weights(engine: EngineSubject, seed: int = 1) -> Iterator[Path]:
-    """A checkpoint in which every tensor differs from the one that serves."""
+    """A checkpoint in which every tensor differs from the served one."""
     folder = engine.new_folder(f"changed-{seed}")
     checkpoints.changed(engine.model_folder, folder, seed)
     yield folder
@@ -29,7 +29,7 @@ def other_weights(engine: EngineSubject, seed: int = 1) -> Iterator[Path]:
 
 
 def gap_to(engine: EngineSubject, folder: Path, number: int = 0) -> float:
-    """How far the engine's logprobs are from those of a folder's weights, over two prompts."""
+    """The largest gap of the engine's logprobs to those of a folder's weights, on two prompts."""
     reference = engine.reference(folder)
     gaps = []
     for length in (5, 24):
@@ -51,8 +51,8 @@ def serves(engine: EngineSubject, folder: Path, what: str, number: int = 0) -> f
 
 
 def weight_update(engine: EngineSubject) -> str:
-    """After an update every tensor is the new one, the tied head included, and the version says
-    so; and after an update back, the old one."""
+    """After an update every tensor is the new one, including the tied head, and the version is the
+    new one. After an update back, every tensor is the old one."""
     engine.need_admin()
     with other_weights(engine) as folder:
         started = time.perf_counter()
@@ -76,8 +76,8 @@ def _version_is(engine: EngineSubject, what: str) -> None:
 
 
 def damaged_weights(engine: EngineSubject) -> None:
-    """A checkpoint that is broken, incomplete or does not fit is refused with the reason, and the
-    old weights serve on."""
+    """A checkpoint that is damaged, incomplete or does not fit is refused with the reason, and the
+    engine continues to serve the old weights."""
     engine.need_admin()
     for number, (what, damage) in enumerate(checkpoints.DAMAGES.items()):
         with other_weights(engine, seed=3) as sound:
@@ -93,7 +93,7 @@ def damaged_weights(engine: EngineSubject) -> None:
 
 
 def pause(engine: EngineSubject) -> None:
-    """After ``/pause`` no token is sampled, and requests wait, old and new, until ``/resume``."""
+    """After ``/pause`` no token is sampled, and old and new requests wait until ``/resume``."""
     engine.need_admin()
     long = engine.max_model_len - 16
     prompt = prompt_of(engine, 4)
@@ -134,8 +134,8 @@ def _parting(one: Choice, other: Choice) -> int:
 
 
 def in_flight(engine: EngineSubject) -> str:
-    """A request that lives through an update keeps its place and its KV, goes on with the new
-    weights, and says which version sampled which token."""
+    """A request that is running during an update keeps its place and its KV, continues with the new
+    weights, and tells which version sampled which token."""
     engine.need_admin()
     old, length = engine.version, engine.max_model_len - 16
     prompt = prompt_of(engine, 6)
@@ -149,7 +149,7 @@ def in_flight(engine: EngineSubject) -> str:
     if gaps["before"] > engine.bound or gaps["kept"] > engine.bound:
         said = ""
         if gaps["before"] <= engine.bound and gaps["recomputed"] <= engine.bound:
-            said = " The KV was computed anew: pause with mode=keep and clear_cache=false."
+            said = " The KV was computed again: pause with mode=keep and clear_cache=false."
         raise Broken(
             f"logprobs differ by {gaps['before']:.3g} before the update and {gaps['kept']:.3g} "
             f"after it from old weights, then new weights over the old KV (at most "
@@ -171,7 +171,7 @@ def _both_versions(found: Choice, old: int, new: int, length: int) -> None:
 def _gaps_across(
     engine: EngineSubject, folder: Path, prompt: list[int], found: Choice, swap: int
 ) -> dict[str, float]:
-    """Before the swap; after it if the KV was kept; after it if it was computed anew."""
+    """Before the swap; after it if the KV was kept; after it if it was computed again."""
     tokens, logprobs = found.token_ids, found.logprobs
     every = [*prompt, *tokens]
     first, new = engine.reference(), engine.reference(folder)
@@ -186,8 +186,8 @@ def _gaps_across(
 
 
 def cache_salt(engine: EngineSubject) -> str:
-    """KV of old weights is never used under a new salt, not even while its request still runs; and
-    a prompt that is asked again is answered alike."""
+    """KV of old weights is never used under a new salt, even while its request is running. A
+    repeated prompt gets the same answer."""
     engine.need_admin()
     prompt = prompt_of(engine, 70)
     cold, warm = (engine.choice(prompt, "a", max_tokens=4, seed=7) for _ in range(2))
@@ -215,8 +215,8 @@ def cache_salt(engine: EngineSubject) -> str:
 
 
 def adapter(engine: EngineSubject) -> str:
-    """A folder that holds a LoRA adapter serves base and adapter together, twice the same; one that
-    does not fit is refused; and a whole model replaces both."""
+    """A folder with a LoRA adapter serves base and adapter together, with the same result when
+    loaded twice. An adapter that does not fit is refused. A whole model replaces both."""
     engine.need("adapters")
     engine.need_admin()
     base, folder = engine.model_folder, engine.new_folder("adapter")

@@ -1,4 +1,4 @@
-"""``prime-rl plugins new``: a package with one plugin that works."""
+"""``prime-rl plugins new``: a package with one working plugin."""
 
 from prime_rl_devkit.scaffold.names import KINDS as KINDS
 from prime_rl_devkit.scaffold.write import Package as Package

@@ -1,4 +1,4 @@
-"""What a new package is called, and which names it must not take."""
+"""The names of a new package."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ KINDS: Mapping[str, str] = {
     "source": PROJECT,
     "monitor": PROJECT,
 }
-"""Every kind with a template, and the entry-point group it is found in."""
+"""Every kind with a template, and its entry-point group."""
 
 PREFIX = "prime-rl-"
 
 
 @dataclass(frozen=True)
 class Names:
-    """One name in every spelling it is needed in."""
+    """One name in every spelling."""
 
     name: str
-    """As a TOML selects it: ``my_algo``."""
+    """In a TOML: ``my_algo``."""
     dashed: str
     env_name: str
-    """Of environment variables: ``MY_ALGO``."""
+    """In environment variables: ``MY_ALGO``."""
     distribution: str
     module: str
     class_name: str
@@ -50,7 +50,7 @@ class Names:
 
 
 def names_for(name: str, kind: str) -> Names:
-    """Check ``name`` and spell it out. Raises ``ConfigError`` if it is none, or taken."""
+    """Check ``name``. Raises ``ConfigError`` if it is invalid or taken."""
     if kind not in KINDS:
         raise ConfigError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!r}")
     plain = name.removeprefix(PREFIX)

@@ -1,4 +1,4 @@
-"""Fill the templates in, and write the package.
+"""Fill in the templates and write the package.
 
 A template is a file of ``templates/common`` or ``templates/<kind>``; ``@@name`` in it stands for a
 field of ``Names``.
@@ -30,12 +30,12 @@ LAYOUT = {
     "src/@@module/py.typed": "",
     "tests/test_@@name.py": "{kind}/test.py.txt",
 }
-"""Every file of a package, and the template it is made from; none: it is empty."""
+"""Every file of a package and its template; None: an empty file."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """What was written."""
+    """The written package."""
 
     folder: Path
     name: str
@@ -43,7 +43,7 @@ class Package:
     files: tuple[Path, ...]
 
     def next_commands(self) -> tuple[str, str, str]:
-        """Install it, test it, hold it to the contract."""
+        """Commands that install, test and check it."""
         return (
             f"pip install -e {shlex.quote(f'{self.folder}[test]')}",
             f"pytest {shlex.quote(str(self.folder))}",
@@ -59,9 +59,7 @@ def write_package(name: str, kind: str, directory: Path | None = None) -> Packag
     names = names_for(name, kind)
     folder = directory or Path(names.distribution)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder}: is there already and not empty. Give a new folder with --directory."
-        )
+        raise ConfigError(f"{folder}: exists and is not empty. Give a new folder with --directory.")
     fields = asdict(names) | {"kind": kind, "group": KINDS[kind]}
     written = []
     for path, text in _rendered(kind, fields):

@@ -19,7 +19,7 @@ def inspect(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What a file of a run holds, for people."""
+    """Print the contents of a file of a run."""
     from prime_rl_tools.replay.inspect import facts_of, print_facts
 
     facts = facts_of(path)

@@ -31,10 +31,10 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Score saved rollouts again, without engine or GPU, and show what changes.
+    """Score saved rollouts again, without engine or GPU, and show the changes.
 
-    With the run's own algorithm every shipped frame must come out byte for byte; the exit code is 1
-    if one does not.
+    With the run's own algorithm every frame that was sent must be reproduced byte for byte, else
+    the exit code is 1.
     """
     import asyncio
 
@@ -58,15 +58,15 @@ def replay(
         typer.echo(f"wrote {out}", err=as_json)
     if algorithms == algorithms_of(run_config) and any(c.frames_equal is False for c in changes):
         typer.echo(
-            "error: frames differ from those that were shipped, though the algorithm is the same: "
-            "other versions of the packages, or of a plugin that wraps scoring.",
+            "error: frames differ from those that were sent, though the algorithm is the same. A "
+            "package, or a plugin that wraps scoring, has another version.",
             err=True,
         )
         raise typer.Exit(1)
 
 
 def chosen_algorithms(config: RunConfig, algo: str | None, files: list[Path]) -> Algorithms:
-    """By env; the run's own if nothing else is asked for. Raises ``ConfigError``."""
+    """Algorithms by env, by default the run's own. Raises ``ConfigError``."""
     from prime_rl.config.load import load_config
     from prime_rl.config.orchestrator import AlgoConfig
     from prime_rl.errors import ConfigError
@@ -97,8 +97,8 @@ def _print(
     table.print_most_changed(console, most_changed([replayed.of(s) for s in stored], NUM_SHOWN))
     if copied := sum(change.num_from_file for change in changes):
         console.print(
-            f"{copied} rollouts keep the streams they were saved with: scoring them takes a model, "
-            "or siblings that are not saved."
+            f"{copied} rollouts keep their saved streams: scoring them needs a model, or siblings "
+            "that are not saved."
         )
 
 

@@ -24,7 +24,7 @@ Run = Annotated[
 ]
 OUTPUTS = Path("outputs")
 
-COLOURS = {
+COLORS = {
     "running": "green",
     "failed": "red",
     "died": "red",
@@ -156,4 +156,4 @@ def age(seconds: float) -> str:
 def _state(state: str) -> Text:
     from rich.text import Text
 
-    return Text(state, COLOURS.get(state, ""))
+    return Text(state, COLORS.get(state, ""))

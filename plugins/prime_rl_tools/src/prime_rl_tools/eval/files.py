@@ -1,8 +1,8 @@
-"""What an evaluation leaves on disk, and goes on from.
+"""The folder of an evaluation; ``--resume`` continues from it.
 
-OUTPUT/eval.json              what was asked for
-OUTPUT/ENV/rollouts.jsonl     a line a rollout, as soon as it is done, with its whole trace
-OUTPUT/summary.json           what came of it, by env
+OUTPUT/eval.json              the settings that a rollout depends on
+OUTPUT/ENV/rollouts.jsonl     one line per finished rollout, with its whole trace
+OUTPUT/summary.json           the figures of each env
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class EvalFiles:
     """One evaluation's folder."""
 
     def __init__(self, request: EvalRequest) -> None:
-        """Open it. Raises ``ConfigError`` if another evaluation's results lie there, or this one's
-        and nobody asked to resume."""
+        """Open it. Raises ``ConfigError`` if it holds another evaluation, or this one and
+        ``resume`` is off."""
         self.folder = request.output
         self._own = request.as_record()
         path = self.folder / "eval.json"
         if path.exists():
-            self._check(json.loads(path.read_text()), request.resume)
-        for env in request.envs:
+            self._check(json.loads(path.read_text()), request.settings.resume)
+        for env in request.evaluation.env:
             self.rollouts(env.label).parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._own, indent=2))
 
@@ -47,18 +47,18 @@ class EvalFiles:
         return self.folder / folder_of(env) / "rollouts.jsonl"
 
     def append(
-        self, env: str, place: Place, told: RolloutResult, of: Sequence[RolloutResult]
+        self, env: str, place: Place, own: RolloutResult, results: Sequence[RolloutResult]
     ) -> None:
-        """Write one rollout: what it came to, and every agent's trace. Raises ``RunError`` if the
-        disk refuses."""
+        """Write one rollout: the policy's own result, and the traces of all agents. Raises
+        ``RunError`` if writing fails."""
         line = {
             "example": place[0],
             "member": place[1],
-            **{name: getattr(told, name) for name in PLAIN},
-            "usage": num_tokens(told),  # a line holds no tokens to count
-            "num_branches": len(told.branches),
-            "messages": told.wire_messages,
-            "traces": [result.trace_record for result in of],
+            **{name: getattr(own, name) for name in PLAIN},
+            "usage": num_tokens(own),  # a line holds no tokens to count
+            "num_branches": len(own.branches),
+            "messages": own.wire_messages,
+            "traces": [result.trace_record for result in results],
         }
         try:
             with self.rollouts(env).open("a") as file:
@@ -67,27 +67,27 @@ class EvalFiles:
             raise RunError(f"cannot write {self.rollouts(env)}: {error}") from error
 
     def read(self, env: str) -> dict[Place, Finished]:
-        """What was finished before, by its place; failures are to be tried again."""
+        """The rollouts that succeeded before, by place; failed ones are sampled again."""
         path = self.rollouts(env)
         found = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 row = json.loads(line)
-            except ValueError:  # cut short when the machine went down
+            except ValueError:  # a line cut short by a crash
                 continue
             if row["ok"]:
                 found[row["example"], row["member"]] = Finished(row["example"], _result(row))
         return found
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """What came of it."""
+        """Write ``summary.json``."""
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=2))
 
     def _check(self, before: Mapping[str, Any], resume: bool) -> None:
         if not resume:
             raise ConfigError(
-                f"--output: {self.folder} holds an evaluation. --resume goes on with it; or name "
-                "another folder."
+                f"--output: {self.folder} holds an evaluation. Add --resume to continue it, "
+                "or name another folder."
             )
         was, now = _flat(before), _flat(self._own)
         for key in sorted(was | now):
@@ -99,7 +99,7 @@ class EvalFiles:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of tables in tables."""
+    """Nested tables as dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         inner = isinstance(value, dict) and value
@@ -108,7 +108,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _result(row: Mapping[str, Any]) -> RolloutResult:
-    """A result as its line tells it, without tokens."""
+    """The result that a line holds, without tokens."""
     fields = {name: row[name] for name in PLAIN} | {"usage": tuple(row["usage"])}
     branch = BranchTokens([], [], [], [], [], [], None)
     return RolloutResult(**fields, branches=[branch] * row["num_branches"])

@@ -1,4 +1,4 @@
-"""What ``prime-rl eval`` was asked for, checked as far as that goes without sampling anything."""
+"""From a command line of ``prime-rl eval`` to a checked request. Nothing is sampled here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import ValidationError
 
-from prime_rl.config.load import build_config, merge, parse_overrides, read_toml, set_at
-from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig, EvalSamplingConfig
+from prime_rl.config.explain import explain
+from prime_rl.config.load import installed_defaults, merge, parse_overrides, read_toml, set_at
+from prime_rl.config.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
@@ -22,55 +24,87 @@ from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.launch import Launch
+from prime_rl_tools.commands.options import AnySettings, validated
+from prime_rl_tools.eval.settings import EvalSettings
 from prime_rl_tools.serve.request import read_key
 
 PROBE_SECONDS = 10.0
-
-KEYLESS = {"model": {"name": "the endpoint's"}, "max_steps": 1}
-"""What a run's TOML must have, and an evaluation has no use for."""
 
 RUN_JSON = Path("configs", "run.json")
 """The resolved config in a run directory."""
 
 
 @dataclass(frozen=True)
+class RunRenderer:
+    """How a run turns messages into tokens."""
+
+    config: Any
+    """A config object of the ``renderers`` package."""
+    tokenizer_path: Path
+
+
+@dataclass(frozen=True)
 class EvalRequest:
     """One evaluation: environments against an endpoint."""
 
-    envs: tuple[EvalEnvConfig, ...]
-    sampling: EvalSamplingConfig
-    """What each env's own is laid over."""
+    settings: EvalSettings
+    evaluation: EvalConfig
+    """The environments, with the settings laid over each."""
     endpoint: ModelEndpoint
     output: Path
-    max_concurrency: int = 32
-    """Rollouts in flight at once."""
-    seed: int | None = None
-    """Rollout m of example e is sampled with seed + e * group_size + m. None: the server's."""
-    resume: bool = False
-    harness: dict[str, Any] | None = None
-    """The harness of tasksets that bring none."""
-    renderer: Any = None
-    """A config object of the ``renderers`` package. None: the endpoint's chat template."""
-    tokenizer_path: Path | None = None
-    """Of the renderer."""
+    renderer: RunRenderer | None = None
+    """None: the endpoint's chat template."""
 
     def as_record(self) -> dict[str, Any]:
-        """What a rollout depends on; how many there are, and how long one may take, may change."""
+        """What a rollout depends on. Their number and their time limit may change on resume."""
         free = {"num_examples", "group_size", "timeout", "interval"}
-        rendered = {"renderer": self.renderer.model_dump(mode="json")} if self.renderer else {}
-        return rendered | {
+        renderer = self.renderer
+        return {
+            **({"renderer": renderer.config.model_dump(mode="json")} if renderer else {}),
             "model": self.endpoint.name,
-            "seed": self.seed,
-            "sampling": self.sampling.model_dump(mode="json", exclude_unset=True),
+            "seed": self.settings.seed,
+            "sampling": self.evaluation.sampling.model_dump(mode="json", exclude_unset=True),
             "env": {
                 env.label: env.model_dump(mode="json", exclude_unset=True, exclude=free)
-                for env in self.envs
+                for env in self.evaluation.env
             },
         }
 
 
+def read_request(
+    what: Sequence[str], overrides: Sequence[str], options: Mapping[str, Any]
+) -> EvalRequest:
+    """Check a command line and ask the endpoint for its models. Raises ``ConfigError``."""
+    settings = validated(EvalSettings, options)
+    evaluation = read_envs(what, overrides, settings)
+    check_envs(evaluation)
+    run_dir = run_named(what)
+    renderer = None if run_dir is None else run_renderer(run_dir)
+    endpoint = find_endpoint(
+        settings.base_url,
+        settings.model,
+        settings.api_key_var,
+        client="chat" if renderer is None else "tokens",
+    )
+    output = settings.output or _default_output(
+        [env.label for env in evaluation.env], endpoint.name, settings.resume
+    )
+    return EvalRequest(settings, evaluation, endpoint, output, renderer)
+
+
+def _default_output(labels: list[str], model: str, resume: bool) -> Path:
+    """``outputs/evals/ENVS--MODEL``, numbered if that is taken and is not to be resumed."""
+    name = folder_of(f"{'+'.join(labels)}--{model.rstrip('/').rpartition('/')[2]}")
+    base = Path("outputs/evals") / name
+    number, path = 1, base
+    while path.exists() and not resume:
+        number += 1
+        path = base.with_name(f"{name}-{number}")
+    return path
+
+
 def run_named(what: Sequence[str], output_dir: Path = Path("outputs")) -> Path | None:
-    """The run that the only word is the path of, or the name of, unless a taskset is called so."""
+    """The run whose path or name is the only word. A taskset of the same name comes first."""
     if len(what) != 1:
         return None
     for path in (Path(what[0]), output_dir / what[0]):
@@ -87,9 +121,8 @@ def _is_taskset(name: str) -> bool:
     return True
 
 
-def run_renderer(run_dir: Path) -> tuple[Any, Path]:
-    """What a run renders with: its ``renderers`` config, and the folder of its tokenizer. Raises
-    ``ConfigError``."""
+def run_renderer(run_dir: Path) -> RunRenderer:
+    """The renderer of a run, and the folder of its tokenizer. Raises ``ConfigError``."""
     config = RunConfig.model_validate_json((run_dir / RUN_JSON).read_bytes())
     folders = [run_dir / "weights", Path(Launch.read(run_dir).model_path)]
     folder = next((each for each in folders if (each / "tokenizer_config.json").exists()), None)
@@ -98,29 +131,20 @@ def run_renderer(run_dir: Path) -> tuple[Any, Path]:
             f"{run_dir}: no tokenizer in {' nor in '.join(map(str, folders))}. Evaluate an ENV, "
             "which the endpoint's chat template renders"
         )
-    return build_renderer(config, load_plugins(disabled=config.plugins.disabled)), folder
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    return RunRenderer(build_renderer(config, hooks), folder)
 
 
-def read_envs(
-    what: Sequence[str],
-    overrides: Sequence[str],
-    env: Mapping[str, Any],
-    sampling: Mapping[str, Any],
-) -> EvalConfig:
-    """``[orchestrator.eval]`` of TOML files, of a run, or of one environment's id; ``env`` and
-    ``sampling`` (None: not given) are laid over every env.
-
-    Raises ``ConfigError``.
-    """
-    table: dict[str, Any] = dict(KEYLESS)
+def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSettings) -> EvalConfig:
+    """``[orchestrator.eval]`` of TOML files, of a run, or of one environment's id, with the
+    settings laid over every env. Raises ``ConfigError``."""
     run_dir = run_named(what)
-    if run_dir is not None or (what and all(word.endswith(".toml") for word in what)):
-        for word in what if run_dir is None else ():
+    table: dict[str, Any] = {}
+    if run_dir is not None:
+        table = json.loads((run_dir / RUN_JSON).read_text())
+    elif what and all(word.endswith(".toml") for word in what):
+        for word in what:
             table = merge(table, read_toml(Path(word)))
-        if run_dir is not None:
-            table = merge(table, json.loads((run_dir / RUN_JSON).read_text()))
-        for path, value in parse_overrides(overrides):
-            set_at(table, path, value)
     elif len(what) == 1 and not overrides:
         table["orchestrator"] = {"eval": {"env": [{"id": what[0]}]}}
     else:
@@ -128,22 +152,27 @@ def read_envs(
             f"{' '.join([*what, *overrides])!r}: expected one ENV, one RUN or TOML files, "
             "then options; prime-rl eval --help lists them"
         )
-    config = build_config(table)
-    if not config.orchestrator.eval.env:
+    for path, value in parse_overrides(overrides):
+        if path[:2] != ["orchestrator", "eval"]:
+            raise ConfigError(
+                f"--{'.'.join(path)}: unknown option. prime-rl eval takes --orchestrator.eval.KEY "
+                "and what --help lists"
+            )
+        set_at(table, path, value)
+    whole = merge(installed_defaults(), table).get("orchestrator")
+    evaluation = _validated(OrchestratorConfig, whole, "orchestrator").eval
+    if not evaluation.env:
         raise ConfigError(f"{', '.join(what)}: there is no table [[orchestrator.eval.env]]")
-    evaluation = config.orchestrator.eval.model_dump(exclude_unset=True)
-    evaluation["env"] = [_laid_over(each, env, sampling) for each in evaluation["env"]]
-    return build_config(KEYLESS | {"orchestrator": {"eval": evaluation}}).orchestrator.eval
+    laid = evaluation.model_dump(exclude_unset=True)
+    laid["env"] = [merge(env, settings.laid_over()) for env in laid["env"]]
+    return _validated(EvalConfig, laid, "orchestrator.eval")
 
 
-def _laid_over(
-    table: Mapping[str, Any], env: Mapping[str, Any], sampling: Mapping[str, Any]
-) -> dict[str, Any]:
-    given = {key: value for key, value in env.items() if value is not None}
-    sampled = {key: value for key, value in sampling.items() if value is not None}
-    if sampled:
-        given["sampling"] = sampled
-    return merge(table, given)
+def _validated(model: type[AnySettings], table: object, where: str) -> AnySettings:
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model, where)) from error
 
 
 def check_envs(config: EvalConfig) -> None:
@@ -156,32 +185,18 @@ def check_envs(config: EvalConfig) -> None:
 
 
 def folder_of(label: str) -> str:
-    """An env's name as a folder's."""
+    """The name of an env's folder."""
     return re.sub(r"[^\w.+=@-]", "_", label)
-
-
-def read_args(text: str | None) -> dict[str, Any] | None:
-    """``--env-args``: a JSON object. Raises ``ConfigError``."""
-    if text is None:
-        return None
-    try:
-        args = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--env-args: not JSON: {error}: {text!r}") from error
-    if not isinstance(args, dict):
-        raise ConfigError(f"--env-args: expected a JSON object like '{{\"key\": 1}}', got {text!r}")
-    return args
 
 
 def find_endpoint(
     base_url: str,
     model: str | None,
     api_key_var: str | None,
-    timeout: float | None = None,
     client: str = "chat",
 ) -> ModelEndpoint:
-    """Ask the endpoint which models it has. Raises ``ConfigError`` if it does not answer, wants a
-    key, has another model, or takes no tokens where ``client`` sends them."""
+    """Ask the endpoint which models it has. Raises ``ConfigError`` if it does not answer, requires
+    a key, lacks the model, or has no token route and ``client`` is ``"tokens"``."""
     url = base_url.rstrip("/")
     if not re.match(r"https?://[^/]+", url):
         raise ConfigError(f"--base-url: expected http(s)://HOST[:PORT]/v1, got {base_url!r}")
@@ -192,18 +207,18 @@ def find_endpoint(
     except httpx.HTTPError as error:
         raise ConfigError(
             f"--base-url: {url} does not answer ({type(error).__name__}: {error}). Start the model "
-            "(prime-rl serve MODEL) or mend the URL."
+            "(prime-rl serve MODEL) or fix the URL."
         ) from error
     if answer.status_code in (401, 403):
-        wants = "wants a key. Name the environment variable that holds it"
-        refuses = f"does not accept the key in {api_key_var}"
+        missing = "it requires a key. Name the environment variable that holds it"
+        wrong = f"it does not accept the key in {api_key_var}"
         raise ConfigError(
-            f"--api-key-var: {url} answers {answer.status_code}: it {refuses if key else wants}"
+            f"--api-key-var: {url} answers {answer.status_code}: {wrong if key else missing}"
         )
     name = _model(url, model, answer)
     if client == "tokens":
         _check_tokens(url.removesuffix("/v1"), headers)
-    return ModelEndpoint(name, url, api_key_var or "", client=client, timeout=timeout)
+    return ModelEndpoint(name, url, api_key_var or "", client=client)
 
 
 def _check_tokens(root: str, headers: Mapping[str, str]) -> None:
@@ -212,14 +227,14 @@ def _check_tokens(root: str, headers: Mapping[str, str]) -> None:
     if status in (404, 405):
         raise ConfigError(
             f"--base-url: POST {route} answers {status}, expected 400: a run's renderer sends "
-            "tokens, and this endpoint takes none. Serve the model with prime-rl serve RUN/weights "
-            "(vLLM: --enable-scale-out), or evaluate an ENV, which the endpoint's chat template "
-            "renders"
+            "tokens, and this endpoint does not accept them. Serve the model with prime-rl serve "
+            "RUN/weights (vLLM: --enable-scale-out), or evaluate an ENV, which the endpoint's chat "
+            "template renders"
         )
 
 
 def _model(url: str, model: str | None, answer: httpx.Response) -> str:
-    """The model to ask for; an endpoint that lists none is believed."""
+    """The model's name. If the endpoint lists no models, ``model`` is taken unchecked."""
     try:
         listed = [str(each["id"]) for each in answer.json()["data"]] if answer.is_success else []
     except (ValueError, KeyError, TypeError):
@@ -229,7 +244,7 @@ def _model(url: str, model: str | None, answer: httpx.Response) -> str:
             return model
         raise ConfigError(
             f"--base-url: {url}/models answers {answer.status_code}, expected a list of models. "
-            "An OpenAI-compatible URL mostly ends in /v1" + ("." if model else "; or give --model.")
+            "An OpenAI-compatible URL usually ends in /v1" + ("." if model else "; or set --model.")
         )
     if model is None and len(listed) == 1:
         return listed[0]

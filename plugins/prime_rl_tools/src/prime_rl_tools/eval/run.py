@@ -1,7 +1,7 @@
 """``prime-rl eval``: environments against any OpenAI-compatible endpoint, without a run.
 
-    request -> environments -> every rollout of every example, so many at once
-            -> a line on disk each -> figures by env
+    request -> environments -> every rollout of every example, max_concurrency at once
+            -> one line on disk per rollout -> figures per env
 
 The figures are those of a run's own evaluations (``prime_rl.orchestrator.evals``).
 """
@@ -31,10 +31,10 @@ from prime_rl_tools.eval.request import EvalRequest
 
 
 class Progress(Protocol):
-    """Whoever shows how far it is."""
+    """Receives the progress of an evaluation."""
 
     def start(self, env: str, total: int, finished: Sequence[Finished]) -> None:
-        """An env begins, with what a former attempt has finished."""
+        """An env begins; ``finished`` comes from an earlier attempt."""
 
     def done(self, env: str, finished: Finished) -> None:
         """A rollout has ended."""
@@ -42,7 +42,7 @@ class Progress(Protocol):
 
 @dataclass
 class EnvFigures:
-    """What one env came to."""
+    """The result of one env."""
 
     env: str
     num_rollouts: int
@@ -60,13 +60,13 @@ class EnvFigures:
 
 
 def evaluate(request: EvalRequest, progress: Progress) -> list[EnvFigures]:
-    """Sample everything and write it down; the figures of each env.
+    """Sample every rollout and save it. Returns the figures of each env.
 
-    Raises ``ConfigError`` for an environment that cannot be made, or a folder that holds something
-    else.
+    Raises ``ConfigError`` if an environment cannot be made, or if the folder holds another
+    evaluation.
     """
     files = EvalFiles(request)
-    envs = [_env(request, env) for env in request.envs]
+    envs = [_env(request, env) for env in request.evaluation.env]
     finished = asyncio.run(_sample(request, envs, files, progress))
     results = [_figures(env, finished[env.name]) for env in envs]
     files.write_summary(
@@ -90,26 +90,27 @@ def as_record(result: EnvFigures) -> dict[str, Any]:
 
 
 def _env(request: EvalRequest, env: EvalEnvConfig) -> EvalEnv:
+    renderer = request.renderer
     settings = EnvSettings(
         id=env.id,
         name=env.label,
         args=env.args,
         harness=env.harness,
-        default_harness=request.harness,
+        default_harness=request.evaluation.harness,
         timeout=env.timeout,
         max_turns=env.max_turns,
-        renderer=request.renderer,
-        tokenizer_path=request.tokenizer_path,
+        renderer=renderer.config if renderer else None,
+        tokenizer_path=renderer.tokenizer_path if renderer else None,
     )
-    sampling = eval_sampling(env.sampling or request.sampling)
+    sampling = eval_sampling(env.sampling or request.evaluation.sampling)
     return EvalEnv(env.label, Environment(settings), sampling, env.num_examples, env.group_size)
 
 
 async def _sample(
     request: EvalRequest, envs: Sequence[EvalEnv], files: EvalFiles, progress: Progress
 ) -> dict[str, dict[Place, Finished]]:
-    """Every rollout that is still to be done, the envs taking turns; all of them by place."""
-    finished = {env.name: files.read(env.name) if request.resume else {} for env in envs}
+    """Sample what is missing, alternating between envs. Returns all rollouts by env and place."""
+    finished = {env.name: files.read(env.name) if request.settings.resume else {} for env in envs}
     jobs = [job for job in jobs_of(envs) if (job.example, job.member) not in finished[job.env.name]]
     for env in envs:
         known = {p: f for p, f in finished[env.name].items() if _is_of(env, p)}
@@ -119,19 +120,19 @@ async def _sample(
 
     async def work() -> None:
         for job in todo:
-            place, told = await _one(request, job, files)
-            finished[job.env.name][place] = told
-            progress.done(job.env.name, told)
+            place, result = await _one(request, job, files)
+            finished[job.env.name][place] = result
+            progress.done(job.env.name, result)
 
     async with AsyncExitStack() as stack:
         for env in envs:
             await stack.enter_async_context(env.environment)
-        await _all(work() for _ in range(min(request.max_concurrency, len(jobs))))
+        await _all(work() for _ in range(min(request.settings.max_concurrency, len(jobs))))
     return finished
 
 
 async def _all(workers: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Until all are done; what the first of them raises ends the others."""
+    """Wait for all; the first error cancels the others."""
     tasks = [asyncio.create_task(worker) for worker in workers]
     try:
         await asyncio.gather(*tasks)
@@ -146,17 +147,17 @@ def _is_of(env: EvalEnv, place: Place) -> bool:
 
 
 async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place, Finished]:
-    number = job.example * job.env.group_size + job.member
+    seed, number = request.settings.seed, job.example * job.env.group_size + job.member
     results = await job.env.environment.run(
         job.env.environment.examples[job.example],
         model=request.endpoint,
         sampling=job.env.sampling,
         group_id=job.example,
-        seed=None if request.seed is None else request.seed + number,
+        seed=None if seed is None else seed + number,
     )
-    told, place = of_the_policy(results), (job.example, job.member)
-    files.append(job.env.name, place, told, results)
-    return place, Finished(job.example, told)
+    own, place = of_the_policy(results), (job.example, job.member)
+    files.append(job.env.name, place, own, results)
+    return place, Finished(job.example, own)
 
 
 def _figures(env: EvalEnv, finished: dict[Place, Finished]) -> EnvFigures:
@@ -179,7 +180,7 @@ def _kind(error_type: str | None, status: int | None) -> str:
 
 
 def _own_names(metrics: dict[str, float], prefix: str) -> Iterator[tuple[str, float]]:
-    """Without what only a run's policy has, and what ``EnvFigures`` has beside the figures."""
+    """Leave out what only a run's policy has, and what is a field of ``EnvFigures``."""
     for name, value in metrics.items():
         own = name.removeprefix(prefix)
         if own not in ("policy_version", "num_policy_versions", "cancelled", "num_failed"):

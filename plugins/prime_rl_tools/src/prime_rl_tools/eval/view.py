@@ -1,4 +1,4 @@
-"""An evaluation on the terminal: a bar an env while it goes on, then a table."""
+"""An evaluation on the terminal: one progress bar per env, then a table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS = (
 
 
 class Bars:
-    """One bar an env, with the mean reward so far and the number of failures."""
+    """One bar per env, with the mean reward so far and the number of failures."""
 
     def __init__(self, console: Console) -> None:
         self._bars = Progress(
@@ -82,7 +82,7 @@ class Bars:
 
 
 def print_results(console: Console, results: Sequence[EnvFigures]) -> None:
-    """A column an env, then what went wrong."""
+    """One column per env, then the errors."""
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("")
     for result in results:
@@ -101,8 +101,8 @@ def print_results(console: Console, results: Sequence[EnvFigures]) -> None:
     for result in results:
         for kind, number in result.errors.items():
             line = result.examples[kind].strip().splitlines()[:1] or [""]
-            told = f"{result.env}: {number} failed: {kind}: {line[0][:300]}"
-            console.print(Text(told, "red"), soft_wrap=True)
+            text = f"{result.env}: {number} failed: {kind}: {line[0][:300]}"
+            console.print(Text(text, "red"), soft_wrap=True)
 
 
 def _terms(result: EnvFigures) -> dict[str, float]:

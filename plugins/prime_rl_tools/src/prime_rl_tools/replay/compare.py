@@ -1,4 +1,4 @@
-"""What scoring again changed: credit by rollout, and frames byte for byte."""
+"""Compare a replay with the run: credit per rollout, and frames byte for byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prime_rl_tools.replay.score import Replayed, Scored
 def frames_of(
     config: RunConfig, step: int, kept: Sequence[Rollout], num_ranks: int = 1
 ) -> list[bytes]:
-    """A batch as the loop packs it: one frame a trainer rank."""
+    """Pack a batch as the loop does: one frame per trainer rank."""
     samples, envs = cut_samples(kept, config.seq_len)
     flops = config.trainer.attention_flops
     return batch_frames(step, samples, envs, config.row_tokens, num_ranks, flops)
@@ -25,26 +25,26 @@ def frames_of(
 
 @dataclass(frozen=True)
 class StepChange:
-    """One step under two algorithms: of every rollout that was decided on for it."""
+    """The rollouts that were kept or dropped in one step, under two algorithms."""
 
     step: int
     num_rollouts: int
     num_kept: int
     num_changed: int
-    """Rollouts of which any stream differs in any bit."""
+    """Rollouts with a stream that differs in any bit."""
     num_from_file: int
-    """Rollouts whose streams were copied: scoring them takes a model, or a sibling that is not
+    """Rollouts whose streams were copied: scoring them needs a model, or a sibling that is not
     saved."""
     mean_abs_before: float
     """Mean of |advantage| over trainable tokens."""
     mean_abs_after: float
     sign_flips: int
-    """Trainable tokens whose credit changed sides."""
+    """Trainable tokens whose credit changed its sign."""
     zero_before: int
-    """Rollouts without any credit."""
+    """Rollouts with zero credit."""
     zero_after: int
     frames_equal: bool | None
-    """Every shipped frame is reproduced byte for byte. None: the file has no digests."""
+    """Every frame that was sent is reproduced byte for byte. None: the file has no digests."""
 
 
 def change_of(config: RunConfig, replayed: Replayed, step: StoredStep) -> StepChange:
@@ -86,7 +86,7 @@ def credit(rollout: Rollout) -> FloatColumn:
 
 
 def same_streams(pair: Scored) -> bool:
-    """Bit for bit."""
+    """Whether all streams are equal bit for bit."""
     samples = zip(pair.stored.rollout.samples, pair.again.samples, strict=True)
     return all(_same(before, after, name) for before, after in samples for name in STREAMS)
 
@@ -99,7 +99,7 @@ def _same(before: Sample, after: Sample, name: str) -> bool:
 
 
 def most_changed(pairs: Sequence[Scored], limit: int) -> list[Scored]:
-    """Rollouts by how far their mean credit moved, the furthest first; none that did not."""
+    """Rollouts whose mean credit changed, the largest change first."""
     moved = [(abs(_mean(pair.again) - _mean(pair.stored.rollout)), pair) for pair in pairs]
     moved = [each for each in moved if each[0] > 0]
     return [pair for _, pair in sorted(moved, key=lambda each: -each[0])[:limit]]

@@ -1,4 +1,4 @@
-"""What replay lends to an algorithm: what the run has recorded, and nothing that samples."""
+"""The host of a replay: it answers from the recorded run, without models."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from prime_rl.rollout import FloatColumn, Rollout, Sample
 
 
 class NotRecorded(RunError):
-    """The algorithm asks for something that only a model, or the live run, could answer."""
+    """The algorithm needs an answer of a model or of the running run."""
 
 
 class RecordedReference:
-    """A reference model that knows what it said in the run about the rollout at hand."""
+    """A reference model that returns the recorded logprobs of the current rollout."""
 
     def __init__(self, env: str) -> None:
         self._env = env
         self.rollout: Rollout | None = None
-        """The rollout that is scored now, as it was saved."""
+        """The saved rollout that is being scored."""
 
     async def logprobs(
         self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
     ) -> FloatColumn:
-        """Recorded ``ref_logprobs`` of a sample, [T], whatever stands in front of it; 0.0 there.
-        Raises ``NotRecorded`` for any other tokens."""
+        """Recorded ``ref_logprobs`` of a sample, [T], with any tokens in front of it, which get
+        0.0. Raises ``NotRecorded`` for any other tokens."""
         asked = np.asarray(token_ids, np.int32)
         for sample in self.rollout.samples if self.rollout else ():
             front = len(asked) - len(sample)
@@ -42,7 +42,7 @@ class RecordedReference:
 
 
 class ReplayHost:
-    """``prime_rl.Host`` for one env of a run that is over."""
+    """``prime_rl.Host`` for one env of a saved run."""
 
     def __init__(self, env: str, envs: tuple[str, ...], rollouts: Sequence[Rollout]) -> None:
         own = [rollout for rollout in rollouts if rollout.env == env]
@@ -55,11 +55,11 @@ class ReplayHost:
 
     @property
     def policy(self) -> RecordedReference:
-        """The policy, as far as it is recorded."""
+        """The recorded answers of the policy."""
         return self.reference
 
     def connect(self, model: FrozenModel) -> RecordedReference:
-        """A frozen model, as far as it is recorded. Nothing is connected."""
+        """The recorded answers of a frozen model."""
         return self.reference
 
     def task(self, example_id: int) -> Mapping[str, Any]:
@@ -75,7 +75,7 @@ class ReplayHost:
         renderer: str | None = None,
         add_generation_prompt: bool = False,
     ) -> list[int]:
-        """Raises ``NotRecorded``: what was rendered to ask a model went to the model."""
+        """Raises ``NotRecorded``: rendered conversations are not saved."""
         raise _not_recorded(self.env, "a conversation to be rendered")
 
     def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:

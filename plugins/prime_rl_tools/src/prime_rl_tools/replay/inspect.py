@@ -1,4 +1,4 @@
-"""What a file of a run holds: a frame of micro batches, rollouts, or a folder of weights."""
+"""Describe a file of a run: a frame of micro batches, rollouts, or a folder of weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Facts = dict[str, Any]
 """``kind``, single values, and lists of like tables by name."""
 
 LONGEST = 40
-"""Lines of a table that are printed."""
+"""Most printed lines of a table."""
 
 PRINTED = {
     "rows": ("tokens", "sequences", "masked in", "envs", "streams", "mean logprob"),
@@ -35,7 +35,7 @@ PRINTED = {
 
 
 def facts_of(path: Path) -> Facts:
-    """Plain values that JSON can hold. Raises ``RunError`` for what is none of the three."""
+    """Values for JSON. Raises ``RunError`` for any other file."""
     if path.is_dir():
         return _folder(path)
     try:
@@ -47,7 +47,7 @@ def facts_of(path: Path) -> Facts:
 
 
 def print_facts(facts: Facts) -> None:
-    """Single values line by line, then every list as a table."""
+    """Print single values line by line, then every list as a table."""
     console = Console()
     for name, value in facts.items():
         if not _is_table(value):
@@ -96,7 +96,7 @@ def _frame(path: Path) -> Facts:
         "kind": "micro batches",
         "step": step,
         "bytes": len(data),
-        "bytes a token": len(data) / max(num_tokens, 1),
+        "bytes per token": len(data) / max(num_tokens, 1),
         "tokens": num_tokens,
         "envs": sorted({env for row in rows for env in row.envs}),
         "rows": [_row(row) for row in rows],

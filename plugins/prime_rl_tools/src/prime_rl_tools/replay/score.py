@@ -30,7 +30,7 @@ Algorithms = Mapping[str, AlgoConfig]
 
 
 def read_run_config(run_dir: Path) -> RunConfig:
-    """The resolved config of a run. Raises ``ConfigError`` if the folder is none."""
+    """The resolved config of a run. Raises ``ConfigError`` if the folder is not a run."""
     path = run_dir / "configs" / "run.json"
     try:
         return RunConfig.model_validate_json(path.read_bytes())
@@ -39,7 +39,7 @@ def read_run_config(run_dir: Path) -> RunConfig:
 
 
 def algorithms_of(config: RunConfig, envs: Sequence[str] = ()) -> dict[str, AlgoConfig]:
-    """Each env's algorithm; ``envs`` asks for labels the config may not have."""
+    """The algorithm of each env; ``envs`` may have labels that are not in the config."""
     table = config.orchestrator
     named = {env.label: env.algo or table.algo for env in table.train.env}
     return {env: named.get(env, table.algo) for env in envs or named}
@@ -47,43 +47,43 @@ def algorithms_of(config: RunConfig, envs: Sequence[str] = ()) -> dict[str, Algo
 
 @dataclass(frozen=True)
 class Scored:
-    """A saved rollout and the same one scored again."""
+    """A saved rollout, and the same rollout scored again."""
 
     stored: StoredRollout
     again: Rollout
     from_file: bool
-    """Its streams are the saved ones: scoring it takes a model, or siblings that are not saved."""
+    """The streams were copied: scoring needs a model, or siblings that are not saved."""
 
 
-@dataclass(frozen=True, repr=False)  # asyncio writes out what a task returns
+@dataclass(frozen=True, repr=False)  # asyncio logs the repr of a task's result
 class Replayed:
-    """Every step of a run up to the one asked for, scored again."""
+    """Every step of a run up to the requested one, scored again."""
 
     steps: list[StoredStep]
     scored: Mapping[Place, Scored]
 
     def of(self, stored: StoredRollout) -> Scored:
-        """The other half of a saved rollout."""
+        """The pair of a saved rollout."""
         return self.scored[place_of(stored)]
 
     def kept_again(self, step: StoredStep) -> list[Rollout]:
-        """What trained at a step, scored again, in the order it was packed."""
+        """The trained rollouts of a step, scored again, in packing order."""
         again = [self.of(each).again for each in step.rollouts if each.dropped_by is None]
         return sorted(again, key=lambda rollout: rollout.group_id)
 
 
 def place_of(stored: StoredRollout) -> Place:
-    """When it was scored. Raises ``RunError`` if the file does not say."""
+    """The position at which it was scored. Raises ``RunError`` if the file lacks it."""
     if stored.rollout.place is None:
         raise RunError(
-            "the saved rollouts do not say in which order they were scored: they were written by "
-            "another version of prime-rl-core. Sample them again."
+            "the saved rollouts lack the order in which they were scored: another version of "
+            "prime-rl-core wrote them. Sample them again."
         )
     return stored.rollout.place
 
 
 def read_steps(run_dir: Path, until: int | None = None) -> list[StoredStep]:
-    """Every saved step up to ``until``. Raises ``RunError`` if there is none, or not that one."""
+    """Every saved step up to ``until``. Raises ``RunError`` if there is none, or not ``until``."""
     files = step_files(run_dir)
     if not files:
         raise RunError(
@@ -147,8 +147,8 @@ class _EnvScorer:
         return cls(algorithm, scope(env, shared, [algorithm]), host)
 
     async def score(self, group: Sequence[StoredRollout], may_copy: bool) -> list[Scored]:
-        """``may_copy``: what takes a model, or a sibling that is not there, keeps the streams it
-        was saved with."""
+        """``may_copy``: if scoring needs a model, or a sibling that is not saved, keep the saved
+        streams."""
         if may_copy and len(group) < place_of(group[0])[3]:
             copies = [Scored(each, as_saved(each.rollout), from_file=True) for each in group]
             for copy in copies:

@@ -1,4 +1,4 @@
-"""The difference in credit, as tables for a terminal."""
+"""Changes of credit as tables on a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FRAMES = {
 def print_algorithms(
     console: Console, before: Mapping[str, AlgoConfig], after: Mapping[str, AlgoConfig]
 ) -> None:
-    """Who scored each env, and who scores it now."""
+    """Print the algorithm of each env, in the run and in the replay."""
     for env, table in before.items():
         now = after[env]
         same = "the same algorithm" if now == table else f"now {_described(now)}"
@@ -57,7 +57,7 @@ def print_changes(console: Console, changes: Sequence[StepChange]) -> None:
 
 
 def print_most_changed(console: Console, pairs: Sequence[Scored]) -> None:
-    """The rollouts whose credit moved furthest."""
+    """Print the rollouts whose credit changed most."""
     if not pairs:
         return
     console.print("\n[dim]Credit moved furthest (mean over trainable tokens)[/]")

@@ -25,7 +25,7 @@ from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.tokens import DIGITS, columns_of, short
 
 TEXT_LIMIT = 2000
-"""Characters shown of a value in ``info`` or ``task``."""
+"""Most characters shown of a value in ``info`` or ``task``."""
 
 
 def describe(table: AlgoConfig) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def describe(table: AlgoConfig) -> dict[str, Any]:
 
 
 def facts(run_dir: Path, config: RunConfig) -> dict[str, Any]:
-    """What is said of the run as a whole."""
+    """The values about the run as a whole."""
     return {
         "name": run_dir.resolve().name,
         "model": config.model.name,
@@ -64,7 +64,7 @@ def curves(path: Path) -> dict[str, list[list[float]]]:
 
 
 class Table:
-    """The rollouts, one column a field; texts are numbered."""
+    """The rollouts, one column per field; texts are stored as numbers."""
 
     TEXTS = ("env", "agent", "dropped")
 
@@ -81,7 +81,7 @@ class Table:
             self.columns[name].append(self._number(name, value) if name in self.texts else value)
 
     def as_dict(self) -> dict[str, Any]:
-        """``columns`` and the ``texts`` they number."""
+        """``columns``, and the ``texts`` of their numbers."""
         return {"columns": self.columns, "texts": self.texts}
 
     def _number(self, name: str, value: str) -> int:
@@ -165,6 +165,6 @@ def _texts(table: Mapping[str, Any]) -> dict[str, str]:
 
 
 def scale(values: Iterable[float | None]) -> float:
-    """The credit that takes the full colour: above 98 % of the rollouts' own, 1.0 if all are 0."""
+    """The credit with full color: the 98th percentile of the rollouts', 1.0 if all are 0."""
     sizes = [abs(value) for value in values if value]
     return float(f"{np.quantile(sizes, 0.98):.3g}") if sizes else 1.0

@@ -1,8 +1,8 @@
-"""What the trainer saw of a token, joined to saved rollouts: ``<run>/token_exports/step_N``.
+"""The trainer's values per token, joined to saved rollouts: ``<run>/token_exports/step_N``.
 
-The export is by packed sequence and names no rollout, so a sample is found by what it is: its env,
-its tokens, and the logprobs they were sampled with, all exact. Samples that are alike in all three
-get the same trainer logprobs, whichever takes which.
+The export has packed sequences without a rollout's id, so a sample is found by its env, its tokens
+and their sampling logprobs, all exact. Samples that are equal in all three have the same trainer
+logprobs, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Key = tuple[str, bytes, bytes]
 
 
 class StepExports:
-    """One step's export; empty where the run exported nothing."""
+    """One step's export; empty if the run exported nothing."""
 
     def __init__(self, run_dir: Path, step: int, seq_len: int) -> None:
         self._seq_len = seq_len
@@ -47,7 +47,7 @@ class StepExports:
         return bool(self._found)
 
     def take(self, env: str, sample: Sample) -> dict[str, list[Any]]:
-        """What the trainer saw of a sample, [T] by name; empty if it trained nothing of it."""
+        """The trainer's values of a sample, [T] by name; empty if it did not train."""
         limit = self._seq_len
         found = self._found.get(
             _key(env, sample.token_ids[:limit], sample.inference_logprobs[:limit])

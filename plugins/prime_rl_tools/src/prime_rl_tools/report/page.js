@@ -36,8 +36,8 @@ let order = []; // rows that pass the filters, sorted
 let current = -1; // the row shown
 let sort = { by: null, down: false };
 let sideBySide = false;
-let colouring = "credit";
-let cursor = null; // the token looked at: [span]
+let coloring = "credit";
+let cursor = null; // the selected token: [span]
 const chunks = new Map();
 
 async function rolloutOf(row) {
@@ -114,7 +114,7 @@ function drawCurves() {
 
 function chart(title, series) {
   const drawn = series.map((each, index) => ({
-    ...each, points: facts.curves[each.metric].filter(([, v]) => v !== null), colour: LINES[index % LINES.length],
+    ...each, points: facts.curves[each.metric].filter(([, v]) => v !== null), color: LINES[index % LINES.length],
   }));
   const all = drawn.flatMap((each) => each.points);
   const legend = el("div", { class: "legend" });
@@ -133,11 +133,11 @@ function chart(title, series) {
     picture.append(svg("text", { x: L - 4, y: Y(y) + 3, "text-anchor": "end" }, number(Math.abs(y) < (y1 - y0) * 1e-6 ? 0 : y, 3)));
   }
   for (const x of [x0, x1]) picture.append(svg("text", { x: X(x), y: H - 3, "text-anchor": x === x0 ? "start" : "end" }, x));
-  for (const { points, colour, dots } of drawn) {
+  for (const { points, color, dots } of drawn) {
     if (dots || points.length === 1)
-      for (const [x, y] of points) picture.append(svg("circle", { cx: X(x), cy: Y(y), r: 3, fill: colour }));
+      for (const [x, y] of points) picture.append(svg("circle", { cx: X(x), cy: Y(y), r: 3, fill: color }));
     if (!dots)
-      picture.append(svg("polyline", { points: points.map(([x, y]) => `${X(x)},${Y(y)}`).join(" "), fill: "none", stroke: colour, "stroke-width": 1.6, "vector-effect": "non-scaling-stroke" }));
+      picture.append(svg("polyline", { points: points.map(([x, y]) => `${X(x)},${Y(y)}`).join(" "), fill: "none", stroke: color, "stroke-width": 1.6, "vector-effect": "non-scaling-stroke" }));
   }
   const mark = svg("line", { class: "grid", y1: T, y2: H - B, visibility: "hidden" });
   picture.append(mark);
@@ -146,7 +146,7 @@ function chart(title, series) {
       step === null ? "" : `step ${step}  `,
       ...drawn.flatMap((each) => {
         const value = step === null ? each.points.at(-1)[1] : each.points.find(([x]) => x === step)?.[1];
-        return [el("span", { style: `color:${each.colour}` }, each.dots ? "● " : "━ "), `${each.label} ${number(value)}  `];
+        return [el("span", { style: `color:${each.color}` }, each.dots ? "● " : "━ "), `${each.label} ${number(value)}  `];
       }),
     );
   const stepAt = (event) => {
@@ -242,7 +242,7 @@ function refilter() {
   drawRows();
 }
 
-// Only the rows in sight exist.
+// Only visible rows are in the DOM.
 function drawRows() {
   const body = $("body");
   const first = Math.max(0, Math.floor(body.scrollTop / ROW) - 8);
@@ -299,7 +299,7 @@ async function drawDetail() {
   document.querySelector("main").classList.toggle("side", sideBySide);
   const shown = sideBySide ? group : [row];
   const rollouts = await Promise.all(shown.map(rolloutOf));
-  if (row !== current) return; // the reader has moved on
+  if (row !== current) return; // another rollout was selected meanwhile
   const rollout = rollouts[shown.indexOf(row)];
   const talk = el("div", { class: sideBySide ? "talk side" : "talk", tabindex: 0, "aria-label": "tokens" });
   talk.append(...(sideBySide ? shown.map((each, index) => column(each, rollouts[index])) : conversation(rollout, row)));
@@ -329,14 +329,14 @@ function heading(row, rollout, group) {
     el("div", { class: "tools" },
       el("div", { class: "siblings", role: "group", "aria-label": "siblings" }, ...group.map((each) => sibling(each, row))),
       el("button", { id: "side", "aria-pressed": String(sideBySide), title: "Group siblings side by side (s)", onclick: toggleSide }, "Side by side"),
-      el("label", {}, "colour ", colourings()),
+      el("label", {}, "color ", colorings()),
       scaleOf(row)));
 }
 
 function sibling(each, row) {
   const value = columns.credit[each] ?? 0;
-  const colour = value === 0 ? "var(--line)" : `var(${value > 0 ? "--pos" : "--neg"})`;
-  return el("button", { "aria-current": String(each === row), style: `border-bottom-color:${colour}`, onclick: () => select(each),
+  const color = value === 0 ? "var(--line)" : `var(${value > 0 ? "--pos" : "--neg"})`;
+  return el("button", { "aria-current": String(each === row), style: `border-bottom-color:${color}`, onclick: () => select(each),
     title: `reward ${number(columns.reward[each])}, credit ${signed(value)}${droppedOf(each) ? `, dropped by ${droppedOf(each)}` : ""}` }, number(columns.reward[each], 3));
 }
 
@@ -400,9 +400,9 @@ function token(sample, t, row) {
   return span;
 }
 
-// -- colour -----------------------------------------------------------------------------------
+// -- color -----------------------------------------------------------------------------------
 
-const COLOURINGS = {
+const COLORINGS = {
   credit: { label: "credit", value: (s, t) => at(s.advantages, t), scale: (row) => facts.scales[columns.env[row]] },
   again: { label: "replayed credit", value: (s, t) => at(s.advantages_again, t), scale: (row) => facts.scales[columns.env[row]], only: () => facts.algorithms_again },
   change: { label: "change of credit", value: (s, t) => (at(s.advantages_again, t) ?? 0) - (at(s.advantages, t) ?? 0), scale: (row) => facts.scales[columns.env[row]], only: () => facts.algorithms_again },
@@ -411,36 +411,36 @@ const COLOURINGS = {
   ratio: { label: "log π/μ", value: (s, t) => (at(s.ratio, t) > 0 ? Math.log(at(s.ratio, t)) : null), scale: () => 0.5, only: () => facts.has_exports },
   entropy: { label: "entropy", value: (s, t) => at(s.entropy, t), scale: () => 4, plain: true, only: () => facts.has_exports },
 };
-const LEAST = 7, FULL = 55; // per cent of the colour: at any credit, and at the scale's end
+const LEAST = 7, FULL = 55; // percent of the color: for the smallest credit, and at the end of the scale
 const tint = (name, percent) => `color-mix(in srgb, var(${name}) ${percent.toFixed(1)}%, transparent)`;
-const allowed = () => Object.entries(COLOURINGS).filter(([, each]) => !each.only || each.only());
+const allowed = () => Object.entries(COLORINGS).filter(([, each]) => !each.only || each.only());
 
 function background(sample, t, row) {
-  const { value, scale, plain } = COLOURINGS[colouring];
+  const { value, scale, plain } = COLORINGS[coloring];
   const found = value(sample, t);
   if (found === null || found === undefined || found === 0) return null;
   const strength = Math.min(1, Math.abs(found) / scale(row)) * (FULL - LEAST) + LEAST;
   return `background:${tint(plain ? "--seq" : found > 0 ? "--pos" : "--neg", strength)}`;
 }
 
-function colourings() {
-  const select = el("select", { id: "colour", title: "What the colour says (m)", onchange: () => recolour(select.value) }, ...allowed().map(([key, each]) => el("option", { value: key }, each.label)));
-  select.value = colouring;
+function colorings() {
+  const select = el("select", { id: "color", title: "Measure of the color (m)", onchange: () => recolor(select.value) }, ...allowed().map(([key, each]) => el("option", { value: key }, each.label)));
+  select.value = coloring;
   return select;
 }
 
-function recolour(key) {
-  colouring = key;
+function recolor(key) {
+  coloring = key;
   drawDetail();
 }
 
 function scaleOf(row) {
-  const { scale, plain } = COLOURINGS[colouring], full = scale(row);
+  const { scale, plain } = COLORINGS[coloring], full = scale(row);
   const left = plain ? tint("--seq", LEAST) : tint("--neg", FULL), right = tint(plain ? "--seq" : "--pos", FULL);
   return el("span", { class: "scale" }, plain ? "0" : `−${number(full, 3)}`, el("i", { style: `background:linear-gradient(90deg,${left},${plain ? "" : "transparent,"}${right})` }), `${number(full, 3)}`);
 }
 
-// -- the token looked at ----------------------------------------------------------------------
+// -- the selected token -----------------------------------------------------------------------
 
 function look(span) {
   cursor?.classList.remove("at");
@@ -513,9 +513,9 @@ function toSibling(by) {
   select(group[(group.indexOf(current) + by + group.length) % group.length]);
 }
 
-function nextColouring() {
+function nextColoring() {
   const keys = allowed().map(([key]) => key);
-  recolour(keys[(keys.indexOf(colouring) + 1) % keys.length]);
+  recolor(keys[(keys.indexOf(coloring) + 1) % keys.length]);
 }
 
 function back() {
@@ -537,7 +537,7 @@ const KEYS = [
   [["]"], "next sibling", () => toSibling(1)],
   [["["], "sibling before", () => toSibling(-1)],
   [["s"], "siblings side by side", toggleSide],
-  [["m"], "colour by the next measure", nextColouring],
+  [["m"], "color by the next measure", nextColoring],
   [["/"], "filter", () => $("f-env").focus()],
   [["c"], "curves", toggleCurves],
   [["t"], "light or dark", toggleTheme],
@@ -599,7 +599,7 @@ async function start() {
   pieces = new Map(facts.pieces.ids.map((id, index) => [id, facts.pieces.texts[index]]));
   columns.place = [];
   for (let row = 0; row < size; row++) columns.place.push(columns.chunk[row] === columns.chunk[row - 1] ? columns.place[row - 1] + 1 : 0);
-  if (facts.has_references && columns.credit.every((credit) => !credit)) colouring = "reference";
+  if (facts.has_references && columns.credit.every((credit) => !credit)) coloring = "reference";
   about();
   drawCurves();
   wire();

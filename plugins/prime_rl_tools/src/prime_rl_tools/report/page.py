@@ -1,6 +1,6 @@
-"""Write the page: the template, and what it shows as compressed text that its own script reads.
+"""Write the page: the template, and the data as compressed text that the page's script reads.
 
-Tokens come in chunks of their own, so that opening the page reads none of them.
+Tokens are in separate chunks, which are read when a rollout is shown.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.tokens import Pieces
 
 CHUNK_TOKENS = 20_000
-"""Tokens of one chunk, about: what is unpacked when a rollout is shown."""
+"""Approximate tokens of one chunk, which is unpacked when a rollout is shown."""
 
 
 @dataclass(frozen=True)
 class ReportFacts:
-    """What a page holds."""
+    """The size of a page."""
 
     num_rollouts: int
     num_tokens: int
@@ -81,14 +81,14 @@ def _template() -> str:
 
 
 def _write_block(file: IO[str], name: str, value: Any) -> None:
-    """JSON, gzip, base64: text that no value can break out of."""
+    """Write JSON as gzip and base64, so that no value can end the HTML block."""
     packed = gzip.compress(msgspec.json.encode(value), compresslevel=6, mtime=0)
     text = base64.b64encode(packed).decode()
     file.write(f'<script type="text/plain" id="{name}">{text}</script>\n')
 
 
 class _Builder:
-    """Collects what is said once while the chunks are written."""
+    """Writes the chunks and collects the values for the whole run."""
 
     def __init__(self, run_dir: Path, config: RunConfig, replayed: Replayed | None) -> None:
         self._run_dir, self._config, self._replayed = run_dir, config, replayed
@@ -98,7 +98,7 @@ class _Builder:
         self.table = data.Table()
 
     def write_chunks(self, steps: Iterable[StoredStep], file: IO[str]) -> None:
-        """Every step's rollouts, and their rows in the table."""
+        """Write the rollouts of every step, and add their rows to the table."""
         number = 0
         for step in steps:
             exports = StepExports(self._run_dir, step.step, self._config.seq_len)
@@ -114,12 +114,12 @@ class _Builder:
         scored = self._replayed.of(stored) if self._replayed else None
         self.table.add(step, stored, scored, chunk)
         for sample in stored.rollout.samples:
-            self._pieces.note(sample.token_ids)
+            self._pieces.add(sample.token_ids)
             self._has_references |= sample.ref_logprobs is not None
         return data.shown(stored, scored, exports)
 
     def facts(self, algorithms: Mapping[str, AlgoConfig] | None) -> dict[str, Any]:
-        """Everything but the tokens."""
+        """All values except the tokens."""
         envs = self.table.texts["env"]
         described = algorithms_of(self._config, envs or [e.label for e in self._envs()])
         again = {env: data.describe(each) for env, each in (algorithms or {}).items()}
@@ -138,7 +138,7 @@ class _Builder:
         return self._config.orchestrator.train.env
 
     def _scales(self) -> list[float]:
-        """The full colour's credit, by env."""
+        """The credit with full color, by env."""
         columns = self.table.columns
         credits = defaultdict(list)
         for name in ("credit", "credit_again"):
@@ -162,7 +162,7 @@ def _parts(rollouts: list[StoredRollout]) -> Iterator[list[StoredRollout]]:
 
 
 def _tokenizer_folders(run_dir: Path) -> Iterator[Path]:
-    """Where the run's tokenizer may be."""
+    """Folders that may have the run's tokenizer."""
     yield run_dir / "weights"
     launch = run_dir / "configs" / "launch.json"
     if launch.exists():

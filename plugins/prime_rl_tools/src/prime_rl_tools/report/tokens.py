@@ -12,7 +12,7 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.rollout import Sample
 
 DIGITS = 6
-"""Decimals a float is shown with."""
+"""Decimals of a float."""
 
 COLUMNS = {
     "token_ids": "ids",
@@ -32,8 +32,8 @@ COLUMNS = {
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
-    """Its columns by name: a list, one value where all tokens have the same, absent where the
-    sample has none. ``ids`` is always a list: it says how many tokens there are."""
+    """Its columns by name: a list, or one value if all tokens have the same; absent if the sample
+    has none. ``ids`` is always a list, because it gives the number of tokens."""
     found = {name: getattr(sample, column) for column, name in COLUMNS.items()}
     made = {name: short(column) for name, column in found.items() if column is not None}
     return made | {"ids": sample.token_ids.tolist()}
@@ -53,7 +53,7 @@ class Pieces:
     """The text of single tokens, by a run's own tokenizer."""
 
     def __init__(self, folders: Iterable[Path]) -> None:
-        """The first of ``folders`` that holds a tokenizer."""
+        """Use the first of ``folders`` with a tokenizer."""
         self._tokenizer = next(filter(None, map(_load, folders)), None)
         self._known: dict[int, str] = {}
 
@@ -62,14 +62,14 @@ class Pieces:
         """False: no tokenizer was found, and tokens show as their numbers."""
         return self._tokenizer is not None
 
-    def note(self, token_ids: np.ndarray[Any, Any]) -> None:
-        """Tokens that will be shown."""
+    def add(self, token_ids: np.ndarray[Any, Any]) -> None:
+        """Add tokens that will be shown."""
         for token in np.unique(token_ids).tolist():
             if token not in self._known:
                 self._known[token] = self._text(token)
 
     def table(self) -> dict[str, list[Any]]:
-        """Every token noted, and its text."""
+        """Every added token and its text."""
         return {"ids": list(self._known), "texts": list(self._known.values())}
 
     def _text(self, token: int) -> str:

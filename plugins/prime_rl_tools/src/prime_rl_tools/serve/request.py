@@ -1,4 +1,4 @@
-"""What ``prime-rl serve`` was asked for, checked as far as that goes without starting a process."""
+"""From a command line of ``prime-rl serve`` to checked settings. No process starts here."""
 
 from __future__ import annotations
 
@@ -7,82 +7,70 @@ import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.load import build_config, parse_overrides, set_at
-from prime_rl.config.run import RunConfig
+from prime_rl import Engine
+from prime_rl.config.load import installed_defaults, parse_overrides, set_at
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import ENGINE, collect, select, settings_of
 from prime_rl.run.children import free_ports
-from prime_rl.run.resolve import build_model_maker, check_engine
+from prime_rl.run.resolve import build_model_maker
+from prime_rl_tools.commands.options import validated
+from prime_rl_tools.serve.settings import EngineTable, ServeSettings
 
 PORT = 8000
-"""Tried first where none is asked for."""
+"""Tried first if no port is set."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What was asked for, as far as it can be checked without starting anything."""
-
-    config: RunConfig
-    """Of which only ``model``, ``inference`` and ``seed`` mean something here."""
-    served_model_name: str
-    api_key_var: str | None = None
-    """Environment variable with the key that clients must bring. None: they need none."""
-    show_admin_key: bool = False
-
-
-def read_request(
-    model: str,
-    overrides: Sequence[str],
-    *,
-    seed: int,
-    inference: Mapping[str, Any],
-    served_model_name: str | None,
-    **options: Any,
-) -> Request:
-    """Validate a command line. Inference: keys of ``[inference]``, None where not given.
-
-    Raises ``ConfigError``.
-    """
-    given = {key: value for key, value in inference.items() if value is not None}
-    table: dict[str, Any] = {"model": {"name": model}, "inference": given, "seed": seed}
-    table["max_steps"] = 1  # every run has some; none is taken here
+def read_settings(
+    model: str, overrides: Sequence[str], options: Mapping[str, Any]
+) -> ServeSettings:
+    """The command line over the installed defaults, checked with the plugins loaded. Raises
+    ``ConfigError``."""
     for word in (model, *overrides[:1]):
         if word.startswith("-") is (word is model):
             raise ConfigError(f"{word!r}: expected one MODEL, then options")
-    engine = build_config(table).inference.engine
+    defaults = installed_defaults()
+    below = defaults.pop("inference", {})
+    known = defaults | below | options
+    table = {key: value for key, value in known.items() if key in ServeSettings.model_fields}
+    own = (*EngineTable.model_fields, table.get("engine"))
+    table["inference"] = {key: value for key, value in below.items() if key in own}
     for path, value in parse_overrides(overrides):
-        _check_override(path, engine)
+        if path == ["model", "name"]:
+            raise ConfigError("--model.name: unknown option. MODEL, the first word, is the name")
         set_at(table, path, value)
-    config = build_config(table)
-    hooks = load_plugins()
-    build_model_maker(config, hooks)
-    check_engine(config, hooks)
-    return Request(config, served_model_name or model.rstrip("/"), **options)
+    set_at(table, ["model", "name"], model)
+    settings = validated(ServeSettings, table)
+    for key in settings.inference.model_extra or {}:
+        if key != settings.engine:
+            raise ConfigError(
+                f"--inference.{key}: unknown option. Settings of the engine are "
+                f"--inference.{settings.engine}.KEY; --help lists the others"
+            )
+    build_model_maker(settings, load_plugins(disabled=settings.plugins.disabled))
+    build_engine(settings).check(settings.interpreter)
+    return settings
 
 
-def _check_override(path: Sequence[str], engine: str) -> None:
-    is_model = path[0] == "model" and len(path) > 1 and path[1] != "name"
-    is_engine = list(path[:2]) == ["inference", engine] and len(path) > 2
-    is_launch = list(path) in (["inference", "ready_timeout"], ["inference", "python"])
-    if not (is_model or is_engine or is_launch):
-        raise ConfigError(
-            f"--{'.'.join(path)}: unknown option. prime-rl serve takes --model.KEY (of a model "
-            f"that is made here), --inference.{engine}.KEY, --inference.ready_timeout, "
-            "--inference.python, and what --help lists"
-        )
+def build_engine(settings: ServeSettings) -> Engine:
+    """The engine plugin with its settings. Raises ``ConfigError``."""
+    offers = collect(load_plugins(disabled=settings.plugins.disabled), ENGINE)
+    cls = select(ENGINE, settings.engine, offers, ENGINE.key)
+    where = f"inference.{settings.engine}"
+    return cls(settings_of(cls, ENGINE, settings.engine_settings, where))
 
 
 def choose_port(host: str, port: int | None) -> int:
-    """The port asked for, or 8000, or a free one. Raises ``ConfigError`` if it can't be had."""
+    """``port`` if it is set, else 8000, else a free one. Raises ``ConfigError`` if ``port`` is
+    taken."""
     if port is not None:
         if not _is_free(host, port):
             raise ConfigError(
-                f"--port: {port} is taken on {host}. Choose another, or leave it out to get a free "
-                "one"
+                f"--port: {port} is taken on {host}. Choose another, or leave --port out to get a "
+                "free one"
             )
         return port
     return PORT if _is_free(host, PORT) else free_ports(1, host)[0]
@@ -102,6 +90,7 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def read_key(variable: str | None) -> str:
+    """The key in an environment variable; empty for None. Raises ``ConfigError``."""
     key = os.environ.get(variable, "") if variable else ""
     if variable and not key:
         raise ConfigError(f"--api-key-var: the environment variable {variable} is not set or empty")
@@ -109,13 +98,13 @@ def read_key(variable: str | None) -> str:
 
 
 def model_context(folder: Path) -> int:
-    """Positions the model was made for, from its ``config.json``. Raises ``ConfigError``."""
+    """The model's context in tokens, from its ``config.json``. Raises ``ConfigError``."""
     config = json.loads((folder / "config.json").read_text())
     for table in (config.get("text_config") or {}, config):
         for key in ("max_position_embeddings", "n_positions"):
             if isinstance(table.get(key), int):
                 return int(table[key])
     raise ConfigError(
-        f"--max-model-len: {folder / 'config.json'} does not say how long the model's context is "
+        f"--max-model-len: {folder / 'config.json'} does not give the model's context "
         "(max_position_embeddings); give --max-model-len"
     )

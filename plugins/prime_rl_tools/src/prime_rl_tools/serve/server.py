@@ -1,9 +1,9 @@
 """``prime-rl serve``: one engine alone, in the foreground.
 
     port -> [model process, if the model is made or fetched here] -> engine
-    -> healthy -> what to do with it -> until Ctrl-C
+    -> healthy -> print how to use it -> wait for Ctrl-C
 
-The engine writes to this terminal. Whatever ends us ends it.
+The engine writes to this terminal, and ends with this process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from prime_rl import EngineLaunch
 from prime_rl.errors import RunError
-from prime_rl.plugins.engine import EngineLaunch
-from prime_rl.plugins.manager import load_plugins
 from prime_rl.run.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
 from prime_rl.run.models import model_path
-from prime_rl.run.resolve import build_engine
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import read_status
-from prime_rl_tools.serve.request import Request, choose_port, model_context, read_key
+from prime_rl_tools.serve.request import build_engine, choose_port, model_context, read_key
+from prime_rl_tools.serve.settings import ServeSettings
 
 TICK_SECONDS = 0.1
 ANYWHERE = ("0.0.0.0", "::")
@@ -42,37 +41,34 @@ ANYWHERE = ("0.0.0.0", "::")
 class Server:
     """The engine that is being started."""
 
-    request: Request
-    host: str
+    settings: ServeSettings
     port: int
     admin_key: str
     api_key: str
 
     @property
     def url(self) -> str:
-        """Where clients on this machine find it; without ``/v1``."""
-        host = "127.0.0.1" if self.host in ANYWHERE else self.host
+        """The URL for clients on this machine, without ``/v1``."""
+        host = "127.0.0.1" if self.settings.host in ANYWHERE else self.settings.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def serve(request: Request, console: Console) -> None:
-    """Serve until interrupted. Raises ``KeyboardInterrupt`` then; ``ConfigError`` for a port that
-    is taken, ``RunError`` when the model can't be made or the engine ends by itself."""
-    inference = request.config.inference
+def serve(settings: ServeSettings, console: Console) -> None:
+    """Serve until interrupted, then raise ``KeyboardInterrupt``. Raises ``ConfigError`` if the port
+    is taken, ``RunError`` if the model can't be made or the engine ends by itself."""
     server = Server(
-        request,
-        host=inference.host,
-        port=choose_port(inference.host, inference.port),
+        settings,
+        port=choose_port(settings.host, settings.port),
         admin_key=os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24),
-        api_key=read_key(request.api_key_var),
+        api_key=read_key(settings.api_key_var),
     )
-    path, to_make = model_path(request.config)
+    path, to_make = model_path(settings)
     with tempfile.TemporaryDirectory(prefix="prime-rl-serve-") as scratch, _children() as children:
         if to_make:
-            children.append(_start_maker(request, path, Path(scratch)))
-            _wait_for_model(children[0], request, Path(scratch), console)
-        context = inference.max_model_len or model_context(Path(path))
-        console.print(f"starting the {inference.engine} engine on {server.url}", highlight=False)
+            children.append(_start_maker(settings, path, Path(scratch)))
+            _wait_for_model(children[0], settings.model.name, Path(scratch), console)
+        context = settings.max_model_len or model_context(Path(path))
+        console.print(f"starting the {settings.engine} engine on {server.url}", highlight=False)
         children.append(_start_engine(server, Path(path), context))
         _wait_until_healthy(server, children[-1])
         console.print(describe(server, context), markup=False, highlight=False, soft_wrap=True)
@@ -86,7 +82,7 @@ def serve(request: Request, console: Console) -> None:
 
 @contextmanager
 def _children() -> Iterator[list[Child]]:
-    """What is put into the list is ended on leaving, whatever happens."""
+    """Processes put into the list are ended on leaving."""
     children: list[Child] = []
     with sigterm_is_ctrl_c():
         try:
@@ -96,14 +92,14 @@ def _children() -> Iterator[list[Child]]:
                 end(children)
 
 
-def _start_maker(request: Request, path: str, scratch: Path) -> Child:
-    """The process that makes or fetches a run's model, with a run directory made for it."""
+def _start_maker(settings: ServeSettings, path: str, scratch: Path) -> Child:
+    """Start the model process of a run. ``scratch`` gets the files it reads of a run directory."""
     for folder in ("configs", "status"):
         (scratch / folder).mkdir()
-    (scratch / "configs" / "run.json").write_text(request.config.model_dump_json())
+    (scratch / "configs" / "run.json").write_text(settings.model_dump_json())
     Launch(
         model_path=path,
-        served_model_name=request.served_model_name,
+        served_model_name=settings.served_name,
         engine_urls=[],
         transport_type="zmq",
         transport_host="",
@@ -112,8 +108,7 @@ def _start_maker(request: Request, path: str, scratch: Path) -> Child:
     return start("model", [sys.executable, "-m", "prime_rl.run.models", str(scratch)], {})
 
 
-def _wait_for_model(child: Child, request: Request, scratch: Path, console: Console) -> None:
-    name = request.config.model.name
+def _wait_for_model(child: Child, name: str, scratch: Path, console: Console) -> None:
     console.print(f"{name} is not in the cache yet: making or fetching it", markup=False)
     with console.status(name) as line:
         while child.exit_code is None:
@@ -126,26 +121,26 @@ def _wait_for_model(child: Child, request: Request, scratch: Path, console: Cons
 
 
 def _start_engine(server: Server, path: Path, context: int) -> Child:
-    config = server.request.config
+    settings = server.settings
     launch = EngineLaunch(
         model_path=path,
-        served_model_name=server.request.served_model_name,
-        host=server.host,
+        served_model_name=settings.served_name,
+        host=settings.host,
         port=server.port,
         max_model_len=context,
-        seed=config.seed,
+        seed=settings.seed,
         admin_key=server.admin_key,
-        python=config.inference.interpreter,
+        python=settings.interpreter,
     )
-    command = build_engine(config, load_plugins()).command(launch)
+    command = build_engine(settings).command(launch)
     env = {ADMIN_KEY: server.admin_key, ENGINE_KEY: server.api_key, "HF_HUB_OFFLINE": "1"}
-    return start(config.inference.engine, command.argv, env | dict(command.env))
+    return start(settings.engine, command.argv, env | dict(command.env))
 
 
 def _wait_until_healthy(server: Server, engine: Child) -> None:
-    limit = server.request.config.inference.ready_timeout
+    limit = server.settings.inference.ready_timeout
     deadline = time.monotonic() + limit
-    # Plain HTTP to ourselves: no proxy, and no SSL context, which costs 70 ms.
+    # Plain HTTP to this machine: no proxy, and no SSL context, which takes 70 ms to build.
     with httpx.Client(base_url=server.url, verify=False, trust_env=False) as http:
         while not _healthy(http, server):
             _check_alive(engine)
@@ -156,7 +151,7 @@ def _wait_until_healthy(server: Server, engine: Child) -> None:
             time.sleep(TICK_SECONDS)
         if server.api_key and http.get("/v1/models").is_success:
             raise RunError(
-                f"--api-key-var: the engine {engine.name!r} answers without the key it was given"
+                f"--api-key-var: the engine {engine.name!r} answers requests without the key"
             )
 
 
@@ -175,31 +170,31 @@ def _check_alive(engine: Child) -> None:
         raise RunError(f"the engine {engine.name!r} {how}: see above")
 
 
-# -- what the user sees -----------------------------------------------------------------
+# -- what is printed --------------------------------------------------------------------
 
 
 def describe(server: Server, context: int) -> str:
-    """Where it is, what it is, and how a run uses it."""
-    request = server.request
-    key = request.api_key_var
+    """URL, model and context, and the TOML with which a run uses it."""
+    settings = server.settings
+    key = settings.api_key_var
     frozen = [
-        f"    name = {json.dumps(request.served_model_name)}",
+        f"    name = {json.dumps(settings.served_name)}",
         f"    base_url = [{json.dumps(f'{server.url}/v1')}]",
         *([f"    api_key_var = {json.dumps(key)}"] if key else []),
     ]
     notes = []
-    if request.show_admin_key:
+    if settings.show_admin_key:
         notes.append(f"admin    {ADMIN_KEY}={server.admin_key}")
-    if server.host not in ("127.0.0.1", "localhost", "::1") and not key:
-        notes.append("warning: listens beyond this machine and needs no key (--api-key-var)")
+    if settings.host not in ("127.0.0.1", "localhost", "::1") and not key:
+        notes.append("warning: listens beyond this machine without a key (--api-key-var)")
     lines = [
         "",
         f"url      {server.url}/v1",
-        f"model    {request.served_model_name}",
+        f"model    {settings.served_name}",
         f"context  {context:,} tokens",
         *notes,
         "",
-        "To use it in a run as a frozen model, a teacher say ([orchestrator.algo.teacher]):",
+        "To use it in a run as a frozen model, for example as [orchestrator.algo.teacher]:",
         "",
         *frozen,
         "",

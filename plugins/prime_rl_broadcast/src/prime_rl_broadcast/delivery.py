@@ -1,11 +1,11 @@
-"""New weights from the trainer's memory: which engines take them together, and where they meet.
+"""The orchestrator's part: it opens a group for each version and sends the engines to it.
 
-    invite the trainer, send every engine there -> all have the version
-    one fails -> the meeting is called off -> the trainer writes files, and engines load those
-    one fails that was there -> the others have the version; it gets files when it joins again
+    open the group, send every engine to it -> all have the version
+    an engine fails before the broadcast -> abort -> the trainer writes files, and engines load them
+    an engine fails after it -> the others have the version; it gets files when it joins again
 
-Members of the last broadcast stay connected: the process group is made anew only when an engine
-has joined, left or failed.
+Members of the last broadcast stay connected. A new process group is made only when an engine has
+joined, left or failed.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from prime_rl import EngineError, EngineGone, ReceivingEngine, WeightDelivery, W
 from prime_rl.plugins.weight_transports import AnyEngine, Update
 from prime_rl.rundir.launch import LOCAL
 from prime_rl.weights.versions import FILES_WANTED, wait_for_files
-from prime_rl_broadcast.meeting import MEETINGS, Backend, Meeting, call_off, invite
+from prime_rl_broadcast.group import FOLDER, Backend, BroadcastGroup
 
 log = logging.getLogger(__name__)
 
 
-class Meetings(WeightDelivery):
-    """Arranges broadcasts of a run, one at a time."""
+class BroadcastDelivery(WeightDelivery):
+    """Delivers the versions of a run, one broadcast at a time."""
 
     def __init__(self, broadcasts: Path, backend: Backend, timeout: float) -> None:
-        """``broadcasts``: the folder of the run's versions. Clears what an earlier attempt left."""
-        self._broadcasts, self._folder = broadcasts, broadcasts / MEETINGS
+        """``broadcasts``: the folder of the run's versions. Removes the files of an earlier
+        attempt."""
+        self._folder = broadcasts / FOLDER
         self._backend, self.timeout = backend, timeout
-        self._meeting: Path | None = None
+        self._open: BroadcastGroup | None = None
+        """The group of the broadcast in progress."""
         self._group: Path | None = None
+        """Folder of the process group; ``_members`` are the sessions of its engines."""
         self._members: list[object] = []
         shutil.rmtree(self._folder, ignore_errors=True)
         (broadcasts / FILES_WANTED).unlink(missing_ok=True)
@@ -55,17 +58,17 @@ class Meetings(WeightDelivery):
     async def deliver(
         self, weights: Weights, engines: Sequence[AnyEngine], update: Update[AnyEngine]
     ) -> tuple[list[AnyEngine], dict[AnyEngine, BaseException]]:
-        """Hold one meeting.
+        """Broadcast one version. Returns the engines that need files, and those that failed.
 
-        Where one engine has got the version, the trainer goes on, and writes no files before its
-        step is over: the other engines get them when they join again.
+        As soon as one engine has the version, the trainer continues and writes no files before
+        its step ends: failed engines get files when they join again.
         """
         missed = self._unable(engines)
         able = [engine for engine in engines if engine not in missed]
-        places = self._arrange(weights, able) if able else {}
+        groups = self._open_group(weights, able) if able else {}
         tasks = {
-            engine: asyncio.create_task(update(engine, weights, msgspec.to_builtins(place)))
-            for engine, place in places.items()
+            engine: asyncio.create_task(update(engine, weights, msgspec.to_builtins(group)))
+            for engine, group in groups.items()
         }
         try:
             if tasks:
@@ -83,7 +86,7 @@ class Meetings(WeightDelivery):
         return left, missed | gone
 
     def _unable(self, engines: Sequence[AnyEngine]) -> dict[AnyEngine, BaseException]:
-        """Those that cannot take part, though they could when they joined."""
+        """Engines that cannot receive any more, with the reason."""
         found: dict[AnyEngine, BaseException] = {}
         for engine in engines:
             try:
@@ -93,60 +96,60 @@ class Meetings(WeightDelivery):
         return found
 
     async def _all_done(self, tasks: Sequence[asyncio.Task[None]]) -> None:
-        """When one member fails, release the others."""
+        """Wait for all; abort when one fails."""
         try:
             done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             failures = [str(e) for task in done if (e := task.exception()) is not None]
             if failures:
-                log.warning("a broadcast of weights is called off: %s", failures[0])
-                self._call_off(failures[0])
+                log.warning("a broadcast of weights is aborted: %s", failures[0])
+                self._abort(failures[0])
             if pending:
                 _, hung = await asyncio.wait(pending, timeout=self.timeout)
                 await _cancel(hung)
         except asyncio.CancelledError:
-            self._call_off("the run ends")
+            self._abort("the run ends")
             await _cancel(tasks)
             raise
 
-    def _arrange(self, weights: Weights, engines: Sequence[AnyEngine]) -> dict[AnyEngine, Meeting]:
-        """Invite the trainer; the meeting as each engine attends it. Empty if the trainer has
-        declined."""
+    def _open_group(
+        self, weights: Weights, engines: Sequence[AnyEngine]
+    ) -> dict[AnyEngine, BroadcastGroup]:
+        """The group from each engine's point of view. Empty if the trainer has declined."""
         workers = [engine.receives.workers for engine in engines if engine.receives]
-        group = self._group_of(engines)
-        self._meeting = self._folder / secrets.token_hex(4)
-        self._meeting.mkdir(parents=True)
-        invitation = Meeting(
-            directory=str(self._meeting),
-            group=str(group),
+        directory = self._folder / secrets.token_hex(4)
+        directory.mkdir(parents=True)
+        group = self._open = BroadcastGroup(
+            directory=str(directory),
+            group=str(self._group_of(engines)),
             backend=self._backend,
             rank=0,
             world_size=1 + sum(workers),
             timeout=self.timeout,
             loopback=all(urlsplit(engine.url).hostname in LOCAL for engine in engines),
         )
-        if not invite(weights.directory, invitation):
+        if not group.open(weights.directory):
             self._end()
             return {}
         return {
-            engine: invitation.attended_by(1 + sum(workers[:number]))
+            engine: group.for_worker(1 + sum(workers[:number]))
             for number, engine in enumerate(engines)
         }
 
-    def _call_off(self, reason: str) -> None:
-        """A member has failed: release the others, and drop the group."""
+    def _abort(self, reason: str) -> None:
+        """Release the members that wait, and drop the process group."""
         self._members = []
-        if self._meeting is not None:
-            with suppress(OSError):  # a full disk: they wait as long as they may
-                call_off(self._meeting, reason)
+        if self._open is not None:
+            with suppress(OSError):  # a full disk: they wait until their timeout
+                self._open.abort(reason)
 
     def _end(self) -> None:
-        """Everybody has left. Why one was called off is still read."""
-        if self._meeting is not None and self._members:
-            shutil.rmtree(self._meeting, ignore_errors=True)
-        self._meeting = None
+        """Remove the broadcast's folder, unless it was aborted: members may still read why."""
+        if self._open is not None and self._members:
+            shutil.rmtree(self._open.directory, ignore_errors=True)
+        self._open = None
 
     def _group_of(self, engines: Sequence[ReceivingEngine]) -> Path:
-        """The last one if its members are the same processes."""
+        """Folder of the process group: the last one if its members are the same processes."""
         members: list[object] = [engine.session for engine in engines]
         if self._group is None or members != self._members:
             if self._group is not None:
@@ -159,7 +162,7 @@ class Meetings(WeightDelivery):
 
 def _failure(url: str, task: asyncio.Task[None]) -> BaseException | None:
     if task.cancelled():
-        return EngineGone(f"engine {url} does not come back from a broadcast that has ended")
+        return EngineGone(f"engine {url} still hangs in a broadcast that has ended")
     return task.exception()
 
 

@@ -35,7 +35,7 @@ def frame_of(path):
     path.write_bytes(encode_batch(7, pack(samples, ["b", "a"], 8)))
 
 
-def test_a_frame_says_its_rows(tmp_path):
+def test_facts_of_a_frame(tmp_path):
     path = tmp_path / "rank_0.bin"
     frame_of(path)
     facts = facts_of(path)
@@ -47,7 +47,7 @@ def test_a_frame_says_its_rows(tmp_path):
     assert row["mean logprob"] == -2.0 and row["mean advantage"] == 0.0
 
 
-def test_a_file_of_rollouts_says_who_trained(tmp_path):
+def test_facts_of_a_file_of_rollouts(tmp_path):
     make_run(tmp_path / "run", "observing")
     facts = facts_of(tmp_path / "run" / "rollouts" / "step_2.msgpack")
     assert facts["kind"] == "rollouts" and facts["step"] == 2 and facts["kept"] == 6
@@ -71,7 +71,7 @@ def weights_of(folder):
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
 
 
-def test_a_folder_of_weights_says_its_tensors_and_whether_it_is_whole(tmp_path):
+def test_facts_of_a_folder_of_weights(tmp_path):
     folder = tmp_path / "step_3"
     weights_of(folder)
     facts = facts_of(folder)
@@ -81,7 +81,7 @@ def test_a_folder_of_weights_says_its_tensors_and_whether_it_is_whole(tmp_path):
     assert facts_of(folder)["complete"] is True
 
 
-def test_all_three_print_for_people_and_as_json(tmp_path):
+def test_all_three_print_as_text_and_as_json(tmp_path):
     frame_of(tmp_path / "rank_0.bin")
     weights_of(tmp_path / "step_3")
     make_run(tmp_path / "run", "centred")
@@ -96,14 +96,14 @@ def test_all_three_print_for_people_and_as_json(tmp_path):
         assert json.loads(shown(path, "--json").output) == json.loads(json.dumps(facts_of(path)))
 
 
-def test_long_tables_are_cut_and_say_so(tmp_path, monkeypatch):
+def test_long_tables_are_cut_with_a_note(tmp_path, monkeypatch):
     make_run(tmp_path / "run", "centred")
     monkeypatch.setattr("prime_rl_tools.replay.inspect.LONGEST", 2)
     output = shown(tmp_path / "run" / "rollouts" / "step_1.msgpack").output
     assert "more; --json prints all" in output and output.count("words") == 2
 
 
-def test_what_is_none_of_them_is_refused_with_its_name(tmp_path):
+def test_any_other_file_is_refused_by_name(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "cut").mkdir()

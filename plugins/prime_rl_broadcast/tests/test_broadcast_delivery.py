@@ -1,4 +1,4 @@
-"""Engines take new weights from the trainer's memory; whoever cannot gets them as files."""
+"""Engines receive new weights from the trainer's memory; an engine that cannot loads files."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from prime_rl.inference.client import RetryPolicy
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.weights import versions
 from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE, has_files
-from prime_rl_broadcast.group import Attendance, header_of
-from prime_rl_broadcast.meeting import Meeting, decline, invitation
-from prime_rl_broadcast.meetings import Meetings
+from prime_rl_broadcast.connection import Member, header_of
+from prime_rl_broadcast.delivery import BroadcastDelivery
+from prime_rl_broadcast.group import BroadcastGroup, decline, opened
 
 CPU = torch.device("cpu")
 
 
 class Engine:
-    """Takes weights both ways; its weights are one number."""
+    """Receives weights both ways. Its weights are one number."""
 
     def __init__(self, receives: Any = None) -> None:
         self.version, self.value, self.ways = 0, 0.0, list[str]()
         self.receives = receives or {"workers": 1, "backends": ["gloo"]}
         self.refuses = self.away = False
-        self.attendance = Attendance()
+        self.member = Member()
 
     async def handle(self, request: web.Request) -> web.Response:
         if self.away:
@@ -63,17 +63,18 @@ class Engine:
             self.ways.append("file")
             return float(load_file(Path(body["weight_dir"]) / "model.safetensors")["w"])
         got: dict[str, torch.Tensor] = {}
-        with self.attendance.at(msgspec.convert(body["meeting"], Meeting), CPU) as group:
-            group.receive(lambda header: None, got.update)
+        group = msgspec.convert(body["meeting"], BroadcastGroup)
+        with self.member.join(group, CPU) as connection:
+            connection.receive(lambda header: None, got.update)
         self.ways.append("memory")
         return float(got["w"])
 
 
 class Trainer:
-    """What the trainer's broadcaster does, with one number for weights."""
+    """Behaves like the trainer's publisher. The weights are one number."""
 
     def __init__(self, broadcasts: Path) -> None:
-        self.broadcasts, self.attendance = broadcasts, Attendance()
+        self.broadcasts, self.member = broadcasts, Member()
         self.groups: list[str] = []
 
     def announce(self, version: int) -> Weights:
@@ -83,21 +84,21 @@ class Trainer:
         return Weights(directory, version)
 
     async def pass_on(self, weights: Weights) -> None:
-        while (meeting := invitation(weights.directory)) is None:
+        while (group := opened(weights.directory)) is None:
             wanted = self.broadcasts / FILES_WANTED
             if wanted.exists() and decline(weights.directory):
                 return self.write(weights)
             await asyncio.sleep(0.005)
-        self.groups.append(meeting.group)
+        self.groups.append(group.group)
         try:
-            await asyncio.to_thread(self.send, meeting, float(weights.version))
+            await asyncio.to_thread(self.send, group, float(weights.version))
         except WeightsError:
             self.write(weights)
 
-    def send(self, meeting: Meeting, value: float) -> None:
+    def send(self, group: BroadcastGroup, value: float) -> None:
         tensors = {"w": torch.tensor(value)}
-        with self.attendance.at(meeting, CPU) as group:
-            group.send(header_of(tensors, {}), tensors.values())
+        with self.member.join(group, CPU) as connection:
+            connection.send(header_of(tensors, {}), tensors.values())
 
     def write(self, weights: Weights) -> None:
         save_file({"w": torch.tensor(float(weights.version))}, weights.directory / ".new")
@@ -114,15 +115,15 @@ async def started(
     *engines: Engine,
     attempts: int = 1,
 ) -> AsyncIterator[tuple[Fleet, Trainer, Run]]:
-    """A fleet that serves, and how one version goes out while the fleet watches its engines."""
+    """A fleet that serves, and a function that publishes a version while the fleet runs."""
     trainer = Trainer(tmp_path / "broadcasts")
     trainer.broadcasts.mkdir()
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
-        meetings = Meetings(trainer.broadcasts, "gloo", timeout=LIMIT)
+        delivery = BroadcastDelivery(trainer.broadcasts, "gloo", timeout=LIMIT)
         policy = RetryPolicy(attempts=attempts, first_wait=0.01)
         first = Weights(tmp_path, 0)
-        fleet = Fleet(urls, "k", first, FleetOptions(retry=policy, poll=0.02), meetings)
+        fleet = Fleet(urls, "k", first, FleetOptions(retry=policy, poll=0.02), delivery)
         stack.push_async_callback(fleet.close)
         await fleet.wait_ready(LIMIT)
         watching = asyncio.create_task(fleet.run())
@@ -151,13 +152,13 @@ async def serving(engine: Engine) -> AsyncIterator[str]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """For how long files are waited for."""
+    """The clock of the wait for files."""
     clock = Clock()
     monkeypatch.setattr(versions, "time", clock)
     return clock
 
 
-async def test_versions_go_out_over_the_same_connections(tmp_path: Path) -> None:
+async def test_versions_use_the_same_connections(tmp_path: Path) -> None:
     a, b = Engine(), Engine()
     async with started(tmp_path, a, b) as (_fleet, trainer, publish):
         for version in (1, 2, 3):
@@ -167,10 +168,10 @@ async def test_versions_go_out_over_the_same_connections(tmp_path: Path) -> None
         assert len(set(trainer.groups)) == 1
         assert not has_files(trainer.broadcasts / "step_3")
         left = [p.name[:6] for p in (trainer.broadcasts / "meetings").iterdir()]
-        assert left == ["group_"]  # nothing else piles up
+        assert left == ["group_"]  # folders of broadcasts are removed
 
 
-async def test_one_that_refuses_both_ways_is_taken_out_and_the_other_serves(
+async def test_an_engine_that_refuses_both_ways_is_taken_out_and_the_other_serves(
     tmp_path: Path,
 ) -> None:
     a, b = Engine(), Engine()
@@ -187,12 +188,12 @@ async def test_one_that_refuses_both_ways_is_taken_out_and_the_other_serves(
         passing_on = asyncio.create_task(trainer.pass_on(weights))
         updating = asyncio.create_task(fleet.update_weights(weights.directory, 1))
         await passing_on
-        trainer.write(weights)  # all went well for the trainer: it does so between steps
+        trainer.write(weights)  # the broadcast succeeded: the trainer writes files between steps
         await asyncio.wait_for(updating, LIMIT)
         assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
 
 
-async def test_where_one_refuses_all_get_files_and_the_next_version_goes_by_memory(
+async def test_if_one_engine_refuses_all_get_files_and_the_next_version_is_broadcast(
     tmp_path: Path,
 ) -> None:
     a, b = Engine(), Engine()
@@ -210,7 +211,7 @@ async def test_where_one_refuses_all_get_files_and_the_next_version_goes_by_memo
         assert trainer.groups[-1] != trainer.groups[0]
 
 
-async def test_one_that_is_gone_does_not_hold_the_others(tmp_path: Path) -> None:
+async def test_a_dead_engine_does_not_block_the_others(tmp_path: Path) -> None:
     a, b = Engine(), Engine()
     async with started(tmp_path, a, b) as (fleet, _trainer, publish):
         b.away = True
@@ -218,8 +219,8 @@ async def test_one_that_is_gone_does_not_hold_the_others(tmp_path: Path) -> None
         assert a.value == 1 and fleet.replicas[0].serving
 
 
-async def test_one_that_comes_back_has_the_trainer_write_files(tmp_path: Path) -> None:
-    """Not while a version is passed on: later, when the trainer waits for a batch."""
+async def test_the_trainer_writes_files_for_an_engine_that_returns(tmp_path: Path) -> None:
+    """Not during the broadcast: later, when the trainer waits for a batch."""
     a, b = Engine(), Engine()
     async with started(tmp_path, a, b) as (fleet, trainer, publish):
         b.away = True
@@ -234,7 +235,7 @@ async def test_one_that_comes_back_has_the_trainer_write_files(tmp_path: Path) -
         assert b.value == 1 and b.ways == ["file"]
 
 
-async def test_where_none_is_there_files_wait_for_the_first_to_come_back(tmp_path: Path) -> None:
+async def test_without_engines_the_trainer_waits_for_the_first_that_returns(tmp_path: Path) -> None:
     a = Engine()
     async with started(tmp_path, a) as (fleet, trainer, _publish):
         a.away = True
@@ -250,29 +251,29 @@ async def test_where_none_is_there_files_wait_for_the_first_to_come_back(tmp_pat
         assert a.ways == ["file"]
 
 
-async def test_nobody_waits_for_files_of_a_version_that_the_trainer_has_left_behind(
+async def test_a_wait_for_files_ends_when_the_trainer_has_the_next_version(
     tmp_path: Path,
 ) -> None:
-    """It has passed version 1 on to all, and an engine's answer was lost; version 2 is there."""
+    """Version 1 was broadcast to all, and an engine's answer was lost; then version 2 appears."""
     a = Engine()
     async with started(tmp_path, a) as (fleet, trainer, _publish):
         a.refuses = True
         one = trainer.announce(1)
         updating = asyncio.create_task(fleet.update_weights(one.directory, 1))
-        await until(lambda: invitation(one.directory) is not None)
+        await until(lambda: opened(one.directory) is not None)
         two = trainer.announce(2)
         await asyncio.sleep(0.1)
-        assert not updating.done()  # nobody could go on with version 2 yet: it is not announced
+        assert not updating.done()  # version 2 is not announced yet: no engine could use it
         (two.directory / STABLE).touch()
         with pytest.raises(EngineError, match="version 1 was never written: the next is there"):
             await asyncio.wait_for(updating, LIMIT)
 
 
-async def test_who_loses_the_answer_of_a_broadcast_is_alone_with_that(
+async def test_a_lost_answer_of_a_broadcast_affects_that_engine_only(
     tmp_path: Path, clock: Clock
 ) -> None:
-    """The trainer has passed the version on and takes a step, longer than any timeout here: the
-    other engine serves meanwhile, and the update is over. Nobody goes to a meeting twice."""
+    """The trainer has broadcast the version and takes a step, longer than any timeout here. The
+    other engine serves meanwhile, and the update is over. A broadcast is not retried."""
     a, b = Engine(), Engine()
     async with started(tmp_path, a, b, attempts=3) as (fleet, trainer, publish):
         received, asked = b.take, list[int]()
@@ -280,7 +281,7 @@ async def test_who_loses_the_answer_of_a_broadcast_is_alone_with_that(
         def take_and_fail(body: dict[str, Any]) -> float:
             asked.append(body["version"])
             received(body)
-            raise RuntimeError("no memory")  # 500: what is asked again, but for a meeting
+            raise RuntimeError("no memory")  # 500: retried, except in a broadcast
 
         b.take = take_and_fail  # type: ignore[method-assign]
         await publish(1)
@@ -297,7 +298,7 @@ async def test_who_loses_the_answer_of_a_broadcast_is_alone_with_that(
 
 
 async def test_a_step_may_take_longer_than_a_broadcast(tmp_path: Path, clock: Clock) -> None:
-    """The only engine's answer is lost, and the trainer writes files when its step is over."""
+    """The only engine's answer is lost. The trainer writes files after its step."""
     a = Engine()
     async with started(tmp_path, a) as (fleet, trainer, _publish):
         received = a.take
@@ -322,7 +323,7 @@ async def test_a_step_may_take_longer_than_a_broadcast(tmp_path: Path, clock: Cl
         assert a.ways == ["memory", "file"] and a.value == 1
 
 
-async def test_one_that_joins_late_and_cannot_receive_stays_out(
+async def test_an_engine_that_joins_late_and_cannot_receive_stays_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "START_GRACE", 0.0)
@@ -335,14 +336,14 @@ async def test_one_that_joins_late_and_cannot_receive_stays_out(
         assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
 
 
-async def test_one_that_cannot_receive_is_refused_at_the_start(tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_receive_is_refused_at_the_start(tmp_path: Path) -> None:
     words = r"cannot receive weights by gloo: its GET /health lists nccl .*'filesystem'"
     with pytest.raises(EngineError, match=words):
         async with started(tmp_path, Engine({"workers": 1, "backends": ["nccl"]})):
             pass
 
 
-async def test_several_workers_of_an_engine_take_several_ranks(tmp_path: Path) -> None:
+async def test_each_worker_of_an_engine_has_a_rank(tmp_path: Path) -> None:
     """The second engine's rank comes after the two of the first."""
     wide, narrow = Engine({"workers": 2, "backends": ["gloo"]}), Engine()
     ranks: list[tuple[int, int]] = []

@@ -52,7 +52,7 @@ def test_every_saved_rollout_is_a_row_in_order(tmp_path):
     assert [names[i] for i in table["columns"]["dropped"]] == [s.dropped_by or "" for s in stored]
 
 
-def test_a_chunk_holds_the_tokens_of_its_rows(tmp_path):
+def test_a_chunk_has_the_tokens_of_its_rows(tmp_path):
     run_dir, out, _ = made(tmp_path)
     found = blocks(out)
     chunks = [row for name, rows in found.items() if name.startswith("chunk") for row in rows]
@@ -75,7 +75,7 @@ def test_the_facts_name_the_algorithm_of_each_env(tmp_path):
     assert facts["has_tokenizer"] is False
 
 
-def test_the_page_stands_alone(tmp_path):
+def test_the_page_needs_no_other_file(tmp_path):
     _, out, _ = made(tmp_path)
     text = re.sub(r'<script type="text/plain".*?</script>', "", out.read_text())
     addresses = re.findall(r"https?://[^\"' ]+", text)
@@ -84,7 +84,7 @@ def test_the_page_stands_alone(tmp_path):
     assert "default-src 'none'" in text and "{{" not in text
 
 
-def test_what_a_rollout_says_cannot_become_markup(tmp_path):
+def test_the_text_of_a_rollout_cannot_become_markup(tmp_path):
     evil = "</script><script>alert(1)</script>"
     run_dir = tmp_path / "<b>run"
     make_run(run_dir, "centred")
@@ -139,7 +139,7 @@ def export(run_dir, *samples, env="words", step=1, **columns):
             file.write(json.dumps(record) + "\n")
 
 
-def test_an_exported_sequence_finds_its_sample_by_what_it_is(tmp_path):
+def test_an_exported_sequence_finds_its_sample_by_env_tokens_and_logprobs(tmp_path):
     mine, other = sample_of(), sample_of(token=6)
     export(tmp_path, other, trainer_logprobs=[None, None, -9.0, -9.0])
     export(
@@ -156,7 +156,7 @@ def test_an_exported_sequence_finds_its_sample_by_what_it_is(tmp_path):
     assert exports.take("words", mine) == {}, "each exported sequence is taken once"
 
 
-def test_a_sample_cut_to_seq_len_finds_what_was_packed_of_it(tmp_path):
+def test_a_sample_cut_to_seq_len_finds_its_packed_part(tmp_path):
     whole = sample_of(6)
     cut = Sample(
         token_ids=whole.token_ids[:4], loss_mask=whole.loss_mask[:4],
@@ -172,7 +172,7 @@ def test_a_run_without_exports_joins_nothing(tmp_path):
     assert not exports and exports.take("words", sample_of()) == {}
 
 
-def test_only_what_trained_is_joined(tmp_path):
+def test_only_trained_samples_are_joined(tmp_path):
     sample = sample_of()
     export(tmp_path, sample, trainer_logprobs=[None, None, -0.5, -0.25])
     rollout = Rollout(env="words", example_id=0, group_id=0, reward=0.0, samples=[sample])
@@ -203,7 +203,7 @@ def test_a_column_of_one_value_is_that_value_and_floats_are_short():
 
 def test_tokens_without_a_tokenizer_show_their_numbers(tmp_path):
     pieces = Pieces([tmp_path])
-    pieces.note(np.array([5, 3, 5]))
+    pieces.add(np.array([5, 3, 5]))
     assert pieces.table() == {"ids": [3, 5], "texts": ["⟨3⟩", "⟨5⟩"]}
     assert not pieces.is_known
 

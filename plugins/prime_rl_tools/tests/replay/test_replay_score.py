@@ -60,7 +60,7 @@ def test_a_step_is_replayed_from_the_files_up_to_it(tmp_path, until):
     assert all(change.frames_equal for change in changes)
 
 
-def test_the_runs_made_here_have_groups_that_straddle_batches_and_come_out_of_order(tmp_path):
+def test_the_test_runs_have_groups_across_batches_and_out_of_order(tmp_path):
     make_run(tmp_path / "run", "counted")
     steps = read_steps(tmp_path / "run")
     assert any(step.waiting for step in steps)
@@ -69,7 +69,7 @@ def test_the_runs_made_here_have_groups_that_straddle_batches_and_come_out_of_or
     assert groups != sorted(groups)
 
 
-def test_one_reward_that_differs_shows_as_a_frame_that_differs(tmp_path):
+def test_a_changed_reward_changes_its_frame(tmp_path):
     make_run(tmp_path / "run", "centred")
     path = step_files(tmp_path / "run")[2]
     stored = read_step(path)
@@ -102,7 +102,7 @@ class Shaping:
         yield
 
 
-def test_what_a_plugin_makes_of_a_reward_is_made_of_it_once(tmp_path, monkeypatch):
+def test_a_plugins_change_of_a_reward_is_applied_once(tmp_path, monkeypatch):
     shared = offering()
     shared.register(Shaping(), "shaping")
     monkeypatch.setattr(score, "load_plugins", lambda disabled=(): shared)
@@ -117,7 +117,7 @@ def test_what_a_plugin_makes_of_a_reward_is_made_of_it_once(tmp_path, monkeypatc
         assert stored.given["metrics"] == {}
 
 
-def test_a_reward_that_nobody_has_changed_is_saved_once(tmp_path):
+def test_an_unchanged_reward_is_saved_once(tmp_path):
     make_run(tmp_path / "run", "centred")
     found, _ = replayed(tmp_path / "run")
     assert all(pair.stored.rollout.given is None for pair in found.scored.values())
@@ -134,15 +134,15 @@ def test_reference_logprobs_come_from_the_file(tmp_path):
             assert before.ref_logprobs.any() and after.ref_logprobs is not before.ref_logprobs
 
 
-def test_what_only_a_model_can_tell_keeps_its_saved_streams_and_is_counted(tmp_path):
+def test_rollouts_that_need_a_model_keep_their_saved_streams_and_are_counted(tmp_path):
     make_run(tmp_path / "run", "hinted")
     _, changes = replayed(tmp_path / "run")
     assert all(change.num_from_file == change.num_rollouts for change in changes)
     assert all(change.frames_equal for change in changes)
-    assert "keep the streams they were saved with" in command(tmp_path / "run").output
+    assert "keep their saved streams" in command(tmp_path / "run").output
 
 
-def test_a_group_of_which_a_sibling_is_not_saved_keeps_its_streams(tmp_path):
+def test_a_group_with_an_unsaved_sibling_keeps_its_streams(tmp_path):
     """As after a crash: who waited in a checkpoint is in no file."""
     make_run(tmp_path / "run", "centred")
     path = step_files(tmp_path / "run")[3]
@@ -173,7 +173,7 @@ def test_another_algorithm_is_compared_rollout_by_rollout(tmp_path):
     assert len(top) == 2 and moves[0] >= moves[1] > len(again) - 3
 
 
-def test_streams_of_the_algorithm_before_are_gone(tmp_path):
+def test_streams_of_the_first_algorithm_are_removed(tmp_path):
     make_run(tmp_path / "run", "observing")
     found, _ = replayed(tmp_path / "run", "centred")
     for pair in found.scored.values():
@@ -181,7 +181,7 @@ def test_streams_of_the_algorithm_before_are_gone(tmp_path):
         assert pair.again.samples[0].ce_weights is None
 
 
-def test_an_algorithm_that_needs_a_model_cannot_be_tried_on_rollouts_of_another(tmp_path):
+def test_an_algorithm_that_needs_a_model_is_refused_for_rollouts_of_another(tmp_path):
     make_run(tmp_path / "run", "centred")
     with pytest.raises(NotRecorded, match="choose an algorithm that needs no model"):
         replayed(tmp_path / "run", "taught")
@@ -190,7 +190,7 @@ def test_an_algorithm_that_needs_a_model_cannot_be_tried_on_rollouts_of_another(
 # -- the command ---------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_changes_in_a_table_and_in_json(tmp_path):
+def test_the_command_prints_changes_as_a_table_and_as_json(tmp_path):
     make_run(tmp_path / "run", "centred")
     result = command(tmp_path / "run")
     assert result.exit_code == 0 and result.output.count("identical") == 3
@@ -221,7 +221,7 @@ def test_a_config_names_the_algorithm_of_each_env(tmp_path):
         (["--algo", "centered"], "Did you mean 'centred'"),
     ],
 )
-def test_what_cannot_be_replayed_is_said(tmp_path, arguments, message):
+def test_a_run_that_cannot_be_replayed_is_refused_with_the_reason(tmp_path, arguments, message):
     make_run(tmp_path / "run", "centred")
     assert message in str(command(tmp_path / "run", *arguments).exception)
 
@@ -240,11 +240,11 @@ def test_files_without_places_are_refused(tmp_path):
     for each in stored.rollouts:
         each.rollout.place = None
     write_rollouts(path, 1, [each.rollout for each in stored.rollouts], {})
-    with pytest.raises(RunError, match="in which order they were scored"):
+    with pytest.raises(RunError, match="lack the order in which they were scored"):
         replayed(tmp_path / "run")
 
 
-def test_the_host_knows_the_examples_and_the_seats_that_were_saved(tmp_path):
+def test_the_host_has_the_saved_examples_and_agents(tmp_path):
     make_run(tmp_path / "run", "centred")
     rollouts = [s.rollout for step in read_steps(tmp_path / "run") for s in step.rollouts]
     host = ReplayHost("words", ("words",), rollouts)

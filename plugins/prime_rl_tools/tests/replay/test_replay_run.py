@@ -19,7 +19,7 @@ CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
 
 
 @pytest.mark.slow
-def test_a_run_replays_byte_for_byte_and_its_page_holds_what_its_trainer_saw(
+def test_a_run_replays_byte_for_byte_and_its_page_has_the_trainers_values(
     tmp_path, model_cache, monkeypatch
 ):
     pytest.importorskip("prime_rl_environments")

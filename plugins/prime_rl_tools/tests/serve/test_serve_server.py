@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -22,7 +21,7 @@ from prime_rl import ConfigError, EngineCommand, RunError
 from prime_rl.run.children import free_ports
 from prime_rl.rundir.control import exists
 from prime_rl_tools.serve import server as serving
-from prime_rl_tools.serve.request import Request, choose_port, model_context, read_request
+from prime_rl_tools.serve.request import choose_port, read_settings
 
 MAIN = "from prime_rl.cli import main; main()"
 TINY = ["--model.warmup_exact", "0", "--model.hidden_size", "16", "--model.num_layers", "1"]
@@ -85,7 +84,7 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_openai_client_talks_to_it(served):
+def test_the_openai_client_works(served):
     with openai.OpenAI(base_url=served.url, api_key="sesame") as client:
         assert [model.id for model in client.models.list()] == ["small"]
         answer = client.chat.completions.create(
@@ -106,7 +105,7 @@ def test_it_scores_a_prompt(served):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_without_the_key_nothing_is_sampled(served, headers):
+def test_sampling_without_the_key_is_refused(served, headers):
     body = {"token_ids": [1], "messages": [], "sampling_params": {"max_tokens": 1}}
     for route in ("/v1/chat/completions", "/inference/v1/generate"):
         url = served.url.removesuffix("/v1") + route
@@ -114,7 +113,7 @@ def test_without_the_key_nothing_is_sampled(served, headers):
 
 
 @pytest.mark.slow
-def test_it_says_how_a_run_uses_it_and_tells_no_key(served):
+def test_it_prints_the_toml_for_a_run_and_no_key(served):
     snippet = "\n".join(line for line in served.text.splitlines() if line.startswith("    "))
     assert tomllib.loads(snippet) == {
         "name": "small",
@@ -126,20 +125,20 @@ def test_it_says_how_a_run_uses_it_and_tells_no_key(served):
 
 
 @pytest.mark.slow
-def test_an_evaluation_of_it_gives_the_number_counted_from_the_traces(served, tmp_path):
+def test_an_evaluation_of_it_gives_the_figures_counted_from_the_traces(served, tmp_path):
     """The real ``prime-rl eval``, by the key."""
-    told = evaluated(served, tmp_path)
+    figures = evaluated(served, tmp_path)
     lines = (tmp_path / "reverse-text/rollouts.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert told["num_rollouts"] == len(rows) == 16
+    assert figures["num_rollouts"] == len(rows) == 16
     rewards = []
     for row in rows:
         question, *answer = (message.get("content") or "" for message in row["messages"])
         expected, answer = question[::-1], answer[0]
         places = zip(expected, answer, strict=False)
         rewards.append(sum(a == b for a, b in places) / max(len(expected), len(answer)))
-    assert told["avg@2"] == pytest.approx(sum(rewards) / 16)
-    assert told["num_failed"] == 0 and all(row["usage"][1] <= 8 for row in rows)
+    assert figures["avg@2"] == pytest.approx(sum(rewards) / 16)
+    assert figures["num_failed"] == 0 and all(row["usage"][1] <= 8 for row in rows)
 
 
 def evaluated(served, folder):
@@ -181,100 +180,12 @@ def test_a_refusal_is_one_line_and_code_2(tmp_path):
     assert refused.text.startswith("error: inference.engine: no installed plugin offers the engine")
 
 
-# -- refusals -------------------------------------------------------------------------------
-
-
-def request(model="tiny-reverse", overrides=(), **inference):
-    return read_request(model, list(overrides), seed=0, inference=inference, served_model_name=None)
-
-
-@pytest.mark.parametrize(
-    ("model", "overrides", "reason"),
-    [
-        ("nowhere", [], "'nowhere' is no folder, no hub id"),
-        ("no/such/folder", [], "model.name: 'no/such/folder' is no folder"),
-        ("tiny-reverse", ["--prot", "80"], "--prot: unknown option. prime-rl serve takes"),
-        ("tiny-reverse", ["--trainer.lr", "1"], "--trainer.lr: unknown option"),
-        ("tiny-reverse", ["--inference.port", "1"], "--inference.port: unknown option"),
-        ("tiny-reverse", ["--model.name", "x"], "--model.name: unknown option"),
-        ("tiny-reverse", ["--inference.other.x", "1"], "--inference.other.x: unknown option"),
-        ("tiny-reverse", ["--model.hiden_size", "1"], "did you mean 'hidden_size'"),
-        ("tiny-reverse", ["--inference.embedded.slots", "1"], "did you mean 'num_slots'"),
-        ("tiny-reverse", ["another"], "'another': expected one MODEL, then options"),
-        ("--model.hidden_size", ["3"], "'--model.hidden_size': expected one MODEL"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_reason(model, overrides, reason):
-    with pytest.raises(ConfigError) as caught:
-        request(model, overrides)
-    assert reason in str(caught.value)
-
-
-def test_a_folder_without_a_config_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"has no config\.json"):
-        request(str(tmp_path))
-    with pytest.raises(ConfigError, match="is no folder, no hub id"):
-        request(str(tmp_path / "weights"))  # two parts could be owner/name, but for the slashes
-
-
-def test_a_folder_that_is_not_there_is_no_hub_id(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert request("outputs/weights").config.model.name == "outputs/weights"
-    (tmp_path / "outputs").mkdir()
-    with pytest.raises(ConfigError, match="'outputs/weights' is no folder"):
-        request("outputs/weights")
-
-
-def test_settings_reach_the_model_and_the_engine():
-    asked = request(overrides=["--model.hidden-size", "16", "--inference.embedded.num-slots", "3"])
-    assert asked.config.model.settings == {"hidden_size": 16}
-    assert asked.config.inference.settings == {"num_slots": 3}
-    assert asked.served_model_name == "tiny-reverse"
-
-
-def test_a_port_that_is_taken_is_refused_if_asked_for_and_passed_over_if_not(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"--port: {port} is taken on 127\.0\.0\.1"):
-            choose_port("127.0.0.1", port)
-        monkeypatch.setattr("prime_rl_tools.serve.request.PORT", port)
-        assert choose_port("127.0.0.1", None) not in (port, 0)
-    assert choose_port("127.0.0.1", None) == port
-
-
-def test_a_host_that_is_not_ours_is_refused():
-    with pytest.raises(ConfigError, match=r"--host 203\.0\.113\.1 --port 1234: "):
-        choose_port("203.0.113.1", 1234)
-
-
-@pytest.mark.parametrize(
-    ("config", "context"),
-    [
-        ({"max_position_embeddings": 64}, 64),
-        ({"n_positions": 32}, 32),
-        ({"text_config": {"max_position_embeddings": 8}, "max_position_embeddings": 9}, 8),
-    ],
-)
-def test_the_context_is_the_models_own(tmp_path, config, context):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert model_context(tmp_path) == context
-
-
-def test_a_config_that_names_no_context_asks_for_one(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"give --max-model-len"):
-        model_context(tmp_path)
-
-
 def test_a_key_variable_that_is_not_set_is_refused(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_KEY_HERE", raising=False)
-    asked = read_request(
-        "tiny-reverse", [], seed=0, inference={}, served_model_name=None, api_key_var="NO_KEY_HERE"
-    )
     with pytest.raises(ConfigError, match="NO_KEY_HERE is not set or empty"):
-        serving.serve(asked, Console(quiet=True))
+        serving.serve(
+            read_settings("tiny-reverse", [], {"api_key_var": "NO_KEY_HERE"}), Console(quiet=True)
+        )
 
 
 # -- engines that misbehave -----------------------------------------------------------------
@@ -290,9 +201,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 @pytest.fixture
 def with_engine(tmp_path, monkeypatch):
-    """Serve with a process of our own making in place of an engine."""
+    """Serve with the given Python code in place of an engine."""
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 64}')
-    asked = request(str(tmp_path))
+    settings = read_settings(str(tmp_path), [], {})
     monkeypatch.setenv("KEY", "sesame")
 
     def run(code, **options):
@@ -301,8 +212,7 @@ def with_engine(tmp_path, monkeypatch):
 
         engine = SimpleNamespace(command=start)
         monkeypatch.setattr(serving, "build_engine", lambda *_: engine)
-        changed = Request(asked.config, "m", **options)
-        serving.serve(changed, Console(quiet=True))
+        serving.serve(settings.model_copy(update=options), Console(quiet=True))
 
     return run
 
@@ -312,21 +222,21 @@ def test_an_engine_that_ends_by_itself_ends_the_command(with_engine):
         with_engine("import sys; sys.exit(3)")
 
 
-def test_an_engine_that_is_killed_is_said_to_be(with_engine):
+def test_a_killed_engine_is_reported_with_its_signal(with_engine):
     with pytest.raises(RunError, match="the engine 'embedded' was ended by SIGKILL"):
         with_engine("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
 
 
-def test_an_engine_that_does_not_honour_its_key_is_not_served(with_engine):
-    with pytest.raises(RunError, match="answers without the key it was given"):
+def test_an_engine_that_ignores_its_key_is_not_served(with_engine):
+    with pytest.raises(RunError, match="answers requests without the key"):
         with_engine(STUB, api_key_var="KEY")
 
 
-def test_an_address_for_everybody_without_a_key_is_warned_of(tmp_path):
+def test_an_open_address_without_a_key_gives_a_warning(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    asked = request(str(tmp_path), host="0.0.0.0")
-    server = serving.Server(asked, "0.0.0.0", 1234, admin_key="secret", api_key="")
+    settings = read_settings(str(tmp_path), [], {"host": "0.0.0.0"})
+    server = serving.Server(settings, 1234, admin_key="secret", api_key="")
     card = serving.describe(server, 64)
     assert server.url == "http://127.0.0.1:1234"
-    assert "warning: listens beyond this machine and needs no key" in card
+    assert "warning: listens beyond this machine without a key" in card
     assert "secret" not in card

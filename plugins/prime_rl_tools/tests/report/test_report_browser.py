@@ -97,7 +97,7 @@ def card(page):
     )
 
 
-def test_it_asks_for_nothing_but_itself(page):
+def test_the_page_makes_no_other_request(page):
     assert page.requested == [page.eval("location.href.split('#')[0]")]
 
 
@@ -139,7 +139,7 @@ def test_enter_and_the_arrows_walk_the_tokens_and_escape_leaves(page):
     assert page.eval("document.querySelector('.tok.at')") is None
 
 
-def test_pointing_at_a_given_token_says_that_it_trains_in_ce(page):
+def test_hovering_an_observed_token_shows_that_it_trains_in_ce(page):
     page.hover(".tok:nth-child(2)")
     seen = card(page)
     assert (
@@ -150,7 +150,7 @@ def test_pointing_at_a_given_token_says_that_it_trains_in_ce(page):
     assert "log μ (inference)" not in seen and "policy version" not in seen
 
 
-def test_marks_say_component_template_and_trust_region(page):
+def test_marks_show_component_template_and_trust_region(page):
     sample = table_of(page)[0].rollout.samples[0]
     classes = page.eval("[...document.querySelectorAll('.talk .tok')].map(t => t.className)")
     given, sampled = 3, len(sample) - 3
@@ -159,7 +159,7 @@ def test_marks_say_component_template_and_trust_region(page):
     ]  # fmt: skip
 
 
-def test_membership_follows_the_weights_and_what_their_absence_means(page):
+def test_membership_follows_the_weights_and_their_absence(page):
     """rl: 1 on the mask if absent, and never off it; the others: nothing if absent."""
     plain = "{mask: [0, 1]}"
     assert page.eval(f"weights({plain}, 0)") == {"rl": 0, "ce": 0, "ref_kl": 0}
@@ -169,7 +169,7 @@ def test_membership_follows_the_weights_and_what_their_absence_means(page):
     assert page.eval(f"weights({mixed}, 1)") == {"rl": 0.5, "ce": 0.25, "ref_kl": 2}
 
 
-def test_the_colour_is_the_sign_of_the_credit(page):
+def test_the_color_is_the_sign_of_the_credit(page):
     stored = table_of(page)
     for row in (0, 1, 2, 3):
         page.eval(f"select({row})")
@@ -193,7 +193,7 @@ def test_the_colour_is_the_sign_of_the_credit(page):
         ("f-algorithm", "observing", lambda step, stored: True),
     ],
 )
-def test_filters_keep_what_they_say(page, field, value, keep):
+def test_filters_keep_matching_rollouts(page, field, value, keep):
     expected = [
         row
         for row, (step, stored) in enumerate(
@@ -244,7 +244,7 @@ def test_a_click_on_a_row_shows_it_and_siblings_stand_side_by_side(page):
     page.until("document.querySelectorAll('.one').length === 0")
 
 
-def test_a_dropped_rollout_says_by_what_and_that_it_does_not_train(page):
+def test_a_dropped_rollout_shows_its_filter_and_that_it_does_not_train(page):
     row = next(n for n, stored in enumerate(table_of(page)) if stored.dropped_by)
     page.eval(f"select({row})")
     assert "dropped by pre_batch_filters" in page.text(".numbers")
@@ -269,8 +269,8 @@ def test_keys_typed_into_a_filter_are_text(page):
     assert page.eval(SHOWN) == "1"
 
 
-def luminance(colour):
-    parts = [int(part) / 255 for part in colour.removeprefix("rgb(").removesuffix(")").split(",")]
+def luminance(color):
+    parts = [int(part) / 255 for part in color.removeprefix("rgb(").removesuffix(")").split(",")]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
@@ -301,11 +301,11 @@ def test_t_turns_the_theme_over(page):
     page.eval("localStorage.clear()")
 
 
-def test_where_a_reference_gives_the_signal_the_colour_is_its_distance(browser, tmp_path):
+def test_with_a_reference_the_color_is_its_distance(browser, tmp_path):
     make_run(tmp_path / "run", "taught")
     write_report(tmp_path / "run", tmp_path / "page.html")
     browser.open(tmp_path / "page.html")
-    assert browser.eval("document.getElementById('colour').value") == "reference"
+    assert browser.eval("document.getElementById('color').value") == "reference"
     first = read_step(step_files(tmp_path / "run")[1]).rollouts[0].rollout.samples[0]
     gaps = (first.ref_logprobs - first.inference_logprobs)[first.loss_mask]
     styles = browser.eval(
@@ -331,7 +331,7 @@ def test_a_replayed_page_shows_both_credits(browser, tmp_path, monkeypatch):
     assert "replayed +1" in browser.text(".numbers")
     browser.press("Enter")
     assert card(browser)["advantage replayed"] == "+1"
-    labels = browser.eval("[...document.getElementById('colour').options].map(o => o.value)")
+    labels = browser.eval("[...document.getElementById('color').options].map(o => o.value)")
     assert labels == ["credit", "again", "change", "logprob"]
     browser.press("m")
     assert "--pos" in browser.eval("document.querySelector('.tok.rl').style.cssText")

@@ -1,0 +1,269 @@
+"""A process group of the trainer and the engines.
+
+    header -> every member checks it -> all agree -> tensors in buckets -> all agree
+
+Rank 0 sends. If a member refuses the header, the agreement fails for all before any tensor is sent.
+A member that fails later still receives the rest, so that the others do not wait, and the sender
+gets its error from the second agreement.
+
+The group is independent of the process groups that ``torch.distributed`` has in this process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from traceback import clear_frames
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prime_rl import Header, TensorInfo, WeightsError
+from prime_rl.rundir.launch import NODE_ADDRESS
+from prime_rl.weights.tensors import DTYPES as DTYPES
+from prime_rl.weights.tensors import header_of as header_of
+from prime_rl.weights.tensors import num_bytes as num_bytes
+from prime_rl_broadcast.group import BroadcastGroup, Check
+
+BUCKET_BYTES = 64 * 2**20
+"""Small tensors share a bucket; a larger one has its own."""
+ALIGNMENT = 16
+"""In bytes, of each tensor in a bucket."""
+PROBLEM_BYTES = 512
+"""Longest error that a member can report in an agreement."""
+
+
+class Connection:
+    """One member's end of a process group. It outlives a broadcast: the next one of the same
+    members uses it again."""
+
+    def __init__(self, group: BroadcastGroup, device: torch.device) -> None:
+        """Connect. All members must do so at the same time."""
+        self.path, self.rank, self.size = group.group, group.rank, group.world_size
+        self.broken = False
+        """A member has left or refused: the connection is not used again."""
+        self.device = device if group.backend == "nccl" else torch.device("cpu")
+        store = dist.FileStore(str(Path(group.group) / "store"), group.world_size)  # type: ignore[attr-defined]
+        store.set_timeout(timedelta(seconds=group.timeout))
+        with _nccl_environment(group), self._errors_named():
+            self._backend = _connect(group, store)
+            self._agree(None)  # NCCL connects at the first collective
+        self._store = store  # the file is removed with the object
+
+    def send(self, header: Header, tensors: Iterable[Tensor]) -> None:
+        """As rank 0: broadcast weights. ``tensors`` come in the order of ``header``, one at a time,
+        on any device and of any type."""
+        self._send_bytes(msgspec.json.encode(header))
+        self._agree(None)
+        stream = iter(tensors)
+        for bucket in buckets(header):
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+            for start, info in bucket.places:
+                values = next(stream).detach().flatten()
+                place = buffer[start : start + num_bytes(info)].view(DTYPES[info.dtype])
+                place.copy_(values)  # rounds to the header's type
+            self._broadcast(buffer)
+        self._agree(None)
+
+    def receive(self, check: Check, use: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
+        """As any other rank: receive weights. ``check`` returns why a header is refused, or None;
+        ``use`` gets names and tensors and may keep them. Raises what ``use`` raises; errors of
+        other members after that are ignored."""
+        header = msgspec.json.decode(self._receive_bytes(), type=Header)
+        self._agree(check(header))
+        stream = self._tensors(header)
+        problem: Exception | None = None
+        try:
+            use(stream)
+        except Exception as error:
+            problem = error
+        with suppress(WeightsError):  # another member failed; ours is complete
+            for _ in stream:  # the sender blocks until every member has received all buckets
+                pass
+            if not self.broken:
+                self._agree(None if problem is None else f"{type(problem).__name__}: {problem}")
+        if problem is not None:
+            raise problem
+
+    def close(self) -> None:
+        """Break the connections."""
+        with suppress(RuntimeError):
+            self._backend.abort()
+        self._backend = None
+
+    def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
+        for bucket in buckets(header):
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+            self._broadcast(buffer)
+            for start, info in bucket.places:
+                data = buffer[start : start + num_bytes(info)]
+                yield info.name, data.view(DTYPES[info.dtype]).view(info.shape)
+
+    def _send_bytes(self, data: bytes) -> None:
+        self._broadcast(torch.tensor([len(data)], dtype=torch.int64, device=self.device))
+        self._broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device))
+
+    def _receive_bytes(self) -> bytes:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._broadcast(size)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+        self._broadcast(data)
+        return data.cpu().numpy().tobytes()
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if not len(tensor):
+            return
+        with self._errors_named():
+            self._backend.broadcast(tensor, 0).wait()
+
+    def _agree(self, problem: str | None) -> None:
+        """Exchange errors: raises ``WeightsError`` on every member if one has a ``problem``."""
+        said = torch.zeros(PROBLEM_BYTES, dtype=torch.uint8)
+        text = (problem or "").encode()[:PROBLEM_BYTES]
+        said[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        mine = said.to(self.device)
+        problems = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._errors_named():
+            self._backend.allgather([problems], [mine]).wait()
+        for rank, column in enumerate(problems):
+            if words := column.cpu().numpy().tobytes().rstrip(b"\0"):
+                self.broken = True
+                raise WeightsError(
+                    f"rank {rank} of the broadcast: {words.decode(errors='replace')}"
+                )
+
+    @contextmanager
+    def _errors_named(self) -> Iterator[None]:
+        """A member that dies breaks the connection; one that hangs causes a timeout."""
+        try:
+            yield
+        except RuntimeError as error:  # torch's DistBackendError among them
+            self.broken = True
+            raise WeightsError(f"the broadcast failed: {error}") from error
+
+
+class Member:
+    """One member of broadcasts. It keeps its connection from one broadcast to the next."""
+
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+
+    @contextmanager
+    def join(self, group: BroadcastGroup, device: torch.device) -> Iterator[Connection]:
+        """The connection, once every member is ready. After an error it is not used again. Raises
+        ``WeightsError``."""
+        connection, self._connection = self._connection, None
+        if connection and (connection.path, connection.rank) != (group.group, group.rank):
+            connection.close()
+            connection = None
+        # A member that restarted has no connection: this shows before any member waits for it.
+        state = "connecting" if connection is None else "connected"
+        try:
+            group.wait_for_all(f"{protocol(group.backend)}, {state}")
+        except WeightsError:
+            if connection is not None:
+                connection.close()
+            raise
+        if connection is None:
+            connection = Connection(group, device)
+        try:
+            yield connection
+        except BaseException as error:
+            connection.close()  # unblock peers quickly
+            clear_frames(error.__traceback__)  # the frames would keep received tensors alive
+            raise
+        if connection.broken:
+            connection.close()
+        else:
+            self._connection = connection
+
+
+def protocol(backend: str) -> str:
+    """What members must have in common: NCCL needs one version everywhere."""
+    if backend != "nccl":
+        return backend
+    major, minor, *_ = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return f"NCCL {major}.{minor}"
+
+
+class Bucket(msgspec.Struct):
+    """Tensors that are sent together."""
+
+    places: list[tuple[int, TensorInfo]]
+    """Offset in bytes, and tensor."""
+    num_bytes: int
+
+
+def buckets(header: Header) -> Iterator[Bucket]:
+    """Cut the tensors of a header into buckets, in order. All members get the same ones."""
+    bucket = Bucket([], 0)
+    for info in header:
+        start = -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT
+        if bucket.places and start + num_bytes(info) > BUCKET_BYTES:
+            yield bucket
+            bucket, start = Bucket([], 0), 0
+        bucket.places.append((start, info))
+        bucket.num_bytes = start + num_bytes(info)
+    if bucket.places:
+        yield bucket
+
+
+def _connect(group: BroadcastGroup, store: Any) -> Any:
+    timeout = timedelta(seconds=group.timeout)
+    if group.backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(hostname=_own_address(group))]
+    return gloo(store, group.rank, group.world_size, options)
+
+
+def own_address() -> str:
+    """The numeric address at which other machines reach this machine: the source address of
+    outgoing packets. Without a route, the address of the host name.
+
+    Raises ``OSError`` if there is neither."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Reserved for documentation. Nothing is sent: the kernel only looks up the route.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def _own_address(group: BroadcastGroup) -> str:
+    """The address this member listens on during a broadcast."""
+    if group.loopback:
+        return "127.0.0.1"
+    return os.environ.get(NODE_ADDRESS) or own_address()
+
+
+@contextmanager
+def _nccl_environment(group: BroadcastGroup) -> Iterator[None]:
+    """Settings that NCCL reads from the environment only: errors are raised in ``wait`` instead of
+    ending the process, and members on one machine listen on loopback only."""
+    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    if group.loopback and sys.platform == "linux" and "NCCL_SOCKET_IFNAME" not in os.environ:
+        settings["NCCL_SOCKET_IFNAME"] = "lo"
+    before = {key: os.environ.get(key) for key in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key)
+            else:
+                os.environ[key] = value

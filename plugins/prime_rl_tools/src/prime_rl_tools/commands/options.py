@@ -1,0 +1,85 @@
+"""The options of a command, from a settings class: one for each field, with its type and docs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+import typer
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from prime_rl.config.base import Settings
+from prime_rl.config.explain import explain
+from prime_rl.errors import ConfigError
+
+AnySettings = TypeVar("AnySettings", bound=Settings)
+
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
+
+def with_options(model: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command: its parameter ``options`` is replaced by one option for each field of
+    ``model`` that is not a table, and receives those that were given, unchecked."""
+    fields = {name: field for name, field in model.model_fields.items() if not _is_table(field)}
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**arguments: Any) -> None:
+            given = {name: arguments.pop(name) for name in fields}
+            command(**arguments, options={k: v for k, v in given.items() if v is not None})
+
+        parameters = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            if parameter.name == "options":
+                parameters += [_parameter(name, field) for name, field in fields.items()]
+            else:
+                parameters.append(parameter.replace(kind=KEYWORD_ONLY))
+        run.__name__, run.__doc__ = command.__name__, command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
+
+
+def validated(model: type[AnySettings], table: Mapping[str, Any]) -> AnySettings:
+    """The settings; names in messages are those of options. Raises ``ConfigError``."""
+    try:
+        return model.model_validate(table)
+    except ValidationError as error:
+        problems = (line.partition(":") for line in explain(error, model).splitlines())
+        said = (f"--{place.replace('_', '-')}:{problem}" for place, _, problem in problems)
+        raise ConfigError("\n".join(said)) from error
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """What typer reads. The default stays the settings class's: None means not given."""
+    typed = _plain(field.annotation)
+    doc, default = " ".join((field.description or "").split()), field.default
+    if typed is bool:  # no --no-NAME
+        option = typer.Option(f"--{name.replace('_', '-')}", help=doc, show_default=False)
+    else:
+        shown = str(default) if default not in (None, (), "") else False
+        option = typer.Option(help=doc, show_default=shown)
+    annotation = Annotated[typed | None, option]  # type: ignore[valid-type]  # known at run time only
+    return inspect.Parameter(name, KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _plain(annotation: Any) -> Any:
+    """A type without its constraints, which the settings class checks; a table is given as text."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _plain(arguments[0])
+    if origin is tuple:
+        return list[_plain(arguments[0])]  # type: ignore[misc]
+    if origin is dict:
+        return str
+    if type(None) in arguments:
+        return _plain(next(each for each in arguments if each is not type(None)))
+    return annotation
+
+
+def _is_table(field: FieldInfo) -> bool:
+    typed = _plain(field.annotation)
+    return isinstance(typed, type) and issubclass(typed, BaseModel)
