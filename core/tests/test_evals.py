@@ -9,7 +9,6 @@ from waiting import LIMIT, until
 
 from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
 from prime_rl.env.episode import BranchTokens
-from prime_rl.orchestrator.engines import OneEndpoint
 from prime_rl.orchestrator.evals import (
     EvalEnv,
     EvalResult,
@@ -57,6 +56,13 @@ class FakeEnvironment:
         return [RolloutResult(ok=True, reward=reward, metrics={"m": reward})]
 
 
+class OneEndpoint:
+    """Stands for the router: always the same endpoint."""
+
+    async def run(self, key, episode):
+        return await episode(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
+
+
 def env_of(environment, num_examples=100, group_size=1, interval=None, name="held"):
     return EvalEnv(name, environment, SamplingSettings(), num_examples, group_size, interval)
 
@@ -65,9 +71,8 @@ def evaluator(
     *envs, slots=lambda: 100, version=0, last_version=100, max_hold_seconds=300.0, **more
 ):
     results = []
-    place = OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
     schedule = Schedule(version, last_version, 1000, max_hold_seconds)
-    made = Evaluator(envs, place, schedule, slots=slots, on_result=results.append, **more)
+    made = Evaluator(envs, OneEndpoint(), schedule, slots=slots, on_result=results.append, **more)
     return made, results
 
 

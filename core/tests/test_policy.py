@@ -12,10 +12,11 @@ from loopback import listening
 from waiting import LIMIT, until
 
 from prime_rl import EngineError
-from prime_rl.inference.client import RetryPolicy, Weights
 from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.policy import Policy, TrainerLog, WeightWatcher, newest_version
+from prime_rl.weights.versions import Weights
 
 ONCE = RetryPolicy(attempts=1)
 

@@ -163,7 +163,6 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     build.report_engines(config, launch, fleet, run_dir)
     engines = Engines(fleet, policy, outages)
     shared = build.build_shared(config, run.hooks, launch, fleet, lambda: policy.version, outages)
-    stack.push_async_callback(shared.policy.close)
     write_chat_template(config, run.hooks, shared.renderer, Path(launch.model_path), run_dir)
     envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
     for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
@@ -180,7 +179,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     wire = make_sender(launch, run_dir)
     stack.callback(wire.close)
     await _wait_for_models(stack, run, engines, envs)
-    return build.build_orchestrator(run, engines, shared.place, envs, eval_envs, monitors, wire)
+    return build.build_orchestrator(run, engines, shared.router, envs, eval_envs, monitors, wire)
 
 
 async def _wait_for_models(
@@ -196,8 +195,8 @@ async def _wait_for_models(
     for env in envs:
         await env.host.wait_ready(timeout)
         if isinstance(env.source, SampledFrozen):
-            stack.push_async_callback(env.source.close)
-            await env.source.wait_ready(timeout)
+            stack.push_async_callback(env.source.pool.close)
+            await env.source.pool.wait_ready(timeout)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,11 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment, EnvSettings, SamplingSettings
 from prime_rl.env.rendering import Rendering
 from prime_rl.inference.fleet import Fleet, FleetOptions
-from prime_rl.inference.policy_scores import PolicyScores
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
-from prime_rl.orchestrator.engines import EnginesStatus, PolicyEngines
+from prime_rl.orchestrator.engines import EngineRouter, EnginesStatus
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.filters import FilterSlot, build_filters
@@ -72,7 +72,7 @@ from prime_rl.wire.transport import Sender
 def build_orchestrator(
     run: RunContext,
     engines: Engines,
-    place: PolicyEngines,
+    router: EngineRouter,
     envs: Sequence[TrainEnv],
     eval_envs: Sequence[EvalEnv],
     monitors: Sequence[Monitor],
@@ -85,7 +85,7 @@ def build_orchestrator(
     reporter = Reporter(run.run_dir, monitors, config.max_steps, save_rollouts)
     sampler, buffer = build_sampler(config, hooks, envs), build_buffer(config, hooks, run.launch)
     sampling = Sampling(run, engines, envs, sampler, buffer, reporter)
-    evaluation = Evaluation(run, engines, eval_envs, place, reporter, sampling.free_slots)
+    evaluation = Evaluation(run, engines, eval_envs, router, reporter, sampling.free_slots)
     keeper = EngineKeeper(run, engines, evaluation)
     state = State(sampler, envs, sampling.dispatcher, buffer)
     observers = [
@@ -123,8 +123,8 @@ class Shared:
     launch: Launch
     renderer: Any
     rendering: Rendering
-    policy: PolicyScores
-    place: PolicyEngines
+    policy: PromptScorer
+    router: EngineRouter
     """Where the policy samples."""
     outages: Outages
 
@@ -174,10 +174,10 @@ def build_shared(
     renderer = build_renderer(config, hooks)
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
     name, key = launch.served_model_name, os.environ[ENGINE_KEY]
-    policy = PolicyScores(fleet, name, api_key=key, version=version)
-    place = PolicyEngines(fleet, name, ENGINE_KEY)
+    policy = PromptScorer(fleet, name, api_key=key, cache_salt=lambda: str(version()))
+    router = EngineRouter(fleet, name, ENGINE_KEY)
     rendering = Rendering(Path(launch.model_path), renderer)
-    return Shared(config, hooks, launch, renderer, rendering, policy, place, outages)
+    return Shared(config, hooks, launch, renderer, rendering, policy, router, outages)
 
 
 def build_algorithms(config: RunConfig, hooks: Hooks) -> list[Algorithm]:
@@ -262,7 +262,7 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
             shared.rendering,
             shared.outages.reporter(),
         )
-    return Sampled(env.label, environment, shared.place, sampling)
+    return Sampled(env.label, environment, shared.router, sampling)
 
 
 def build_eval_envs(shared: Shared) -> list[EvalEnv]:

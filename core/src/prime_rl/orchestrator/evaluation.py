@@ -13,7 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from prime_rl.orchestrator.context import Engines, RunContext
-from prime_rl.orchestrator.engines import Place
+from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult
 from prime_rl.orchestrator.evaluator import Evaluator, Schedule
 from prime_rl.orchestrator.observers import Observer
@@ -34,7 +34,7 @@ class Evaluation(Observer):
         run: RunContext,
         engines: Engines,
         envs: Sequence[EvalEnv],
-        place: Place,
+        router: EngineRouter,
         reporter: Reporter,
         slots: Callable[[], int],
     ) -> None:
@@ -48,7 +48,7 @@ class Evaluation(Observer):
         hold = config.orchestrator.eval.max_hold_seconds
         self.evaluator = Evaluator(
             envs,
-            place,
+            router,
             Schedule(engines.policy.version, config.max_steps, config.seed, hold),
             slots=slots,
             on_result=self._add,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from math import ceil
 
-from prime_rl.orchestrator.engines import Place
+from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult, Finished, of_the_policy, summarise
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Evaluator:
     def __init__(
         self,
         envs: Sequence[EvalEnv],
-        place: Place,
+        router: EngineRouter,
         schedule: Schedule,
         *,
         slots: Callable[[], int],
@@ -87,7 +87,7 @@ class Evaluator:
     ) -> None:
         """``slots()``: rollouts that may be in flight now."""
         self.envs = envs
-        self._place, self._schedule, self._slots = place, schedule, slots
+        self._router, self._schedule, self._slots = router, schedule, slots
         self._last_seen = schedule.version
         self._on_result, self._on_progress = on_result, on_progress
         self._due: tuple[int, list[EvalEnv]] | None = None
@@ -204,7 +204,7 @@ class Evaluator:
         environment = job.env.environment
         self.inflight += 1
         try:
-            results = await self._place.run(
+            results = await self._router.run(
                 ("eval", job.env.name, job.example),
                 lambda endpoint: environment.run(
                     environment.examples[job.example],

@@ -10,7 +10,8 @@ from prime_rl.config.models import FrozenModel
 from prime_rl.env.environment import Environment
 from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
-from prime_rl.inference.reference import ScoringPool
+from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.plugins.base import ReferenceModel
 from prime_rl.rollout import Sample
 
@@ -72,7 +73,7 @@ class EnvHost:
         self._policy = policy
         self._outages = outages
         self._run = run
-        self.connected: list[ScoringPool] = []
+        self.connected: list[FrozenPool] = []
 
     @property
     def env(self) -> str:
@@ -87,9 +88,11 @@ class EnvHost:
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
         where = f"env {self._env!r}: reference"
-        pool = ScoringPool.frozen(model, where=where, on_waiting=self._outages.reporter())
+        pool = FrozenPool.of(model, where=where, on_waiting=self._outages.reporter())
         self.connected.append(pool)
-        return pool
+        return PromptScorer(
+            pool, model.name, max_concurrency=model.max_concurrency, timeout=model.timeout
+        )
 
     def render(
         self,
@@ -136,7 +139,7 @@ class EnvHost:
             await pool.wait_ready(timeout)
             if pool.max_model_len is not None and pool.max_model_len < self._run.context:
                 raise ConfigError(
-                    f"{pool.where} {pool.model!r} takes {pool.max_model_len} tokens (its "
+                    f"{pool.label} takes {pool.max_model_len} tokens (its "
                     f"max_model_len), and a rollout may have {self._run.context}. Serve it with "
                     "more, or lower inference.max_model_len (default: seq_len)."
                 )
