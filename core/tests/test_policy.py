@@ -30,7 +30,7 @@ def publish(run_dir, version, stable=True):
 
 
 class Engine:
-    """A stand-in server on loopback that notes every request."""
+    """A stand-in server on loopback that notes every request but for looks."""
 
     def __init__(self):
         self.calls, self.done, self.refuse, self.models = [], [], {}, [{"id": "m"}]
@@ -41,7 +41,8 @@ class Engine:
         if self.away:
             request.transport.abort()
         body = await request.json() if request.can_read_body else None
-        self.calls.append((request.path, dict(request.query), body))
+        if request.method == "POST":
+            self.calls.append((request.path, dict(request.query), body))
         self.key = request.headers.get("Authorization")
         if request.path == "/update_weights":
             self.on_update()

@@ -12,7 +12,7 @@ from prime_rl import EngineError
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
-from prime_rl.inference.pool import Unanswered
+from prime_rl.inference.pool import GivenUp
 from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.build import report_engines
 from prime_rl.orchestrator.engines import EngineRouter
@@ -78,7 +78,7 @@ async def test_an_episode_whose_engines_went_away_has_failed_and_says_so(monkeyp
     async with fleet_of(Engine()) as fleet:
 
         async def ask(key, work):
-            raise Unanswered("4 engines have gone away under it")
+            raise GivenUp("4 engines have gone away under it")
 
         monkeypatch.setattr(fleet, "ask", ask)
         (result,) = await EngineRouter(fleet, "m", "KEY").run(0, None)
@@ -119,7 +119,7 @@ async def test_a_replica_that_goes_away_is_replaced_and_one_that_keeps_failing_e
         assert (await scores.logprobs([1, 2], group_id=0)).tolist() == [0.0, -0.25]
     async with fleet_of(Scoring(status=500), poll=0.001) as fleet:
         scores = PromptScorer(fleet, "m")
-        with pytest.raises(EngineError, match=r"2 tokens is given up: engine .* 500 why"):
+        with pytest.raises(EngineError, match=r"a request failed 11 times: engine .* 500 why"):
             await scores.logprobs([1, 2])
 
 

@@ -185,7 +185,8 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back(froz
     source, env = frozen(url, GOOD, on_waiting=outages.reporter())
     asking = asyncio.create_task(source.produce(ASK))
     await until(lambda: len(seen) == 2)
-    assert seen[-1] == f"env 'a': algo.sampling.source 't' at {url[:-3]} (Connection refused)"
+    where = f"env 'a': algo.sampling.source 't' at {url[:-3]}"
+    assert seen[-1] == f"{where} did not answer /health: Connection refused"
     assert not asking.done()
     server = ThreadingHTTPServer(("127.0.0.1", port), Models)
     Thread(target=server.serve_forever, daemon=True).start()

@@ -197,7 +197,7 @@ async def test_what_may_pass_is_tried_again_and_logged_once(caplog):
     assert len(engine.asked) == 4
     away, back = (record.getMessage() for record in caplog.records)
     assert away.startswith("env 'a': teacher 'big' at http://127.0.0.1:")
-    assert away.endswith(" fails: /inference/v1/generate answers 500 oops; trying again")
+    assert away.endswith(" refused /inference/v1/generate: 500 oops; trying again")
     assert back.endswith(" answers again")
 
 
@@ -209,7 +209,8 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends():
         await until(lambda: len(said) == 2)
         assert not any(score.done() for score in scores)
         where = f"env 'a': teacher 'big' at {url}"
-        assert said == [f"{where} (starting)", f"{where} (Connection refused)"]
+        refused = f"{where} did not answer /health: Connection refused"
+        assert said == [f"{where} is starting", refused]
         async with serving(Engine(), port):
             columns = await asyncio.wait_for(asyncio.gather(*scores), LIMIT)
         assert [column.tolist() for column in columns] == [[0.0, -0.5]] * 3
@@ -235,7 +236,10 @@ async def test_a_request_without_an_answer_in_time_is_tried_again():
     async with scoring_one(settings, delay=lambda ids: next(waits)) as (engine, scoring):
         assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
     assert len(engine.asked) >= 2
-    assert any(text and text.endswith("(no answer within 0.1 s)") for text in said)
+    assert any(
+        text and text.endswith("did not answer /inference/v1/generate within 0.1 s")
+        for text in said
+    )
 
 
 async def test_the_pause_between_attempts_doubles():
@@ -255,11 +259,11 @@ async def test_every_outage_is_logged_and_starts_with_a_short_pause(caplog):
                     engine.refusals = [(500, "oops")]
                     await scoring.logprobs([8, 4])
     said = [record.getMessage().split("127.0.0.1")[1].split(" ", 2)[1] for record in caplog.records]
-    assert said == ["fails:", "answers"] * 12
+    assert said == ["refused", "answers"] * 12
 
 
 async def test_an_overloaded_server_is_asked_as_often_as_it_takes():
-    async with scoring_one({"poll": 0.001}, refusals=[(429, "slow down")] * 13) as (
+    async with scoring_one({"poll": 0.00001}, refusals=[(429, "slow down")] * 13) as (
         engine,
         scoring,
     ):
@@ -312,7 +316,7 @@ async def refused(error=EngineError, ids=(8, 4), settings=None, **engine_setting
 async def test_a_refusal_ends_it_with_where_what_and_what_to_do():
     message, tries = await refused(refusals=[(400, "token_ids[1] is 9999.")])
     assert message == (
-        "env 'a': teacher 'big' at URL refuses /inference/v1/generate: 400 token_ids[1] is 9999. "
+        "env 'a': teacher 'big' at URL refused /inference/v1/generate: 400 token_ids[1] is 9999. "
         "Check that it is an engine that scores prompts (docs/engines.md)."
     )
     assert tries == 1
@@ -321,8 +325,8 @@ async def test_a_refusal_ends_it_with_where_what_and_what_to_do():
 async def test_a_wrong_name_says_which_models_are_served():
     message, tries = await refused(names=["small", "base"])
     assert message == (
-        "env 'a': teacher 'big' at URL: it serves 'small', 'base', expected 'big'. Fix the name or "
-        "the base_url."
+        "env 'a': teacher 'big' at URL serves 'small', 'base', expected 'big'. Fix the name or the "
+        "base_url."
     )
     assert tries == 0
 
@@ -335,7 +339,7 @@ async def test_a_key_that_is_wanted_is_said():
 async def test_a_server_without_the_route_is_told_from_a_wrong_name():
     message, _ = await refused(refusals=[(404, "Not Found")])
     assert message == (
-        "env 'a': teacher 'big' at URL refuses /inference/v1/generate: 404 Not Found. It serves "
+        "env 'a': teacher 'big' at URL refused /inference/v1/generate: 404 Not Found. It serves "
         "the model but not this route: a reference must give prompt_logprobs (prime-rl serve, "
         "vLLM with --enable-scale-out)."
     )
@@ -386,11 +390,11 @@ async def test_ready_waits_until_the_server_is_up_and_healthy():
         ready = asyncio.create_task(scoring.pool.wait_ready(LIMIT))
         await until(lambda: said)
         async with serving(engine, port):
-            await until(lambda: said[-1].endswith("(/health answers 503 loading)"))
+            await until(lambda: said[-1].endswith("refused /health: 503 loading"))
             assert not ready.done()
             engine.healthy = True
             await asyncio.wait_for(ready, LIMIT)
-    assert "(Connection refused)" in said[1]
+    assert "Connection refused" in said[1]
     assert said[-1] is None
 
 
@@ -400,8 +404,8 @@ async def test_ready_gives_up_in_time_and_says_why():
         with pytest.raises(EngineError) as caught:
             await scoring.pool.wait_ready(0.1)
     assert str(caught.value) == (
-        f"env 'a': teacher 'big' at {url} is not ready after 0.1 s: Connection refused. Start it, "
-        "or fix the base_url."
+        f"not ready after 0.1 s: env 'a': teacher 'big' at {url} did not answer /health: "
+        "Connection refused. Start it, or fix the base_url."
     )
 
 
@@ -467,5 +471,5 @@ async def test_a_request_that_fails_again_and_again_while_others_are_answered_en
         bad = asyncio.create_task(scoring.logprobs([13, 1]))
         while not bad.done():
             await scoring.logprobs([1, 2])
-        with pytest.raises(EngineError, match=r"of 2 tokens is given up: .* 500 out of luck"):
+        with pytest.raises(EngineError, match=r"a request failed 11 times: .* 500 out of luck"):
             bad.result()

@@ -24,40 +24,46 @@ from prime_rl.weights.versions import Weights
 log = logging.getLogger(__name__)
 
 
+class NoAnswer(EngineGone):
+    """It takes no connection, or drops it."""
+
+
 class EngineSilent(EngineGone):
     """It takes connections and has not answered in time."""
 
 
-class EngineLocked(EngineError):
-    """It refuses the key. Another attempt is no use."""
+class Refusal(EngineError):
+    """It answered, but not as asked. ``status``: of the answer, if that is the reason."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
-class EngineFailed(EngineError):
-    """It answered 5xx."""
+class EngineFailed(Refusal):
+    """429 or 5xx: a later attempt may succeed."""
 
 
-class NotReady(Exception):
-    """A look at an engine failed; the text says why."""
+class EngineRefused(Refusal):
+    """Another attempt gets the same answer."""
+
+    @property
+    def locked(self) -> bool:
+        """It refused the key."""
+        return self.status in (401, 403)
+
+    @property
+    def fix(self) -> str:
+        """What to do where the model is frozen."""
+        if self.locked:
+            return "Give its key by api_key_var."
+        return "Check that it is an engine that scores prompts (docs/engines.md)."
 
 
-class NotListening(NotReady):
-    """It takes no connection: its process has ended, or starts."""
-
-
-class Silent(NotReady):
-    """It takes connections and did not answer in time."""
-
-
-class Refused(NotReady):
-    """It answers, and another look will not change the answer. ``fix``: what the user can do."""
-
-    def __init__(self, reason: str, fix: str) -> None:
-        super().__init__(reason)
-        self.fix = fix
-
-
-class OtherModel(Refused):
+class OtherModel(EngineRefused):
     """It serves other models than the expected one."""
+
+    fix = "Fix the name or the base_url."
 
 
 class Health(msgspec.Struct):
@@ -79,50 +85,76 @@ class _Models(msgspec.Struct):
 
 
 class EngineClient:
-    """The connection to one engine. The admin routes raise ``EngineError`` with the engine and its
-    answer, after at most ``retry.attempts`` attempts within twice the time that one answer may
-    take; ``EngineGone`` if no answer came, ``EngineSilent`` if none of the attempts had any."""
+    """The connection to one engine. Errors begin with ``label``.
+
+    The admin routes raise after at most ``retry.attempts`` attempts within twice the time that one
+    answer may take: ``NoAnswer``; ``EngineSilent`` if all attempts met silence; ``EngineFailed``;
+    ``EngineRefused``.
+    """
 
     def __init__(
         self,
         url: str,
         key: str | None,
-        update_timeout: float = timing.UPDATE_SECONDS,
         retry: RetryPolicy | None = None,
+        label: str = "engine",
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
+        self.label = f"{label} {self.url}"
         self.health = Health()
         """As of the last good look."""
         self.asleep = False
         """It was put to sleep, and not woken since."""
-        self._timeout, self._retry = update_timeout, retry or RetryPolicy()
-        self.http = httpx.AsyncClient(
+        self._retry = retry or RetryPolicy()
+        self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(30.0, connect=timing.CONNECT_SECONDS),
             limits=httpx.Limits(max_connections=None),
             # An SSL context costs 70 ms, and plain HTTP needs none.
             verify=url.startswith("https://"),
         )
 
-    async def look(self, model: str | None = None) -> Health:
-        """Raises ``NotReady`` if it is not healthy, lists no model, or lists others than
-        ``model``."""
-        health, models = await self._get("/health"), await self._get("/v1/models")
+    async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:
+        """One attempt. Raises the errors above."""
+        limits = httpx.Timeout(timeout, connect=min(timing.CONNECT_SECONDS, timeout))
         try:
-            cards = msgspec.json.decode(models.content, type=_Models).data
+            answer = await self._http.request(method, route, timeout=limits, **body)
+        except httpx.TransportError as error:
+            text = f"{self.label} did not answer {route}"
+            if not isinstance(error, httpx.TimeoutException):
+                raise NoAnswer(f"{text}: {_cause(error)}") from error
+            connecting = isinstance(error, httpx.ConnectTimeout)
+            seconds = limits.connect if connecting else limits.read
+            raise EngineSilent(f"{text} within {seconds:.3g} s") from error
+        if answer.is_success:
+            return answer
+        status, said = answer.status_code, " ".join(answer.text.split())[:500].rstrip(".")
+        kind = EngineFailed if status == 429 or answer.is_server_error else EngineRefused
+        raise kind(f"{self.label} refused {route}: {status} {said}".rstrip(), status)
+
+    async def look(self, model: str | None = None) -> Health:
+        """Raises ``EngineError`` if it is not healthy, lists no model, or lists others than
+        ``model``."""
+        health = Health()
+        try:
+            answer = await self.request("GET", "/health", timing.HEALTH_SECONDS)
+            with suppress(msgspec.DecodeError):  # vLLM's own answer is empty
+                health = msgspec.json.decode(answer.content, type=Health)
+        except EngineRefused as refusal:
+            if refusal.status != 404:  # not every server has it
+                raise
+        answer = await self.request("GET", "/v1/models", timing.HEALTH_SECONDS)
+        try:
+            cards = msgspec.json.decode(answer.content, type=_Models).data
         except msgspec.DecodeError as error:
-            raise Refused(f"/v1/models: {error}", "Is it an engine?") from error
+            raise EngineRefused(f"{self.label}: /v1/models: {error}. Is it an engine?") from error
         card = next((card for card in cards if model in (None, card.id)), None)
         if card is None:
             found = ", ".join(repr(card.id) for card in cards) or "no model"
-            reason = f"it serves {found}, expected {model!r}"
-            raise OtherModel(reason, "Fix the name or the base_url.")
-        self.health = Health()
-        with suppress(msgspec.DecodeError):  # vLLM's own answer is empty
-            self.health = msgspec.json.decode(health.content, type=Health)
-        self.health.max_model_len = card.max_model_len
-        return self.health
+            raise OtherModel(f"{self.label} serves {found}, expected {model!r}")
+        health.max_model_len = card.max_model_len
+        self.health = health
+        return health
 
     async def update(self, weights: Weights, meeting: Mapping[str, Any] | None = None) -> None:
         """Load published weights while requests wait. ``meeting``: what a weight transport tells
@@ -137,7 +169,7 @@ class EngineClient:
                 self.asleep = False
             else:
                 await self._pause()
-            await self._post("/update_weights", timeout=self._timeout, once=once, json=body)
+            await self._post("/update_weights", timing.UPDATE_SECONDS, once=once, json=body)
         except BaseException as error:
             gone = isinstance(error, EngineGone)
             within = timing.GONE_CLEAN_UP_SECONDS if gone else timing.CLEAN_UP_SECONDS
@@ -155,40 +187,23 @@ class EngineClient:
 
     async def metrics(self) -> str | None:
         """Its Prometheus page; None if it does not answer at once."""
-        try:
-            answer = await self.http.get("/metrics", timeout=timing.METRICS_SECONDS)
-        except httpx.TransportError:
-            return None
-        return answer.text if answer.is_success else None
+        with suppress(EngineError):
+            return (await self.request("GET", "/metrics", timing.METRICS_SECONDS)).text
+        return None
 
     async def close(self) -> None:
         """Close the connections."""
-        await self.http.aclose()
+        await self._http.aclose()
 
     async def _pause(self) -> None:
         """No token is sampled after this; requests in flight keep their place."""
         await self._post("/pause", params={"mode": "keep", "clear_cache": "false"})
 
-    async def _get(self, route: str) -> httpx.Response:
-        try:
-            answer = await self.http.get(route, timeout=timing.HEALTH_SECONDS)
-        except httpx.TransportError as error:
-            kind: type[NotReady] = Silent if isinstance(error, httpx.TimeoutException) else NotReady
-            if isinstance(error, httpx.ConnectError | httpx.RemoteProtocolError):
-                kind = NotListening
-            raise kind(explain(error)) from error
-        status = answer.status_code
-        if answer.is_success or (status == 404 and route == "/health"):  # not every server has it
-            return answer
-        if status == 429 or answer.is_server_error:
-            raise NotReady(f"{route} answers {status} {one_line(answer)}".rstrip())
-        raise Refused(f"it refuses {route}: {status} {one_line(answer)}".rstrip(), fix_of(status))
-
     async def _post(
         self,
         route: str,
-        *,
         timeout: float = timing.READ_SECONDS,
+        *,
         within: float | None = None,
         once: bool = False,
         **body: Any,
@@ -202,57 +217,27 @@ class EngineClient:
         silent = True
         for attempt in itertools.count(1):
             try:
-                return await self._try(route, min(timeout, deadline - time.monotonic()), body)
+                await self.request("POST", route, min(timeout, deadline - time.monotonic()), **body)
+                return
             except (EngineGone, EngineFailed) as error:
                 silent &= isinstance(error, EngineSilent)
                 wait, last = self._retry.wait_after(attempt), attempt >= self._retry.attempts
                 if once or last or time.monotonic() + wait >= deadline:
                     kind = type(error)
-                    if isinstance(error, EngineSilent) and not silent:
-                        kind = EngineGone
+                    if kind is EngineSilent and not silent:
+                        kind = NoAnswer
                     tries = f" ({attempt} attempts)" if attempt > 1 else ""
                     raise kind(f"{error}{tries}") from error.__cause__
                 following = f"attempt {attempt + 1} of {self._retry.attempts} in {wait:.1f} s"
                 log.warning("%s; %s", error, following)
             await asyncio.sleep(wait)
 
-    async def _try(self, route: str, timeout: float, body: dict[str, Any]) -> None:
-        limits = httpx.Timeout(timeout, connect=min(timing.CONNECT_SECONDS, timeout))
-        try:
-            answer = await self.http.post(route, timeout=limits, **body)
-        except httpx.TransportError as error:
-            kind = EngineSilent if isinstance(error, httpx.TimeoutException) else EngineGone
-            raise kind(f"engine {self.url} did not answer {route}: {explain(error)}") from error
-        if answer.is_success:
-            return
-        refusal = f"engine {self.url} refused {route}: {answer.status_code} {one_line(answer)}"
-        if answer.is_server_error:
-            raise EngineFailed(refusal)
-        raise (EngineLocked if answer.status_code in (401, 403) else EngineError)(refusal)
 
-
-def explain(error: httpx.TransportError) -> str:
-    """Why no answer came."""
-    if isinstance(error, httpx.TimeoutException):
-        limits = error.request.extensions["timeout"]
-        if isinstance(error, httpx.ConnectTimeout):
-            return f"no connection within {limits['connect']:.3g} s"
-        return f"no answer within {limits['read']:.3g} s"
+def _cause(error: httpx.TransportError) -> str:
+    """httpx says "all connection attempts failed"; the system knows why."""
     cause: BaseException | None = error
-    while cause is not None:  # httpx says "all connection attempts failed"; the system knows why
+    while cause is not None:
         if isinstance(cause, OSError) and cause.errno:
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
         cause = cause.__cause__ or cause.__context__
     return f"{type(error).__name__} {error}".rstrip()
-
-
-def fix_of(status: int) -> str:
-    """What to do about a refusal of a frozen model."""
-    if status in (401, 403):
-        return "Give its key by api_key_var."
-    return "Check that it is an engine that scores prompts (docs/engines.md)."
-
-
-def one_line(answer: httpx.Response) -> str:
-    """What the answer says."""
-    return " ".join(answer.text.split())[:500].rstrip(".")

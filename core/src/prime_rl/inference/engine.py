@@ -28,7 +28,8 @@ import asyncio
 import time
 from enum import Enum, auto
 
-from prime_rl.inference.client import EngineClient
+from prime_rl.inference import timing
+from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer
 from prime_rl.plugins.weight_transports import Receives
 
 
@@ -43,13 +44,9 @@ class EngineState(Enum):
 class Engine:
     """Only its pool changes it."""
 
-    def __init__(
-        self, number: int, client: EngineClient, label: str = "", started_with: int | None = None
-    ) -> None:
-        """``label``: its name in messages. ``started_with``: the version that it was started with;
-        None: unknown."""
+    def __init__(self, number: int, client: EngineClient, started_with: int | None = None) -> None:
+        """``started_with``: the version that its process started with; None: unknown."""
         self.number, self.client = number, client
-        self.label = label or f"engine {client.url}"
         self.state = EngineState.STARTING
         self.version = started_with
         """Of the weights that it has; None: unknown, they have to be loaded before it serves."""
@@ -112,6 +109,24 @@ class Engine:
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
         return away
+
+    def after(self, problem: Exception, hang_timeout: float) -> EngineState:
+        """The state after a look that failed."""
+        now, silent = time.monotonic(), isinstance(problem, EngineSilent)
+        if not silent:
+            self.heard_at = now
+        if isinstance(problem, NoAnswer):
+            self.client.asleep = False  # the next process is awake
+            return EngineState.STARTING
+        if self.state in (EngineState.STARTING, EngineState.ASLEEP):
+            return self.state
+        if silent and now - self.heard_at > hang_timeout:
+            return EngineState.HUNG
+        if self.state is EngineState.HUNG:
+            return EngineState.HUNG if silent else EngineState.STARTING
+        # An engine that loads weights may be too busy to answer; the update has its own limits.
+        patient = self.loading.locked() or now - self.ready_at <= timing.PATIENCE_SECONDS
+        return self.state if patient else EngineState.AWAY
 
     def leave(self, state: EngineState) -> None:
         """It serves no more, and what is in flight there is lost."""

@@ -11,15 +11,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.errors import EngineError, EngineGone
+from prime_rl.errors import ConfigError, EngineError, EngineGone
 from prime_rl.inference import timing
-from prime_rl.inference.client import EngineClient, EngineLocked, EngineSilent, Health, OtherModel
+from prime_rl.inference.client import EngineClient, EngineRefused, EngineSilent, Health, OtherModel
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.pool import EnginePool, end
 from prime_rl.inference.stragglers import all_but_stragglers
@@ -44,7 +43,6 @@ class FleetOptions:
     """Seconds that the run continues while no engine serves."""
     hang_timeout: float = math.inf
     """Seconds without any answer after which an engine counts as hung."""
-    update_timeout: float = timing.UPDATE_SECONDS
     retry: RetryPolicy | None = None
     """Of the admin routes."""
     poll: float = timing.POLL_SECONDS
@@ -66,11 +64,11 @@ class Fleet(EnginePool):
         options = options or FleetOptions()
         one_of_many = RetryPolicy(attempts=3, first_wait=0.5)  # the others wait for it meanwhile
         retry = options.retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
-        clients = [EngineClient(url, admin_key, options.update_timeout, retry) for url in urls]
+        clients = [EngineClient(url, admin_key, retry) for url in urls]
         version = first.version if options.own and options.have_first else None
-        engines = [Engine(n, each, started_with=version) for n, each in enumerate(clients)]
+        engines = [Engine(number, client, version) for number, client in enumerate(clients)]
         poll, hang_timeout = options.poll, options.hang_timeout
-        super().__init__(engines, "inference:", options.model, poll=poll, hang_timeout=hang_timeout)
+        super().__init__(engines, options.model, poll=poll, hang_timeout=hang_timeout)
         self.asleep = False
         self._own, self._timeout = options.own, options.timeout
         self._target, self._delivery = first, delivery
@@ -82,81 +80,61 @@ class Fleet(EnginePool):
 
     # -- start, and watch -------------------------------------------------------------------------
 
-    async def wait_ready(self, timeout: float) -> None:
+    async def wait_ready(self, timeout: float, grace: float | None = None) -> None:
         """Until all serve; or one does, and the others have had ``START_GRACE`` seconds more.
 
         Raises ``EngineError`` if none serves after ``timeout`` seconds, or takes the run's key; at
         once if an engine that we have not started serves another model, or if one cannot receive
         weights the way they come.
         """
-        started, served = time.monotonic(), math.inf
-        async with self._watched():
-            while len(self.serving) < len(self.engines):
-                self._check_start()
-                now = time.monotonic()
-                served = min(served, now) if self.serving else math.inf
-                if now - served >= timing.START_GRACE:
-                    break
-                if now - started > timeout:
-                    if not self.serving:
-                        raise self._none_serves(timeout)
-                    break
-                await asyncio.sleep(min(timing.WAIT_READY_SECONDS, self._poll))
+        await super().wait_ready(timeout, timing.START_GRACE if grace is None else grace)
+
+    async def run(self) -> None:
+        """Until cancelled. Raises ``EngineError`` when no engine has served for too long."""
+        self._watch_all()
+        since = time.monotonic()
+        while True:
+            super()._check(EngineError)
+            if any(engine.in_service for engine in self.engines):
+                since = time.monotonic()
+            elif time.monotonic() - since > self._timeout:
+                raise self._none_serves(self._timeout)
+            await asyncio.sleep(self._poll)
+
+    def _check(self, kind: type[ConfigError | EngineError]) -> None:
+        super()._check(kind)
+        if kind is EngineError:  # after the start, engines come and go
+            return
+        for engine in self.engines:
+            if isinstance(engine.problem, OtherModel) and not self._own:
+                raise EngineError(
+                    f"{engine.reason} (model.name). Name the model that it serves, start it with "
+                    "that name (prime-rl serve --served-model-name), or fix inference.base_url."
+                )
+            if self._delivery is not None and engine.ready_at:
+                self._delivery.check(engine)
+        locked = [isinstance(e.problem, EngineRefused) and e.problem.locked for e in self.engines]
+        if all(locked):
+            raise EngineError(
+                f"{self.outage()}. New weights need the key that the engines were started with: "
+                "export it under the name that inference.admin_key_var gives."
+            )
+
+    def _not_ready(self, timeout: float) -> None:
+        if not self.serving:
+            raise self._none_serves(timeout)
         for engine in self.engines:
             if not engine.serving:
                 engine.down_since = time.monotonic()
                 log.warning("continuing without engine %s: %s", engine.url, engine.reason)
-
-    async def run(self) -> None:
-        """Watch the engines until cancelled. Raises ``EngineError`` when none has served for too
-        long."""
-        async with self._watched() as watching:
-            since = time.monotonic()
-            while True:
-                await asyncio.wait([watching], timeout=self._poll)
-                if watching.done():
-                    watching.result()
-                if any(engine.in_service for engine in self.engines):
-                    since = time.monotonic()
-                elif time.monotonic() - since > self._timeout:
-                    raise self._none_serves(self._timeout)
-
-    @asynccontextmanager
-    async def _watched(self) -> AsyncIterator[asyncio.Task[None]]:
-        watching = asyncio.create_task(self.watch())
-        try:
-            yield watching
-        finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
-
-    def _check_start(self) -> None:
-        """Raises ``EngineError`` for what waiting does not change."""
-        for engine in self.engines:
-            if isinstance(engine.problem, OtherModel) and not self._own:
-                raise EngineError(
-                    f"engine {engine.url}: {engine.reason} (model.name). Name the model that it "
-                    "serves, start it with that name (prime-rl serve --served-model-name), or fix "
-                    "inference.base_url."
-                )
-            if self._delivery is not None and engine.ready_at:
-                self._delivery.check(engine)
-        if all(isinstance(engine.problem, EngineLocked) for engine in self.engines):
-            raise EngineError(
-                f"{'; '.join(engine.reason for engine in self.engines)}. New weights need the key "
-                "that the engines were started with: export it under the name that "
-                "inference.admin_key_var gives."
-            )
 
     def _none_serves(self, seconds: float) -> EngineError:
         logs = "Its log is" if len(self.engines) == 1 else "Their logs are"
         hint = f"{logs} logs/latest/inference*.log of the run directory."
         if not self._own:
             hint = "Start them, or fix inference.base_url."
-        away = "; ".join(f"engine {e.url}: {e.reason or 'no answer'}" for e in self.engines)
-        return EngineError(
-            f"no engine serves after {seconds:.0f} s (inference.ready_timeout): {away}. {hint}"
-        )
+        waited = f"no engine serves after {seconds:.0f} s (inference.ready_timeout)"
+        return EngineError(f"{waited}: {self.outage()}. {hint}")
 
     async def _join(self, engine: Engine, health: Health) -> None:
         """Load the current weights into an engine, and let it serve. While the others sleep, put it
@@ -174,7 +152,7 @@ class Fleet(EnginePool):
         except EngineError as error:
             engine.join_at = time.monotonic() + min(timing.REJOIN_SECONDS, 5 * self._poll)
             if engine.reason != str(error):
-                log.warning("engine %s stays out: %s", engine.url, error)
+                log.warning("%s: it stays out", error)
             return self._lose(engine, error)
         if (
             target is self._target and not self.asleep

@@ -5,6 +5,7 @@ flight. A request whose engine goes away is asked again elsewhere. A request tha
 that is there is tried again after a pause. While no engine serves, requests wait, and the run says
 what for.
 
+From the first request on, the pool looks at its engines: see ``engine.py`` for their states.
 ``FrozenPool`` has the engines of a frozen model, ``Fleet`` those of the live policy.
 """
 
@@ -14,13 +15,13 @@ import asyncio
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from prime_rl.errors import ConfigError, EngineError, EngineGone
 from prime_rl.inference import timing
-from prime_rl.inference.client import Health, NotListening, NotReady, Silent
+from prime_rl.inference.client import EngineFailed, Health
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.timing import RetryPolicy
 
@@ -32,13 +33,8 @@ KEPT_HOMES = 16384
 T = TypeVar("T")
 
 
-class Unanswered(Exception):
-    """A request failed in a way that may pass. ``counts``: the engine has met the request and
-    failed, and does so only so many times."""
-
-    def __init__(self, reason: str = "", counts: bool = True) -> None:
-        super().__init__(reason)
-        self.counts = counts
+class GivenUp(EngineError):
+    """A request has failed too often."""
 
 
 class _Lost(Exception):
@@ -46,31 +42,30 @@ class _Lost(Exception):
 
 
 class EnginePool:
-    """Sends requests to engines. While ``watch`` runs, it also looks at them."""
+    """Sends requests to engines that can take them."""
 
     def __init__(
         self,
         engines: Sequence[Engine],
-        name: str,
         model: str | None,
         *,
         poll: float = timing.POLL_SECONDS,
         hang_timeout: float = math.inf,
     ) -> None:
-        """``name``: begins the message of what requests wait for. ``model``: the name that the
-        engines serve it under; None: any. ``hang_timeout``: seconds of silence after which an
-        engine is hung."""
-        self.engines, self.name, self._model = list(engines), name, model
+        """``model``: the name that the engines serve it under; None: any. ``hang_timeout``: seconds
+        of silence after which an engine is hung."""
+        self.engines, self._model = list(engines), model
         self.on_waiting: Callable[[str | None], None] = lambda text: None
         """Called with what requests wait for, and with None when that is over."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of an engine has changed."""
         self._poll, self._hang_timeout = poll, hang_timeout
         self._pause = RetryPolicy(first_wait=poll)
-        self._homes: OrderedDict[Hashable, Engine] = OrderedDict()
-        self._waiting = 0
+        self._homes: dict[Hashable, Engine] = {}
+        self._waiting, self._starting = 0, False
         self._said: str | None = None
         self._changed = asyncio.Event()
+        self._watching: asyncio.Future[Any] | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -83,7 +78,9 @@ class EnginePool:
         return [engine for engine in self.engines if engine.serving]
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Stop looking at the engines, and close the connections."""
+        if self._watching is not None:
+            await end(self._watching)
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
     # -- requests ---------------------------------------------------------------------------------
@@ -96,22 +93,24 @@ class EnginePool:
     ) -> T:
         """Do ``work`` at an engine: at the one that the key had before, if it serves.
 
-        ``work`` raises ``Unanswered`` to be tried again. Raises the last one when ``LOST_TRIES``
-        engines have gone away under the request, or when ``tries`` repetitions have failed.
+        ``work`` raises ``EngineGone`` or ``EngineFailed`` to be tried again. Raises ``GivenUp``
+        when ``LOST_TRIES`` engines have gone away under the request, or when it has failed more
+        than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
         """
+        self._watch_all()
         attempt = failures = losses = 0
         while True:
             engine = await self._choose(key)
             try:
                 answer = await self._do(engine, work)
-            except (_Lost, Unanswered) as error:
-                if isinstance(error, Unanswered):
+            except (_Lost, EngineGone, EngineFailed) as error:
+                if not isinstance(error, _Lost):
                     await self._look(engine)
                     if engine.serving:
-                        failures += error.counts
+                        failures += isinstance(error, EngineFailed) and error.status == 500
                         if failures > tries:
-                            text = f"{engine.label} fails again and again: {error}"
-                            raise Unanswered(text) from error
+                            text = f"a request failed {failures} times: {error}. See its log."
+                            raise GivenUp(text) from error
                         attempt += 1
                         self._note_failure(engine, error)
                         with self._shown_waiting():
@@ -120,10 +119,10 @@ class EnginePool:
                 engine.retried += 1
                 losses += 1
                 if losses >= timing.LOST_TRIES:
-                    raise Unanswered(f"{losses} engines have gone away under it") from error
+                    raise GivenUp(f"{losses} engines have gone away under a request") from error
             else:
                 if engine.problem is not None and engine.serving:
-                    log.warning("%s answers again", engine.label)
+                    log.warning("%s answers again", engine.client.label)
                     engine.problem = None
                     self._notify()
                 return answer
@@ -132,18 +131,15 @@ class EnginePool:
         if not self.serving:
             with self._shown_waiting():
                 while not self.serving:
-                    self._check_waiting()
+                    self._check(EngineError)
                     await self._changed.wait()
         home = self._homes.get(key)
         if home is None or not home.serving:
             home = min(self.serving, key=lambda e: (e.running, e.asked, e.number))
             self._homes[key] = home
             if len(self._homes) > KEPT_HOMES:
-                self._homes.popitem(last=False)
+                del self._homes[next(iter(self._homes))]  # the oldest
         return home
-
-    def _check_waiting(self) -> None:
-        """Raises ``EngineError`` where it is no use to wait for an engine."""
 
     async def _do(self, engine: Engine, work: Callable[[Engine], Awaitable[T]]) -> T:
         engine.running += 1
@@ -161,17 +157,49 @@ class EnginePool:
             if not task.done():
                 await end(task)
 
-    def _note_failure(self, engine: Engine, error: Unanswered) -> None:
+    def _note_failure(self, engine: Engine, error: Exception) -> None:
         if engine.problem is None:
-            log.warning("%s fails: %s; trying again", engine.label, error)
+            log.warning("%s; trying again", error)
         engine.problem = error
         self._notify()
 
     # -- engines ----------------------------------------------------------------------------------
 
-    async def watch(self) -> None:
-        """Look at every engine until cancelled, and let it serve when it can."""
-        await asyncio.gather(*map(self._watch, self.engines))
+    async def wait_ready(self, timeout: float, grace: float = math.inf) -> None:
+        """Until all serve; or one does, and the others have had ``grace`` seconds more.
+
+        Raises ``EngineError`` after ``timeout`` seconds, ``ConfigError`` or ``EngineError`` at once
+        for what waiting does not change.
+        """
+        self._watch_all()
+        deadline, self._starting = time.monotonic() + timeout, True
+        with self._shown_waiting():
+            while len(self.serving) < len(self.engines):
+                self._check(ConfigError)
+                now = time.monotonic()
+                if self.serving:
+                    deadline = min(deadline, now + grace)
+                if now >= deadline:
+                    self._not_ready(timeout)
+                    break
+                await asyncio.sleep(min(timing.WAIT_READY_SECONDS, self._poll))
+            self._starting = False
+
+    def _not_ready(self, timeout: float) -> None:
+        """The time of ``wait_ready`` is over."""
+        text = f"not ready after {timeout:g} s: {self.outage()}"
+        raise EngineError(f"{text}. Start it, or fix the base_url.")
+
+    def _check(self, kind: type[ConfigError | EngineError]) -> None:
+        """Raises ``kind`` for what waiting does not change."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()  # a bug
+
+    def _watch_all(self) -> None:
+        """Look at every engine until ``close``, and let it serve when it can."""
+        if self._watching is None:
+            self._watching = asyncio.gather(*map(self._watch, self.engines))
+            self._watching.add_done_callback(lambda future: self._notify())
 
     async def _watch(self, engine: Engine) -> None:
         while True:
@@ -188,7 +216,7 @@ class EnginePool:
         """Let an engine that answers serve."""
         away = engine.serve()
         if away is not None:
-            log.warning("%s serves again after %.1f s", engine.label, away)
+            log.warning("%s serves again after %.1f s", engine.client.label, away)
         self._notify()
 
     async def _look(self, engine: Engine) -> Health | None:
@@ -201,8 +229,11 @@ class EnginePool:
             version, was_loading = engine.version, engine.loading.locked()
             try:
                 health = await engine.client.look(self._model)
-            except NotReady as error:
-                self._not_ready(engine, error)
+            except EngineError as problem:
+                engine.looked_at = time.monotonic()
+                state = engine.after(problem, self._hang_timeout)
+                if state is not engine.state or not engine.in_service:
+                    self._lose(engine, problem, state)
                 return None
             engine.looked_at = engine.heard_at = engine.ready_at = time.monotonic()
             if engine.state is EngineState.HUNG:
@@ -211,34 +242,10 @@ class EnginePool:
             if was_loading or engine.loading.locked() or engine.version != version:
                 return None
             if engine.in_service and version is not None and health.version not in (None, version):
-                text = f"it has version {health.version}, expected {version}: it was restarted"
+                text = f"has version {health.version}, expected {version}: it was restarted"
                 engine.client.asleep = False
-                self._lose(engine, NotReady(text))
+                self._lose(engine, EngineError(f"{engine.client.label} {text}"))
             return health
-
-    def _not_ready(self, engine: Engine, problem: NotReady) -> None:
-        now = engine.looked_at = time.monotonic()
-        state, silence = engine.state, now - engine.heard_at
-        if isinstance(problem, NotListening):
-            engine.client.asleep = False
-            return self._lose(engine, problem, EngineState.STARTING)
-        if not isinstance(problem, Silent):
-            engine.heard_at = now
-        if state is EngineState.HUNG and not isinstance(problem, Silent):
-            self._lose(engine, problem, EngineState.STARTING)
-        elif (
-            isinstance(problem, Silent)
-            and silence > self._hang_timeout
-            and state in (EngineState.SERVING, EngineState.AWAY)
-        ):
-            self._lose(engine, problem, EngineState.HUNG)
-        elif state is EngineState.SERVING:
-            # An engine that loads weights may be too busy to answer; the update has its own limits.
-            patience = math.inf if engine.loading.locked() else timing.PATIENCE_SECONDS
-            if now - engine.ready_at > patience:
-                self._lose(engine, problem)
-        elif state is not EngineState.ASLEEP:
-            self._lose(engine, problem)
 
     def _lose(
         self, engine: Engine, problem: BaseException, state: EngineState | None = None
@@ -250,10 +257,10 @@ class EnginePool:
         if state is engine.state and str(problem) == engine.reason:
             return
         if engine.in_service:
-            text = "%s is away: %s; %d in flight there"
-            log.warning(text, engine.label, problem, engine.running)
+            log.warning("%s; %d in flight there are lost", problem, engine.running)
         if state is EngineState.HUNG and state is not engine.state:
-            log.warning("%s hangs: it takes connections and answers nothing", engine.label)
+            text = "%s hangs: it takes connections and answers nothing"
+            log.warning(text, engine.client.label)
         engine.problem = problem
         engine.leave(state)
         self._notify()
@@ -278,17 +285,17 @@ class EnginePool:
             self._say()
 
     def _say(self) -> None:
-        works = any(e.serving and e.problem is None for e in self.engines)
-        sleeps = any(e.state is EngineState.ASLEEP for e in self.engines)
-        text = self.outage() if self._waiting and not works and not sleeps else None
+        works = any(engine.in_service and engine.problem is None for engine in self.engines)
+        waits = self._waiting and (self._starting or not works)
+        text = self.outage() if waits else None
         if text != self._said:
             self._said = text
             self.on_waiting(text)
 
     def outage(self) -> str:
         """What requests wait for, and why."""
-        away = ", ".join(f"{e.url} ({e.reason or 'starting'})" for e in self.engines)
-        return f"{self.name} {away}"
+        away = [engine for engine in self.engines if engine.problem or not engine.in_service]
+        return "; ".join(e.reason or f"{e.client.label} is starting" for e in away)
 
 
 async def end(task: asyncio.Future[Any]) -> None:

@@ -11,15 +11,14 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 
-import httpx
 import msgspec
 import numpy as np
 
 from prime_rl.errors import EngineError, OverlongError
 from prime_rl.inference import timing
-from prime_rl.inference.client import OtherModel, explain, fix_of, one_line
+from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
-from prime_rl.inference.pool import EnginePool, Unanswered
+from prime_rl.inference.pool import EnginePool
 from prime_rl.rollout import FloatColumn
 
 ROUTE = "/inference/v1/generate"
@@ -55,7 +54,7 @@ class PromptScorer:
     ) -> None:
         self.pool, self._model, self._cache_salt = pool, model, cache_salt
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._timeout = httpx.Timeout(timeout, connect=min(timing.CONNECT_SECONDS, timeout))
+        self._timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def logprobs(
@@ -75,64 +74,44 @@ class PromptScorer:
             return await self._score(engine, ids)
 
         async with self._slots:
-            try:
-                return await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
-            except Unanswered as error:
-                text = (
-                    f"one request of {len(ids)} tokens is given up: {error}. See the engine's log."
-                )
-                raise EngineError(text) from error
+            return await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
 
     async def _score(self, engine: Engine, ids: list[int]) -> FloatColumn:
-        """One attempt. Raises ``Unanswered``, or ``EngineError`` if another one is no use."""
-        limit = engine.client.health.max_model_len
+        """One attempt."""
+        client, limit = engine.client, engine.client.health.max_model_len
         if limit is not None and len(ids) > limit:
             raise OverlongError(
-                f"{engine.label} takes {limit} tokens (its max_model_len), and this sequence has "
+                f"{client.label} takes {limit} tokens (its max_model_len), and this sequence has "
                 f"{len(ids)}. Serve it with more, or lower seq_len or max_completion_tokens."
             )
         body = {"model": self._model, "token_ids": ids, "sampling_params": SCORING}
         if (salt := self._cache_salt()) is not None:
             body["cache_salt"] = salt
+        content = msgspec.json.encode(body)
         try:
-            answer = await engine.client.http.post(
-                ROUTE,
-                content=msgspec.json.encode(body),
-                headers=self._headers,
-                timeout=self._timeout,
+            answer = await client.request(
+                "POST", ROUTE, self._timeout, content=content, headers=self._headers
             )
-        except httpx.TransportError as error:
-            raise Unanswered(explain(error), counts=False) from error
-        status = answer.status_code
-        if status == 429 or status >= 500:  # 500: it met the request and failed
-            raise Unanswered(f"{ROUTE} answers {status} {one_line(answer)}", counts=status == 500)
-        if not answer.is_success:
-            refusal = f"{engine.label} refuses {ROUTE}: {status} {one_line(answer)}"
-            raise EngineError(f"{refusal}. {await self._fix(engine, status, len(ids))}")
-        try:
-            scores = msgspec.json.decode(answer.content, type=_Scores)
-            return read_scores(scores.prompt_logprobs, ids)
+            return read_scores(msgspec.json.decode(answer.content, type=_Scores), ids)
+        except EngineRefused as refusal:
+            fix = refusal.fix
+            if refusal.status == 404:
+                await client.look(self._model)  # raises if it serves another model by now
+                fix = (
+                    "It serves the model but not this route: a reference must give prompt_logprobs "
+                    "(prime-rl serve, vLLM with --enable-scale-out)."
+                )
+            elif limit == len(ids) and not refusal.locked:
+                fix = f"Serve it with a max_model_len of {limit + 1}: one token is sampled."
+            raise EngineError(f"{refusal}. {fix}") from refusal
         except (msgspec.DecodeError, ValueError) as error:
-            raise EngineError(f"{engine.label}: {ROUTE}: {error}") from error
-
-    async def _fix(self, engine: Engine, status: int, length: int) -> str:
-        if status == 404:
-            try:
-                await engine.client.look(self._model)
-            except OtherModel as other:  # it was restarted with another one
-                raise EngineError(f"{engine.label}: {other}. {other.fix}") from other
-            return (
-                "It serves the model but not this route: a reference must give prompt_logprobs "
-                "(prime-rl serve, vLLM with --enable-scale-out)."
-            )
-        if engine.client.health.max_model_len == length and status not in (401, 403):
-            return f"Serve it with a max_model_len of {length + 1}: one token is sampled."
-        return fix_of(status)
+            raise EngineError(f"{client.label}: {ROUTE}: {error}") from error
 
 
-def read_scores(entries: list[dict[str, _Entry] | None] | None, ids: list[int]) -> FloatColumn:
+def read_scores(scores: _Scores, ids: list[int]) -> FloatColumn:
     """The log-probabilities [T] of a reply. Raises ``ValueError`` naming the first position that
     has none."""
+    entries = scores.prompt_logprobs
     if entries is None:
         raise ValueError("no prompt_logprobs in the answer; a reference must give them")
     if len(entries) != len(ids):

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Any
 
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
-from prime_rl.inference.client import NotListening
+from prime_rl.inference.client import EngineFailed, NoAnswer
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.pool import EnginePool, Unanswered
+from prime_rl.inference.pool import EnginePool, GivenUp
 from prime_rl.run.restarts import HUNG, STARTING
 from prime_rl.rundir.status import Status
 
@@ -45,12 +45,12 @@ class EngineRouter:
             nonlocal last
             last = await episode(self._endpoints[engine.number])
             if failed := next(filter(is_outage, last), None):
-                raise Unanswered(f"{failed.status_code or 'no answer'} {failed.error}")
+                raise EngineFailed(f"{engine.client.label}: {failed.error}", 500)
             return last
 
         try:
             return await self.pool.ask(key, work)
-        except Unanswered as error:
+        except GivenUp as error:
             lost = RolloutResult(ok=False, error_type=PROVIDER_ERROR, error=str(error))
             return last or [lost]
 
@@ -85,7 +85,7 @@ def _state(engine: Engine) -> str:
 
 def _why(engine: Engine) -> str:
     """What it answers instead of serving."""
-    silent = engine.problem is None or isinstance(engine.problem, NotListening)
+    silent = engine.problem is None or isinstance(engine.problem, NoAnswer)
     return "" if silent else f": {engine.reason}"
 
 
