@@ -69,6 +69,7 @@ class Fleet(EnginePool):
         engines = [Engine(number, client, version) for number, client in enumerate(clients)]
         poll, hang_timeout = options.poll, options.hang_timeout
         super().__init__(engines, options.model, poll=poll, hang_timeout=hang_timeout)
+        self._grace = timing.START_GRACE
         self.asleep = False
         self._own, self._timeout = options.own, options.timeout
         self._target, self._delivery = first, delivery
@@ -79,15 +80,6 @@ class Fleet(EnginePool):
         await super().close()
 
     # -- start, and watch -------------------------------------------------------------------------
-
-    async def wait_ready(self, timeout: float, grace: float | None = None) -> None:
-        """Until all serve; or one does, and the others have had ``START_GRACE`` seconds more.
-
-        Raises ``EngineError`` if none serves after ``timeout`` seconds, or takes the run's key; at
-        once if an engine that we have not started serves another model, or if one cannot receive
-        weights the way they come.
-        """
-        await super().wait_ready(timeout, timing.START_GRACE if grace is None else grace)
 
     async def run(self) -> None:
         """Until cancelled. Raises ``EngineError`` when no engine has served for too long."""
@@ -102,6 +94,8 @@ class Fleet(EnginePool):
             await asyncio.sleep(self._poll)
 
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
+        """An engine that we have not started serves another model; one cannot receive weights the
+        way they come; none takes the run's key."""
         super()._check(kind)
         if kind is EngineError:  # after the start, engines come and go
             return
@@ -154,9 +148,7 @@ class Fleet(EnginePool):
             if engine.reason != str(error):
                 log.warning("%s: it stays out", error)
             return self._lose(engine, error)
-        if (
-            target is self._target and not self.asleep
-        ):  # else a newer version came: at the next look
+        if target is self._target and not self.asleep:  # else there is a newer version by now
             await super()._join(engine, health)
 
     async def _bring_up_to_date(self, engine: Engine, health: Health) -> Weights:

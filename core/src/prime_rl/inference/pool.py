@@ -59,7 +59,7 @@ class EnginePool:
         """Called with what requests wait for, and with None when that is over."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the state of an engine has changed."""
-        self._poll, self._hang_timeout = poll, hang_timeout
+        self._poll, self._hang_timeout, self._grace = poll, hang_timeout, math.inf
         self._pause = RetryPolicy(first_wait=poll)
         self._homes: dict[Hashable, Engine] = {}
         self._waiting, self._starting = 0, False
@@ -165,8 +165,9 @@ class EnginePool:
 
     # -- engines ----------------------------------------------------------------------------------
 
-    async def wait_ready(self, timeout: float, grace: float = math.inf) -> None:
-        """Until all serve; or one does, and the others have had ``grace`` seconds more.
+    async def wait_ready(self, timeout: float) -> None:
+        """Until all serve. In a fleet: or one does, and the others have had ``START_GRACE`` seconds
+        more.
 
         Raises ``EngineError`` after ``timeout`` seconds, ``ConfigError`` or ``EngineError`` at once
         for what waiting does not change.
@@ -178,7 +179,7 @@ class EnginePool:
                 self._check(ConfigError)
                 now = time.monotonic()
                 if self.serving:
-                    deadline = min(deadline, now + grace)
+                    deadline = min(deadline, now + self._grace)
                 if now >= deadline:
                     self._not_ready(timeout)
                     break
