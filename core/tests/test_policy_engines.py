@@ -1,4 +1,4 @@
-"""Episodes and scores at the live policy: at the replica that has the group, anew at another."""
+"""Episodes and scores of the live policy: at the engine that has the group, else at another."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ WRONG = RolloutResult(ok=False, error_type="TaskError", error="a bug")
 
 
 class Scoring(Engine):
-    """Gives token t the logprob -t / 8, unless told otherwise."""
+    """Gives token t the logprob -t / 8, by default."""
 
     def __init__(self, status=200):
         super().__init__()
@@ -56,7 +56,7 @@ async def test_an_episode_is_played_at_its_groups_replica_under_its_address():
     assert seen == [ModelEndpoint("m", urls[number], "KEY") for number in (0, 0, 1)]
 
 
-async def test_an_outage_is_played_anew_and_any_other_failure_is_a_result():
+async def test_an_outage_repeats_the_episode_and_any_other_failure_is_a_result():
     answers = [[GOOD, AWAY], [WRONG]]
 
     async def episode(endpoint):
@@ -66,7 +66,7 @@ async def test_an_outage_is_played_anew_and_any_other_failure_is_a_result():
         assert await EngineRouter(fleet, "m", "KEY").run(0, episode) == [WRONG]
 
 
-async def test_an_episode_that_fails_on_and_on_at_an_engine_that_is_there_has_failed():
+async def test_an_episode_that_keeps_failing_at_a_live_engine_has_failed():
     async def episode(endpoint):
         return [AWAY]
 
@@ -136,7 +136,7 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
     (tmp_path / "status").mkdir()
     engines = Engine(), Engine()
 
-    def told():
+    def reported():
         report = json.loads((tmp_path / "status" / "engines.json").read_text())
         return report["state"], report["waiting_for"], report["detail"]
 
@@ -146,19 +146,19 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
         one, two = fleet.urls if elsewhere else ("inference", "inference_1")
         engines[1].away = True
         report_engines(config, launch_of(fleet.urls), fleet, tmp_path)
-        assert told() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
+        assert reported() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
         await fleet.wait_ready(LIMIT)
         await fleet.update_weights("v1", 1)
-        assert told() == ("1 of 2 serve", two, {one: "version 1", two: "starting"})
+        assert reported() == ("1 of 2 serve", two, {one: "version 1", two: "starting"})
         engines[1].away = False
         await until(lambda: len(fleet.serving) == 2)
-        assert told()[2] == {one: "version 1", two: "version 1"}
+        assert reported()[2] == {one: "version 1", two: "version 1"}
         engines[1].refuse["/update_weights"] = 400
         await fleet.update_weights("v2", 2)
         await until(lambda: fleet.engines[1].reason != "")
-        waits_for = told()[1]
+        waits_for = reported()[1]
         assert waits_for.startswith(f"{two}: engine {fleet.urls[1]} refused /update_weights: 400")
         del engines[1].refuse["/update_weights"]
         await until(lambda: len(fleet.serving) == 2)
         await fleet.sleep()
-        assert told()[:2] == ("asleep", "trainer")
+        assert reported()[:2] == ("asleep", "trainer")

@@ -1,4 +1,4 @@
-"""Replicas come and go: groups stay together, nothing is lost, and nobody serves old weights."""
+"""Engines come and go: groups stay together, no request is lost, no engine serves old weights."""
 
 import asyncio
 import logging
@@ -31,17 +31,17 @@ def grace(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The fleet's: a replica is silent for as long as a test says."""
+    """The fleet's: an engine is silent for as long as a test says."""
     clock = Clock()
     for module in (fleet_module, pool_module, engine_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-# -- who gets what ----------------------------------------------------------------------------
+# -- routing -----------------------------------------------------------------------------------
 
 
-async def test_groups_stay_together_and_are_spread_over_the_replicas():
+async def test_groups_stay_together_and_are_spread_over_the_engines():
     seen, release = [], asyncio.Event()
 
     async def work(held, group):
@@ -69,7 +69,7 @@ async def test_a_new_group_goes_where_the_least_is_in_flight():
         assert await fleet.ask("new", lambda e: asyncio.sleep(0, e.number)) == 1
 
 
-async def test_what_a_dead_replica_had_in_flight_is_done_anew_elsewhere(caplog):
+async def test_requests_in_flight_at_a_dead_engine_are_repeated_elsewhere(caplog):
     engines = Engine(), Engine()
     attempts, cancelled = Counter(), []
 
@@ -96,7 +96,7 @@ async def test_what_a_dead_replica_had_in_flight_is_done_anew_elsewhere(caplog):
         assert f"{held} in flight there are lost" in caplog.text
 
 
-async def test_a_request_that_fails_where_the_replica_is_there_is_tried_four_times_more():
+async def test_a_request_that_fails_at_a_live_engine_is_repeated_four_times():
     calls = []
 
     async def work(held):
@@ -109,7 +109,7 @@ async def test_a_request_that_fails_where_the_replica_is_there_is_tried_four_tim
         assert len(calls) == 5 and fleet.engines[0].retried == 0
 
 
-async def test_what_work_raises_is_raised_and_who_stops_asking_ends_the_work():
+async def test_errors_of_work_are_raised_and_cancelling_a_request_cancels_its_work():
     ended = []
 
     async def broken(held):
@@ -135,7 +135,7 @@ async def test_what_work_raises_is_raised_and_who_stops_asking_ends_the_work():
 # -- coming and going -------------------------------------------------------------------------
 
 
-async def test_one_that_is_late_does_not_hold_up_the_start_and_joins_with_the_current_weights(
+async def test_a_late_engine_does_not_delay_the_start_and_joins_with_the_current_weights(
     grace,
 ):
     grace(0)
@@ -151,7 +151,7 @@ async def test_one_that_is_late_does_not_hold_up_the_start_and_joins_with_the_cu
         assert (late.version, late.loaded) == (1, "v1")
 
 
-async def test_one_that_comes_back_serves_nobody_before_it_has_the_current_weights():
+async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_current_weights():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
@@ -167,7 +167,7 @@ async def test_one_that_comes_back_serves_nobody_before_it_has_the_current_weigh
         assert (engines[0].version, fleet.engines[0].version) == (3, 3)
 
 
-async def test_a_version_that_comes_out_while_one_joins_is_loaded_too_before_it_serves():
+async def test_a_version_published_while_an_engine_joins_is_loaded_before_it_serves():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
@@ -182,7 +182,7 @@ async def test_a_version_that_comes_out_while_one_joins_is_loaded_too_before_it_
         assert engines[0].version == 2 and engines[0].calls.count("/update_weights") == 2
 
 
-async def test_one_that_was_started_anew_between_two_looks_is_found_out():
+async def test_a_restart_between_two_looks_is_detected():
     engine = Engine()
     async with fleet_of(engine) as fleet:
         await fleet.update_weights(Path("v1"), 1)
@@ -216,7 +216,7 @@ async def test_our_own_that_do_not_tell_their_version_have_what_they_were_starte
         assert engine.calls == []
 
 
-async def test_one_that_takes_connections_and_says_nothing_is_away_after_a_while(impatient, clock):
+async def test_an_engine_that_stays_silent_is_away_after_a_while(impatient, clock):
     mute = Engine()
     async with fleet_of(mute, Engine()) as fleet:
         held = fleet.engines[0]
@@ -230,22 +230,22 @@ async def test_one_that_takes_connections_and_says_nothing_is_away_after_a_while
         )
 
 
-async def test_while_nobody_serves_who_asks_waits_and_the_run_says_for_whom():
-    engine, told = Engine(), []
+async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
+    engine, said = Engine(), []
     async with fleet_of(engine) as fleet:
-        fleet.on_waiting = told.append
+        fleet.on_waiting = said.append
         engine.away = True
         await until(lambda: not fleet.serving)
         asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, "answer")))
         await asyncio.sleep(0.05)
         assert not asking.done()
-        assert told[-1].startswith(f"engine {fleet.urls[0]} did not answer")
+        assert said[-1].startswith(f"engine {fleet.urls[0]} did not answer")
         engine.away = False
         assert await asking == "answer"
-        assert told[-1] is None
+        assert said[-1] is None
 
 
-async def test_when_nobody_has_served_for_too_long_the_run_ends_and_names_them_all():
+async def test_when_no_engine_has_served_for_too_long_the_run_ends_and_names_them_all():
     engines = Engine(), Engine()
     async with fleet_of(*engines, timeout=0.1) as fleet:
         for engine in engines:
@@ -257,7 +257,7 @@ async def test_when_nobody_has_served_for_too_long_the_run_ends_and_names_them_a
     assert all(url in message for url in fleet.urls) and "inference*.log" in message
 
 
-async def test_a_start_with_nobody_there_ends_with_who_was_asked_and_what_to_do():
+async def test_a_start_without_engines_ends_with_their_names_and_the_fix():
     engine = Engine()
     engine.away = True
     async with fleet_of(engine, ready=False, own=False) as fleet:
@@ -276,7 +276,7 @@ async def test_a_start_where_no_engine_takes_the_key_ends_at_once_and_says_so(gr
         assert [each.serving for each in fleet.engines] == [False, True]
 
 
-async def test_a_start_where_one_elsewhere_serves_another_model_ends_at_once_and_says_so():
+async def test_a_start_where_a_foreign_engine_serves_another_model_ends_at_once():
     for engines in ([Engine(model="x")], [Engine(), Engine(model="x")]):
         async with fleet_of(*engines, ready=False, own=False) as fleet:
             with pytest.raises(EngineError) as caught:
@@ -370,7 +370,7 @@ async def test_an_engine_that_says_that_it_is_not_ready_is_away_and_does_not_han
         assert held.state is EngineState.AWAY
 
 
-async def test_one_that_never_answers_an_update_hangs_though_it_says_that_it_is_there(
+async def test_an_engine_that_never_answers_an_update_hangs_though_it_is_healthy(
     monkeypatch,
 ):
     monkeypatch.setattr(timing, "UPDATE_SECONDS", 0.1)
@@ -409,7 +409,7 @@ async def test_an_update_reaches_every_replica():
         assert engines[2].calls == ["/pause", "/update_weights", "/resume"]
 
 
-async def test_an_update_goes_on_without_a_replica_that_dies_in_it_and_says_so(caplog):
+async def test_an_update_continues_without_an_engine_that_dies_in_it_and_says_so(caplog):
     engines = Engine(), Engine()
     async with fleet_of(*engines, poll=LIMIT) as fleet:  # after the first look, none
         engines[0].away = True
@@ -523,7 +523,7 @@ def test_a_straggler_takes_ten_times_what_the_slowest_success_took_and_failures_
     skipping(clock, main)
 
 
-async def test_one_that_refuses_what_the_others_load_is_out_until_it_takes_it(monkeypatch):
+async def test_an_engine_that_refuses_what_the_others_load_is_out_until_it_loads_it(monkeypatch):
     monkeypatch.setattr(timing, "REJOIN_SECONDS", 0.05)
     engines = Engine(), Engine()
     engines[0].refuse = {"/update_weights": 400}
@@ -537,7 +537,7 @@ async def test_one_that_refuses_what_the_others_load_is_out_until_it_takes_it(mo
         assert engines[0].version == 1
 
 
-async def test_what_all_refuse_is_an_error_and_they_serve_on_as_they_were():
+async def test_weights_that_all_refuse_are_an_error_and_the_engines_serve_as_before():
     engines = Engine(), Engine()
     for engine in engines:
         engine.refuse = {"/update_weights": 422}
@@ -553,7 +553,7 @@ async def test_what_all_refuse_is_an_error_and_they_serve_on_as_they_were():
         assert engines[0].loaded == "first"
 
 
-async def test_with_all_of_them_gone_an_update_says_so_and_the_first_back_brings_it_along():
+async def test_an_update_without_engines_says_so_and_the_first_that_is_back_loads_it():
     engine = Engine()
     async with fleet_of(engine) as fleet:
         engine.away = True
@@ -570,7 +570,7 @@ async def test_with_all_of_them_gone_an_update_says_so_and_the_first_back_brings
 # -- sleep ------------------------------------------------------------------------------------
 
 
-async def test_asleep_nobody_is_asked_and_new_weights_wake_everyone():
+async def test_sleeping_engines_get_no_requests_and_new_weights_wake_them():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         await fleet.sleep()
@@ -583,7 +583,7 @@ async def test_asleep_nobody_is_asked_and_new_weights_wake_everyone():
         assert engine.calls == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
 
 
-async def test_one_that_comes_back_while_the_others_sleep_sleeps_too_until_there_are_weights():
+async def test_an_engine_that_comes_back_while_the_others_sleep_sleeps_too():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
@@ -598,7 +598,7 @@ async def test_one_that_comes_back_while_the_others_sleep_sleeps_too_until_there
         assert engines[0].calls[2:] == ["/wake_up", "/update_weights", "/resume"]
 
 
-async def test_one_that_is_started_anew_while_all_sleep_is_put_to_sleep_again():
+async def test_an_engine_that_restarts_while_all_sleep_is_put_to_sleep_again():
     engine = Engine()
     async with fleet_of(engine) as fleet:
         await fleet.sleep()
@@ -610,7 +610,7 @@ async def test_one_that_is_started_anew_while_all_sleep_is_put_to_sleep_again():
         assert engine.calls == ["/pause", "/sleep"]
 
 
-async def test_one_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):
+async def test_an_engine_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         await fleet.sleep()
@@ -630,7 +630,7 @@ async def test_an_engine_that_cannot_sleep_ends_the_run_with_the_reason():
 # -- numbers ----------------------------------------------------------------------------------
 
 
-async def test_each_replica_is_measured_by_itself_since_the_last_time():
+async def test_each_engine_has_metrics_of_its_own_since_the_last_call():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         for key in ("a", "a", "b"):
@@ -659,7 +659,7 @@ async def test_each_replica_is_measured_by_itself_since_the_last_time():
         assert fleet.take_metrics()["inference/0/requests"] == 0.0
 
 
-async def test_a_request_under_which_four_replicas_went_away_is_given_up():
+async def test_a_request_under_which_four_engines_went_away_is_given_up():
     """It may be what kills them."""
     begun = []
 

@@ -21,7 +21,7 @@ QUICK = 0.02
 
 
 class Engine:
-    """A stand-in engine: the logprob of token t is -t / 8. Fails as told, notes what it is
+    """A stand-in engine: the logprob of token t is -t / 8. Notes what it is
     asked."""
 
     def __init__(self, **settings):

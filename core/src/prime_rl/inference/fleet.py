@@ -192,7 +192,8 @@ class Fleet(EnginePool):
                 engine.version = before.version
             raise refusals[0]
         for engine, error in failures.items():
-            self._lose(engine, error)
+            if not (engine.serving and engine.version == version):  # it has not joined since
+                self._lose(engine, error)
         for engine in asked:
             if engine.state is EngineState.ASLEEP:
                 engine.serve()
