@@ -1,21 +1,21 @@
-"""Episodes and scores at the live policy: at the replica that has the group, anew at another."""
+"""Episodes and scores of the live policy: at the engine that has the group, else at another."""
 
 import asyncio
 import json
 
 import pytest
 from aiohttp import web
-from test_fleet import Engine, fleet_of
+from fleets import Engine, fleet_of
 from waiting import LIMIT, until
 
 from prime_rl import EngineError
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
-from prime_rl.inference.fleet import Unanswered
-from prime_rl.inference.policy_scores import PolicyScores
+from prime_rl.inference.pool import GivenUp
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.build import report_engines
-from prime_rl.orchestrator.engines import PolicyEngines
+from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.rundir.launch import Launch
 
 GOOD = RolloutResult(ok=True, reward=1.0)
@@ -24,7 +24,7 @@ WRONG = RolloutResult(ok=False, error_type="TaskError", error="a bug")
 
 
 class Scoring(Engine):
-    """Gives token t the logprob -t / 8, unless told otherwise."""
+    """Gives token t the logprob -t / 8, by default."""
 
     def __init__(self, status=200):
         super().__init__()
@@ -49,39 +49,39 @@ async def test_an_episode_is_played_at_its_groups_replica_under_its_address():
         return [GOOD]
 
     async with fleet_of(Engine(), Engine()) as fleet:
-        place = PolicyEngines(fleet, "m", "KEY")
+        router = EngineRouter(fleet, "m", "KEY")
         for group in (0, 0, 1):
-            assert await place.run(group, episode) == [GOOD]
+            assert await router.run(group, episode) == [GOOD]
         urls = [f"{url}/v1" for url in fleet.urls]
     assert seen == [ModelEndpoint("m", urls[number], "KEY") for number in (0, 0, 1)]
 
 
-async def test_an_outage_is_played_anew_and_any_other_failure_is_a_result():
+async def test_an_outage_repeats_the_episode_and_any_other_failure_is_a_result():
     answers = [[GOOD, AWAY], [WRONG]]
 
     async def episode(endpoint):
         return answers.pop(0)
 
     async with fleet_of(Engine(), poll=0.001) as fleet:
-        assert await PolicyEngines(fleet, "m", "KEY").run(0, episode) == [WRONG]
+        assert await EngineRouter(fleet, "m", "KEY").run(0, episode) == [WRONG]
 
 
-async def test_an_episode_that_fails_on_and_on_at_an_engine_that_is_there_has_failed():
+async def test_an_episode_that_keeps_failing_at_a_live_engine_has_failed():
     async def episode(endpoint):
         return [AWAY]
 
     async with fleet_of(Engine(), poll=0.001) as fleet:
-        assert await PolicyEngines(fleet, "m", "KEY").run(0, episode) == [AWAY]
+        assert await EngineRouter(fleet, "m", "KEY").run(0, episode) == [AWAY]
 
 
 async def test_an_episode_whose_engines_went_away_has_failed_and_says_so(monkeypatch):
     async with fleet_of(Engine()) as fleet:
 
         async def ask(key, work):
-            raise Unanswered("4 engines have gone away under it")
+            raise GivenUp("4 engines have gone away under it")
 
         monkeypatch.setattr(fleet, "ask", ask)
-        (result,) = await PolicyEngines(fleet, "m", "KEY").run(0, None)
+        (result,) = await EngineRouter(fleet, "m", "KEY").run(0, None)
     assert (result.ok, result.error_type) == (False, "ProviderError")
     assert result.error == "4 engines have gone away under it"
 
@@ -89,12 +89,11 @@ async def test_an_episode_whose_engines_went_away_has_failed_and_says_so(monkeyp
 async def test_scores_come_from_where_the_group_was_sampled_salted_by_the_present_version():
     engines, version = (Scoring(), Scoring()), iter("34")
     async with fleet_of(*engines) as fleet:
-        scores = PolicyScores(fleet, "m", api_key="k", version=lambda: next(version))
-        assert await fleet.ask(6, lambda r: asyncio.sleep(0, r.number)) == 0
-        assert await fleet.ask(7, lambda r: asyncio.sleep(0, r.number)) == 1
+        scores = PromptScorer(fleet, "m", api_key="k", cache_salt=lambda: next(version))
+        assert await fleet.ask(6, lambda e: asyncio.sleep(0, e.number)) == 0
+        assert await fleet.ask(7, lambda e: asyncio.sleep(0, e.number)) == 1
         for _ in range(2):
             assert (await scores.logprobs([8, 4, 2], group_id=7)).tolist() == [0.0, -0.5, -0.25]
-        await scores.close()
     assert engines[0].asked == []
     assert [body["cache_salt"] for body in engines[1].asked] == ["3", "4"]
 
@@ -102,29 +101,26 @@ async def test_scores_come_from_where_the_group_was_sampled_salted_by_the_presen
 async def test_scores_wait_while_the_engines_sleep():
     engine = Scoring()
     async with fleet_of(engine) as fleet:
-        scores = PolicyScores(fleet, "m", api_key=None, version=lambda: 0)
+        scores = PromptScorer(fleet, "m")
         await fleet.sleep()
         asking = asyncio.create_task(scores.logprobs([1, 2]))
         await asyncio.sleep(0.05)
         assert engine.asked == []
         await fleet.update_weights("v1", 1)
         assert (await asking).tolist() == [0.0, -0.25]
-        await scores.close()
 
 
 async def test_a_replica_that_goes_away_is_replaced_and_one_that_keeps_failing_ends_the_run():
     dying = Scoring()
     async with fleet_of(dying, Scoring(), poll=0.02) as fleet:
-        scores = PolicyScores(fleet, "m", api_key=None, version=lambda: 0)
-        assert await fleet.ask(0, lambda r: asyncio.sleep(0, r.number)) == 0
+        scores = PromptScorer(fleet, "m")
+        assert await fleet.ask(0, lambda e: asyncio.sleep(0, e.number)) == 0
         dying.away = True
         assert (await scores.logprobs([1, 2], group_id=0)).tolist() == [0.0, -0.25]
-        await scores.close()
     async with fleet_of(Scoring(status=500), poll=0.001) as fleet:
-        scores = PolicyScores(fleet, "m", api_key=None, version=lambda: 0)
-        with pytest.raises(EngineError, match=r"2 tokens fails .* the policy 'm' at .* 500 why"):
+        scores = PromptScorer(fleet, "m")
+        with pytest.raises(EngineError, match=r"a request failed 11 times: engine .* 500 why"):
             await scores.logprobs([1, 2])
-        await scores.close()
 
 
 def launch_of(urls):
@@ -136,11 +132,11 @@ def launch_of(urls):
 
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, monkeypatch):
-    monkeypatch.setattr("prime_rl.inference.fleet.START_GRACE", 0.0)
+    monkeypatch.setattr("prime_rl.inference.timing.START_GRACE", 0.0)
     (tmp_path / "status").mkdir()
     engines = Engine(), Engine()
 
-    def told():
+    def reported():
         report = json.loads((tmp_path / "status" / "engines.json").read_text())
         return report["state"], report["waiting_for"], report["detail"]
 
@@ -150,19 +146,19 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
         one, two = fleet.urls if elsewhere else ("inference", "inference_1")
         engines[1].away = True
         report_engines(config, launch_of(fleet.urls), fleet, tmp_path)
-        assert told() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
+        assert reported() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
         await fleet.wait_ready(LIMIT)
         await fleet.update_weights("v1", 1)
-        assert told() == ("1 of 2 serve", two, {one: "version 1", two: "starting"})
+        assert reported() == ("1 of 2 serve", two, {one: "version 1", two: "starting"})
         engines[1].away = False
         await until(lambda: len(fleet.serving) == 2)
-        assert told()[2] == {one: "version 1", two: "version 1"}
+        assert reported()[2] == {one: "version 1", two: "version 1"}
         engines[1].refuse["/update_weights"] = 400
         await fleet.update_weights("v2", 2)
-        await until(lambda: fleet.replicas[1].reason != "")
-        waits_for = told()[1]
+        await until(lambda: fleet.engines[1].reason != "")
+        waits_for = reported()[1]
         assert waits_for.startswith(f"{two}: engine {fleet.urls[1]} refused /update_weights: 400")
         del engines[1].refuse["/update_weights"]
         await until(lambda: len(fleet.serving) == 2)
         await fleet.sleep()
-        assert told()[:2] == ("asleep", "trainer")
+        assert reported()[:2] == ("asleep", "trainer")

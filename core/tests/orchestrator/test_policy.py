@@ -12,10 +12,11 @@ from loopback import listening
 from waiting import LIMIT, until
 
 from prime_rl import EngineError
-from prime_rl.inference.client import RetryPolicy, Weights
 from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher, newest_version
+from prime_rl.weights.versions import Weights
 
 ONCE = RetryPolicy(attempts=1)
 
@@ -29,7 +30,7 @@ def publish(run_dir, version, stable=True):
 
 
 class Engine:
-    """A stand-in server on loopback that notes every request."""
+    """A stand-in server on loopback that notes every request but for looks."""
 
     def __init__(self):
         self.calls, self.done, self.refuse, self.models = [], [], {}, [{"id": "m"}]
@@ -40,7 +41,8 @@ class Engine:
         if self.away:
             request.transport.abort()
         body = await request.json() if request.can_read_body else None
-        self.calls.append((request.path, dict(request.query), body))
+        if request.method == "POST":
+            self.calls.append((request.path, dict(request.query), body))
         self.key = request.headers.get("Authorization")
         if request.path == "/update_weights":
             self.on_update()

@@ -12,8 +12,8 @@ from waiting import LIMIT, until
 
 from prime_rl import ConfigError, FrozenModel, PluginConfig, Source
 from prime_rl.env.environment import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.context import Outages
-from prime_rl.orchestrator.engines import OneEndpoint
 from prime_rl.orchestrator.sources import (
     ExternalSource,
     RolloutFailed,
@@ -65,17 +65,32 @@ class Env:
         return [answer]
 
 
+class OneEndpoint:
+    """Stands for the router: always the same endpoint."""
+
+    async def run(self, key, episode):
+        return await episode(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
+
+
 def live(*answers):
-    place = OneEndpoint(ModelEndpoint("m", "http://127.0.0.1:1/v1"))
     env = Env(list(answers))
-    return Sampled("a", env, place, SamplingSettings(temperature=0.7)), env
+    return Sampled("a", env, OneEndpoint(), SamplingSettings(temperature=0.7)), env
 
 
-def frozen(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):
-    env = Env(list(answers))
-    model = FrozenModel(name="t", base_url=urls, api_key_var="KEY", max_concurrency=2, timeout=9)
-    settings = SamplingSettings(temperature=1.0)
-    return SampledFrozen("a", env, model, client, settings, rendering, on_waiting), env
+@pytest.fixture
+async def frozen():
+    made = []
+
+    def make(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):
+        env, sampling = Env(list(answers)), SamplingSettings(temperature=1.0)
+        table = {"name": "t", "base_url": urls, "api_key_var": "KEY"}
+        model = FrozenModel(**table, max_concurrency=2, timeout=9)
+        made.append(SampledFrozen("a", env, model, client, sampling, rendering, on_waiting))
+        return made[-1], env
+
+    yield make
+    for source in made:
+        await source.pool.close()
 
 
 async def test_a_live_rollout_is_salted_by_its_version_and_ages():
@@ -88,12 +103,12 @@ async def test_a_live_rollout_is_salted_by_its_version_and_ages():
     assert rollout.task == {"prompt": "word 2"} and rollout.samples[0].temperature == 0.7
 
 
-async def test_a_frozen_rollout_has_a_stable_cache_and_never_ages():
-    source, env = frozen("http://127.0.0.1:1/v1", GOOD)
+async def test_a_frozen_rollout_has_a_stable_cache_and_never_ages(there, frozen):
+    source, env = frozen(there, GOOD)
     (rollout,) = await source.produce(ASK)
     _, asked = env.calls[0]
     assert asked["cache_salt"] is None
-    assert asked["model"] == ModelEndpoint("t", "http://127.0.0.1:1/v1", "KEY", timeout=9)
+    assert asked["model"] == ModelEndpoint("t", there, "KEY", timeout=9)
     assert not source.is_live and not rollout.is_live and rollout.source == "frozen"
 
 
@@ -148,29 +163,30 @@ def nobody():
     return port, f"http://127.0.0.1:{port}/v1"
 
 
-async def test_an_endpoint_that_is_there_and_refuses_is_a_failure_like_any_other(there):
+async def test_an_endpoint_that_is_there_and_refuses_is_a_failure_like_any_other(there, frozen):
     source, env = frozen(there, REFUSED)
     with pytest.raises(RolloutFailed, match="gone"):
         await source.produce(ASK)
     assert len(env.calls) == 1
 
 
-async def test_a_dead_replica_is_passed_over(there):
+async def test_a_dead_replica_is_passed_over(there, frozen):
     _, dead = nobody()
-    source, env = frozen([there, dead], AWAY, GOOD)  # group 7: the second one is its own
+    source, env = frozen([dead, there], GOOD)
     await source.produce(ASK)
-    assert [asked["model"].base_url for _, asked in env.calls] == [dead, there]
+    assert [asked["model"].base_url for _, asked in env.calls] == [there]
 
 
-async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back():
+async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back(frozen):
     outages = Outages()
     seen = []
     outages.changed = lambda: seen.append(outages.waiting_for)
     port, url = nobody()
-    source, env = frozen(url, AWAY, GOOD, on_waiting=outages.reporter())
+    source, env = frozen(url, GOOD, on_waiting=outages.reporter())
     asking = asyncio.create_task(source.produce(ASK))
-    await until(lambda: seen)
-    assert seen == [f"the model that env 'a' samples from ({url} does not answer)"]
+    await until(lambda: len(seen) == 2)
+    where = f"env 'a': algo.sampling.source 't' at {url[:-3]}"
+    assert seen[-1] == f"{where} did not answer /health: Connection refused"
     assert not asking.done()
     server = ThreadingHTTPServer(("127.0.0.1", port), Models)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -179,10 +195,10 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends_when_it_is_back():
     finally:
         server.shutdown()
         server.server_close()
-    assert rollout.reward == 0.5 and seen[-1] is None and len(env.calls) == 2
+    assert rollout.reward == 0.5 and seen[-1] is None and len(env.calls) == 1
 
 
-async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_them(there):
+async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_them(there, frozen):
     message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
     trace = trace_of(message)
     reply = RolloutResult(ok=True, reward=1.0, trace=trace)
@@ -194,7 +210,7 @@ async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_th
     assert not rollout.has_logprobs
 
 
-async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there):
+async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there, frozen):
     message = SimpleNamespace(
         model_dump=lambda exclude_none: {"role": "assistant", "content": "bc"}
     )
@@ -204,7 +220,7 @@ async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there):
     assert rollout.samples[0].loss_mask.tolist() == [True, False]
 
 
-async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there):
+async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there, frozen):
     message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
     reply = RolloutResult(ok=True, trace=trace_of(message, tools=[{"name": "get"}]))
     source, _ = frozen(there, reply, client="chat", rendering=FakeHost())
@@ -213,16 +229,16 @@ async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there):
 
 
 async def test_an_endpoint_that_is_there_and_keeps_failing_is_a_failure_in_the_end(
-    there, monkeypatch
+    there, monkeypatch, frozen
 ):
-    monkeypatch.setattr("prime_rl.orchestrator.sources.FAILED_TRIES", 1)
     source, env = frozen(there, AWAY)
+    monkeypatch.setattr(source.pool, "_pause", RetryPolicy(first_wait=0.001))
     with pytest.raises(RolloutFailed, match="away"):
         await source.produce(ASK)
-    assert len(env.calls) == 2
+    assert len(env.calls) == 5
 
 
-async def test_no_more_episodes_at_once_than_the_model_may_have(there):
+async def test_no_more_episodes_at_once_than_the_model_may_have(there, frozen):
     class Slow(Env):
         running, most = 0, 0
 

@@ -11,7 +11,7 @@ import pytest
 from waiting import LIMIT, Clock, eventually, until
 
 from prime_rl import PluginConfig
-from prime_rl.inference.client import Weights
+from prime_rl.inference.engine import EngineState
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.engines import EnginesStatus
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
@@ -20,6 +20,7 @@ from prime_rl.run.local import LocalLauncher
 from prime_rl.run.restarts import Restarts
 from prime_rl.rundir.control import exists
 from prime_rl.rundir.status import Status, read_status
+from prime_rl.weights.versions import Weights
 
 
 class Fake(Process):
@@ -188,9 +189,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, monkeypatch):
     """SIGSTOP: it lives, the kernel takes connections for it, and it answers nothing."""
     monkeypatch.setattr("prime_rl.run.local.end", partial(end, grace=0.2))
-    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr("prime_rl.inference.timing.HEALTH_SECONDS", 0.2)
     clock = Clock()
-    for module in ("fleet", "replica"):
+    for module in ("fleet", "pool", "engine"):
         monkeypatch.setattr(f"prime_rl.inference.{module}.time", clock)
     (port,), printed = free_ports(1), []
     command = ProcessCommand([sys.executable, "-c", ENGINE, str(port)], tmp_path / "log")
@@ -207,13 +208,17 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
     keeping = asyncio.create_task(fleet.run())
     try:
         os.kill(first.process.pid, signal.SIGSTOP)
-        (replica,) = fleet.replicas
-        await until(lambda: not replica.answers)
-        clock.now += 11
+        (engine,) = fleet.engines
+
+        def hangs():
+            clock.now += 1
+            return engine.state is EngineState.HUNG
+
+        await until(hangs, pause=0.05)
 
         def serves_again():
             restarts.restart(processes)
-            return printed and fleet.serving and not replica.hung
+            return printed and fleet.serving
 
         await until(serves_again, pause=0.05)
         assert printed == ["inference answers nothing: starting it again (1 of 2 times)"]

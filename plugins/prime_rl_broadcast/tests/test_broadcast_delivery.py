@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from waiting import LIMIT, Clock, until
 
 from prime_rl import EngineError, Weights, WeightsError
-from prime_rl.inference import fleet as fleet_module
-from prime_rl.inference.client import RetryPolicy
+from prime_rl.inference import timing
 from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.inference.timing import RetryPolicy
 from prime_rl.weights import versions
 from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE, has_files
 from prime_rl_broadcast.connection import Member, header_of
@@ -190,7 +190,7 @@ async def test_an_engine_that_refuses_both_ways_is_taken_out_and_the_other_serve
         await passing_on
         trainer.write(weights)  # the broadcast succeeded: the trainer writes files between steps
         await asyncio.wait_for(updating, LIMIT)
-        assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
+        assert a.ways == ["memory"] and [r.serving for r in fleet.engines] == [True, False]
 
 
 async def test_if_one_engine_refuses_all_get_files_and_the_next_version_is_broadcast(
@@ -202,7 +202,7 @@ async def test_if_one_engine_refuses_all_get_files_and_the_next_version_is_broad
         b.refuses = True
         await publish(2)
         assert a.value == 2 and a.ways == ["memory", "file"]
-        assert b.value == 1 and [r.serving for r in fleet.replicas] == [True, False]
+        assert b.value == 1 and [r.serving for r in fleet.engines] == [True, False]
         b.refuses = False
         await until(lambda: len(fleet.serving) == 2)
         assert b.value == 2 and b.ways[-1] == "file"
@@ -216,7 +216,7 @@ async def test_a_dead_engine_does_not_block_the_others(tmp_path: Path) -> None:
     async with started(tmp_path, a, b) as (fleet, _trainer, publish):
         b.away = True
         await publish(1)
-        assert a.value == 1 and fleet.replicas[0].serving
+        assert a.value == 1 and fleet.engines[0].serving
 
 
 async def test_the_trainer_writes_files_for_an_engine_that_returns(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ async def test_the_trainer_writes_files_for_an_engine_that_returns(tmp_path: Pat
         assert a.ways == ["memory"] and not has_files(trainer.broadcasts / "step_1")
         b.away = False
         await until((trainer.broadcasts / FILES_WANTED).exists)
-        assert not fleet.replicas[1].serving
+        assert not fleet.engines[1].serving
         trainer.write(Weights(trainer.broadcasts / "step_1", 1))
         await until(lambda: len(fleet.serving) == 2)
         assert b.value == 1 and b.ways == ["file"]
@@ -287,11 +287,11 @@ async def test_a_lost_answer_of_a_broadcast_affects_that_engine_only(
         await publish(1)
         assert a.ways == b.ways == ["memory"] and asked == [1]
         assert not has_files(trainer.broadcasts / "step_1")
-        assert [r.serving for r in fleet.replicas] == [True, False]
+        assert [r.serving for r in fleet.engines] == [True, False]
         b.take = received  # type: ignore[method-assign]
         await until((trainer.broadcasts / FILES_WANTED).exists)
         clock.now += LIMIT + 1
-        await until(lambda: "has not written version 1 within" in fleet.replicas[1].reason)
+        await until(lambda: "has not written version 1 within" in fleet.engines[1].reason)
         trainer.write(Weights(trainer.broadcasts / "step_1", 1))
         await until(lambda: len(fleet.serving) == 2)
         assert b.ways == ["memory", "file"] and b.value == 1
@@ -326,14 +326,14 @@ async def test_a_step_may_take_longer_than_a_broadcast(tmp_path: Path, clock: Cl
 async def test_an_engine_that_joins_late_and_cannot_receive_stays_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet_module, "START_GRACE", 0.0)
+    monkeypatch.setattr(timing, "START_GRACE", 0.0)
     a, b = Engine(), Engine()
     b.away = True
     async with started(tmp_path, a, b) as (fleet, _trainer, publish):
         b.receives, b.away = {"workers": 1, "backends": ["nccl"]}, False
-        await until(lambda: "cannot receive weights by gloo" in fleet.replicas[1].reason)
+        await until(lambda: "cannot receive weights by gloo" in fleet.engines[1].reason)
         await publish(1)
-        assert a.ways == ["memory"] and [r.serving for r in fleet.replicas] == [True, False]
+        assert a.ways == ["memory"] and [r.serving for r in fleet.engines] == [True, False]
 
 
 async def test_an_engine_that_cannot_receive_is_refused_at_the_start(tmp_path: Path) -> None:

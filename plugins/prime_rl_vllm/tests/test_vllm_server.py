@@ -14,7 +14,8 @@ import pytest
 import torch
 from waiting import LIMIT
 
-from prime_rl.inference.reference import ScoringPool
+from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl_devkit.engines.checkpoints import changed
 
 pytestmark = pytest.mark.vllm
@@ -41,9 +42,9 @@ def test_a_teacher_scores_as_transformers_does(vllm, length):
     token_ids = letters(40 if length == "short" else vllm.max_model_len)
 
     async def score():
-        pool = ScoringPool([vllm.url], vllm.model, where="teacher", api_key=vllm.api_key)
+        pool = FrozenPool([vllm.url], vllm.model, where="teacher", api_key=vllm.api_key)
         try:
-            return await pool.logprobs(token_ids)
+            return await PromptScorer(pool, vllm.model).logprobs(token_ids)
         finally:
             await pool.close()
 

@@ -157,7 +157,6 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     engines = build.build_engines(run)
     stack.push_async_callback(engines.fleet.close)
     shared = build.build_shared(run, engines)
-    stack.push_async_callback(shared.scores.close)
     write_chat_template(run, shared.renderer)
     envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
     for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
@@ -190,8 +189,8 @@ async def _wait_for_models(
     for env in envs:
         await env.host.wait_ready(timeout)
         if isinstance(env.source, SampledFrozen):
-            stack.push_async_callback(env.source.close)
-            await env.source.wait_ready(timeout)
+            stack.push_async_callback(env.source.pool.close)
+            await env.source.pool.wait_ready(timeout)
 
 
 if __name__ == "__main__":

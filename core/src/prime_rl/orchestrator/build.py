@@ -22,11 +22,11 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment, EnvSettings, SamplingSettings
 from prime_rl.env.rendering import Rendering
 from prime_rl.inference.fleet import Fleet, FleetOptions
-from prime_rl.inference.policy_scores import PolicyScores
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
-from prime_rl.orchestrator.engines import EnginesStatus, PolicyEngines
+from prime_rl.orchestrator.engines import EngineRouter, EnginesStatus
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.filters import FilterSlot
@@ -156,8 +156,10 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
         renderer,
         renderer_named,
         Rendering(Path(run.launch.model_path), renderer),
-        PolicyScores(engines.fleet, name, api_key=key, version=lambda: engines.policy.version),
-        PolicyEngines(engines.fleet, name, ENGINE_KEY),
+        PromptScorer(
+            engines.fleet, name, api_key=key, cache_salt=lambda: str(engines.policy.version)
+        ),
+        EngineRouter(engines.fleet, name, ENGINE_KEY),
     )
 
 

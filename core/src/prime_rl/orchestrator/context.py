@@ -14,10 +14,10 @@ from prime_rl.env.environment import Environment
 from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.policy_scores import PolicyScores
-from prime_rl.inference.reference import ScoringPool
+from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.monitor.waiting import Stopwatch
-from prime_rl.orchestrator.engines import PolicyEngines
+from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
 from prime_rl.plugins.algorithm import Algorithm, ReferenceModel
@@ -85,9 +85,9 @@ class Shared:
     renderer_named: Callable[[str], Any]
     """That of another renderer. Raises ``ConfigError`` for an unknown name."""
     rendering: Rendering
-    scores: PolicyScores
+    scores: PromptScorer
     """The live policy to score with."""
-    router: PolicyEngines
+    router: EngineRouter
     """The live policy to sample from."""
 
 
@@ -98,13 +98,16 @@ class EnvHost:
         self.env = env
         self.policy: ReferenceModel = shared.scores
         self._environment, self._shared = environment, shared
-        self._connected: list[ScoringPool] = []
+        self._connected: list[FrozenPool] = []
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
         where, report = f"env {self.env!r}: reference", self._shared.engines.outages.reporter()
-        self._connected.append(ScoringPool.frozen(model, where=where, on_waiting=report))
-        return self._connected[-1]
+        pool = FrozenPool.of(model, where=where, on_waiting=report)
+        self._connected.append(pool)
+        return PromptScorer(
+            pool, model.name, max_concurrency=model.max_concurrency, timeout=model.timeout
+        )
 
     def render(
         self,
@@ -150,9 +153,9 @@ class EnvHost:
             await pool.wait_ready(timeout)
             if pool.max_model_len is not None and pool.max_model_len < needed:
                 raise ConfigError(
-                    f"{pool.where} {pool.model!r} takes {pool.max_model_len} tokens (its "
-                    f"max_model_len), and a rollout may have {needed}. Serve it with more, or "
-                    "lower inference.max_model_len (default: seq_len)."
+                    f"{pool.label} takes {pool.max_model_len} tokens (its max_model_len), and a "
+                    f"rollout may have {needed}. Serve it with more, or lower "
+                    "inference.max_model_len (default: seq_len)."
                 )
 
     async def close(self) -> None:

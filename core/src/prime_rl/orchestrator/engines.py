@@ -1,13 +1,15 @@
-"""Where an episode's model calls go: to one endpoint, or to whichever replica serves the policy."""
+"""Which engine an episode's model calls go to, and the status of the engines."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
-from prime_rl.inference.fleet import Fleet, Unanswered
-from prime_rl.inference.replica import Replica
+from prime_rl.inference.client import EngineFailed, NoAnswer
+from prime_rl.inference.engine import Engine, EngineState
+from prime_rl.inference.fleet import Fleet
+from prime_rl.inference.pool import EnginePool, GivenUp
 from prime_rl.rundir.status import HUNG, STARTING, Status
 
 PROVIDER_ERROR = "ProviderError"
@@ -16,55 +18,45 @@ PROVIDER_ERROR = "ProviderError"
 Episode = Callable[[ModelEndpoint], Awaitable[list[RolloutResult]]]
 
 
-class EngineRouter(Protocol):
-    """Chooses the endpoint of each episode."""
+class EngineRouter:
+    """Runs each episode at an engine of a pool. An episode whose engine goes away runs again at
+    another engine; an episode that fails again and again has failed."""
 
-    async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
-        """Play one episode; those of one key share an endpoint, and its prefix cache."""
-        ...
-
-
-class OneEndpoint:
-    """Always the same endpoint; what fails there has failed."""
-
-    def __init__(self, endpoint: ModelEndpoint) -> None:
-        self._endpoint = endpoint
-
-    async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
-        return await episode(self._endpoint)
-
-
-class PolicyEngines:
-    """The replicas of the live policy: an episode whose replica goes away is played anew at
-    another; one that fails again and again where the replica is there has failed."""
-
-    def __init__(self, fleet: Fleet, model: str, api_key_var: str) -> None:
-        self._fleet = fleet
+    def __init__(
+        self,
+        pool: EnginePool,
+        model: str,
+        api_key_var: str,
+        client: str = "tokens",
+        timeout: float | None = None,
+    ) -> None:
+        self.pool = pool
         self._endpoints = {
-            replica.number: ModelEndpoint(model, f"{replica.url}/v1", api_key_var)
-            for replica in fleet.replicas
+            engine.number: ModelEndpoint(model, f"{engine.url}/v1", api_key_var, client, timeout)
+            for engine in pool.engines
         }
 
     async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
+        """Play one episode; those of one key share an engine, and its prefix cache."""
         last: list[RolloutResult] = []
 
-        async def at(replica: Replica) -> list[RolloutResult]:
+        async def work(engine: Engine) -> list[RolloutResult]:
             nonlocal last
-            last = await episode(self._endpoints[replica.number])
-            if any(map(is_outage, last)):
-                raise Unanswered
+            last = await episode(self._endpoints[engine.number])
+            if failed := next(filter(is_outage, last), None):
+                raise EngineFailed(f"{engine.client.label}: {failed.error}", 500)
             return last
 
         try:
-            return await self._fleet.ask(key, at)
-        except Unanswered as error:
+            return await self.pool.ask(key, work)
+        except GivenUp as error:
             lost = RolloutResult(ok=False, error_type=PROVIDER_ERROR, error=str(error))
             return last or [lost]
 
 
 class EnginesStatus:
-    """Says in a status file of each engine how it is: for the live view, and for the supervisor,
-    which starts engines again that have served and then die or hang."""
+    """Writes the state of each engine into a status file: for the live view, and for the
+    supervisor, which restarts engines that have served and then die or hang."""
 
     def __init__(self, fleet: Fleet, status: Status, names: Sequence[str]) -> None:
         self._fleet, self._status, self._names = fleet, status, names
@@ -72,31 +64,28 @@ class EnginesStatus:
     def report(self) -> None:
         """Write it."""
         fleet = self._fleet
-        state = f"{len(fleet.serving)} of {len(fleet.replicas)} serve"
-        away = [f"{name}{_why(r)}" for name, r in self._named if not r.serving]
-        details: dict[str, Any] = {name: _how_it_is(replica) for name, replica in self._named}
+        named = list(zip(self._names, fleet.engines, strict=True))
+        away = [f"{name}{_why(engine)}" for name, engine in named if not engine.in_service]
+        details: dict[str, Any] = {name: _state(engine) for name, engine in named}
         self._status.report(
-            "asleep" if fleet.asleep else state,
+            "asleep" if fleet.asleep else f"{len(named) - len(away)} of {len(named)} serve",
             waiting_for=", ".join(away) or ("trainer" if fleet.asleep else None),
             **details,
         )
 
-    @property
-    def _named(self) -> list[tuple[str, Replica]]:
-        return list(zip(self._names, self._fleet.replicas, strict=True))
+
+def _state(engine: Engine) -> str:
+    if engine.state is EngineState.HUNG:
+        return f"{HUNG} ({engine.hangs})"
+    if engine.in_service:
+        return f"version {engine.version}"
+    return "away" if engine.has_served else STARTING
 
 
-def _how_it_is(replica: Replica) -> str:
-    if replica.hung:
-        return f"{HUNG} ({replica.hangs})"
-    if replica.serving:
-        return f"version {replica.version}"
-    return "away" if replica.known else STARTING
-
-
-def _why(replica: Replica) -> str:
-    """What it answers instead of serving; of one that does not answer nothing needs saying."""
-    return f": {replica.reason}" if replica.reason and replica.listening else ""
+def _why(engine: Engine) -> str:
+    """What it answers instead of serving."""
+    silent = engine.problem is None or isinstance(engine.problem, NoAnswer)
+    return "" if silent else f": {engine.reason}"
 
 
 def is_outage(result: RolloutResult) -> bool:

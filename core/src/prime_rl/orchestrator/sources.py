@@ -8,37 +8,25 @@ by version, the rollout ages. Frozen: a stable cache, no aging.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import httpx
 import numpy as np
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.env.environment import (
     Environment,
-    ModelEndpoint,
     RolloutResult,
     SamplingSettings,
 )
 from prime_rl.env.rendering import Rendering
 from prime_rl.env.trajectory import build_rollout
 from prime_rl.errors import ConfigError
-from prime_rl.inference.reference import ScoringPool
-from prime_rl.orchestrator.engines import EngineRouter, OneEndpoint, is_outage
+from prime_rl.inference.frozen import FrozenPool
+from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.plugins.sampler import Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
-
-log = logging.getLogger(__name__)
-
-PROBE_SECONDS = 5.0
-"""How long an endpoint may take to say that it is there."""
-
-FAILED_TRIES = 4
-"""Times an episode is tried again at an endpoint that is there and fails: over some 15 seconds."""
 
 
 class RolloutFailed(Exception):
@@ -122,21 +110,16 @@ class Sampled(RolloutSource):
         return rollouts
 
     async def _episode(self, ask: RolloutRequest) -> list[RolloutResult]:
-        salt = str(ask.policy_version)
         return await self._router.run(
-            ask.group_id, lambda endpoint: self._run(ask, endpoint, cache_salt=salt)
-        )
-
-    async def _run(
-        self, ask: RolloutRequest, endpoint: ModelEndpoint, cache_salt: str | None
-    ) -> list[RolloutResult]:
-        return await self._environment.run(
-            self._environment.examples[ask.example_id],
-            model=endpoint,
-            sampling=self._sampling,
-            group_id=ask.group_id,
-            cache_salt=cache_salt,
-            seed=ask.seed,
+            ask.group_id,
+            lambda endpoint: self._environment.run(
+                self._environment.examples[ask.example_id],
+                model=endpoint,
+                sampling=self._sampling,
+                group_id=ask.group_id,
+                cache_salt=str(ask.policy_version) if self.is_live else None,
+                seed=ask.seed,
+            ),
         )
 
     def _rollout(self, ask: RolloutRequest, result: RolloutResult) -> Rollout:
@@ -155,11 +138,8 @@ class Sampled(RolloutSource):
 
 
 class SampledFrozen(Sampled):
-    """Runs episodes against a frozen model, at one of its replicas.
-
-    While no replica answers it waits, and the run says for whom. ``client = "chat"``: the replies
-    come as text, and are tokenized as the policy would have written them.
-    """
+    """Runs episodes against a frozen model. ``client = "chat"``: the replies come as text, and are
+    tokenized as the policy would have written them."""
 
     is_live = False
     label = "frozen"
@@ -174,60 +154,18 @@ class SampledFrozen(Sampled):
         rendering: Rendering,
         on_waiting: Callable[[str | None], None],
     ) -> None:
-        endpoints = [
-            ModelEndpoint(model.name, url, model.api_key_var or "", client, model.timeout)
-            for url in model.base_url
-        ]
         where = f"env {env!r}: algo.sampling.source"
-        self._pool = ScoringPool.frozen(model, where=where, on_waiting=on_waiting)
+        self.pool = FrozenPool.of(model, where=where, on_waiting=on_waiting)
+        key_var = model.api_key_var or ""
+        router = EngineRouter(self.pool, model.name, key_var, client, model.timeout)
+        super().__init__(env, environment, router, sampling)
         self._slots = asyncio.Semaphore(model.max_concurrency)
-        super().__init__(env, environment, OneEndpoint(endpoints[0]), sampling)
-        self._endpoints = endpoints
         self._rendering = rendering
-        self._on_waiting = on_waiting
         self._chat = client == "chat"
-
-    async def wait_ready(self, timeout: float) -> None:
-        """Until every replica answers and lists the model."""
-        await self._pool.wait_ready(timeout)
-
-    async def close(self) -> None:
-        await self._pool.close()
 
     async def _episode(self, ask: RolloutRequest) -> list[RolloutResult]:
         async with self._slots:
-            return await self._until_answered(ask)
-
-    async def _until_answered(self, ask: RolloutRequest) -> list[RolloutResult]:
-        """Tries replica after replica, the group's own first; waits while none is there. One that
-        is there and keeps failing on this episode makes it a failure like any other."""
-        for attempt in itertools.count():
-            for turn in range(len(self._endpoints)):
-                endpoint = self._endpoints[(ask.group_id + turn) % len(self._endpoints)]
-                results = await self._run(ask, endpoint, cache_salt=None)
-                if not any(map(is_outage, results)):
-                    return results
-            if not any([await answers(endpoint) for endpoint in self._endpoints]):
-                await self._wait_for_any()
-            elif attempt >= FAILED_TRIES:
-                return results
-            else:
-                await asyncio.sleep(min(10.0, 2.0**attempt))
-        raise AssertionError("unreachable")
-
-    async def _wait_for_any(self) -> None:
-        names = ", ".join(endpoint.base_url for endpoint in self._endpoints)
-        text = f"the model that env {self._env!r} samples from ({names} does not answer)"
-        log.warning("waiting for %s", text)
-        self._on_waiting(text)
-        try:
-            delay = 1.0
-            while not any([await answers(endpoint) for endpoint in self._endpoints]):
-                await asyncio.sleep(delay)
-                delay = min(10.0, delay * 2)
-        finally:
-            self._on_waiting(None)
-        log.info("%s answers again", names)
+            return await super()._episode(ask)
 
     def _rollout(self, ask: RolloutRequest, result: RolloutResult) -> Rollout:
         if not self._chat:
@@ -275,13 +213,3 @@ class ExternalSource(RolloutSource):
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
         request = SourceRequest(ask.group_id, ask.example_id, ask.policy_version)
         return await self.source.group(request)
-
-
-async def answers(endpoint: ModelEndpoint) -> bool:
-    """Whether an endpoint is there at all: any answer but a server's failure will do."""
-    try:
-        async with httpx.AsyncClient(timeout=PROBE_SECONDS, verify=False) as client:
-            reply = await client.get(f"{endpoint.base_url}/models")
-    except httpx.TransportError:
-        return False
-    return reply.status_code < 500

@@ -1,4 +1,4 @@
-"""When several engines do the same thing and one of them is late."""
+"""Wait for tasks that are alike, but not for the one that takes much longer than the others."""
 
 from __future__ import annotations
 
@@ -7,23 +7,20 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-LATE_SECONDS = 30.0
-"""What takes less is not late, however quick the others were."""
-
-LATE_FACTOR = 10.0
-"""Times what the slowest of the others took. They are alike and read the same files; a cold disk
-or a slow network costs one of them several times, not ten times, what it costs the next."""
+from prime_rl.inference import timing
 
 
-async def all_but_the_late(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Until all are done, or some are and the rest is late; those go on. What fails sets no pace:
-    while none has done it, only their own timeouts apply. Cancelled, cancels them all."""
+async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Return when all are done, or when some have succeeded and the rest are stragglers, which
+    continue. A failure sets no pace: while no task has succeeded, only their own timeouts apply.
+    Cancelling this cancels the tasks."""
     started, pace, pending = time.monotonic(), None, set(tasks)
     try:
         while pending:
             left = None
             if pace is not None:
-                left = started + max(LATE_SECONDS, LATE_FACTOR * pace) - time.monotonic()
+                limit = max(timing.STRAGGLER_SECONDS, timing.STRAGGLER_FACTOR * pace)
+                left = started + limit - time.monotonic()
                 if left <= 0:
                     return
             done, pending = await asyncio.wait(

@@ -1,4 +1,4 @@
-"""Reference scoring over real HTTP: what is sent, what is read, outages, replicas, refusals."""
+"""Prompt scores over real HTTP: what is sent, what is read, outages, replicas, refusals."""
 
 import asyncio
 import logging
@@ -9,20 +9,20 @@ import pytest
 import warm
 from aiohttp import web
 from loopback import listening
-from waiting import LIMIT, Clock, until
+from waiting import LIMIT, until
 
 from prime_rl import ConfigError, EngineError, FrozenModel
-from prime_rl.inference import reference
-from prime_rl.inference.reference import ScoringPool
+from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.run.children import free_ports
 
 WHERE = "env 'a': teacher"
 MODEL = "big"
-QUICK = (0.02, 0.05)
+QUICK = 0.02
 
 
 class Engine:
-    """A stand-in engine: the logprob of token t is -t / 8. Fails as told, notes what it is
+    """A stand-in engine: the logprob of token t is -t / 8. Notes what it is
     asked."""
 
     def __init__(self, **settings):
@@ -71,12 +71,15 @@ async def serving(engine, port=0):
 
 
 @asynccontextmanager
-async def pool(*urls, **settings):
-    scoring = ScoringPool(urls, MODEL, **{"where": WHERE, "backoff": QUICK} | settings)
+async def pool(*urls, on_waiting=lambda text: None, poll=QUICK, api_key=None, **settings):
+    """A scorer over the engines of a frozen model."""
+    engines = FrozenPool(
+        urls, MODEL, where=WHERE, api_key=api_key, on_waiting=on_waiting, poll=poll
+    )
     try:
-        yield scoring
+        yield PromptScorer(engines, MODEL, **settings)
     finally:
-        await scoring.close()
+        await engines.close()
 
 
 @asynccontextmanager
@@ -136,9 +139,9 @@ async def test_the_key_of_a_frozen_model_comes_from_the_environment(monkeypatch)
     engine = Engine()
     async with serving(engine) as url:
         model = FrozenModel(name=MODEL, base_url=url, api_key_var="TEACHER_KEY")
-        scoring = ScoringPool.frozen(model, where=WHERE, on_waiting=lambda text: None)
-        await scoring.logprobs([1, 2])
-        await scoring.close()
+        engines = FrozenPool.of(model, where=WHERE, on_waiting=lambda text: None)
+        await PromptScorer(engines, MODEL).logprobs([1, 2])
+        await engines.close()
     assert engine.headers[0]["Authorization"] == "Bearer s3cret"
     assert "cache_salt" not in engine.asked[0]
 
@@ -147,7 +150,7 @@ def test_a_missing_key_is_named(monkeypatch):
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     model = FrozenModel(name=MODEL, base_url="http://h/v1", api_key_var="TEACHER_KEY")
     with pytest.raises(ConfigError) as caught:
-        ScoringPool.frozen(model, where=WHERE, on_waiting=lambda text: None)
+        FrozenPool.of(model, where=WHERE, on_waiting=lambda text: None)
     assert str(caught.value) == (
         "env 'a': teacher 'big': api_key_var = 'TEACHER_KEY', and the environment has no such "
         "variable, or an empty one. Export it, or leave api_key_var out if the endpoint needs no "
@@ -189,14 +192,14 @@ async def test_a_cancelled_score_frees_its_slot_and_its_request():
 
 async def test_what_may_pass_is_tried_again_and_logged_once(caplog):
     refusals = [(500, "oops"), (429, "slow down"), (503, "loading")]
-    with caplog.at_level(logging.WARNING, "prime_rl.inference.reference"):
+    with caplog.at_level(logging.WARNING, "prime_rl.inference.pool"):
         async with scoring_one(refusals=refusals) as (engine, scoring):
             assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
     assert len(engine.asked) == 4
     away, back = (record.getMessage() for record in caplog.records)
     assert away.startswith("env 'a': teacher 'big' at http://127.0.0.1:")
-    assert away.endswith(" is away: /inference/v1/generate answers 500 oops; trying on")
-    assert " answers again after " in back
+    assert away.endswith(" refused /inference/v1/generate: 500 oops; trying again")
+    assert back.endswith(" answers again")
 
 
 async def test_an_outage_pauses_names_the_endpoint_and_ends():
@@ -204,9 +207,11 @@ async def test_an_outage_pauses_names_the_endpoint_and_ends():
     url = f"http://127.0.0.1:{port}"
     async with pool(url, on_waiting=said.append) as scoring:
         scores = [asyncio.create_task(scoring.logprobs([8, 4])) for _ in range(3)]
-        await until(lambda: len(said) >= 8)  # every one of them waits, and goes on trying
+        await until(lambda: len(said) == 2)
         assert not any(score.done() for score in scores)
-        assert set(said) == {f"env 'a': teacher 'big' at {url} (Connection refused)"}
+        where = f"env 'a': teacher 'big' at {url}"
+        refused = f"{where} did not answer /health: Connection refused"
+        assert said == [f"{where} is starting", refused]
         async with serving(Engine(), port):
             columns = await asyncio.wait_for(asyncio.gather(*scores), LIMIT)
         assert [column.tolist() for column in columns] == [[0.0, -0.5]] * 3
@@ -232,41 +237,39 @@ async def test_a_request_without_an_answer_in_time_is_tried_again():
     async with scoring_one(settings, delay=lambda ids: next(waits)) as (engine, scoring):
         assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
     assert len(engine.asked) >= 2
-    assert any(text and text.endswith("(no answer within 0.1 s)") for text in said)
+    assert any(
+        text and text.endswith("did not answer /inference/v1/generate within 0.1 s")
+        for text in said
+    )
 
 
-async def test_the_pause_between_tries_doubles_up_to_its_bound():
+async def test_the_pause_between_attempts_doubles():
     refusals = [(500, "oops")] * 4
-    async with scoring_one({"backoff": (0.1, 0.2)}, refusals=refusals) as (_, scoring):
+    async with scoring_one({"poll": 0.05}, refusals=refusals) as (_, scoring):
         start = asyncio.get_running_loop().time()
         await scoring.logprobs([8, 4])
-        # 0.1 + 0.2 + 0.2 + 0.2; without doubling it were 0.4
-        assert asyncio.get_running_loop().time() - start >= 0.69
-
-
-async def test_requests_that_fail_together_are_one_try(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(reference, "time", clock)
-    refusals = [(500, "oops")] * 12
-    async with scoring_one({"backoff": (0.1, 100.0)}, refusals=refusals) as (engine, scoring):
-        scores = asyncio.gather(*(scoring.logprobs([8, 4]) for _ in range(12)))
-        await until(lambda: scoring._stranded == 12)
-        assert scoring._replicas[0].retry_at == clock.now + 0.1  # after twelve doublings: 100 s
-        clock.now += 0.1
-        await scores
-    assert len(engine.asked) == 24
+        # 0.05 + 0.1 + 0.2 + 0.4; without doubling it would be 0.2
+        assert asyncio.get_running_loop().time() - start >= 0.74
 
 
 async def test_every_outage_is_logged_and_starts_with_a_short_pause(caplog):
-    settings = {"backoff": (0.02, 100.0)}
-    with caplog.at_level(logging.WARNING, "prime_rl.inference.reference"):
-        async with scoring_one(settings) as (engine, scoring):
+    with caplog.at_level(logging.WARNING, "prime_rl.inference.pool"):
+        async with scoring_one() as (engine, scoring):
             async with asyncio.timeout(60):
                 for _ in range(12):  # one outage that long would pause for 82 s in all
                     engine.refusals = [(500, "oops")]
                     await scoring.logprobs([8, 4])
     said = [record.getMessage().split("127.0.0.1")[1].split(" ", 2)[1] for record in caplog.records]
-    assert said == ["is", "answers"] * 12
+    assert said == ["refused", "answers"] * 12
+
+
+async def test_an_overloaded_server_is_asked_as_often_as_it_takes():
+    async with scoring_one({"poll": 0.00001}, refusals=[(429, "slow down")] * 13) as (
+        engine,
+        scoring,
+    ):
+        assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
+    assert len(engine.asked) == 14
 
 
 # -- replicas ----------------------------------------------------------------------------------
@@ -291,15 +294,12 @@ async def test_a_dead_replica_is_skipped_and_comes_back():
         assert (await scoring.logprobs([8, 4], group_id=0)).tolist() == [0.0, -0.5]
         assert len(engine.asked) == 1
         async with serving(revived, port):
-            while not revived.asked:
-                await scoring.logprobs([8, 4], group_id=0)
-                await asyncio.sleep(0.01)
-            before = len(engine.asked)
+            await until(lambda: len(scoring.pool.serving) == 2)
             for _ in range(3):
-                await scoring.logprobs([8, 4], group_id=0)
-    assert len(revived.asked) == 4
-    assert len(engine.asked) == before
-    assert said == []
+                await scoring.logprobs([8, 4], group_id=1)
+    assert len(revived.asked) == 3
+    assert len(engine.asked) == 1
+    assert said[-1] is None and said.count(None) == 1  # for the first answer
 
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -310,14 +310,14 @@ async def refused(error=EngineError, ids=(8, 4), settings=None, **engine_setting
     async with scoring_one(settings, **engine_settings) as (engine, scoring):
         with pytest.raises(error) as caught:
             await asyncio.wait_for(scoring.logprobs(list(ids)), LIMIT)
-        root = scoring._replicas[0].root
+        (root,) = scoring.pool.urls
     return str(caught.value).replace(root, "URL"), len(engine.asked)
 
 
 async def test_a_refusal_ends_it_with_where_what_and_what_to_do():
     message, tries = await refused(refusals=[(400, "token_ids[1] is 9999.")])
     assert message == (
-        "env 'a': teacher 'big' at URL refuses /inference/v1/generate: 400 token_ids[1] is 9999. "
+        "env 'a': teacher 'big' at URL refused /inference/v1/generate: 400 token_ids[1] is 9999. "
         "Check that it is an engine that scores prompts (docs/engines.md)."
     )
     assert tries == 1
@@ -326,7 +326,8 @@ async def test_a_refusal_ends_it_with_where_what_and_what_to_do():
 async def test_a_wrong_name_says_which_models_are_served():
     message, tries = await refused(names=["small", "base"])
     assert message == (
-        "env 'a': teacher 'big' at URL serves 'small', 'base'. Mend the name or the base_url."
+        "env 'a': teacher 'big' at URL serves 'small', 'base', expected 'big'. Fix the name or the "
+        "base_url."
     )
     assert tries == 0
 
@@ -339,7 +340,7 @@ async def test_a_key_that_is_wanted_is_said():
 async def test_a_server_without_the_route_is_told_from_a_wrong_name():
     message, _ = await refused(refusals=[(404, "Not Found")])
     assert message == (
-        "env 'a': teacher 'big' at URL refuses /inference/v1/generate: 404 Not Found. It serves "
+        "env 'a': teacher 'big' at URL refused /inference/v1/generate: 404 Not Found. It serves "
         "the model but not this route: a reference must give prompt_logprobs (prime-rl serve, "
         "vLLM with --enable-scale-out)."
     )
@@ -387,15 +388,14 @@ async def test_nothing_is_guessed_where_a_logprob_is_missing(entries, fault):
 async def test_ready_waits_until_the_server_is_up_and_healthy():
     port, said, engine = free_port(), [], Engine(healthy=False)
     async with pool(f"http://127.0.0.1:{port}", on_waiting=said.append) as scoring:
-        ready = asyncio.create_task(scoring.wait_ready(LIMIT))
+        ready = asyncio.create_task(scoring.pool.wait_ready(LIMIT))
         await until(lambda: said)
         async with serving(engine, port):
-            await until(lambda: said[-1].endswith("(/health answers 503 loading)"))
+            await until(lambda: said[-1].endswith("refused /health: 503 loading"))
             assert not ready.done()
             engine.healthy = True
             await asyncio.wait_for(ready, LIMIT)
-            assert scoring._replicas[0].failures == 0
-    assert "(Connection refused)" in said[0]
+    assert "Connection refused" in said[1]
     assert said[-1] is None
 
 
@@ -403,23 +403,23 @@ async def test_ready_gives_up_in_time_and_says_why():
     url = f"http://127.0.0.1:{free_port()}"
     async with pool(url) as scoring:
         with pytest.raises(EngineError) as caught:
-            await scoring.wait_ready(0.1)
+            await scoring.pool.wait_ready(0.1)
     assert str(caught.value) == (
-        f"env 'a': teacher 'big' at {url} is not ready after 0.1 s: Connection refused. Start it, "
-        "or mend the base_url."
+        f"not ready after 0.1 s: env 'a': teacher 'big' at {url} did not answer /health: "
+        "Connection refused. Start it, or fix the base_url."
     )
 
 
 async def test_ready_refuses_a_server_of_other_models_at_once():
     async with scoring_one(names=["small"]) as (_, scoring):
-        with pytest.raises(ConfigError, match=r"serves 'small'\. Mend the name or the base_url\."):
-            await scoring.wait_ready(LIMIT)
+        with pytest.raises(ConfigError, match=r"serves 'small', expected 'big'\. Fix the name"):
+            await scoring.pool.wait_ready(LIMIT)
 
 
 async def test_ready_needs_every_replica():
     async with serving(Engine()) as url, pool(url, f"http://127.0.0.1:{free_port()}") as scoring:
         with pytest.raises(EngineError, match="not ready after"):
-            await scoring.wait_ready(0.1)
+            await scoring.pool.wait_ready(0.1)
 
 
 async def test_a_server_that_comes_back_as_another_model_is_noticed():
@@ -428,7 +428,7 @@ async def test_a_server_that_comes_back_as_another_model_is_noticed():
         async with serving(Engine(), port):
             await scoring.logprobs([8, 4])
         score = asyncio.create_task(scoring.logprobs([8, 4]))
-        await until(lambda: said)
+        await until(lambda: "Connection refused" in str(said))
         async with serving(impostor, port):
             with pytest.raises(EngineError, match="serves 'small'"):
                 await asyncio.wait_for(score, LIMIT)
@@ -450,10 +450,10 @@ async def test_scores_of_the_embedded_engine_are_those_of_a_plain_forward(tmp_pa
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(9, 265, (n,), generator=generator).tolist() for n in (2, 40, 63, 17)]
     with serve(folder, max_model_len=64) as served:
-        scoring = ScoringPool([f"{served.url}/v1"], "tiny", where=WHERE)
-        await scoring.wait_ready(LIMIT)
-        columns = await asyncio.gather(*map(scoring.logprobs, rows))
-        await scoring.close()
+        engines = FrozenPool([f"{served.url}/v1"], "tiny", where=WHERE)
+        await engines.wait_ready(LIMIT)
+        columns = await asyncio.gather(*map(PromptScorer(engines, "tiny").logprobs, rows))
+        await engines.close()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     for ids, column in zip(rows, columns, strict=True):
         with torch.no_grad():
@@ -470,9 +470,9 @@ async def test_a_request_that_fails_again_and_again_while_others_are_answered_en
             return await super().generate(request)
 
     engine = Poisoned()
-    async with serving(engine) as url, pool(url, backoff=(0.001, 0.002)) as scoring:
+    async with serving(engine) as url, pool(url, poll=0.0001) as scoring:
         bad = asyncio.create_task(scoring.logprobs([13, 1]))
         while not bad.done():
             await scoring.logprobs([1, 2])
-        with pytest.raises(EngineError, match="failed on one request of 2 tokens 10 times"):
+        with pytest.raises(EngineError, match=r"a request failed 11 times: .* 500 out of luck"):
             bad.result()

@@ -1,184 +1,121 @@
-"""Replicas come and go: groups stay together, nothing is lost, and nobody serves old weights."""
+"""Engines come and go: groups stay together, no request is lost, no engine serves old weights."""
 
 import asyncio
 import logging
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from loopback import listening
+from fleets import Engine, fleet_of
 from waiting import LIMIT, Clock, skipping, until
 
 from prime_rl import EngineError
+from prime_rl.errors import EngineGone
+from prime_rl.inference import engine as engine_module
 from prime_rl.inference import fleet as fleet_module
-from prime_rl.inference import late
-from prime_rl.inference import replica as replica_module
-from prime_rl.inference.client import EngineGone, RetryPolicy, Weights
-from prime_rl.inference.fleet import Fleet, FleetOptions, Unanswered
-
-FIRST = Weights(Path("first"), 0)
-ONCE = RetryPolicy(attempts=1)
-
-
-class Engine:
-    """Answers the admin routes; does as it is told."""
-
-    def __init__(self, version=0, model="m"):
-        self.version, self.calls, self.refuse, self.model = version, [], {}, model
-        self.away = self.mute = False
-        self.hold = asyncio.Event()
-        self.hold.set()
-
-    async def handle(self, request):
-        if self.away:
-            request.transport.abort()
-        if self.mute:
-            await asyncio.sleep(60)
-        path = request.path
-        if path == "/health" and path in self.refuse:
-            return web.Response(status=self.refuse[path], text="loading")
-        if path == "/v1/models":
-            return web.json_response({"data": [{"id": self.model}]})
-        if path == "/health":
-            return web.json_response({"version": self.version})
-        self.calls.append(path)
-        if path in self.refuse:
-            return web.Response(status=self.refuse[path], text="the reason")
-        if path == "/update_weights":
-            await self.hold.wait()
-            body = await request.json()
-            self.version, self.loaded = body["version"], body["weight_dir"]
-        return web.json_response({"status": "ok"})
-
-    def restart(self, version=0):
-        self.version, self.away = version, False
-
-
-@asynccontextmanager
-async def serving(engine):
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", engine.handle)
-    async with listening(app, handler_cancellation=True, shutdown_timeout=0.1) as url:
-        yield url
-
-
-@asynccontextmanager
-async def fleet_of(*engines, ready=True, first=FIRST, **options):
-    """A fleet that is looked after."""
-    async with AsyncExitStack() as stack:
-        urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
-        settings = {"model": "m", "retry": ONCE, "poll": 0.02} | options
-        delivery = settings.pop("delivery", None)
-        fleet = Fleet(urls, "k", first, FleetOptions(**settings), delivery)
-        stack.push_async_callback(fleet.close)
-        if ready:
-            await fleet.wait_ready(LIMIT)
-        keeping = asyncio.create_task(fleet.run())
-        fleet.keeping = keeping
-        try:
-            yield fleet
-        finally:
-            keeping.cancel()
-            with suppress(asyncio.CancelledError, EngineError):
-                await keeping
+from prime_rl.inference import pool as pool_module
+from prime_rl.inference import stragglers, timing
+from prime_rl.inference.client import EngineFailed
+from prime_rl.inference.engine import EngineState
+from prime_rl.inference.pool import GivenUp
+from prime_rl.weights.versions import Weights
 
 
 @pytest.fixture(autouse=True)
 def grace(monkeypatch):
     """All that can serve do when a test begins; 0: the first to serve waits for no other."""
-    monkeypatch.setattr(fleet_module, "START_GRACE", LIMIT)
-    return lambda seconds: monkeypatch.setattr(fleet_module, "START_GRACE", seconds)
+    monkeypatch.setattr(timing, "START_GRACE", LIMIT)
+    return lambda seconds: monkeypatch.setattr(timing, "START_GRACE", seconds)
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The fleet's: a replica is silent for as long as a test says."""
+    """The fleet's: an engine is silent for as long as a test says."""
     clock = Clock()
-    for module in (fleet_module, replica_module):
+    for module in (fleet_module, pool_module, engine_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
 
-# -- who gets what ----------------------------------------------------------------------------
+# -- routing -----------------------------------------------------------------------------------
 
 
-async def test_groups_stay_together_and_are_spread_over_the_replicas():
+async def test_groups_stay_together_and_are_spread_over_the_engines():
     seen, release = [], asyncio.Event()
 
-    async def work(replica, group):
-        seen.append((group, replica.number))
+    async def work(held, group):
+        seen.append((group, held.number))
         await release.wait()
 
     async with fleet_of(Engine(), Engine()) as fleet:
-        asks = [fleet.ask(g, lambda r, g=g: work(r, g)) for g in range(6) for _ in range(4)]
+        asks = [fleet.ask(g, lambda e, g=g: work(e, g)) for g in range(6) for _ in range(4)]
         tasks = [asyncio.create_task(each) for each in asks]
         await until(lambda: len(seen) == 24)
-        assert [replica.running for replica in fleet.replicas] == [12, 12]
+        assert [each.running for each in fleet.engines] == [12, 12]
         release.set()
         await asyncio.gather(*tasks)
         homes = {group: {number for g, number in seen if g == group} for group in range(6)}
         assert all(len(numbers) == 1 for numbers in homes.values())
         # A turn later the group is still at home.
-        assert await fleet.ask(3, lambda r: asyncio.sleep(0, r.number)) in homes[3]
-        assert [replica.running for replica in fleet.replicas] == [0, 0]
+        assert await fleet.ask(3, lambda e: asyncio.sleep(0, e.number)) in homes[3]
+        assert [each.running for each in fleet.engines] == [0, 0]
 
 
 async def test_a_new_group_goes_where_the_least_is_in_flight():
     async with fleet_of(Engine(), Engine(), Engine()) as fleet:
-        for replica, running in zip(fleet.replicas, (5, 2, 3), strict=True):
-            replica.running = running
-        assert await fleet.ask("new", lambda r: asyncio.sleep(0, r.number)) == 1
+        for each, running in zip(fleet.engines, (5, 2, 3), strict=True):
+            each.running = running
+        assert await fleet.ask("new", lambda e: asyncio.sleep(0, e.number)) == 1
 
 
-async def test_what_a_dead_replica_had_in_flight_is_done_anew_elsewhere(caplog):
+async def test_requests_in_flight_at_a_dead_engine_are_repeated_elsewhere(caplog):
     engines = Engine(), Engine()
     attempts, cancelled = Counter(), []
 
-    async def work(replica, number):
+    async def work(held, number):
         attempts[number] += 1
         try:
-            await asyncio.sleep(60 if replica.number == 0 else 0)
+            await asyncio.sleep(60 if held.number == 0 else 0)
         except asyncio.CancelledError:
             cancelled.append(number)
             raise
         return number
 
     async with fleet_of(*engines) as fleet:
-        asks = [fleet.ask(n, lambda r, n=n: work(r, n)) for n in range(8)]
+        asks = [fleet.ask(n, lambda e, n=n: work(e, n)) for n in range(8)]
         tasks = [asyncio.create_task(each) for each in asks]
-        await until(lambda: fleet.replicas[0].running > 0)
-        held = fleet.replicas[0].running
+        await until(lambda: fleet.engines[0].running > 0)
+        held = fleet.engines[0].running
         with caplog.at_level(logging.WARNING):
             engines[0].away = True
             assert sorted(await asyncio.gather(*tasks)) == list(range(8))
-        assert len(cancelled) == fleet.replicas[0].retried == held > 0
+        assert len(cancelled) == fleet.engines[0].retried == held > 0
         assert sum(attempts.values()) == 8 + held
-        assert f"engine {fleet.urls[0]} is away: " in caplog.text
-        assert f"{held} in flight there" in caplog.text
+        assert f"engine {fleet.urls[0]} did not answer /health: " in caplog.text
+        assert f"{held} in flight there are lost" in caplog.text
 
 
-async def test_a_request_that_fails_where_the_replica_is_there_is_tried_four_times_more():
+async def test_a_request_that_fails_at_a_live_engine_is_repeated_four_times():
     calls = []
 
-    async def work(replica):
-        calls.append(replica.number)
-        raise Unanswered
+    async def work(held):
+        calls.append(held.number)
+        raise EngineFailed("out of luck", 500)
 
     async with fleet_of(Engine(), poll=0.001) as fleet:
-        with pytest.raises(Unanswered):
+        with pytest.raises(GivenUp, match="a request failed 5 times: out of luck"):
             await fleet.ask(0, work)
-        assert len(calls) == 5 and fleet.replicas[0].retried == 0
+        assert len(calls) == 5 and fleet.engines[0].retried == 0
 
 
-async def test_what_work_raises_is_raised_and_who_stops_asking_ends_the_work():
+async def test_errors_of_work_are_raised_and_cancelling_a_request_cancels_its_work():
     ended = []
 
-    async def broken(replica):
+    async def broken(held):
         raise ValueError("a bug")
 
-    async def long(replica):
+    async def long(held):
         try:
             await asyncio.sleep(60)
         finally:
@@ -188,64 +125,64 @@ async def test_what_work_raises_is_raised_and_who_stops_asking_ends_the_work():
         with pytest.raises(ValueError, match="a bug"):
             await fleet.ask(0, broken)
         asking = asyncio.create_task(fleet.ask(0, long))
-        await until(lambda: fleet.replicas[0].running == 1)
+        await until(lambda: fleet.engines[0].running == 1)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert ended == [True] and fleet.replicas[0].running == 0
+        assert ended == [True] and fleet.engines[0].running == 0
 
 
 # -- coming and going -------------------------------------------------------------------------
 
 
-async def test_one_that_is_late_does_not_hold_up_the_start_and_joins_with_the_current_weights(
+async def test_a_late_engine_does_not_delay_the_start_and_joins_with_the_current_weights(
     grace,
 ):
     grace(0)
     late = Engine()
     late.away = True
     async with fleet_of(Engine(), late) as fleet:
-        assert [replica.serving for replica in fleet.replicas] == [True, False]
+        assert [each.serving for each in fleet.engines] == [True, False]
         await fleet.update_weights(Path("v1"), 1)
         assert late.calls == []
         late.away = False
-        await until(lambda: fleet.replicas[1].serving)
+        await until(lambda: fleet.engines[1].serving)
         assert late.calls == ["/pause", "/update_weights", "/resume"]
         assert (late.version, late.loaded) == (1, "v1")
 
 
-async def test_one_that_comes_back_serves_nobody_before_it_has_the_current_weights():
+async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_current_weights():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
-        await until(lambda: not fleet.replicas[0].serving)
+        await until(lambda: not fleet.engines[0].serving)
         await fleet.update_weights(Path("v3"), 3)
         engines[0].hold.clear()
         engines[0].restart(version=0)
         await until(lambda: "/update_weights" in engines[0].calls)
-        asked = [await fleet.ask(n, lambda r: asyncio.sleep(0, r.number)) for n in range(4)]
+        asked = [await fleet.ask(n, lambda e: asyncio.sleep(0, e.number)) for n in range(4)]
         assert asked == [1, 1, 1, 1]
         engines[0].hold.set()
-        await until(lambda: fleet.replicas[0].serving)
-        assert (engines[0].version, fleet.replicas[0].version) == (3, 3)
+        await until(lambda: fleet.engines[0].serving)
+        assert (engines[0].version, fleet.engines[0].version) == (3, 3)
 
 
-async def test_a_version_that_comes_out_while_one_joins_is_loaded_too_before_it_serves():
+async def test_a_version_published_while_an_engine_joins_is_loaded_before_it_serves():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
-        await until(lambda: not fleet.replicas[0].serving)
+        await until(lambda: not fleet.engines[0].serving)
         await fleet.update_weights(Path("v1"), 1)
         engines[0].hold.clear()
         engines[0].away = False
         await until(lambda: "/update_weights" in engines[0].calls)
         await fleet.update_weights(Path("v2"), 2)
         engines[0].hold.set()
-        await until(lambda: fleet.replicas[0].serving)
+        await until(lambda: fleet.engines[0].serving)
         assert engines[0].version == 2 and engines[0].calls.count("/update_weights") == 2
 
 
-async def test_one_that_was_started_anew_between_two_looks_is_found_out():
+async def test_a_restart_between_two_looks_is_detected():
     engine = Engine()
     async with fleet_of(engine) as fleet:
         await fleet.update_weights(Path("v1"), 1)
@@ -279,34 +216,36 @@ async def test_our_own_that_do_not_tell_their_version_have_what_they_were_starte
         assert engine.calls == []
 
 
-async def test_one_that_takes_connections_and_says_nothing_is_away_after_a_while(impatient, clock):
+async def test_an_engine_that_stays_silent_is_away_after_a_while(impatient, clock):
     mute = Engine()
     async with fleet_of(mute, Engine()) as fleet:
-        replica = fleet.replicas[0]
+        held = fleet.engines[0]
         mute.mute = True
-        await until(lambda: not replica.answers)
-        assert replica.serving  # busy, perhaps
-        clock.now += fleet_module.PATIENCE_SECONDS + 1
-        await until(lambda: not replica.serving)
-        assert "Timeout" in replica.reason
+        await until(lambda: mute.muted)
+        assert held.serving  # it may be busy
+        await until(passing(clock, lambda: not held.serving))
+        assert (held.state, held.reason) == (
+            EngineState.AWAY,
+            f"engine {fleet.urls[0]} did not answer /health within 0.2 s",
+        )
 
 
-async def test_while_nobody_serves_who_asks_waits_and_the_run_says_for_whom():
-    engine, told = Engine(), []
+async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
+    engine, said = Engine(), []
     async with fleet_of(engine) as fleet:
-        fleet.on_waiting = told.append
+        fleet.on_waiting = said.append
         engine.away = True
         await until(lambda: not fleet.serving)
-        asking = asyncio.create_task(fleet.ask(0, lambda r: asyncio.sleep(0, "answer")))
+        asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, "answer")))
         await asyncio.sleep(0.05)
         assert not asking.done()
-        assert told[-1].startswith(f"inference: {fleet.urls[0]} (")
+        assert said[-1].startswith(f"engine {fleet.urls[0]} did not answer")
         engine.away = False
         assert await asking == "answer"
-        assert told[-1] is None
+        assert said[-1] is None
 
 
-async def test_when_nobody_has_served_for_too_long_the_run_ends_and_names_them_all():
+async def test_when_no_engine_has_served_for_too_long_the_run_ends_and_names_them_all():
     engines = Engine(), Engine()
     async with fleet_of(*engines, timeout=0.1) as fleet:
         for engine in engines:
@@ -318,11 +257,11 @@ async def test_when_nobody_has_served_for_too_long_the_run_ends_and_names_them_a
     assert all(url in message for url in fleet.urls) and "inference*.log" in message
 
 
-async def test_a_start_with_nobody_there_ends_with_who_was_asked_and_what_to_do():
+async def test_a_start_without_engines_ends_with_their_names_and_the_fix():
     engine = Engine()
     engine.away = True
     async with fleet_of(engine, ready=False, own=False) as fleet:
-        with pytest.raises(EngineError, match=r"no engine serves .* mend inference\.base_url"):
+        with pytest.raises(EngineError, match=r"no engine serves .* fix inference\.base_url"):
             await fleet.wait_ready(0.3)
 
 
@@ -334,15 +273,15 @@ async def test_a_start_where_no_engine_takes_the_key_ends_at_once_and_says_so(gr
         with pytest.raises(EngineError, match=r"refused /pause: 403 .*inference\.admin_key_var"):
             await fleet.wait_ready(LIMIT)
     async with fleet_of(locked, open_, own=False) as fleet:  # ready without the one
-        assert [replica.serving for replica in fleet.replicas] == [False, True]
+        assert [each.serving for each in fleet.engines] == [False, True]
 
 
-async def test_a_start_where_one_elsewhere_serves_another_model_ends_at_once_and_says_so():
+async def test_a_start_where_a_foreign_engine_serves_another_model_ends_at_once():
     for engines in ([Engine(model="x")], [Engine(), Engine(model="x")]):
         async with fleet_of(*engines, ready=False, own=False) as fleet:
             with pytest.raises(EngineError) as caught:
                 await fleet.wait_ready(LIMIT)
-            said = f"engine {fleet.urls[-1]}: it serves 'x', expected 'm' (model.name). Name the"
+            said = f"engine {fleet.urls[-1]} serves 'x', expected 'm' (model.name). Name the"
             assert str(caught.value).startswith(said)
     async with fleet_of(Engine(model="x"), ready=False) as fleet:  # our own may be starting
         with pytest.raises(EngineError, match="no engine serves after"):
@@ -356,90 +295,103 @@ async def test_a_start_where_one_elsewhere_serves_another_model_ends_at_once_and
 def impatient(monkeypatch):
     """Little is waited for an engine that says nothing. One that is only slow to answer counts as
     silent too, but for no longer than the test's clock says."""
-    monkeypatch.setattr("prime_rl.inference.client.HEALTH_SECONDS", 0.2)
+    monkeypatch.setattr("prime_rl.inference.timing.HEALTH_SECONDS", 0.2)
 
 
-async def test_one_that_answers_nothing_for_long_hangs_until_it_answers(impatient, clock):
-    engine, told = Engine(), []
+def passing(clock, condition):
+    """``condition``, for which time passes."""
+
+    def holds():
+        clock.now += 1
+        return condition()
+
+    return holds
+
+
+async def test_an_engine_that_answers_nothing_for_long_hangs_until_it_answers(impatient, clock):
+    engine, seen = Engine(), []
     async with fleet_of(engine, hang_timeout=10) as fleet:
-        (replica,) = fleet.replicas
-        fleet.on_change = lambda: told.append((replica.hung, replica.hangs))
+        (held,) = fleet.engines
+        fleet.on_change = lambda: seen.append((held.state, held.hangs))
         engine.mute = True
-        await until(lambda: not replica.answers)
-        assert not replica.hung
-        clock.now += 11
-        await until(lambda: replica.hung)
-        assert told[-1] == (True, 1)
+        await until(lambda: engine.muted)
+        assert held.serving
+        await until(passing(clock, lambda: held.state is EngineState.HUNG))
+        assert seen[-1] == (EngineState.HUNG, 1)
         engine.mute = False
-        await until(lambda: replica.serving and not replica.hung)
-        assert told[-1] == (False, 1)
+        await until(lambda: held.serving)
+        assert (EngineState.STARTING, 1) in seen and seen[-1] == (EngineState.SERVING, 1)
         engine.mute = True
-        await until(lambda: not replica.answers)
-        clock.now += 11
-        await until(lambda: replica.hangs == 2)
+        await until(passing(clock, lambda: held.hangs == 2))
 
 
-async def test_one_that_was_started_anew_does_not_hang_before_it_has_served(impatient, clock):
-    """It may be loading: a process that has gone must not get the next one ended."""
+async def test_a_restarted_engine_does_not_hang_before_it_has_served(impatient, clock):
+    """It may be loading: a process that has ended must not get the next one ended."""
     engine = Engine()
     async with fleet_of(engine, hang_timeout=10) as fleet:
-        (replica,) = fleet.replicas
+        (held,) = fleet.engines
         engine.away = True
-        await until(lambda: not replica.listening)
+        await until(lambda: held.state is EngineState.STARTING)
         engine.away, engine.mute = False, True
-        await until(lambda: replica.listening)
+        await until(lambda: engine.muted)
         clock.now += 11
-        await until(lambda: replica.looked_at == clock.now)
-        assert not replica.hung
+        await until(lambda: engine.muted > 1 and held.looked_at == clock.now)
+        assert held.state is EngineState.STARTING and held.hangs == 0
         engine.mute = False
-        await until(lambda: replica.serving)
+        await until(lambda: held.serving)
         engine.mute = True
-        await until(lambda: not replica.answers)
-        clock.now += 11
-        await until(lambda: replica.hung)
+        await until(passing(clock, lambda: held.state is EngineState.HUNG))
 
 
-async def test_one_that_sleeps_does_not_hang(impatient, clock):
+async def test_an_engine_that_sleeps_does_not_hang(impatient, clock):
     engine = Engine()
     async with fleet_of(engine, hang_timeout=10) as fleet:
-        (replica,) = fleet.replicas
+        (held,) = fleet.engines
         await fleet.sleep()
         engine.mute = True
-        await until(lambda: not replica.answers)
-        clock.now += 11
-        await until(lambda: replica.looked_at == clock.now)
-        assert not replica.hung
+        await until(lambda: engine.muted)
+        clock.now += timing.PATIENCE_SECONDS + 11
+        await until(lambda: engine.muted > 1 and held.looked_at == clock.now)
+        assert held.state is EngineState.ASLEEP
 
 
-async def test_one_that_says_that_it_is_not_ready_does_not_hang(clock):
+async def test_an_engine_that_says_that_it_is_not_ready_is_away_and_does_not_hang(clock):
     engine = Engine()
     async with fleet_of(engine, hang_timeout=10) as fleet:
-        (replica,) = fleet.replicas
+        (held,) = fleet.engines
         engine.refuse["/health"] = 503
-        await until(lambda: not replica.answers)
+        await until(passing(clock, lambda: not held.serving))
+        assert (held.state, held.reason) == (
+            EngineState.AWAY,
+            f"engine {fleet.urls[0]} refused /health: 503 loading",
+        )
         clock.now += 11
-        await until(lambda: replica.looked_at == clock.now)
-        assert not replica.hung
+        await until(lambda: held.looked_at == clock.now)
+        assert held.state is EngineState.AWAY
 
 
-async def test_one_that_never_answers_an_update_hangs_though_it_says_that_it_is_there():
+async def test_an_engine_that_never_answers_an_update_hangs_though_it_is_healthy(
+    monkeypatch,
+):
+    monkeypatch.setattr(timing, "UPDATE_SECONDS", 0.1)
     engine = Engine()
-    async with fleet_of(engine, update_timeout=0.1) as fleet:
+    async with fleet_of(engine) as fleet:
         engine.hold.clear()
         with pytest.raises(EngineGone):
             await fleet.update_weights(Path("v1"), 1)
-        assert fleet.replicas[0].hung and fleet.replicas[0].hangs == 1
+        assert fleet.engines[0].hangs == 1
 
 
-async def test_one_that_answers_nothing_hangs_also_while_weights_wait_for_it(impatient, clock):
+async def test_an_engine_that_answers_nothing_hangs_also_while_weights_wait_for_it(
+    impatient, clock
+):
     engine = Engine()
     async with fleet_of(engine, hang_timeout=10) as fleet:
+        (held,) = fleet.engines
         engine.mute = True
         updating = asyncio.create_task(fleet.update_weights(Path("v1"), 1))
-        await until(lambda: not fleet.replicas[0].answers)
-        clock.now += 11
-        await until(lambda: fleet.replicas[0].hung)
-        assert fleet.replicas[0].serving and not updating.done()  # its own time is running
+        await until(passing(clock, lambda: held.state is EngineState.HUNG))
+        assert not updating.done()  # it has timeouts of its own
         updating.cancel()
         engine.mute = False
         with suppress(asyncio.CancelledError):
@@ -457,54 +409,80 @@ async def test_an_update_reaches_every_replica():
         assert engines[2].calls == ["/pause", "/update_weights", "/resume"]
 
 
-async def test_an_update_goes_on_without_a_replica_that_dies_in_it_and_says_so(caplog, clock):
+async def test_an_update_continues_without_an_engine_that_dies_in_it_and_says_so(caplog):
     engines = Engine(), Engine()
-    async with fleet_of(*engines, poll=LIMIT) as fleet:
-        clock.now += 1  # after these looks, none
-        await until(lambda: all(replica.looked_at == clock.now for replica in fleet.replicas))
+    async with fleet_of(*engines, poll=LIMIT) as fleet:  # after the first look, none
         engines[0].away = True
         with caplog.at_level(logging.WARNING):
             await fleet.update_weights(Path("v1"), 1)
-        assert [replica.serving for replica in fleet.replicas] == [False, True]
-        assert f"engine {fleet.urls[0]} is away: " in caplog.text
+        assert [each.serving for each in fleet.engines] == [False, True]
         assert "did not answer /pause" in caplog.text
 
 
-async def test_one_that_hangs_in_an_update_is_taken_out_and_joins_when_it_is_through(monkeypatch):
-    monkeypatch.setattr(late, "LATE_SECONDS", 0.1)
-    monkeypatch.setattr(late, "LATE_FACTOR", 1.0)
+@pytest.fixture
+def hurried(monkeypatch):
+    """An engine is a straggler a little after the others."""
+    monkeypatch.setattr(timing, "STRAGGLER_SECONDS", 0.05)
+    monkeypatch.setattr(timing, "STRAGGLER_FACTOR", 1.0)
+
+
+async def test_a_straggler_is_taken_out_and_joins_when_it_is_done(hurried):
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].hold.clear()
-        async with asyncio.timeout(LIMIT):
-            await fleet.update_weights(Path("v1"), 1)
-        assert [replica.serving for replica in fleet.replicas] == [False, True]
-        assert fleet.replicas[0].reason.endswith("is late with new weights that others have loaded")
-        assert await fleet.ask(0, lambda r: asyncio.sleep(0, r.number)) == 1
+        await fleet.update_weights(Path("v1"), 1)
+        assert [each.serving for each in fleet.engines] == [False, True]
+        assert fleet.engines[0].reason.endswith("is late with new weights that others have loaded")
+        assert await fleet.ask(0, lambda e: asyncio.sleep(0, e.number)) == 1
         await until(lambda: len(engines[0].calls) == 2)
         await asyncio.sleep(0.1)
-        assert engines[0].calls == ["/pause", "/update_weights"]  # nobody asks it twice
+        assert engines[0].calls == ["/pause", "/update_weights"]  # it is not asked twice
         engines[0].hold.set()
-        await until(lambda: fleet.replicas[0].serving)
+        await until(lambda: fleet.engines[0].serving)
         assert engines[0].calls == ["/pause", "/update_weights", "/resume"]
 
 
-async def test_one_that_is_late_loads_what_has_come_out_meanwhile_before_it_serves(monkeypatch):
-    monkeypatch.setattr(late, "LATE_SECONDS", 0.05)
-    monkeypatch.setattr(late, "LATE_FACTOR", 1.0)
+async def test_what_an_engine_says_while_it_loads_weights_is_not_used(hurried, monkeypatch):
+    """A look that began before the straggler was done reports the version before."""
+    engines = Engine(), Engine()
+    async with fleet_of(*engines) as fleet:
+        straggler, look = fleet.engines[0], fleet.engines[0].client.look
+        engines[0].hold.clear()
+        await fleet.update_weights(Path("v1"), 1)
+        await until(lambda: "/update_weights" in engines[0].calls)
+        looking, released = asyncio.Event(), asyncio.Event()
+
+        async def slow_look(model=None):
+            health = await look(model)
+            looking.set()
+            await released.wait()
+            return health
+
+        monkeypatch.setattr(straggler.client, "look", slow_look)
+        await looking.wait()
+        engines[0].hold.set()
+        await until(lambda: straggler.version == 1 and not straggler.loading.locked())
+        released.set()
+        await until(lambda: straggler.serving)
+        assert engines[0].calls.count("/update_weights") == 1
+
+
+async def test_a_straggler_loads_what_was_published_meanwhile_before_it_serves(hurried):
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].hold.clear()
-        async with asyncio.timeout(LIMIT):
-            await fleet.update_weights(Path("v1"), 1)
-            await fleet.update_weights(Path("v2"), 2)
+        await fleet.update_weights(Path("v1"), 1)
+        await until(lambda: "/update_weights" in engines[0].calls)
+        await fleet.update_weights(Path("v2"), 2)
+        served = []
+        fleet.on_change = lambda: served.extend(e.version for e in fleet.serving if not e.number)
         engines[0].hold.set()
-        await until(lambda: fleet.replicas[0].serving)
-        assert engines[0].loaded == "v2" and engines[0].calls.count("/update_weights") == 2
+        await until(lambda: fleet.engines[0].serving)
+        assert engines[0].loaded == "v2" and set(served) == {2}
 
 
-async def test_alone_none_is_late(monkeypatch):
-    monkeypatch.setattr(late, "LATE_SECONDS", 0.0)
+async def test_an_engine_alone_is_no_straggler(monkeypatch):
+    monkeypatch.setattr(timing, "STRAGGLER_SECONDS", 0.0)
     engine = Engine()
     async with fleet_of(engine) as fleet:
         engine.hold.clear()
@@ -516,10 +494,12 @@ async def test_alone_none_is_late(monkeypatch):
         assert fleet.serving
 
 
-def test_late_is_ten_times_what_the_slowest_success_took_and_failures_set_no_pace(monkeypatch):
+def test_a_straggler_takes_ten_times_what_the_slowest_success_took_and_failures_set_no_pace(
+    monkeypatch,
+):
     clock = Clock()
-    monkeypatch.setattr(late, "LATE_SECONDS", 0.0)
-    monkeypatch.setattr(late, "time", clock)
+    monkeypatch.setattr(timing, "STRAGGLER_SECONDS", 0.0)
+    monkeypatch.setattr(stragglers, "time", clock)
 
     async def failing():
         raise EngineError("no")
@@ -527,7 +507,7 @@ def test_late_is_ten_times_what_the_slowest_success_took_and_failures_set_no_pac
     async def waited(*tasks):
         began = clock.now
         tasks = [asyncio.ensure_future(task) for task in tasks]
-        await late.all_but_the_late(tasks)
+        await stragglers.all_but_stragglers(tasks)
         done = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()
@@ -543,28 +523,28 @@ def test_late_is_ten_times_what_the_slowest_success_took_and_failures_set_no_pac
     skipping(clock, main)
 
 
-async def test_one_that_refuses_what_the_others_load_is_out_until_it_takes_it(monkeypatch):
-    monkeypatch.setattr(fleet_module, "REJOIN_SECONDS", 0.05)
+async def test_an_engine_that_refuses_what_the_others_load_is_out_until_it_loads_it(monkeypatch):
+    monkeypatch.setattr(timing, "REJOIN_SECONDS", 0.05)
     engines = Engine(), Engine()
     engines[0].refuse = {"/update_weights": 400}
     async with fleet_of(*engines) as fleet:
         await fleet.update_weights(Path("v1"), 1)
-        assert [replica.serving for replica in fleet.replicas] == [False, True]
-        assert "refused /update_weights: 400 the reason" in fleet.replicas[0].reason
+        assert [each.serving for each in fleet.engines] == [False, True]
+        assert "refused /update_weights: 400 the reason" in fleet.engines[0].reason
         assert engines[0].calls[:3] == ["/pause", "/update_weights", "/resume"]
         engines[0].refuse = {}
-        await until(lambda: fleet.replicas[0].serving)
+        await until(lambda: fleet.engines[0].serving)
         assert engines[0].version == 1
 
 
-async def test_what_all_refuse_is_an_error_and_they_serve_on_as_they_were():
+async def test_weights_that_all_refuse_are_an_error_and_the_engines_serve_as_before():
     engines = Engine(), Engine()
     for engine in engines:
         engine.refuse = {"/update_weights": 422}
     async with fleet_of(*engines) as fleet:
         with pytest.raises(EngineError, match="refused /update_weights: 422 the reason"):
             await fleet.update_weights(Path("bad"), 1)
-        assert [replica.version for replica in fleet.serving] == [0, 0]
+        assert [each.version for each in fleet.serving] == [0, 0]
         assert all(engine.calls[-1] == "/resume" for engine in engines)
         # Nor does one that comes back get what the others have refused.
         engines[0].refuse, engines[0].loaded = {}, None
@@ -573,7 +553,7 @@ async def test_what_all_refuse_is_an_error_and_they_serve_on_as_they_were():
         assert engines[0].loaded == "first"
 
 
-async def test_with_all_of_them_gone_an_update_says_so_and_the_first_back_brings_it_along():
+async def test_an_update_without_engines_says_so_and_the_first_that_is_back_loads_it():
     engine = Engine()
     async with fleet_of(engine) as fleet:
         engine.away = True
@@ -590,11 +570,11 @@ async def test_with_all_of_them_gone_an_update_says_so_and_the_first_back_brings
 # -- sleep ------------------------------------------------------------------------------------
 
 
-async def test_asleep_nobody_is_asked_and_new_weights_wake_everyone():
+async def test_sleeping_engines_get_no_requests_and_new_weights_wake_them():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         await fleet.sleep()
-        asking = asyncio.create_task(fleet.ask(0, lambda r: asyncio.sleep(0, r.version)))
+        asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, e.version)))
         await asyncio.sleep(0.05)
         assert not asking.done()
         await fleet.update_weights(Path("v1"), 1)
@@ -603,40 +583,40 @@ async def test_asleep_nobody_is_asked_and_new_weights_wake_everyone():
         assert engine.calls == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
 
 
-async def test_one_that_comes_back_while_the_others_sleep_sleeps_too_until_there_are_weights():
+async def test_an_engine_that_comes_back_while_the_others_sleep_sleeps_too():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         engines[0].away = True
-        await until(lambda: not fleet.replicas[0].serving)
+        await until(lambda: not fleet.engines[0].serving)
         await fleet.sleep()
         engines[0].restart(version=9)
-        await until(lambda: fleet.replicas[0].asleep)
+        await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
         await asyncio.sleep(0.1)
-        assert engines[0].calls == ["/pause", "/sleep"] and not fleet.replicas[0].serving
+        assert engines[0].calls == ["/pause", "/sleep"] and not fleet.engines[0].serving
         await fleet.update_weights(Path("v1"), 1)
-        await until(lambda: fleet.replicas[0].serving)
+        await until(lambda: fleet.engines[0].serving)
         assert engines[0].calls[2:] == ["/wake_up", "/update_weights", "/resume"]
 
 
-async def test_one_that_is_started_anew_while_all_sleep_is_put_to_sleep_again():
+async def test_an_engine_that_restarts_while_all_sleep_is_put_to_sleep_again():
     engine = Engine()
     async with fleet_of(engine) as fleet:
         await fleet.sleep()
         engine.away = True
-        await until(lambda: not fleet.replicas[0].serving)
+        await until(lambda: fleet.engines[0].state is EngineState.STARTING)
         engine.calls.clear()
         engine.restart()
-        await until(lambda: fleet.replicas[0].asleep)
+        await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
         assert engine.calls == ["/pause", "/sleep"]
 
 
-async def test_one_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):
+async def test_an_engine_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         await fleet.sleep()
         engines[0].away = True
         await fleet.update_weights(Path("v1"), 1)
-        assert [replica.serving for replica in fleet.replicas] == [False, True]
+        assert [each.serving for each in fleet.engines] == [False, True]
 
 
 async def test_an_engine_that_cannot_sleep_ends_the_run_with_the_reason():
@@ -650,14 +630,14 @@ async def test_an_engine_that_cannot_sleep_ends_the_run_with_the_reason():
 # -- numbers ----------------------------------------------------------------------------------
 
 
-async def test_each_replica_is_measured_by_itself_since_the_last_time():
+async def test_each_engine_has_metrics_of_its_own_since_the_last_call():
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         for key in ("a", "a", "b"):
-            await fleet.ask(key, lambda r: asyncio.sleep(0))
+            await fleet.ask(key, lambda e: asyncio.sleep(0))
         await fleet.update_weights(Path("v4"), 4)
         engines[1].away = True
-        await until(lambda: not fleet.replicas[1].serving)
+        await until(lambda: not fleet.engines[1].serving)
         await asyncio.sleep(0.05)
         found = fleet.take_metrics()
         down = found.pop("inference/1/down_seconds")
@@ -679,20 +659,20 @@ async def test_each_replica_is_measured_by_itself_since_the_last_time():
         assert fleet.take_metrics()["inference/0/requests"] == 0.0
 
 
-async def test_a_request_under_which_four_replicas_went_away_is_given_up():
+async def test_a_request_under_which_four_engines_went_away_is_given_up():
     """It may be what kills them."""
     begun = []
 
     async with fleet_of(Engine()) as fleet:
 
-        async def deadly(replica):
-            begun.append(replica.number)
+        async def deadly(held):
+            begun.append(held.number)
             engine.away = True
             await asyncio.sleep(60)
 
         engine = Engine()
         async with fleet_of(engine) as own:
             own.on_change = lambda: setattr(engine, "away", False)
-            with pytest.raises(Unanswered, match="4 engines have gone away under it"):
+            with pytest.raises(GivenUp, match="4 engines have gone away under a request"):
                 await own.ask(0, deadly)
         assert begun == [0, 0, 0, 0] and fleet.serving

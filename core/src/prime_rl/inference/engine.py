@@ -1,0 +1,153 @@
+"""One engine of a pool: its state, and what it has in flight.
+
+    state     meaning                                                            gets requests
+    STARTING  it has not served since its process started, as far as we know     no
+    SERVING   it answers, and has the weights that it should have                yes
+    ASLEEP    it has given its memory back (colocated); silence means nothing    no
+    AWAY      it has served, and does not serve now                              no
+    HUNG      it has served, and has answered nothing for long                   no
+
+    from                  event                                                  to
+    STARTING, AWAY        it answers and has the weights; they are loaded first  SERVING
+    STARTING, AWAY        it answers while the fleet sleeps: it is put to sleep  ASLEEP
+    SERVING               the fleet is put to sleep                              ASLEEP
+    ASLEEP                new weights are loaded                                 SERVING
+    SERVING               no good answer for 30 s                                AWAY
+    SERVING, ASLEEP       another version; an update failed, or is late          AWAY
+    SERVING, AWAY         silent for ``hang_timeout``, or through an update      HUNG
+    HUNG                  it answers                                             STARTING
+    any                   nothing listens                                        STARTING
+
+Weights are loaded under the lock ``loading``: a serving engine that holds it goes on serving, an
+engine that is away and holds it is a straggler and is left alone until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from enum import Enum, auto
+
+from prime_rl.inference import timing
+from prime_rl.inference.client import EngineClient, EngineSilent, NoAnswer
+from prime_rl.plugins.weight_transports import Receives
+
+
+class EngineState(Enum):
+    STARTING = auto()
+    SERVING = auto()
+    ASLEEP = auto()
+    AWAY = auto()
+    HUNG = auto()
+
+
+class Engine:
+    """Only its pool changes it."""
+
+    def __init__(self, number: int, client: EngineClient, started_with: int | None = None) -> None:
+        """``started_with``: the version that its process started with; None: unknown."""
+        self.number, self.client = number, client
+        self.state = EngineState.STARTING
+        self.version = started_with
+        """Of the weights that it has; None: unknown, they have to be loaded before it serves."""
+        self.problem: BaseException | None = None
+        """Why it does not serve, or why its last request failed."""
+        self.hangs = 0
+        """Times that it was found hung."""
+        self.running = self.asked = self.retried = 0
+        """Requests: in flight; ever; lost here and asked again elsewhere."""
+        self.lost: asyncio.Future[None] | None = None
+        """Done when what is in flight is lost; None before it first serves."""
+        self.loading, self.looking = asyncio.Lock(), asyncio.Lock()
+        self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
+        """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
+        self.down_since: float | None = None
+        self._down = 0.0
+        self._taken = (0, 0)
+
+    @property
+    def url(self) -> str:
+        """Without ``/v1``."""
+        return self.client.url
+
+    @property
+    def receives(self) -> Receives | None:
+        """How it can receive weights, as of the last look."""
+        return self.client.health.receives
+
+    @property
+    def session(self) -> object:
+        """Another object each time it joins."""
+        return self.lost
+
+    @property
+    def serving(self) -> bool:
+        """It gets requests."""
+        return self.state is EngineState.SERVING
+
+    @property
+    def in_service(self) -> bool:
+        """It serves, or will when it is woken: its requests in flight are kept."""
+        return self.state in (EngineState.SERVING, EngineState.ASLEEP)
+
+    @property
+    def has_served(self) -> bool:
+        """Ever."""
+        return self.lost is not None
+
+    @property
+    def reason(self) -> str:
+        """The problem in words."""
+        return "" if self.problem is None else str(self.problem)
+
+    def serve(self) -> float | None:
+        """It serves now. Returns the seconds it was away, None at the start."""
+        away = None if self.down_since is None else time.monotonic() - self.down_since
+        self._down += away or 0.0
+        self.state, self.down_since, self.problem = EngineState.SERVING, None, None
+        self.heard_at = self.ready_at = time.monotonic()
+        if self.lost is None or self.lost.done():
+            self.lost = asyncio.get_running_loop().create_future()
+        return away
+
+    def after(self, problem: Exception, hang_timeout: float) -> EngineState:
+        """The state after a look that failed."""
+        now, silent = time.monotonic(), isinstance(problem, EngineSilent)
+        if not silent:
+            self.heard_at = now
+        if isinstance(problem, NoAnswer):
+            self.client.asleep = False  # the next process is awake
+            return EngineState.STARTING
+        if self.state in (EngineState.STARTING, EngineState.ASLEEP):
+            return self.state
+        if silent and now - self.heard_at > hang_timeout:
+            return EngineState.HUNG
+        if self.state is EngineState.HUNG:
+            return EngineState.HUNG if silent else EngineState.STARTING
+        # An engine that loads weights may be too busy to answer; the update has its own limits.
+        patient = self.loading.locked() or now - self.ready_at <= timing.PATIENCE_SECONDS
+        return self.state if patient else EngineState.AWAY
+
+    def leave(self, state: EngineState) -> None:
+        """It serves no more, and what is in flight there is lost."""
+        if self.in_service:
+            self.down_since = time.monotonic()
+            if self.lost is not None and not self.lost.done():
+                self.lost.set_result(None)
+        if state is EngineState.HUNG and self.state is not EngineState.HUNG:
+            self.hangs += 1
+        self.state = state
+
+    def take_metrics(self) -> dict[str, float]:
+        """Its state, and counts since the last call."""
+        asked, retried = self.asked - self._taken[0], self.retried - self._taken[1]
+        self._taken = self.asked, self.retried
+        away = 0.0 if self.down_since is None else time.monotonic() - self.down_since
+        return {
+            "requests": float(asked),
+            "retried": float(retried),
+            "running": float(self.running),
+            "serving": float(self.in_service),
+            "version": float(-1 if self.version is None else self.version),
+            "down_seconds": self._down + away,
+        }

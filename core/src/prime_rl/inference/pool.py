@@ -1,0 +1,308 @@
+"""Engines that serve one model: which of them gets a request, and what happens when they fail.
+
+A group stays at one engine, for its prefix cache; a new group goes to the engine with the least in
+flight. A request whose engine goes away is asked again elsewhere. A request that fails at an engine
+that is there is tried again after a pause. While no engine serves, requests wait, and the run says
+what for.
+
+From the first request on, the pool looks at its engines: see ``engine.py`` for their states.
+``FrozenPool`` has the engines of a frozen model, ``Fleet`` those of the live policy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from prime_rl.errors import ConfigError, EngineError, EngineGone
+from prime_rl.inference import timing
+from prime_rl.inference.client import EngineFailed, Health
+from prime_rl.inference.engine import Engine, EngineState
+from prime_rl.inference.timing import RetryPolicy
+
+log = logging.getLogger(__name__)
+
+KEPT_HOMES = 16384
+"""Groups whose engine is remembered."""
+
+T = TypeVar("T")
+
+
+class GivenUp(EngineError):
+    """A request has failed too often."""
+
+
+class _Lost(Exception):
+    """The engine went away under a request."""
+
+
+class EnginePool:
+    """Sends requests to engines that can take them."""
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        model: str | None,
+        *,
+        poll: float = timing.POLL_SECONDS,
+        hang_timeout: float = math.inf,
+    ) -> None:
+        """``model``: the name that the engines serve it under; None: any. ``hang_timeout``: seconds
+        of silence after which an engine is hung."""
+        self.engines, self._model = list(engines), model
+        self.on_waiting: Callable[[str | None], None] = lambda text: None
+        """Called with what requests wait for, and with None when that is over."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when the state of an engine has changed."""
+        self._poll, self._hang_timeout, self._grace = poll, hang_timeout, math.inf
+        self._pause = RetryPolicy(first_wait=poll)
+        self._homes: dict[Hashable, Engine] = {}
+        self._waiting, self._starting = 0, False
+        self._said: str | None = None
+        self._changed = asyncio.Event()
+        self._watching: asyncio.Future[Any] | None = None
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs, without ``/v1``."""
+        return [engine.url for engine in self.engines]
+
+    @property
+    def serving(self) -> list[Engine]:
+        """The engines that get requests."""
+        return [engine for engine in self.engines if engine.serving]
+
+    async def close(self) -> None:
+        """Stop looking at the engines, and close the connections."""
+        if self._watching is not None:
+            await end(self._watching)
+        await asyncio.gather(*(engine.client.close() for engine in self.engines))
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def ask(
+        self,
+        key: Hashable,
+        work: Callable[[Engine], Awaitable[T]],
+        tries: int = timing.EPISODE_TRIES,
+    ) -> T:
+        """Do ``work`` at an engine: at the one that the key had before, if it serves.
+
+        ``work`` raises ``EngineGone`` or ``EngineFailed`` to be tried again. Raises ``GivenUp``
+        when ``LOST_TRIES`` engines have gone away under the request, or when it has failed more
+        than ``tries`` times with status 500. An engine that is overloaded (429, 503) has time.
+        """
+        self._watch_all()
+        attempt = failures = losses = 0
+        while True:
+            engine = await self._choose(key)
+            try:
+                answer = await self._do(engine, work)
+            except (_Lost, EngineGone, EngineFailed) as error:
+                if not isinstance(error, _Lost):
+                    await self._look(engine)
+                    if engine.serving:
+                        failures += isinstance(error, EngineFailed) and error.status == 500
+                        if failures > tries:
+                            text = f"a request failed {failures} times: {error}. See its log."
+                            raise GivenUp(text) from error
+                        attempt += 1
+                        self._note_failure(engine, error)
+                        with self._shown_waiting():
+                            await asyncio.sleep(self._pause.wait_after(attempt))
+                        continue
+                engine.retried += 1
+                losses += 1
+                if losses >= timing.LOST_TRIES:
+                    raise GivenUp(f"{losses} engines have gone away under a request") from error
+            else:
+                if engine.problem is not None and engine.serving:
+                    log.warning("%s answers again", engine.client.label)
+                    engine.problem = None
+                    self._notify()
+                return answer
+
+    async def _choose(self, key: Hashable) -> Engine:
+        if not self.serving:
+            with self._shown_waiting():
+                while not self.serving:
+                    self._check(EngineError)
+                    await self._changed.wait()
+        home = self._homes.get(key)
+        if home is None or not home.serving:
+            home = min(self.serving, key=lambda e: (e.running, e.asked, e.number))
+            self._homes[key] = home
+            if len(self._homes) > KEPT_HOMES:
+                del self._homes[next(iter(self._homes))]  # the oldest
+        return home
+
+    async def _do(self, engine: Engine, work: Callable[[Engine], Awaitable[T]]) -> T:
+        engine.running += 1
+        engine.asked += 1
+        task, lost = asyncio.ensure_future(work(engine)), engine.lost
+        assert lost is not None  # it serves
+        either: list[asyncio.Future[Any]] = [task, lost]
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _Lost
+            return task.result()
+        finally:
+            engine.running -= 1
+            if not task.done():
+                await end(task)
+
+    def _note_failure(self, engine: Engine, error: Exception) -> None:
+        if engine.problem is None:
+            log.warning("%s; trying again", error)
+        engine.problem = error
+        self._notify()
+
+    # -- engines ----------------------------------------------------------------------------------
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Until all serve. In a fleet: or one does, and the others have had ``START_GRACE`` seconds
+        more.
+
+        Raises ``EngineError`` after ``timeout`` seconds, ``ConfigError`` or ``EngineError`` at once
+        for what waiting does not change.
+        """
+        self._watch_all()
+        deadline, self._starting = time.monotonic() + timeout, True
+        with self._shown_waiting():
+            while len(self.serving) < len(self.engines):
+                self._check(ConfigError)
+                now = time.monotonic()
+                if self.serving:
+                    deadline = min(deadline, now + self._grace)
+                if now >= deadline:
+                    self._not_ready(timeout)
+                    break
+                await asyncio.sleep(min(timing.WAIT_READY_SECONDS, self._poll))
+            self._starting = False
+
+    def _not_ready(self, timeout: float) -> None:
+        """The time of ``wait_ready`` is over."""
+        text = f"not ready after {timeout:g} s: {self.outage()}"
+        raise EngineError(f"{text}. Start it, or fix the base_url.")
+
+    def _check(self, kind: type[ConfigError | EngineError]) -> None:
+        """Raises ``kind`` for what waiting does not change."""
+        if self._watching is not None and self._watching.done():
+            self._watching.result()  # a bug
+
+    def _watch_all(self) -> None:
+        """Look at every engine until ``close``, and let it serve when it can."""
+        if self._watching is None:
+            self._watching = asyncio.gather(*map(self._watch, self.engines))
+            self._watching.add_done_callback(lambda future: self._notify())
+
+    async def _watch(self, engine: Engine) -> None:
+        while True:
+            health = await self._look(engine)
+            if health is not None and not engine.serving:
+                await self._join(engine, health)
+            pause = self._poll if engine.has_served else timing.START_POLL_SECONDS
+            await self._until_next_look(engine, min(pause, self._poll))
+
+    async def _until_next_look(self, engine: Engine, pause: float) -> None:
+        await asyncio.sleep(pause)
+
+    async def _join(self, engine: Engine, health: Health) -> None:
+        """Let an engine that answers serve."""
+        away = engine.serve()
+        if away is not None:
+            log.warning("%s serves again after %.1f s", engine.client.label, away)
+        self._notify()
+
+    async def _look(self, engine: Engine) -> Health | None:
+        """What the engine says of itself; None if it is not ready, or if it has loaded weights
+        meanwhile: what it said may be older."""
+        asked = time.monotonic()
+        async with engine.looking:
+            if engine.looked_at > asked:  # another request has just looked
+                return None
+            version, was_loading = engine.version, engine.loading.locked()
+            try:
+                health = await engine.client.look(self._model)
+            except EngineError as problem:
+                engine.looked_at = time.monotonic()
+                state = engine.after(problem, self._hang_timeout)
+                if state is not engine.state or not engine.in_service:
+                    self._lose(engine, problem, state)
+                return None
+            engine.looked_at = engine.heard_at = engine.ready_at = time.monotonic()
+            if engine.state is EngineState.HUNG:
+                engine.state = EngineState.STARTING
+                self._notify()
+            if was_loading or engine.loading.locked() or engine.version != version:
+                return None
+            if engine.in_service and version is not None and health.version not in (None, version):
+                text = f"has version {health.version}, expected {version}: it was restarted"
+                engine.client.asleep = False
+                self._lose(engine, EngineError(f"{engine.client.label} {text}"))
+            return health
+
+    def _lose(
+        self, engine: Engine, problem: BaseException, state: EngineState | None = None
+    ) -> None:
+        """Note a problem of an engine, which does not serve now. ``state``: AWAY if it has served
+        until now, by default."""
+        if state is None:
+            state = EngineState.AWAY if engine.in_service else engine.state
+        if state is engine.state and str(problem) == engine.reason:
+            return
+        if engine.in_service:
+            log.warning("%s; %d in flight there are lost", problem, engine.running)
+        if state is EngineState.HUNG and state is not engine.state:
+            text = "%s hangs: it takes connections and answers nothing"
+            log.warning(text, engine.client.label)
+        engine.problem = problem
+        engine.leave(state)
+        self._notify()
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _notify(self) -> None:
+        """Something has changed: wake the requests that wait, and report."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._say()
+        self.on_change()
+
+    @contextmanager
+    def _shown_waiting(self) -> Iterator[None]:
+        self._waiting += 1
+        self._say()
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            self._say()
+
+    def _say(self) -> None:
+        works = any(engine.in_service and engine.problem is None for engine in self.engines)
+        waits = self._waiting and (self._starting or not works)
+        text = self.outage() if waits else None
+        if text != self._said:
+            self._said = text
+            self.on_waiting(text)
+
+    def outage(self) -> str:
+        """What requests wait for, and why."""
+        away = [engine for engine in self.engines if engine.problem or not engine.in_service]
+        return "; ".join(e.reason or f"{e.client.label} is starting" for e in away)
+
+
+async def end(task: asyncio.Future[Any]) -> None:
+    """Cancel a task whose result is not needed any more."""
+    task.cancel()
+    await asyncio.wait([task], timeout=timing.CANCEL_SECONDS)
+    if task.done():
+        with suppress(asyncio.CancelledError):
+            task.exception()  # retrieved, so that asyncio does not log it

@@ -1,0 +1,82 @@
+"""A fleet over engines that answer the admin routes on loopback."""
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+from aiohttp import web
+from loopback import listening
+from waiting import LIMIT
+
+from prime_rl import EngineError
+from prime_rl.inference.fleet import Fleet, FleetOptions
+from prime_rl.inference.timing import RetryPolicy
+from prime_rl.weights.versions import Weights
+
+FIRST = Weights(Path("first"), 0)
+ONCE = RetryPolicy(attempts=1)
+
+
+class Engine:
+    """Answers the admin routes; the attributes say how."""
+
+    def __init__(self, version=0, model="m"):
+        self.version, self.calls, self.refuse, self.model = version, [], {}, model
+        self.away = self.mute = False
+        self.muted = 0
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def handle(self, request):
+        if self.away:
+            request.transport.abort()
+        if self.mute:
+            self.muted += request.path == "/health"
+            await asyncio.sleep(60)
+        path = request.path
+        if path == "/health" and path in self.refuse:
+            return web.Response(status=self.refuse[path], text="loading")
+        if path == "/v1/models":
+            return web.json_response({"data": [{"id": self.model}]})
+        if path == "/health":
+            return web.json_response({"version": self.version})
+        self.calls.append(path)
+        if path in self.refuse:
+            return web.Response(status=self.refuse[path], text="the reason")
+        if path == "/update_weights":
+            await self.hold.wait()
+            body = await request.json()
+            self.version, self.loaded = body["version"], body["weight_dir"]
+        return web.json_response({"status": "ok"})
+
+    def restart(self, version=0):
+        self.version, self.away = version, False
+
+
+@asynccontextmanager
+async def serving(engine):
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.handle)
+    async with listening(app, handler_cancellation=True, shutdown_timeout=0.1) as url:
+        yield url
+
+
+@asynccontextmanager
+async def fleet_of(*engines, ready=True, first=FIRST, **options):
+    """A fleet that watches its engines."""
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(serving(engine)) for engine in engines]
+        settings = {"model": "m", "retry": ONCE, "poll": 0.02} | options
+        delivery = settings.pop("delivery", None)
+        fleet = Fleet(urls, "k", first, FleetOptions(**settings), delivery)
+        stack.push_async_callback(fleet.close)
+        if ready:
+            await fleet.wait_ready(LIMIT)
+        keeping = asyncio.create_task(fleet.run())
+        fleet.keeping = keeping
+        try:
+            yield fleet
+        finally:
+            keeping.cancel()
+            with suppress(asyncio.CancelledError, EngineError):
+                await keeping
