@@ -11,7 +11,7 @@ CORE = Path(__file__).parents[1] / "core/src/prime_rl"
 
 OTHER_MEANINGS = {
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
-    ("trainer/model.py", "auto"),
+    ("trainer/device.py", "auto"),
     ("trainer/logprobs.py", "auto"),
     ("trainer/parallel.py", "gloo"),  # the process group of torch
     ("trainer/lora.py", "default"),  # peft's name of the first adapter

@@ -1,8 +1,8 @@
 """Builders: sampling settings, filters, monitors."""
 
 from prime_rl import Filter, PluginConfig, hookimpl
-from prime_rl.config import RunConfig
 from prime_rl.config.orchestrator import EvalSamplingConfig, FilterConfig, SamplingConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.build import (
     build_filters,
     build_monitors,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.context import EnvHost
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from waiting import LIMIT, until
 
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
 from prime_rl.orchestrator.evals import EvalEnv
 from prime_rl.orchestrator.evaluation import EvalLog, Evaluation, free_slots

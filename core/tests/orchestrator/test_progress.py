@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from prime_rl import PluginConfig
-from prime_rl.config import RunConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
 from prime_rl.orchestrator.progress import Checkpointing
