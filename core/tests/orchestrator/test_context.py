@@ -12,7 +12,7 @@ from prime_rl.orchestrator.context import EnvHost
 @pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
 async def test_a_reference_model_with_a_context_shorter_than_a_rollout_is_refused(takes, fits):
     class Pool:
-        where, model, max_model_len = "env 'a': reference", "big", takes
+        label, max_model_len = "env 'a': reference 'big'", takes
 
         async def wait_ready(self, timeout):
             pass

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import PreTrainedModel
+from transformers import Gemma3Config, LlamaConfig, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
@@ -21,7 +21,14 @@ from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import attention
 from prime_rl.trainer import model as module
-from prime_rl.trainer.model import Policy, check_compiler, load_model, model_folder, prepare_blocks
+from prime_rl.trainer.model import (
+    Policy,
+    check_compiler,
+    check_positions,
+    load_model,
+    model_folder,
+    prepare_blocks,
+)
 from prime_rl.trainer.packed_row import PackedRow, make_row
 
 CPU = torch.device("cpu")
@@ -218,3 +225,43 @@ def test_a_gpu_that_is_not_there_is_refused(model_dir: Path) -> None:
 def test_weights_stay_in_single_precision_under_autocast(model_dir: Path) -> None:
     model = load_model(model_dir, TrainerConfig(device="cpu", dtype="bfloat16"))
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+# -- positions ------------------------------------------------------------------------------------
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+SHAPE = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+PHI = SHAPE | {"intermediate_size": 32, "max_position_embeddings": 64, "pad_token_id": 0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+
+
+def test_frequencies_of_longrope_change_with_the_longest_document_of_a_call():
+    """The reason for the refusal below."""
+    config = Phi3Config(
+        **PHI, original_max_position_embeddings=8, rope_parameters=LONG, initializer_range=0.5
+    )
+    model = Phi3ForCausalLM(config).eval()
+    tokens, positions = torch.arange(12)[None], torch.tensor([[*range(3), *range(9)]])
+    with torch.no_grad():
+        alone = model(tokens[:, :3], position_ids=positions[:, :3]).logits[0]
+        beside = model(tokens, position_ids=positions).logits[0, :3]
+    assert float((alone - beside).abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (Phi3Config(**PHI, original_max_position_embeddings=8, rope_parameters=LONG), 8),
+        (LlamaConfig(**PHI, rope_parameters=DYNAMIC), 64),
+    ],
+)
+def test_samples_beyond_the_length_where_rotary_positions_change_are_refused(config, limit):
+    check_positions(config, limit)
+    with pytest.raises(ConfigError, match=rf"seq_len: {limit + 1} tokens.*Set seq_len to {limit} "):
+        check_positions(config, limit + 1)
+
+
+def test_other_rotary_positions_have_no_limit():
+    check_positions(Phi3Config(**PHI), 1_000_000)
+    check_positions(Gemma3Config(), 1_000_000)  # a text config inside, one rope per type of layer

@@ -134,13 +134,15 @@ def train_here(
     from prime_rl.trainer import parallel
     from prime_rl.trainer.checkpoint import Checkpointer, restore
     from prime_rl.trainer.loop import Trainer, finish, train
-    from prime_rl.trainer.model import load_model
+    from prime_rl.trainer.model import check_positions, load_model
     from prime_rl.trainer.token_export import make_token_export
     from prime_rl.wire.transport import make_receiver
 
     colocated = config.deployment.colocated
+    model = load_model(model_path, config.trainer, launch.adapter, colocated)
+    check_positions(model.config, config.seq_len)
     trainer = Trainer(
-        load_model(model_path, config.trainer, launch.adapter, colocated),
+        model,
         loss,
         config.trainer,
         config.max_steps,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
@@ -133,6 +133,26 @@ def model_folder(launch: Launch, status: Status) -> Path:
     if not path.is_dir():
         raise WeightsError(f"the policy's folder {path} is not there; expected a model folder")
     return path
+
+
+def check_positions(config: PretrainedConfig, seq_len: int) -> None:
+    """Raises ``ConfigError`` if a document of a row would change the rotary frequencies of the
+    others: transformers picks those of "longrope" and "dynamic" by the largest position of a call.
+    """
+    config = config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes, *ropes.values()]:  # some models have one per type of layer
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind not in ("longrope", "dynamic"):
+            continue
+        limit = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if seq_len > limit:
+            raise ConfigError(
+                f"seq_len: {seq_len} tokens, and the rotary positions of this model "
+                f"({config.model_type}, rope_type {kind!r}) change beyond {limit}: a sample longer "
+                "than that would change the log-probabilities of the others in its row. Set "
+                f"seq_len to {limit} or less, or train a model with another rope_type."
+            )
 
 
 def load_model(
