@@ -298,7 +298,6 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
         fleet = engines.fleet
         stack.push_async_callback(fleet.close)
         shared = build.build_shared(run, engines)
-        stack.push_async_callback(shared.scores.close)
         (env,) = build.build_train_envs(shared)
         await stack.enter_async_context(env.environment)
         sampler = build.build_sampler(config, hooks, [env])

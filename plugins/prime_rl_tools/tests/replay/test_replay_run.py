@@ -15,7 +15,7 @@ from prime_rl.run import children
 from prime_rl_tools.report import write_report
 from prime_rl_tools.report.exports import StepExports
 
-CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
+CONFIG = Path(__file__).parents[4] / "configs" / "reverse_text" / "grpo.toml"
 
 
 @pytest.mark.slow
