@@ -32,8 +32,9 @@ def busy(loops: int, seconds: float) -> Iterator[list[subprocess.Popen[bytes]]]:
     command = [sys.executable, "-c", LOOP, str(os.getpid()), str(seconds)]
     started: list[subprocess.Popen[bytes]] = []
     try:
-        # In sessions of their own: Ctrl-C reaches them through us.
-        started += (subprocess.Popen(command, start_new_session=True) for _ in range(loops))
+        # In groups of their own: Ctrl-C reaches them through us. Not in sessions: Linux shares the
+        # processor among sessions first (autogroup), so each loop would count as much as all tests.
+        started += (subprocess.Popen(command, process_group=0) for _ in range(loops))
         yield started
     finally:
         for process in started:
@@ -46,7 +47,7 @@ def run_tests(arguments: Sequence[str], seconds: float) -> int:
     """Pytest's exit code; 124 if it had to be ended."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", *arguments],
-        start_new_session=True,
+        process_group=0,
         # A shell that starts this in the background has it ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
