@@ -583,11 +583,15 @@ async def test_an_update_without_engines_says_so_and_the_first_that_is_back_load
 
 async def test_an_engine_that_tells_no_version_joins_while_the_watcher_tries_again_and_again():
     """Each attempt announces the version anew, and the engine loads for longer than one takes."""
-    engine = Engine(version=None)
+
+    class Discreet(Engine):
+        version = property(lambda self: None, lambda self, version: None)
+
+    engine = Discreet()
     async with fleet_of(engine) as fleet:
         engine.away = True
         await until(lambda: not fleet.serving)
-        engine.restart(version=None)
+        engine.restart()
         engine.hold.clear()
         with pytest.raises(EngineGone):
             await fleet.update_weights(Path("v1"), 1)
