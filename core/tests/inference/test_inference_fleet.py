@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from fleets import Engine, fleet_of
 from waiting import LIMIT, Clock, skipping, until
 
@@ -107,6 +108,19 @@ async def test_a_request_that_fails_at_a_live_engine_is_repeated_four_times():
         with pytest.raises(GivenUp, match="a request failed 5 times: out of luck"):
             await fleet.ask(0, work)
         assert len(calls) == 5 and fleet.engines[0].retried == 0
+
+
+async def test_a_request_that_fails_at_an_engine_is_repeated_at_another_one():
+    async def work(held):
+        if held.number == 0:
+            raise EngineFailed("overloaded", 503)
+        return held.number
+
+    async with fleet_of(Engine(), Engine(), poll=0.001) as fleet, asyncio.timeout(30):
+        assert await fleet.ask(0, lambda e: asyncio.sleep(0, e.number)) == 0
+        assert await fleet.ask(0, work) == 1
+        assert len(fleet.serving) == 2
+        assert await fleet.ask(0, lambda e: asyncio.sleep(0, e.number)) == 1  # its new home
 
 
 async def test_errors_of_work_are_raised_and_cancelling_a_request_cancels_its_work():
@@ -567,6 +581,48 @@ async def test_an_update_without_engines_says_so_and_the_first_that_is_back_load
         assert engine.calls == []
 
 
+async def test_an_engine_that_tells_no_version_joins_while_the_watcher_tries_again_and_again():
+    """Each attempt announces the version anew, and the engine loads for longer than one takes."""
+
+    class Discreet(Engine):
+        version = property(lambda self: None, lambda self, version: None)
+
+    engine = Discreet()
+    async with fleet_of(engine) as fleet:
+        engine.away = True
+        await until(lambda: not fleet.serving)
+        engine.restart()
+        engine.hold.clear()
+        with pytest.raises(EngineGone):
+            await fleet.update_weights(Path("v1"), 1)
+        await until(lambda: "/update_weights" in engine.calls)
+        with pytest.raises(EngineGone):
+            await fleet.update_weights(Path("v1"), 1)
+        engine.hold.set()
+        await until(lambda: fleet.serving)
+        assert engine.calls == ["/pause", "/update_weights", "/resume"] and engine.loaded == "v1"
+
+
+async def test_an_engine_elsewhere_that_lists_no_model_yet_is_waited_for():
+    engine = Engine()
+    listed = engine.handle
+
+    async def handle(request):
+        if request.path == "/v1/models" and engine.model is None:
+            return web.json_response({"data": []})
+        return await listed(request)
+
+    engine.handle, engine.model = handle, None
+    async with fleet_of(engine, ready=False, own=False) as fleet:
+        ready = asyncio.create_task(fleet.wait_ready(LIMIT))
+        await until(lambda: fleet.engines[0].reason)
+        assert fleet.engines[0].reason.endswith("serves no model, expected 'm'")
+        await asyncio.sleep(0.1)
+        assert not ready.done()
+        engine.model = "m"
+        await ready
+
+
 # -- sleep ------------------------------------------------------------------------------------
 
 
@@ -608,6 +664,59 @@ async def test_an_engine_that_restarts_while_all_sleep_is_put_to_sleep_again():
         engine.restart()
         await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
         assert engine.calls == ["/pause", "/sleep"]
+
+
+async def test_an_engine_that_restarts_while_all_sleep_begins_a_new_session():
+    """A weight transport must not use the old process's connections."""
+    engine = Engine()
+    async with fleet_of(engine) as fleet:
+        (held,) = fleet.engines
+        before = held.session
+        await fleet.sleep()
+        assert held.session is before
+        engine.away = True
+        await until(lambda: held.state is EngineState.STARTING)
+        engine.restart()
+        await until(lambda: held.state is EngineState.ASLEEP)
+        assert held.session is not before and not held.lost.done()
+
+
+async def test_an_engine_put_to_sleep_during_an_update_is_woken_before_it_serves(tmp_path):
+    engines, begun = (Engine(), Engine()), asyncio.Event()
+    weights = tmp_path / "step_1"
+    weights.mkdir()
+    (weights / "MEMORY").touch()
+
+    class Failing:
+        """Sends nothing, and all have to load files; the first engine has died by then."""
+
+        timeout = LIMIT
+
+        def check(self, engine):
+            pass
+
+        async def deliver(self, weights, asked, update):
+            engines[0].away = True
+            await until(lambda: fleet.engines[0].state is EngineState.STARTING)
+            (weights.directory / "model.safetensors").touch()
+            begun.set()
+            return list(asked), {}
+
+    async with fleet_of(*engines, delivery=Failing()) as fleet:
+        await fleet.sleep()
+        engines[1].hold.clear()
+        updating = asyncio.create_task(fleet.update_weights(weights, 1))
+        await begun.wait()
+        await until(lambda: "/update_weights" in engines[1].calls)
+        engines[0].calls.clear()
+        engines[0].restart(version=9)
+        await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
+        engines[1].hold.set()
+        await updating
+        assert [each.serving for each in fleet.engines] == [False, True]
+        await until(lambda: fleet.engines[0].serving)
+        assert engines[0].version == 1
+        assert engines[0].calls == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
 
 
 async def test_an_engine_that_dies_in_its_sleep_is_gone_when_the_others_wake(caplog):
@@ -673,6 +782,10 @@ async def test_a_request_under_which_four_engines_went_away_is_given_up():
         engine = Engine()
         async with fleet_of(engine) as own:
             own.on_change = lambda: setattr(engine, "away", False)
-            with pytest.raises(GivenUp, match="4 engines have gone away under a request"):
+            with pytest.raises(GivenUp) as caught:
                 await own.ask(0, deadly)
+            assert str(caught.value) == (
+                "4 engines have gone away under a request; the last was engine "
+                f"{own.urls[0]}. See its log."
+            )
         assert begun == [0, 0, 0, 0] and fleet.serving

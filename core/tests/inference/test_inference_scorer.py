@@ -9,9 +9,12 @@ import pytest
 import warm
 from aiohttp import web
 from loopback import listening
-from waiting import LIMIT, until
+from waiting import LIMIT, Clock, until
 
 from prime_rl import ConfigError, EngineError, FrozenModel
+from prime_rl.inference import engine as engine_module
+from prime_rl.inference import frozen as frozen_module
+from prime_rl.inference import pool as pool_module
 from prime_rl.inference.frozen import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
 from prime_rl.run.children import free_ports
@@ -302,6 +305,37 @@ async def test_a_dead_replica_is_skipped_and_comes_back():
     assert said[-1] is None and said.count(None) == 1  # for the first answer
 
 
+async def test_a_replica_that_only_fails_is_left_for_another_one():
+    engines = [Engine(refusals=[(503, "no memory")] * 1000), Engine()]
+    async with serving(engines[0]) as one, serving(engines[1]) as two, pool(one, two) as scoring:
+        await scoring.pool.wait_ready(LIMIT)
+        async with asyncio.timeout(30):
+            assert (await scoring.logprobs([8, 4])).tolist() == [0.0, -0.5]
+    assert [len(engine.asked) for engine in engines] == [1, 1]
+
+
+async def test_one_look_without_an_answer_loses_nothing_however_old_the_last_one_is(monkeypatch):
+    """A frozen model is not looked at while it serves."""
+    clock = Clock()
+    monkeypatch.setattr(engine_module, "time", clock)
+    monkeypatch.setattr(frozen_module, "time", clock)
+    monkeypatch.setattr(pool_module, "time", clock)
+    async with scoring_one() as (engine, scoring):
+        await scoring.logprobs([8, 4])
+        clock.now += 3600
+        engine.hold.clear()
+        held = asyncio.create_task(scoring.logprobs([1, 2]))
+        await until(lambda: engine.inflight)
+        engine.refusals, engine.healthy = [(503, "busy")], False
+        busy = asyncio.create_task(scoring.logprobs([2, 3]))
+        await until(lambda: scoring.pool.engines[0].problem)
+        assert scoring.pool.engines[0].serving
+        engine.healthy = True
+        engine.hold.set()
+        await asyncio.gather(held, busy)
+    assert len(engine.asked) == 4 and scoring.pool.engines[0].retried == 0
+
+
 # -- refusals ----------------------------------------------------------------------------------
 
 
@@ -343,6 +377,17 @@ async def test_a_server_without_the_route_is_told_from_a_wrong_name():
         "env 'a': teacher 'big' at URL refused /inference/v1/generate: 404 Not Found. It serves "
         "the model but not this route: a reference must give prompt_logprobs (prime-rl serve, "
         "vLLM with --enable-scale-out)."
+    )
+
+
+async def test_another_model_in_place_of_the_route_is_named_with_the_fix():
+    async with scoring_one() as (engine, scoring):
+        await scoring.logprobs([8, 4])
+        engine.names, engine.refusals = ["small"], [(404, "no such model")]
+        with pytest.raises(EngineError) as caught:
+            await scoring.logprobs([8, 4])
+    assert str(caught.value).endswith(
+        "serves 'small', expected 'big'. Fix the name or the base_url."
     )
 
 

@@ -41,7 +41,7 @@ class Refusal(EngineError):
 
 
 class EngineFailed(Refusal):
-    """429 or 5xx: a later attempt may succeed."""
+    """429, 5xx, or it lists no model yet: a later attempt may succeed."""
 
 
 class EngineRefused(Refusal):
@@ -151,7 +151,9 @@ class EngineClient:
         card = next((card for card in cards if model in (None, card.id)), None)
         if card is None:
             found = ", ".join(repr(card.id) for card in cards) or "no model"
-            raise OtherModel(f"{self.label} serves {found}, expected {model!r}")
+            kind = OtherModel if cards else EngineFailed
+            wanted = "one" if model is None else repr(model)
+            raise kind(f"{self.label} serves {found}, expected {wanted}")
         health.max_model_len = card.max_model_len
         self.health = health
         return health

@@ -57,7 +57,7 @@ class Engine:
         self.running = self.asked = self.retried = 0
         """Requests: in flight; ever; lost here and asked again elsewhere."""
         self.lost: asyncio.Future[None] | None = None
-        """Done when what is in flight is lost; None before it first serves."""
+        """Done when what is in flight is lost; None before it first serves or sleeps."""
         self.loading, self.looking = asyncio.Lock(), asyncio.Lock()
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
         """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
@@ -92,7 +92,7 @@ class Engine:
 
     @property
     def has_served(self) -> bool:
-        """Ever."""
+        """Ever, or it was put to sleep."""
         return self.lost is not None
 
     @property
@@ -106,9 +106,17 @@ class Engine:
         self._down += away or 0.0
         self.state, self.down_since, self.problem = EngineState.SERVING, None, None
         self.heard_at = self.ready_at = time.monotonic()
+        self._begin_session()
+        return away
+
+    def rest(self) -> None:
+        """It was put to sleep when it came, and waits with the others for new weights."""
+        self.state, self.problem = EngineState.ASLEEP, None
+        self._begin_session()
+
+    def _begin_session(self) -> None:
         if self.lost is None or self.lost.done():
             self.lost = asyncio.get_running_loop().create_future()
-        return away
 
     def after(self, problem: Exception, hang_timeout: float) -> EngineState:
         """The state after a look that failed."""

@@ -139,7 +139,7 @@ class Fleet(EnginePool):
         try:
             if self.asleep:
                 await engine.client.sleep()
-                engine.leave(EngineState.ASLEEP)
+                engine.rest()
                 engine.version = health.version
                 return self._notify()
             target = await self._bring_up_to_date(engine, health)
@@ -148,7 +148,8 @@ class Fleet(EnginePool):
             if engine.reason != str(error):
                 log.warning("%s: it stays out", error)
             return self._lose(engine, error)
-        if target is self._target and not self.asleep:  # else there is a newer version by now
+        # Equal, not identical: while no engine serves, the watcher announces a version repeatedly.
+        if target == self._target and not self.asleep:  # else there is a newer version by now
             await super()._join(engine, health)
 
     async def _bring_up_to_date(self, engine: Engine, health: Health) -> Weights:
@@ -195,7 +196,8 @@ class Fleet(EnginePool):
             if not (engine.serving and engine.version == version):  # it has not joined since
                 self._lose(engine, error)
         for engine in asked:
-            if engine.state is EngineState.ASLEEP:
+            # One that was restarted meanwhile has been put to sleep again: ``_join`` wakes it.
+            if engine.state is EngineState.ASLEEP and not engine.client.asleep:
                 engine.serve()
         self._notify()
         if not self.serving:

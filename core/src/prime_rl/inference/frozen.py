@@ -1,18 +1,20 @@
 """The engines of a frozen model, which the run neither starts nor updates: a teacher, a judge.
 
-They are looked at only while they do not serve: the endpoint may be a hosted service.
+They are looked at only while they do not serve, and when a request has failed: the endpoint may be
+a hosted service.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Sequence
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.errors import ConfigError, EngineError
 from prime_rl.inference import timing
-from prime_rl.inference.client import EngineClient, EngineRefused
+from prime_rl.inference.client import EngineClient, EngineRefused, Health
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
 
@@ -60,6 +62,12 @@ class FrozenPool(EnginePool):
         if engine.serving and engine.lost is not None:
             await asyncio.wait([engine.lost])
         await asyncio.sleep(pause)
+
+    async def _look(self, engine: Engine) -> Health | None:
+        if engine.serving and engine.problem is None:
+            # The last look may be hours ago; the patience with a silent engine begins here.
+            engine.ready_at = time.monotonic()
+        return await super()._look(engine)
 
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
         super()._check(kind)

@@ -2,8 +2,8 @@
 
 A group stays at one engine, for its prefix cache; a new group goes to the engine with the least in
 flight. A request whose engine goes away is asked again elsewhere. A request that fails at an engine
-that is there is tried again after a pause. While no engine serves, requests wait, and the run says
-what for.
+that is there is tried again after a pause, at another engine if another one serves. While no engine
+serves, requests wait, and the run says what for.
 
 From the first request on, the pool looks at its engines: see ``engine.py`` for their states.
 ``FrozenPool`` has the engines of a frozen model, ``Fleet`` those of the live policy.
@@ -99,8 +99,9 @@ class EnginePool:
         """
         self._watch_all()
         attempt = failures = losses = 0
+        failed_at: Engine | None = None
         while True:
-            engine = await self._choose(key)
+            engine = await self._choose(key, failed_at)
             try:
                 answer = await self._do(engine, work)
             except (_Lost, EngineGone, EngineFailed) as error:
@@ -111,7 +112,7 @@ class EnginePool:
                         if failures > tries:
                             text = f"a request failed {failures} times: {error}. See its log."
                             raise GivenUp(text) from error
-                        attempt += 1
+                        attempt, failed_at = attempt + 1, engine
                         self._note_failure(engine, error)
                         with self._shown_waiting():
                             await asyncio.sleep(self._pause.wait_after(attempt))
@@ -119,7 +120,9 @@ class EnginePool:
                 engine.retried += 1
                 losses += 1
                 if losses >= timing.LOST_TRIES:
-                    raise GivenUp(f"{losses} engines have gone away under a request") from error
+                    text = f"{losses} engines have gone away under a request"
+                    last = f"the last was {engine.client.label}. See its log."
+                    raise GivenUp(f"{text}; {last}") from error
             else:
                 if engine.problem is not None and engine.serving:
                     log.warning("%s answers again", engine.client.label)
@@ -127,15 +130,16 @@ class EnginePool:
                     self._notify()
                 return answer
 
-    async def _choose(self, key: Hashable) -> Engine:
+    async def _choose(self, key: Hashable, failed_at: Engine | None) -> Engine:
         if not self.serving:
             with self._shown_waiting():
                 while not self.serving:
                     self._check(EngineError)
                     await self._changed.wait()
         home = self._homes.get(key)
-        if home is None or not home.serving:
-            home = min(self.serving, key=lambda e: (e.running, e.asked, e.number))
+        if home is None or not home.serving or home is failed_at:
+            others = [engine for engine in self.serving if engine is not failed_at]
+            home = min(others or self.serving, key=lambda e: (e.running, e.asked, e.number))
             self._homes[key] = home
             if len(self._homes) > KEPT_HOMES:
                 del self._homes[next(iter(self._homes))]  # the oldest

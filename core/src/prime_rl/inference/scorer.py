@@ -96,7 +96,10 @@ class PromptScorer:
         except EngineRefused as refusal:
             fix = refusal.fix
             if refusal.status == 404:
-                await client.look(self._model)  # raises if it serves another model by now
+                try:
+                    await client.look(self._model)
+                except EngineRefused as other:  # it serves another model by now
+                    raise EngineError(f"{other}. {other.fix}") from other
                 fix = (
                     "It serves the model but not this route: a reference must give prompt_logprobs "
                     "(prime-rl serve, vLLM with --enable-scale-out)."
