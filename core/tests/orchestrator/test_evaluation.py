@@ -1,6 +1,7 @@
 """Evaluations as an observer: what and when they sample, and how training keeps its engines."""
 
 import asyncio
+import resource
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ from waiting import LIMIT, until
 
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
-from prime_rl.orchestrator.evals import EvalEnv
+from prime_rl.orchestrator.evals import EvalEnv, EvalResult
 from prime_rl.orchestrator.evaluation import EvalLog, Evaluation, free_slots
 from prime_rl.orchestrator.policy import Policy
 
@@ -114,7 +115,7 @@ async def test_a_failed_rollout_counts_as_reward_zero(tmp_path):
     (found,) = world.evaluation.eval_log.results["before"]
     assert (found.reward, found.num_rollouts, found.num_failed) == (0.5, 4, 1)
     assert found.metrics == {"m": pytest.approx(2 / 3)}
-    assert world.shares == [0.25, 0.5, 0.75, 1.0] and world.policy.evaluated is None
+    assert world.shares == [0.0, 0.25, 0.5, 0.75, 1.0] and world.policy.evaluated is None
     assert world.logged == [(0, found.as_metrics())]
     assert EvalLog(tmp_path).results["before"] == [found]
 
@@ -213,6 +214,53 @@ async def test_an_evaluation_that_takes_too_long_is_cut_short(tmp_path, caplog):
         await world.serve(4)
         await until(lambda: len(world.during) == 2)  # the next evaluation is complete again
         assert world.during[1].num_rollouts == 4 and world.during[1].policy_version == 4
+
+
+async def test_an_evaluation_that_ends_as_its_time_is_up_does_not_cut_the_next(
+    tmp_path, monkeypatch
+):
+    async with World(tmp_path, [1.0, 0.0]) as world:
+        gate = world.environment.gate = asyncio.Event()
+        await world.serve(2)
+
+        async def late(idle, timeout):
+            gate.set()
+            await idle
+            raise TimeoutError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "wait_for", late)
+            await world.evaluation.version_pending(3)
+        await world.serve(4)
+        await until(lambda: len(world.during) == 2)
+        assert [result.num_rollouts for result in world.during] == [2, 2]
+
+
+async def test_an_evaluation_before_training_shows_before_its_first_rollout_ends(tmp_path):
+    world = World(tmp_path, [1.0])
+    world.environment.gate = asyncio.Event()
+    task = asyncio.create_task(world.evaluation.before_training())
+    await settle()
+    assert world.policy.evaluated == 0.0 and world.shares == [0.0]  # the watchdog lets it work
+    world.environment.gate.set()
+    await task
+    assert world.policy.evaluated is None
+
+
+async def test_a_line_that_a_full_disk_tears_does_not_spoil_the_next(tmp_path, caplog):
+    results = EvalLog(tmp_path), EvalResult("held", 1, 0.5, 8, 0)
+    results[0].append("during", results[1])
+    path, (soft, hard) = tmp_path / "evals.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = path.read_text()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(whole) + 10, hard))
+    try:
+        results[0].append("during", results[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cannot write" in caplog.text
+    assert path.read_text() == whole
+    results[0].append("during", results[1])
+    assert len(EvalLog(tmp_path).results["during"]) == 2
 
 
 async def test_the_last_version_is_not_evaluated_between_steps(tmp_path):

@@ -112,6 +112,25 @@ def test_only_the_adapter_trains_and_only_it_is_published(
     assert (rounding.path(2) / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_the_tensors_of_an_announced_adapter_arrive_after_its_config(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, publisher = make_trainer(model_dir), Publisher(tmp_path, 1)
+    publisher.path(1).mkdir()  # as a version that a weight transport keeps in memory
+    publisher.announce(1)
+    listed, moved, replace = Path.iterdir, [], Path.replace
+
+    def note(path: Path, target: Path) -> Path:
+        moved.append(path.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter(sorted(listed(path), reverse=True)))
+    monkeypatch.setattr(Path, "replace", note)
+    publisher.write(trainer.model, 1)
+    # Engines load the folder as soon as tensors are in it.
+    assert moved == ["adapter_config.json", "adapter_model.safetensors"]
+
+
 def test_what_is_published_is_the_policy_that_trains(
     tmp_path: Path, model_dir: Path, batches: list[MicroBatch], pack: Any
 ) -> None:

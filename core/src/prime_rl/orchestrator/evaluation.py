@@ -16,8 +16,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from math import ceil
 from pathlib import Path
@@ -69,11 +71,14 @@ class EvalLog:
         """Add a result. If its line cannot be written, the run goes on."""
         self.results[when].append(result)
         line = {"step": result.policy_version, "when": when, **asdict(result)}
+        size = self.path.stat().st_size if self.path.exists() else 0
         try:
             with self.path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             log.error("cannot write to %s: %s", self.path, error)
+            with suppress(OSError):  # the next line must not continue a torn one
+                os.truncate(self.path, size)
 
 
 def free_slots(max_inflight: int, training: int) -> int:
@@ -156,7 +161,8 @@ class Evaluation(Observer):
         try:
             await asyncio.wait_for(self._idle.wait(), self._max_hold)
         except TimeoutError:
-            self._cut.set()
+            if not self._idle.is_set():  # else it has just ended, and the next one would be cut
+                self._cut.set()
             await self._idle.wait()
         self._held += time.perf_counter() - started
 
@@ -172,6 +178,8 @@ class Evaluation(Observer):
         self._idle.clear()
         self.total, self.finished = len(jobs), 0
         finished: dict[Job, Finished] = {}
+        if jobs:  # before the first rollout ends: the watchdog must see that we work
+            self._report(when)
         try:
             await self._sample(when, jobs, version, finished)
             for env in envs:

@@ -221,7 +221,8 @@ def _put(unfinished: Path, final: Path) -> None:
     if not final.exists():
         unfinished.rename(final)
         return
-    for file in unfinished.iterdir():
+    # The tensors last: from then on engines load the folder (``has_files``).
+    for file in sorted(unfinished.iterdir(), key=lambda file: file.suffix == ".safetensors"):
         file.replace(final / file.name)
     unfinished.rmdir()
 
