@@ -81,6 +81,14 @@ def test_errors_are_one_message_on_stderr_and_code_2(tmp_path, toml):
     )
 
 
+def test_a_forgotten_launcher_is_an_error_of_the_launcher(tmp_path, toml):
+    done = prime_rl("run", toml, "--launcher", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(
+        "error: launcher.type: no installed plugin offers the launcher '--dry-run' (installed: "
+    )
+
+
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """Installs a distribution of one module, for the processes that a test starts."""
@@ -315,6 +323,11 @@ def test_a_sound_algorithm_passes_the_check_with_code_0():
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
+def test_a_plugin_is_checked_by_the_import_name_of_its_distribution():
+    done = shown("check", "prime_rl_filters")
+    assert done.exit_code == 0 and done.stdout.startswith("plugin filters  3 passed\n")
+
+
 def test_settings_are_given_as_in_toml():
     teacher = ['teacher.name="t"', 'teacher.base_url="http://127.0.0.1:1/v1"']
     done = shown("check", "opd", "--set", teacher[0], "--set", teacher[1])
@@ -329,6 +342,12 @@ def test_a_setting_that_is_no_toml_is_an_error(tmp_path):
     done = prime_rl("plugins", "check", "grpo", "--set", "limit=many", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: --set: expected KEY=VALUE with a value as TOML writes it")
+
+
+def test_a_setting_that_no_checked_class_has_is_an_error(tmp_path):
+    done = prime_rl("plugins", "check", "rae", "--set", "decya=0.5", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: --set: decya: unknown key; did you mean 'decay'?\n"
 
 
 BROKEN = """

@@ -162,6 +162,12 @@ def test_a_wrong_key_inside_a_list_of_tables(toml):
     ]
 
 
+def test_a_table_in_place_of_a_list_of_tables_says_how_to_write_one(toml):
+    assert message(toml, LEAST + "[orchestrator.train.env]\nid = 'a'\n") == (
+        "orchestrator.train.env: expected a list, got a table. Write [[orchestrator.train.env]]"
+    )
+
+
 def test_held_out_envs_take_no_keys_that_only_training_reads(toml):
     for key in ("algo = { type = 'grpo' }", "ratio = 2.0"):
         text = LEAST + f"[[orchestrator.eval.env]]\nid = 'a'\n{key}\n"
@@ -182,6 +188,8 @@ def test_files_that_cannot_be_read(toml, tmp_path):
         load_config([toml("= 3")])
     with pytest.raises(ConfigError, match="not a TOML file"):
         load_config([tmp_path])
+    with pytest.raises(ConfigError, match=r"below\.toml: cannot be read: Not a directory"):
+        load_config([toml(LEAST) / "below.toml"])
 
 
 def test_a_config_is_frozen(toml):

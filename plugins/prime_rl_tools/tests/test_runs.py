@@ -106,6 +106,13 @@ def test_runs_without_a_supervisor_record(make):
     assert state_of(run_dir) == "dry run"
 
 
+def test_a_folder_with_another_run_json_is_no_run(make):
+    run_dir = make.run()
+    (run_dir / "configs" / "run.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"is no run directory: .*run\.json"):
+        run_info(run_dir)
+
+
 # -- how far --------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ def run(
 
     arguments, checkpoint = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
-    overrides += [] if launcher is None else ["--launcher.type", launcher]
+    overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
     config = load_config([Path(path) for path in paths], overrides)
     check(config)
     check_lora_names(config)

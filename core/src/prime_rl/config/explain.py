@@ -42,8 +42,11 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
         return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"
-    found = f" (got {problem['input']!r})" if not isinstance(problem["input"], dict) else ""
     said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    found = f" (got {problem['input']!r})"
+    if isinstance(problem["input"], dict):
+        is_list = said == EXPECTED["list_type"] and _fields_at(model, location)
+        found = f", got a table. Write [[{place}]]" if is_list else ""
     return f"{place}: {said}{found}"
 
 

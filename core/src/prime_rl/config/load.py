@@ -72,6 +72,8 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: no such file. Give the path of a TOML config.") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"{file}: not a TOML file: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,39 @@ def check(target: str | None, settings: Mapping[str, Any]) -> list[Report]:
         loaded = [manager.load_plugins(group) for group in GROUPS]
     except PluginError as error:
         return [_one("plugins", "installed", "loads", "failed", str(error))]
-    reports = [r for hooks in loaded for r in _check_hooks(hooks, target, settings, [])]
-    if target is not None and not reports:
-        described(target)  # raises, with the nearest names
-    return reports
+    if target is not None:
+        described(target)  # raises for an unknown one, with the nearest names
+    _check_keys(settings, [offer for hooks in loaded for offer in _chosen(hooks, target)])
+    return [r for hooks in loaded for r in _check_hooks(hooks, target, settings, [])]
+
+
+def _chosen(hooks: Hooks, target: str | None) -> list[Offered[Any]]:
+    """The classes that ``target`` names."""
+    offers = [(name, each) for name, own in offers_by_plugin(hooks).items() for _, each in own]
+    return [
+        offered
+        for name, offered in offers
+        if _is_whole(target, name, offered.source) or target == offered.cls.name
+    ]
+
+
+def _is_whole(target: str | None, plugin: str, source: Origin) -> bool:
+    """Whether ``target`` means everything that a plugin offers."""
+    package = source.distribution.replace("-", "_")
+    return target in (None, plugin, source.distribution, package)
+
+
+def _check_keys(settings: Mapping[str, Any], offers: Sequence[Offered[Any]]) -> None:
+    """Each class gets the settings that it has; one that no class has is refused."""
+    if any(each.cls.config_class.model_config.get("extra") == "allow" for each in offers):
+        return
+    known = sorted({key for offered in offers for key in offered.cls.config_class.model_fields})
+    for key in settings:
+        if key not in known:
+            close = get_close_matches(key, known, n=1)
+            here = f"known here: {', '.join(known) or 'none'}"
+            said = f"did you mean {close[0]!r}?" if close else here
+            raise ConfigError(f"--set: {key}: unknown key; {said}")
 
 
 def _is_path(target: str) -> bool:
@@ -49,14 +79,20 @@ def _check_folder(folder: Path, settings: Mapping[str, Any]) -> list[Report]:
     source = folder / "src" if (folder / "src").is_dir() else folder
     sys.path.insert(0, str(source.resolve()))
     reports: list[Report] = []
+    loaded: list[Hooks] = []
     for group, entries in groups.items():
         hooks = Hooks(group)
         try:
             for plugin, value in entries.items():
                 add_entry(hooks, EntryPoint(plugin, value, group), Origin(plugin, name, version))
-            reports += _check_hooks(hooks, None, settings, [*entries.values()])
+            offers_by_plugin(hooks)
+            loaded.append(hooks)
         except PluginError as error:
             reports.append(_one("plugin", name, "loads", "failed", str(error)))
+    if not reports:
+        _check_keys(settings, [offer for hooks in loaded for offer in _chosen(hooks, None)])
+    for hooks in loaded:
+        reports += _check_hooks(hooks, None, settings, [*groups[hooks.group].values()])
     return reports
 
 
@@ -86,7 +122,7 @@ def _check_hooks(
     offers = offers_by_plugin(hooks)
     modules = {e.name: e.value for e in installed_entries(hooks.group)}
     for index, (name, source) in enumerate(hooks.sources.items()):
-        whole = target in (None, name, source.distribution)
+        whole = _is_whole(target, name, source)
         chosen = [(k, o) for k, o in offers.get(name, ()) if whole or o.cls.name == target]
         if whole:
             value = values[index] if values else modules.get(name, "")

@@ -53,7 +53,7 @@ def run_info(run_dir: Path) -> RunInfo:
     try:
         max_steps = int(json.loads(config.read_text())["max_steps"])
         started = config.stat().st_mtime
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run_dir} is no run directory: {config}: {error}") from error
     row = last_batch(run_dir / "metrics.jsonl")
     return RunInfo(

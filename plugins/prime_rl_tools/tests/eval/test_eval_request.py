@@ -53,7 +53,9 @@ def test_an_invalid_command_line_is_refused_with_the_reason(tmp_path):
 
     expected = "expected one ENV, one RUN or TOML files"
     assert expected in refused(["a", "b"])
-    assert expected in refused(["a"], ["--bogus", "3"])
+    assert refused(["a"], ["--bogus", "3"]).startswith("--bogus: unknown option. prime-rl eval")
+    misspelt = refused(["a"], ["--base-ulr", "x"])
+    assert misspelt.startswith("--base_ulr: unknown option; did you mean --base-url?")
     assert expected in refused([])
     file = tmp_path / "run.toml"
     file.write_text("seed = 1\n")
@@ -89,6 +91,9 @@ def test_an_endpoint_that_takes_no_tokens_is_refused_for_a_run(tmp_path):
     for file in (run_dir / "model").iterdir():
         file.unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer in .*weights nor in .*model"):
+        run_renderer(run_dir)
+    (run_dir / "configs/launch.json").unlink()  # as after a dry run
+    with pytest.raises(ConfigError, match=r"no tokenizer in .*weights\. Evaluate an ENV"):
         run_renderer(run_dir)
 
 

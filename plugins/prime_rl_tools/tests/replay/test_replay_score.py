@@ -229,6 +229,15 @@ def test_a_run_that_cannot_be_replayed_is_refused_with_the_reason(tmp_path, argu
 def test_a_folder_that_is_no_run_and_a_run_without_rollouts_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="not a run directory"):
         read_run_config(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/run.json").write_text('{"max_step": 3}')
+    with pytest.raises(
+        ConfigError, match=r"(?s)run\.json: .*max_step: unknown key; did you mean 'max_s"
+    ):
+        read_run_config(tmp_path)
+    (tmp_path / "configs/run.json").write_text('{"max')
+    with pytest.raises(ConfigError, match=r"(?s)run\.json: not a config of this version.*JSON"):
+        read_run_config(tmp_path)
     with pytest.raises(RunError, match="save_rollouts"):
         read_steps(tmp_path)
 

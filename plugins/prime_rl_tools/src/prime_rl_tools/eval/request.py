@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
 from prime_rl.config.load import installed_defaults, merge, parse_overrides, read_toml, set_at
 from prime_rl.config.orchestrator import EvalConfig, OrchestratorConfig
-from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
 from prime_rl.errors import ConfigError
@@ -26,6 +26,7 @@ from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.launch import Launch
 from prime_rl_tools.commands.options import AnySettings, validated
 from prime_rl_tools.eval.settings import EvalSettings
+from prime_rl_tools.replay.score import read_run_config
 from prime_rl_tools.serve.request import read_key
 
 PROBE_SECONDS = 10.0
@@ -123,8 +124,10 @@ def _is_taskset(name: str) -> bool:
 
 def run_renderer(run_dir: Path) -> RunRenderer:
     """The renderer of a run, and the folder of its tokenizer. Raises ``ConfigError``."""
-    config = RunConfig.model_validate_json((run_dir / RUN_JSON).read_bytes())
-    folders = [run_dir / "weights", Path(Launch.read(run_dir).model_path)]
+    config = read_run_config(run_dir)
+    folders = [run_dir / "weights"]
+    with suppress(OSError, msgspec.MsgspecError):  # a run that never started has no such file
+        folders.append(Path(Launch.read(run_dir).model_path))
     folder = next((each for each in folders if (each / "tokenizer_config.json").exists()), None)
     if folder is None:
         raise ConfigError(
@@ -138,26 +141,25 @@ def run_renderer(run_dir: Path) -> RunRenderer:
 def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSettings) -> EvalConfig:
     """``[orchestrator.eval]`` of TOML files, of a run, or of one environment's id, with the
     settings laid over every env. Raises ``ConfigError``."""
+    pairs = parse_overrides(overrides)
+    for path, _ in pairs:
+        if path[:2] != ["orchestrator", "eval"]:
+            raise ConfigError(_unknown_option(path))
     run_dir = run_named(what)
     table: dict[str, Any] = {}
     if run_dir is not None:
-        table = json.loads((run_dir / RUN_JSON).read_text())
+        table = read_run_config(run_dir).model_dump(mode="json")
     elif what and all(word.endswith(".toml") for word in what):
         for word in what:
             table = merge(table, read_toml(Path(word)))
-    elif len(what) == 1 and not overrides:
+    elif len(what) == 1 and not pairs:
         table["orchestrator"] = {"eval": {"env": [{"id": what[0]}]}}
     else:
         raise ConfigError(
             f"{' '.join([*what, *overrides])!r}: expected one ENV, one RUN or TOML files, "
             "then options; prime-rl eval --help lists them"
         )
-    for path, value in parse_overrides(overrides):
-        if path[:2] != ["orchestrator", "eval"]:
-            raise ConfigError(
-                f"--{'.'.join(path)}: unknown option. prime-rl eval takes --orchestrator.eval.KEY "
-                "and what --help lists"
-            )
+    for path, value in pairs:
         set_at(table, path, value)
     whole = merge(installed_defaults(), table).get("orchestrator")
     evaluation = _validated(OrchestratorConfig, whole, "orchestrator").eval
@@ -166,6 +168,15 @@ def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSetti
     laid = evaluation.model_dump(exclude_unset=True)
     laid["env"] = [merge(env, settings.laid_over()) for env in laid["env"]]
     return _validated(EvalConfig, laid, "orchestrator.eval")
+
+
+def _unknown_option(path: Sequence[str]) -> str:
+    close = get_close_matches(".".join(path), EvalSettings.model_fields, n=1)
+    hint = f"; did you mean --{close[0].replace('_', '-')}?" if close else "."
+    return (
+        f"--{'.'.join(path)}: unknown option{hint} prime-rl eval takes --orchestrator.eval.KEY and "
+        "what --help lists"
+    )
 
 
 def _validated(model: type[AnySettings], table: object, where: str) -> AnySettings:

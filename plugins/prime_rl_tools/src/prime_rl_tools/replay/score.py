@@ -14,6 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
@@ -30,12 +33,18 @@ Algorithms = Mapping[str, AlgoConfig]
 
 
 def read_run_config(run_dir: Path) -> RunConfig:
-    """The resolved config of a run. Raises ``ConfigError`` if the folder is not a run."""
+    """The resolved config of a run. Raises ``ConfigError`` if the folder is not a run, or one that
+    this version cannot read."""
     path = run_dir / "configs" / "run.json"
     try:
         return RunConfig.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{run_dir}: not a run directory: no {path.name} in configs/") from error
+    except ValidationError as error:
+        raise ConfigError(
+            f"{path}: not a config of this version of prime-rl; use the one that wrote it "
+            f"({run_dir / 'plugins.json'}):\n{explain(error, RunConfig)}"
+        ) from error
 
 
 def algorithms_of(config: RunConfig, envs: Sequence[str] = ()) -> dict[str, AlgoConfig]:
