@@ -65,7 +65,7 @@ class EnginePool:
         self._waiting, self._starting = 0, False
         self._said: str | None = None
         self._changed = asyncio.Event()
-        self._watching: asyncio.Future[Any] | None = None
+        self._watching: list[asyncio.Task[None]] = []
 
     @property
     def urls(self) -> list[str]:
@@ -79,8 +79,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Stop looking at the engines, and close the connections."""
-        if self._watching is not None:
-            await end(self._watching)
+        await asyncio.gather(*map(end, self._watching))
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
     # -- requests ---------------------------------------------------------------------------------
@@ -197,14 +196,16 @@ class EnginePool:
 
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
         """Raises ``kind`` for what waiting does not change."""
-        if self._watching is not None and self._watching.done():
-            self._watching.result()  # a bug
+        for watching in self._watching:
+            if watching.done():
+                watching.result()  # a bug
 
     def _watch_all(self) -> None:
         """Look at every engine until ``close``, and let it serve when it can."""
-        if self._watching is None:
-            self._watching = asyncio.gather(*map(self._watch, self.engines))
-            self._watching.add_done_callback(lambda future: self._notify())
+        if not self._watching:
+            self._watching = [asyncio.create_task(self._watch(each)) for each in self.engines]
+            for watching in self._watching:
+                watching.add_done_callback(lambda task: self._notify())
 
     async def _watch(self, engine: Engine) -> None:
         while True:
