@@ -22,6 +22,7 @@ from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.sampler import Sampler, Source
+from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
@@ -60,12 +61,13 @@ ENGINE = Kind("engine", Engine, "inference.engine")
 MONITOR = Kind("monitor", Monitor, "monitors.<name>")
 MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
+VIEW = Kind("view", RunView, "view.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
-    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, LOSS),
-    WEIGHT_TRANSPORT,
+    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, VIEW),
+    *(LOSS, WEIGHT_TRANSPORT),
 )
 
 
