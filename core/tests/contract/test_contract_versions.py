@@ -5,7 +5,6 @@ A later core is a module of hookspecs put in the place of ours.
 
 from __future__ import annotations
 
-import json
 import warnings
 from types import ModuleType
 
@@ -15,7 +14,7 @@ from prime_rl import CONTRACT_VERSION, Algorithm, PluginConfig, PluginError, hoo
 from prime_rl.plugins import checks, hookspecs, manager
 from prime_rl.plugins.deprecation import deprecated, deprecations
 from prime_rl.plugins.hookspecs import hookspec
-from prime_rl.plugins.manager import Hooks, load_plugins, write_versions
+from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.plugins.offers import ALGORITHM, collect
 from prime_rl.testing import check_algorithm, make_group, score
 
@@ -205,14 +204,3 @@ def test_marked_parts_go_with_a_later_version_and_we_use_none():
     assert all(each.gone_in > CONTRACT_VERSION for each in marked)
     assert warned(lambda: [load_plugins(group) for group in manager.GROUPS]) == []
     assert warned(lambda: check_algorithm(Old(PluginConfig()))) == []
-
-
-def test_the_versions_of_both_sides(tmp_path):
-    hooks = load_plugins(disabled=["wandb"])
-    write_versions(tmp_path, hooks, disabled=["losses"])
-    found = json.loads((tmp_path / "plugins.json").read_text())
-    rows = {(row["group"], row["plugin"]): row for row in found["plugins"]}
-    assert rows["prime_rl", "core"]["distribution"] == "prime-rl-core"
-    assert rows["prime_rl", "core"]["version"] == found["packages"]["prime-rl-core"]
-    assert ("prime_rl", "wandb") not in rows and ("prime_rl.trainer", "losses") not in rows
-    assert any(group == "prime_rl.trainer" for group, _ in rows)
