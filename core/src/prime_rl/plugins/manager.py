@@ -7,6 +7,7 @@ errors here: at start-up, they name the plugin, its distribution, the fault and 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,12 @@ from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.checks import check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.trace import trace_calls, wanted
 from prime_rl.rollout import Group, Rollout, Sample
 
 UNKNOWN = "unknown distribution"
+TRACE = "PRIME_RL_TRACE"
+"""Environment variable: print every hook call, by the function in the entry-point group
+``prime_rl.tracers``."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,11 @@ class Hooks(pluggy.PluginManager):
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
-        if registered is not None and wanted():
-            trace_calls(self, registered, self.label)
+        if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
+            if not (tracers := entry_points(group="prime_rl.tracers")):
+                raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
+            for entry in tracers:
+                entry.load()(self, registered, self.label)
         return registered
 
     async def score_rollout(self, rollout: Rollout) -> None:
