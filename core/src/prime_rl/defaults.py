@@ -9,7 +9,7 @@ from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.sampler import Sampler
-from prime_rl.run.local import LocalLauncher
+from prime_rl.run.children import LocalLauncher
 
 
 @hookimpl

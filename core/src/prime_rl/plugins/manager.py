@@ -23,7 +23,6 @@ from prime_rl.plugins.checks import check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.rollout import Group, Rollout, Sample
 
-UNKNOWN = "unknown distribution"
 TRACE = "PRIME_RL_TRACE"
 """Environment variable: print every hook call, by the function in the entry-point group
 ``prime_rl.tracers``."""
@@ -166,9 +165,8 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
 
 
 def source_of(entry: EntryPoint) -> Origin:
-    """The distribution of an entry point."""
     if entry.dist is None:
-        return Origin(entry.name, UNKNOWN, "")
+        return Origin(entry.name, "unknown distribution", "")
     return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 
