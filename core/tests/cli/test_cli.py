@@ -149,6 +149,19 @@ def test_help_shows_the_commands():
     assert shown.exit_code == 0 and "run" in shown.stdout and "plugins" in shown.stdout
 
 
+def test_core_alone_has_the_command_run_and_no_other(tmp_path):
+    alone = "import importlib.metadata as m; m.entry_points = lambda **_: ()"
+    code = f"{alone}; import sys; from prime_rl.cli import main; main()"
+
+    def typed(*words):
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    shown = typed("--help")
+    assert shown.returncode == 0 and "run" in shown.stdout and "report" not in shown.stdout
+    assert "No such command 'list'" in typed("plugins", "list").stderr
+
+
 def test_the_help_loads_no_plugin_without_commands():
     code = (
         "import sys; from prime_rl.cli.app import app\n"
