@@ -52,3 +52,4 @@ from prime_rl.rollout import Group as Group
 from prime_rl.rollout import LossComponent as LossComponent
 from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample
+from prime_rl.rundir.chat_template import ChatTemplate as ChatTemplate

@@ -51,7 +51,6 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
-    """The field names of the table at ``location``."""
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):

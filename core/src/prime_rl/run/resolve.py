@@ -68,10 +68,9 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
         return Engine(PluginConfig())
     cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
     where = f"inference.{inference.engine}"
-    if inference.unread:
+    if unread := [key for key in inference.model_extra or {} if key != inference.engine]:
         raise ConfigError(
-            f"inference.{inference.unread[0]}: unknown key; the engine's own settings go into "
-            f"[{where}]"
+            f"inference.{unread[0]}: unknown key; the engine's own settings go into [{where}]"
         )
     return cls(settings_of(cls, ENGINE, inference.settings, where))
 
