@@ -34,6 +34,7 @@ TABLES = {
     "model": '[model] name = "{}"',
     "launcher": '[launcher] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
+    "trainer_observer": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',
 }
 """The table that holds an offer's settings, by kind."""
