@@ -32,7 +32,7 @@ from prime_rl.trainer.attention import NAMES, register
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.loop import Trainer
 from prime_rl.wire import MicroBatch
-from prime_rl_trainer_observers.device_usage import mfu, model_cost, peak_flops, peak_memory
+from prime_rl_observers.device_usage import mfu, model_cost, peak_flops, peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

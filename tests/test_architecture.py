@@ -59,7 +59,7 @@ FOR_OBSERVERS = {
 }
 """Further modules and folders for an observer of the trainer that is released with core."""
 
-HAS_OBSERVERS = {"prime_rl_trainer_observers"}
+HAS_OBSERVERS = {"prime_rl_observers"}
 
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
@@ -165,7 +165,7 @@ def test_losses_transports_and_observers_are_offered_to_the_trainer() -> None:
     offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
     assert offering == [
         *("prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_losses"),
-        "prime_rl_trainer_observers",
+        "prime_rl_observers",
     ]
 
 

@@ -143,9 +143,9 @@ def test_filters_by_slot():
         ({"trainer": {"token_export": {"zz": 1}}},
          "trainer.token_export (trainer_observer 'token_export').zz: unknown key"),
         ({"trainer": {"token_export": {"enabled": True}},
-          "plugins": {"disabled": ["trainer_observers"]}},
+          "plugins": {"disabled": ["observers"]}},
          "trainer.token_export: no installed plugin offers the trainer_observer 'token_export' "
-         "(installed: none). Install the package that brings it: pip install prime-rl-trainer-obs"),
+         "(installed: none). Install the package that brings it: pip install prime-rl-observers"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
         ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),

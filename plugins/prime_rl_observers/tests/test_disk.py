@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from prime_rl import PluginConfig
-from prime_rl_trainer_observers import Disk
+from prime_rl_observers import Disk
 
 
 def test_the_disk_under_a_folder(tmp_path: Path) -> None:

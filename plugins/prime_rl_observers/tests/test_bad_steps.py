@@ -12,7 +12,7 @@ import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, RunError
 from prime_rl.trainer.loop import Trainer
-from prime_rl_trainer_observers.bad_steps import worst_samples
+from prime_rl_observers.bad_steps import worst_samples
 
 
 class Ratio(Loss):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prime_rl import PluginConfig
-from prime_rl_trainer_observers import SlowSteps
+from prime_rl_observers import SlowSteps
 
 
 def test_a_step_of_ten_times_the_median_says_where_the_time_went(

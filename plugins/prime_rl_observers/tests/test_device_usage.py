@@ -23,7 +23,7 @@ from prime_rl.trainer.attention import Continuation, Documents
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.lora import add_lora
 from prime_rl.trainer.packed_row import make_row
-from prime_rl_trainer_observers.device_usage import mfu, model_cost, num_pairs, peak_flops, peak_of
+from prime_rl_observers.device_usage import mfu, model_cost, num_pairs, peak_flops, peak_of
 
 CPU = torch.device("cpu")
 BLOCK = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8 + 3 * 32 * 64
@@ -224,7 +224,7 @@ class Silent(Loss):
 def test_each_step_counts_its_own_operations(
     make_trainer: Callable[..., Trainer], pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prime_rl_trainer_observers.device_usage.peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr("prime_rl_observers.device_usage.peak_flops", lambda *_: 1e12)
     trainer = make_trainer(Silent, {})
     cost = model_cost(trainer.model)
     assert cost is not None

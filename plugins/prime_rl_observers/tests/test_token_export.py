@@ -19,7 +19,7 @@ from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
-from prime_rl_trainer_observers.token_export import JsonLines, TokenExport, TokenExportConfig
+from prime_rl_observers.token_export import JsonLines, TokenExport, TokenExportConfig
 
 CPU = torch.device("cpu")
 ON = {"token_export": {"enabled": True}}
@@ -287,10 +287,10 @@ def test_a_full_disk_costs_the_export_of_that_step_and_not_the_run(
 def test_parquet_without_pyarrow_is_refused_with_the_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prime_rl_trainer_observers.token_export.find_spec", lambda name: None)
+    monkeypatch.setattr("prime_rl_observers.token_export.find_spec", lambda name: None)
     TokenExportConfig(enabled=True)
     TokenExportConfig(format="parquet")  # off: nothing to refuse
     with pytest.raises(
-        ValueError, match=r"pyarrow is not installed.*prime-rl-trainer-observers\[parquet\]"
+        ValueError, match=r"pyarrow is not installed.*prime-rl-observers\[parquet\]"
     ):
         TokenExportConfig(enabled=True, format="parquet")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from prime_rl import TrainerObserver, hookimpl
-from prime_rl_trainer_observers.bad_steps import BadSteps
-from prime_rl_trainer_observers.device_usage import DeviceUsage
-from prime_rl_trainer_observers.disk import Disk
-from prime_rl_trainer_observers.slow_steps import SlowSteps
-from prime_rl_trainer_observers.token_export import TokenExport
+from prime_rl_observers.bad_steps import BadSteps
+from prime_rl_observers.device_usage import DeviceUsage
+from prime_rl_observers.disk import Disk
+from prime_rl_observers.slow_steps import SlowSteps
+from prime_rl_observers.token_export import TokenExport
 
 
 @hookimpl

@@ -74,7 +74,7 @@ class TokenExportConfig(PluginConfig):
     enabled: bool = False
     """Write them. Costs time and disk: some hundred bytes per token as JSON."""
     format: Literal["jsonl", "parquet"] = "jsonl"
-    """``parquet`` needs pyarrow: ``pip install "prime-rl-trainer-observers[parquet]"``."""
+    """``parquet`` needs pyarrow: ``pip install "prime-rl-observers[parquet]"``."""
     interval: PositiveInt = 1
     """Steps between exports."""
 
@@ -83,7 +83,7 @@ class TokenExportConfig(PluginConfig):
         if self.enabled and self.format == "parquet" and find_spec("pyarrow") is None:
             raise ConfigError(
                 'format is "parquet", but pyarrow is not installed. Install it '
-                '(pip install "prime-rl-trainer-observers[parquet]") or set format = "jsonl".'
+                '(pip install "prime-rl-observers[parquet]") or set format = "jsonl".'
             )
         return self
 
