@@ -33,6 +33,7 @@ TABLES = {
     "monitor": "[monitors.{}]",
     "model": '[model] name = "{}"',
     "launcher": '[launcher] type = "{}"',
+    "view": '[view] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
     "trainer_observer": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',

@@ -24,6 +24,7 @@ from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.trainer_observer import TrainerObserver
+from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
@@ -62,13 +63,14 @@ ENGINE = Kind("engine", Engine, "inference.engine")
 MONITOR = Kind("monitor", Monitor, "monitors.<name>")
 MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
+VIEW = Kind("view", RunView, "view.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
 TRAINER_OBSERVER = Kind("trainer_observer", TrainerObserver, "trainer.<name>")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
-    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, LOSS),
-    *(TRAINER_OBSERVER, WEIGHT_TRANSPORT),
+    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, VIEW),
+    *(LOSS, TRAINER_OBSERVER, WEIGHT_TRANSPORT),
 )
 
 

@@ -22,6 +22,7 @@ from prime_rl.plugins.offers import (
     MONITOR,
     RENDERER,
     SAMPLER,
+    VIEW,
     collect,
     make_observers,
     select,
@@ -51,6 +52,7 @@ def check(config: RunConfig) -> Hooks:
     cls(settings).check(config.model.name)
     for name, table in config.monitors.items():
         choose(MONITOR, name, table, hooks, f"monitors.{name}")
+    choose(VIEW, config.view.type, config.view.settings, hooks, "view")
     check_engine(config, hooks)
     _check_deployment(config, hooks)
     _check_broadcast(config, hooks, trainer)
