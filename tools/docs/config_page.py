@@ -35,6 +35,7 @@ TABLES = {
     "launcher": '[launcher] type = "{}"',
     "view": '[view] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
+    "trainer_observer": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',
 }
 """The table that holds an offer's settings, by kind."""

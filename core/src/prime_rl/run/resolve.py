@@ -24,6 +24,7 @@ from prime_rl.plugins.offers import (
     SAMPLER,
     VIEW,
     collect,
+    make_observers,
     select,
     settings_of,
 )
@@ -56,6 +57,7 @@ def check(config: RunConfig) -> Hooks:
     _check_deployment(config, hooks)
     _check_broadcast(config, hooks, trainer)
     choose(LOSS, loss.type, loss.settings, trainer, "trainer.loss")
+    make_observers(config.trainer.settings, trainer)
     check_tasksets(config, hooks)
     return hooks
 
