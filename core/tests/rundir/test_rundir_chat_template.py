@@ -42,9 +42,8 @@ def test_a_renderer_that_compares_nothing_is_reported(run_dir, monkeypatch, capl
     assert "Renderer 'plain' compares no template with its own output" in chosen.warning
     assert chosen.warning in caplog.text
     summary = {"sampled_reward": {"first": None}, "eval": {"after": []}, "plot": "x.png"}
-    (run_dir / "summary.json").write_text(json.dumps(summary))
     console = Console(record=True, width=400, file=io.StringIO())
-    print_summary(console, run_dir)
+    print_summary(console, run_dir, summary)
     assert f"WARNING  {chosen.warning}" in console.export_text()
 
 
