@@ -18,6 +18,8 @@ OTHER_MEANINGS = {
     ("orchestrator/chat_template.py", "default"),  # transformers' name of a chat template
     ("cli/plugin_tables.py", "default"),  # the default of a setting
     ("cli/plugin_facts.py", "default"),
+    ("run/resolve.py", "evals"),  # the observer that [orchestrator.eval] asks for
+    ("run/resolve.py", "save_rollouts"),  # the key that asks for the observer of this name
 }
 """Words of core that happen to be the name of a plugin's class, by file."""
 

@@ -6,12 +6,15 @@ import json
 import pytest
 from rich.console import Console
 
-from prime_rl.orchestrator.evals import EvalResult
-from prime_rl.orchestrator.evaluation import EvalLog
-from prime_rl.orchestrator.summary import read_curve, running_mean, write_summary, write_versions
+from prime_rl.orchestrator.summary import (
+    read_curve,
+    read_evals,
+    running_mean,
+    write_summary,
+    write_versions,
+)
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.run.report import print_summary
-from prime_rl.run.resume import rewind
 
 REWARD = "train/agg/all/reward/mean"
 
@@ -19,7 +22,8 @@ REWARD = "train/agg/all/reward/mean"
 def result(reward, version=0):
     talk = [["user", "say  it\nbackwards"], ["assistant", "ti yas"]]
     shown = [{"reward": reward, "messages": talk, "error": None}]
-    return EvalResult("held", version, reward, 8, 1, {"lcs": 0.5}, shown)
+    sizes = {"num_rollouts": 8, "num_failed": 1}
+    return {"env": "held", "policy_version": version, "reward": reward, "shown": shown, **sizes}
 
 
 def run_with(tmp_path, rewards):
@@ -106,29 +110,19 @@ def test_a_single_evaluation_is_not_compared_with_itself(tmp_path):
     assert "→" not in printed(tmp_path)
 
 
-def test_a_resumed_run_has_the_results_before_its_first_step(tmp_path):
-    for when, step in (("before", 0), ("during", 2), ("after", 4)):
-        EvalLog(tmp_path).append(when, result(0.1 * step, step))
-    rewind(tmp_path, 2)
-    found = EvalLog(tmp_path).results
-    assert [(r.policy_version, r.reward) for r in found["before"]] == [(0, 0.0)]
-    assert [(r.policy_version, r.reward) for r in found["during"]] == [(2, 0.2)]
-    assert found["before"] == [result(0.0, 0)] and found["after"] == []
-    write_summary(tmp_path, found | {"after": [result(0.75, 6)]})
-    assert "0.000 → 0.750" in printed(tmp_path)
-
-
-def test_a_result_after_an_attempt_is_one_during_the_resumed_run(tmp_path):
-    EvalLog(tmp_path).append("after", result(0.5, 4))
-    rewind(tmp_path, 4)
-    found = {"before": [], "during": [result(0.5, 4)], "after": []}
-    assert EvalLog(tmp_path).results == found
-    assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}
+def test_evaluations_are_read_by_when_they_were_made(tmp_path):
+    rows = [("before", 0), ("during", 2), ("after", 4), ("during", 6), ("after", 8)]
+    lines = [json.dumps({"step": at, "when": when, **result(0.1, at)}) for when, at in rows]
+    (tmp_path / "evals.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    found = read_evals(tmp_path, last=8)  # what ended at step 4 was resumed
+    assert found["before"] == [result(0.1, 0)] and found["after"] == [result(0.1, 8)]
+    assert [each["policy_version"] for each in found["during"]] == [2, 4, 6]
+    assert read_evals(tmp_path / "none", last=8) == {"before": [], "during": [], "after": []}
 
 
 def test_markup_in_a_reply_is_shown_unchanged(tmp_path):
     shown = [{"reward": 1.0, "messages": [["user", "[bold]hi[/]"], ["assistant", "[/red]"]]}]
-    odd = EvalResult("held", 0, 0.5, 1, 0, {}, shown)
+    odd = result(0.5) | {"shown": shown}
     write_summary(tmp_path, {"before": [odd], "after": [odd]})
     assert "[bold]hi[/]" in printed(tmp_path) and "[/red]" in printed(tmp_path)
 

@@ -18,10 +18,9 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.chat_template import write_chat_template
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
-from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
-from prime_rl.orchestrator.summary import write_summary, write_versions
+from prime_rl.orchestrator.summary import read_evals, write_summary, write_versions
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.launch import Launch, wait_for_model
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
@@ -90,8 +89,8 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     async with AsyncExitStack() as stack:
         try:
             with _cancelled_by(stop, launch, status):
-                orchestrator, evaluation = await _build(stack, run)
-            await _train(orchestrator, evaluation, stop)
+                orchestrator = await _build(stack, run)
+            await _train(orchestrator, stop)
             _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
             if isinstance(error, PrimeRLError):
@@ -120,15 +119,14 @@ def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> I
         is_building = False
 
 
-async def _train(
-    orchestrator: Orchestrator, evaluation: Evaluation, stop: asyncio.Task[None]
-) -> None:
+async def _train(orchestrator: Orchestrator, stop: asyncio.Task[None]) -> None:
     """The run itself, and its summary."""
     run = orchestrator.context
     last = await orchestrator.run(stop)
     if last is None or last >= run.launch.first_step:
         run.status.report("writing the summary")
-        write_summary(run.run_dir, evaluation.eval_log.results, last)
+        results = read_evals(run.run_dir, last or run.config.max_steps)
+        write_summary(run.run_dir, results, last)
     if last is None:
         run.status.report(DONE)
     else:
@@ -147,7 +145,7 @@ def _exit_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, Evaluation]:
+async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     """Everything the loop holds, ready to run; ``stack`` closes it."""
     config, launch, run_dir = run.config, run.launch, run.run_dir
     if launch.wait_for_model:
@@ -158,9 +156,9 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     stack.push_async_callback(engines.fleet.close)
     shared = build.build_shared(run, engines)
     write_chat_template(run, shared.renderer)
-    envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
-    for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
-        await stack.enter_async_context(environment)
+    envs = build.build_train_envs(shared)
+    for env in envs:
+        await stack.enter_async_context(env.environment)
     for env in envs:
         stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
@@ -172,8 +170,12 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
         stack.callback(monitor.close)
     wire = make_sender(launch, run_dir)
     stack.callback(wire.close)
+    orchestrator = build.build_orchestrator(shared, envs, monitors, wire)
+    for observer in orchestrator.observers:
+        stack.push_async_callback(observer.close)
+        await observer.setup()
     await _wait_for_models(stack, run, engines, envs)
-    return build.build_orchestrator(shared, envs, eval_envs, monitors, wire)
+    return orchestrator
 
 
 async def _wait_for_models(

@@ -7,11 +7,10 @@ import json
 import platform
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
-from prime_rl.orchestrator.evals import EvalResult
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, installed_entries
 
@@ -21,6 +20,10 @@ PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", 
 REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
+
+
+Results = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Evaluations by when they were made: ``before``, ``during`` or ``after`` training."""
 
 
 def write_versions(run_dir: Path, hooks: Hooks, disabled: Collection[str] = ()) -> None:
@@ -44,9 +47,7 @@ def write_versions(run_dir: Path, hooks: Hooks, disabled: Collection[str] = ()) 
     (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
-def write_summary(
-    run_dir: Path, results: Mapping[str, Sequence[EvalResult]], stopped_at: int | None = None
-) -> None:
+def write_summary(run_dir: Path, results: Results, stopped_at: int | None = None) -> None:
     """Write ``summary.json`` and ``learning_curve.png`` into the run directory. ``stopped_at``: the
     last step of a run that the user stopped."""
     rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
@@ -63,12 +64,24 @@ def write_summary(
             "window": window,
         },
         "plugins": {row["distribution"]: row["version"] for row in plugins},
-        "eval": {when: [asdict(result) for result in listed] for when, listed in results.items()},
+        "eval": results,
         "plot": "learning_curve.png",
     }
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
     _plot_curve(run_dir / "learning_curve.png", rewards, results, title=title)
+
+
+def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
+    """The lines of ``evals.jsonl``, by when they were measured. ``last``: the last step of the run.
+    What an earlier attempt measured after its training was measured during that of the run."""
+    found: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
+    path = run_dir / "evals.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        result = json.loads(line)
+        step, when = result.pop("step"), result.pop("when")
+        found["during" if when == "after" and step < last else when].append(result)
+    return found
 
 
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
@@ -82,7 +95,7 @@ def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
 def _plot_curve(
     path: Path,
     rewards: Sequence[tuple[int, float]],
-    results: Mapping[str, Sequence[EvalResult]],
+    results: Results,
     title: str,
 ) -> None:
     """Sampled reward over steps, its running mean, and the held-out evaluations."""
@@ -97,7 +110,7 @@ def _plot_curve(
     axes.plot(steps, running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
     held_out: dict[str, list[tuple[int, float]]] = {}
     for result in (result for listed in results.values() for result in listed):
-        held_out.setdefault(result.env, []).append((result.policy_version, result.reward))
+        held_out.setdefault(result["env"], []).append((result["policy_version"], result["reward"]))
     for env, points in sorted(held_out.items()):
         versions, means = zip(*points, strict=True)
         style = {"color": "#d9822b", "markersize": 6, "linewidth": 1}

@@ -21,6 +21,7 @@ from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.weight_transports import WeightTransport
 
@@ -58,6 +59,7 @@ SAMPLER = Kind("sampler", Sampler, "orchestrator.sampler.type")
 SOURCE = Kind("source", Source, "algo.sampling.source.type")
 ENGINE = Kind("engine", Engine, "inference.engine")
 MONITOR = Kind("monitor", Monitor, "monitors.<name>")
+OBSERVER = Kind("observer", Observer, "observers.<name>")
 MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
@@ -65,7 +67,7 @@ WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.t
 
 KINDS: tuple[Kind[Any], ...] = (
     *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, LOSS),
-    WEIGHT_TRANSPORT,
+    *(OBSERVER, WEIGHT_TRANSPORT),
 )
 
 

@@ -1,8 +1,9 @@
-"""The commands around a run: look at it, replay it, evaluate and serve its weights, stop it."""
+"""The commands around a run: look at it, replay it, evaluate and serve its weights, stop it. And
+the observer that saves the rollouts they read."""
 
 import typer
 
-from prime_rl import hookimpl
+from prime_rl import Observer, hookimpl
 
 
 @hookimpl
@@ -20,3 +21,11 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("runs")(runs.runs)
     cli.command("status")(runs.status)
     cli.command("stop")(runs.stop)
+
+
+@hookimpl
+def register_observers() -> list[type[Observer]]:
+    """Offer ``save_rollouts``."""
+    from prime_rl_tools.rollouts import SaveRollouts
+
+    return [SaveRollouts]
