@@ -50,7 +50,8 @@ def decode_rollouts(path: Path) -> dict[str, Any]:
     """What ``encode_rollouts`` got, by name, with each rollout as a ``StoredRollout``. Raises
     ``RunError`` if the file is truncated or of another kind."""
     try:
-        record = {"waiting": [], "frames": []} | msgspec.msgpack.decode(path.read_bytes())
+        record: dict[str, Any] = {"waiting": [], "frames": []}
+        record |= msgspec.msgpack.decode(path.read_bytes())
         for name in ("rollouts", "waiting"):
             record[name] = [_stored(row) for row in record[name]]
         return record

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
-from prime_rl.orchestrator.records import StoredRollout, decode_rollouts, encode_rollouts
+from prime_rl.orchestrator.records import StoredRollout as StoredRollout
+from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.buffer import Batch
