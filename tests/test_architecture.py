@@ -195,7 +195,7 @@ def test_core_imports_of_others_what_its_pyproject_declares() -> None:
 def test_the_slim_core_imports_nothing_of_its_extra_when_a_plugin_is_written() -> None:
     """``prime_rl`` and its test kit can be imported with the base dependencies alone."""
     extra = declared(ROOT / "core") - declared(ROOT / "core", extras=False)
-    assert {"torch", "verifiers", "zmq", "renderers", "matplotlib"} <= extra
+    assert {"torch", "verifiers", "zmq", "renderers", "psutil"} <= extra
     loaded = modules_loaded_by("import prime_rl, prime_rl.testing")
     assert loaded & extra == set()
 

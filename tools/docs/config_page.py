@@ -34,6 +34,7 @@ TABLES = {
     "observer": "[observers.{}]",
     "model": '[model] name = "{}"',
     "launcher": '[launcher] type = "{}"',
+    "view": '[view] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
     "weight_transport": '[weight_broadcast] type = "{}"',
 }

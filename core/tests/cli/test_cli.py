@@ -210,6 +210,7 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
         "samplers": ["standard"],
         "monitors": ["file"],
         "launchers": ["local"],
+        "views": ["lines"],
     }
     assert rows["grpo"]["distribution"] == "prime-rl-grpo"
     assert rows["grpo"]["offers"] == {"algorithms": ["grpo", "hierarchical_grpo", "max_rl", "rae"]}

@@ -1,21 +1,18 @@
 """The exported chat template renders what the run's renderer renders, or the run reports the
 difference."""
 
-import io
 import json
 from types import SimpleNamespace
 
 import pytest
 from renderers import Qwen3RendererConfig, create_renderer
 from renderers.qwen3 import Qwen3Renderer
-from rich.console import Console
 from transformers import AutoTokenizer
 
 from prime_rl.config.load import build_config
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.orchestrator.chat_template import choose, write_chat_template
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.run.report import print_summary
 from prime_rl.rundir.chat_template import ChatTemplate, put_chat_template, read_chat_template
 from prime_rl_environments.tasks import LOOKUP_SCHEMA
 from prime_rl_environments.tiny.chat import build_chat_tokenizer
@@ -142,11 +139,6 @@ def test_a_renderer_without_a_matching_template_is_reported(run_dir, caplog):
     assert "the renderer '!' (" in chosen.difference
     assert chosen.warning in caplog.text
     assert "no chat template renders what the run's renderer renders" in chosen.warning
-    summary = {"sampled_reward": {"first": None}, "eval": {"after": []}, "plot": "x.png"}
-    (run_dir / "summary.json").write_text(json.dumps(summary))
-    console = Console(record=True, width=400, file=io.StringIO())
-    print_summary(console, run_dir)
-    assert f"WARNING  {chosen.warning}" in console.export_text()
 
 
 def test_the_closest_of_differing_templates_is_exported_with_its_first_difference():

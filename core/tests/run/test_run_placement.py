@@ -157,8 +157,9 @@ def started(tmp_path, *overrides):
     launcher = Elsewhere()
     restarts = SimpleNamespace(start=launcher.start)
     printed = []
-    run_dir = Path("run")  # relative, as users give it
-    list(supervisor._start(config(*overrides), run_dir, launcher, restarts, printed.append, None))
+    # A relative path, as users give it.
+    view = SimpleNamespace(run_dir=Path("run"), print=printed.append)
+    list(supervisor._start(config(*overrides), view, launcher, restarts, None))
     assert printed == ["waiting for room"]
     return launcher.started, tmp_path / "run"
 

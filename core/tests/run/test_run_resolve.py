@@ -131,6 +131,8 @@ def test_filters_by_slot():
          "orchestrator.sampler.type: no installed plugin offers the sampler 'x'"),
         ({"orchestrator": {"renderer": {"name": "x!"}}},
          "orchestrator.renderer.name: no installed plugin offers the renderer 'x!'"),
+        ({"view": {"type": "x"}}, "view: no installed plugin offers the view 'x'"),
+        ({"view": {"width": 3}}, "view (view 'terminal').width: unknown key"),
         ({"monitors": {"x": {}}}, "monitors.x: no installed plugin offers the monitor 'x'"),
         ({"observers": {"x": {}}}, "observers.x: no installed plugin offers the observer 'x'"),
         ({"observers": {"evals": {"x": 1}}}, "observers.evals (observer 'evals').x: unknown key"),

@@ -270,19 +270,6 @@ async def test_an_evaluation_before_training_shows_before_its_first_rollout_ends
     assert world.policy.evaluated is None
 
 
-def test_a_resumed_run_has_the_results_up_to_its_checkpoint(tmp_path):
-    results = {when: EvalResult("held", at, 0.1 * at, 8, 0) for when, at in
-               (("before", 0), ("during", 2), ("after", 4))}  # fmt: skip
-    for when, result in results.items():
-        EvalLog(tmp_path).append(when, result)
-    # what was measured after an attempt at the run was measured during the run
-    found = {"before": [results["before"]], "during": [results["during"], results["after"]]}
-    assert EvalLog(tmp_path).results == found | {"after": []}
-    rewind(tmp_path, 2)
-    assert EvalLog(tmp_path).results == found | {"during": [results["during"]], "after": []}
-    assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}
-
-
 async def test_a_line_that_a_full_disk_tears_does_not_spoil_the_next(tmp_path, caplog):
     results = EvalLog(tmp_path), EvalResult("held", 1, 0.5, 8, 0)
     results[0].append("during", results[1])
@@ -315,3 +302,26 @@ async def test_a_resumed_run_makes_up_for_an_evaluation_that_was_cut_off(tmp_pat
         for version in (5, 6):
             await world.serve(version)
         assert [result.policy_version for result in world.during] == [4]
+
+
+# -- the log ----------------------------------------------------------------------------------
+
+
+def held_out(reward, version):
+    return EvalResult("held", version, reward, 8, 1, {"lcs": 0.5}, [{"reward": reward}])
+
+
+def test_a_resumed_run_has_the_results_before_its_first_step(tmp_path):
+    for when, step in (("before", 0), ("during", 2), ("after", 4)):
+        EvalLog(tmp_path).append(when, held_out(0.1 * step, step))
+    rewind(tmp_path, 2)
+    found = EvalLog(tmp_path).results
+    assert found == {"before": [held_out(0.0, 0)], "during": [held_out(0.2, 2)], "after": []}
+
+
+def test_a_result_after_an_attempt_is_one_during_the_resumed_run(tmp_path):
+    EvalLog(tmp_path).append("after", held_out(0.5, 4))
+    rewind(tmp_path, 4)
+    found = {"before": [], "during": [held_out(0.5, 4)], "after": []}
+    assert EvalLog(tmp_path).results == found
+    assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}

@@ -67,6 +67,13 @@ class WeightBroadcastConfig(PluginTable):
         return self
 
 
+class ViewConfig(PluginTable):
+    """``[view]``: shows the run to the user who started it. Its other keys belong to the view."""
+
+    type: str = "lines"
+    """Name of an installed view. ``lines`` prints a line when a process reports another state."""
+
+
 class RunDirConfig(Settings):
     """``[run]``"""
 
@@ -114,6 +121,7 @@ class RunConfig(ModelSource):
     ckpt: CkptConfig = CkptConfig()
     """Checkpoints to resume from. None (runs of version 0.1) means ``enabled = false``."""
     log: LogConfig = LogConfig()
+    view: ViewConfig = ViewConfig()
     run: RunDirConfig = RunDirConfig()
     seq_len: PositiveInt = 2048
     """Longest sample, in tokens; default of the engine's context and of a packed row."""

@@ -20,8 +20,7 @@ from prime_rl.orchestrator.chat_template import write_chat_template
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
-from prime_rl.orchestrator.summary import read_evals, write_summary, write_versions
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.manager import load_plugins, write_versions
 from prime_rl.rundir.launch import Launch, wait_for_model
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status
@@ -90,7 +89,11 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
         try:
             with _cancelled_by(stop, launch, status):
                 orchestrator = await _build(stack, run)
-            await _train(orchestrator, stop)
+            last = await orchestrator.run(stop)
+            if last is None:
+                status.report(DONE)
+            else:
+                report_stopped(status, last)
             _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
             if isinstance(error, PrimeRLError):
@@ -117,20 +120,6 @@ def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> I
         raise
     finally:
         is_building = False
-
-
-async def _train(orchestrator: Orchestrator, stop: asyncio.Task[None]) -> None:
-    """The run itself, and its summary."""
-    run = orchestrator.context
-    last = await orchestrator.run(stop)
-    if last is None or last >= run.launch.first_step:
-        run.status.report("writing the summary")
-        results = read_evals(run.run_dir, last or run.config.max_steps)
-        write_summary(run.run_dir, results, last)
-    if last is None:
-        run.status.report(DONE)
-    else:
-        report_stopped(run.status, last)
 
 
 def _report(error: PrimeRLError, status: Status) -> None:

@@ -233,14 +233,9 @@ def _environment(
     shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
 ) -> Environment:
     return Environment(
-        EnvSettings(
-            id=env.id,
-            name=env.label,
-            args=env.args,
-            harness=env.harness,
+        EnvSettings.of(
+            env,
             default_harness=default_harness,
-            timeout=env.timeout,
-            max_turns=env.max_turns,
             renderer=shared.renderer,
             tokenizer_path=Path(shared.run.launch.model_path),
         )

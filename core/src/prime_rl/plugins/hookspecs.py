@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from prime_rl.plugins.monitor import Monitor
     from prime_rl.plugins.observer import Observer
     from prime_rl.plugins.sampler import Sampler, Source
+    from prime_rl.plugins.view import RunView
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
 
@@ -101,6 +102,11 @@ def register_models() -> Iterable[type[ModelMaker]]:
 @hookspec
 def register_launchers() -> Iterable[type[Launcher]]:
     """Offer launchers, which start the processes of a run, selected by ``launcher.type``."""
+
+
+@hookspec
+def register_views() -> Iterable[type[RunView]]:
+    """Offer views, which show a run to the user who started it, selected by ``view.type``."""
 
 
 @hookspec

@@ -7,10 +7,13 @@ errors here: at start-up, they name the plugin, its distribution, the fault and 
 from __future__ import annotations
 
 import inspect
+import json
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,9 @@ from prime_rl.plugins.trace import trace_calls, wanted
 from prime_rl.rollout import Group, Rollout, Sample
 
 UNKNOWN = "unknown distribution"
+
+PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
+"""Distributions whose version may decide what a run does."""
 
 
 @dataclass(frozen=True)
@@ -203,3 +209,22 @@ def installed_versions() -> dict[str, str]:
     entries = [entry for group in GROUPS for entry in installed_entries(group)]
     found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
     return {"prime-rl-core": version("prime-rl-core")} | dict(sorted(found.items()))
+
+
+def write_versions(run_dir: Path, hooks: Hooks, disabled: Iterable[str] = ()) -> None:
+    """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins. The
+    trainer's are those that it will load, without importing them here."""
+    plugins, skip = [(source, hooks.group) for source in hooks.sources.values()], {*disabled}
+    for entry in installed_entries(TRAINER_GROUP):
+        if entry.name not in skip:
+            plugins.append((source_of(entry), TRAINER_GROUP))
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    found = {
+        "python": platform.python_version(),
+        "packages": packages,
+        "plugins": [{**asdict(source), "group": group} for source, group in plugins],
+    }
+    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")

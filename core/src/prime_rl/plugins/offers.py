@@ -23,6 +23,7 @@ from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler, Source
+from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
@@ -62,12 +63,13 @@ MONITOR = Kind("monitor", Monitor, "monitors.<name>")
 OBSERVER = Kind("observer", Observer, "observers.<name>")
 MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
+VIEW = Kind("view", RunView, "view.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
-    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, LOSS),
-    *(OBSERVER, WEIGHT_TRANSPORT),
+    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, OBSERVER, MODEL, LAUNCHER),
+    *(VIEW, LOSS, WEIGHT_TRANSPORT),
 )
 
 

@@ -181,11 +181,5 @@ def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
         algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
         cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
         if cls.check_agents is not Algorithm.check_agents:  # it takes seconds
-            known = EnvSettings(
-                id=env.id,
-                name=env.label,
-                args=env.args,
-                harness=env.harness,
-                default_harness=config.orchestrator.train.harness,
-            )
+            known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
             cls(settings).check_agents(env.label, find_agents(known))

@@ -23,6 +23,7 @@ from prime_rl.plugins.offers import (
     OBSERVER,
     RENDERER,
     SAMPLER,
+    VIEW,
     collect,
     select,
     settings_of,
@@ -52,6 +53,7 @@ def check(config: RunConfig) -> Hooks:
     for name, table in config.monitors.items():
         choose(MONITOR, name, table, hooks, f"monitors.{name}")
     _check_observers(config, hooks)
+    choose(VIEW, config.view.type, config.view.settings, hooks, "view")
     check_engine(config, hooks)
     _check_deployment(config, hooks)
     _check_broadcast(config, hooks, trainer)

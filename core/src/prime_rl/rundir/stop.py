@@ -3,7 +3,7 @@
     first signal -> supervisor creates <run>/STOP
                  -> orchestrator: no more rollouts, its part of the checkpoint, a batch without rows
                  -> trainer: finishes the batches it was sent, checkpoint, ``weights/``
-                 -> orchestrator: summary, learning curve, and the last step in its status
+                 -> orchestrator: the last step in its status
     second signal -> every process ends at once
 
 The request is a file because every process sees the run directory, on any machine.

@@ -1,9 +1,9 @@
-"""The commands around a run: look at it, replay it, evaluate and serve its weights, stop it. And
-the observer that saves the rollouts they read."""
+"""What a user sees of a run, and the commands around it: look at it, replay it, evaluate and serve
+its weights, stop it. And the observer that saves the rollouts they read."""
 
 import typer
 
-from prime_rl import Observer, hookimpl
+from prime_rl import Observer, RunView, hookimpl
 
 
 @hookimpl
@@ -29,3 +29,10 @@ def register_observers() -> list[type[Observer]]:
     from prime_rl_tools.rollouts import SaveRollouts
 
     return [SaveRollouts]
+
+
+@hookimpl
+def register_views() -> list[type[RunView]]:
+    from prime_rl_tools.view.live import TerminalView
+
+    return [TerminalView]

@@ -1,61 +1,29 @@
-"""What a run was and what came of it: ``plugins.json`` at its start; ``summary.json`` and the
-learning curve as a PNG at its end."""
+"""The results of a run: ``summary.json``, and the learning curve as a PNG."""
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, installed_entries
-
-PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
-"""Distributions whose version may decide what a run does."""
 
 REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
-
+PLOT = "learning_curve.png"
 
 Results = Mapping[str, Sequence[Mapping[str, Any]]]
 """Evaluations by when they were made: ``before``, ``during`` or ``after`` training."""
 
 
-def write_versions(run_dir: Path, hooks: Hooks, disabled: Collection[str] = ()) -> None:
-    """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins; the
-    trainer's are those that it will load, without importing them here."""
-    plugins = [(s.plugin, s.distribution, s.version, hooks.group) for s in hooks.sources.values()]
-    for entry in sorted(installed_entries(TRAINER_GROUP), key=lambda entry: entry.name):
-        if entry.name not in disabled:
-            name, number = (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
-            plugins.append((entry.name, name, number, TRAINER_GROUP))
-    packages = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    keys = ("plugin", "distribution", "version", "group")
-    found = {
-        "python": platform.python_version(),
-        "packages": packages,
-        "plugins": [dict(zip(keys, row, strict=True)) for row in plugins],
-    }
-    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")
-
-
-def write_summary(run_dir: Path, results: Results, stopped_at: int | None = None) -> None:
-    """Write ``summary.json`` and ``learning_curve.png`` into the run directory. ``stopped_at``: the
-    last step of a run that the user stopped."""
-    rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
-    values = [value for _, value in rewards]
+def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> dict[str, Any]:
+    """What ``summary.json`` holds, from the other files of a run. ``stopped_at``: the last step of
+    a run that the user stopped."""
+    values = [value for _, value in read_curve(run_dir / "metrics.jsonl", REWARD)]
     window = min(WINDOW, (len(values) + 1) // 2)
     versions = run_dir / "plugins.json"
     plugins = json.loads(versions.read_text())["plugins"] if versions.exists() else []
-    summary = {
+    return {
         "steps": len(values),
         "stopped_at": stopped_at,
         "sampled_reward": {
@@ -64,12 +32,18 @@ def write_summary(run_dir: Path, results: Results, stopped_at: int | None = None
             "window": window,
         },
         "plugins": {row["distribution"]: row["version"] for row in plugins},
-        "eval": results,
-        "plot": "learning_curve.png",
+        "eval": read_evals(run_dir, max_steps if stopped_at is None else stopped_at),
+        "plot": PLOT,
     }
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write ``summary.json`` and the learning curve. Raises ``OSError``."""
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    stopped_at = summary["stopped_at"]
     title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
-    _plot_curve(run_dir / "learning_curve.png", rewards, results, title=title)
+    rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
+    _plot_curve(run_dir / PLOT, rewards, summary["eval"], title=title)
 
 
 def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
