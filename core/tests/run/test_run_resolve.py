@@ -262,7 +262,7 @@ def test_a_bound_that_cannot_hold_a_group():
 
 
 def test_a_key_that_asks_for_an_observer_names_its_package():
-    without = {"plugins": {"disabled": ["evals", "tools"]}}
+    without = {"plugins": {"disabled": ["evals", "tools"]}, "view": {"type": "lines"}}
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
         "orchestrator.eval.env: no installed plugin offers the observer 'evals' (installed: "
