@@ -63,9 +63,9 @@ HAS_OBSERVERS = {"prime_rl_observers"}
 
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
-OF_CORE = {"prime_rl_devkit", "prime_rl_tools"}
-"""Commands that read core itself and are released with it. They may import all of it except the
-trainer."""
+OF_CORE = {"prime_rl_devkit", "prime_rl_evals", "prime_rl_tools"}
+"""Commands and observers that read core itself and are released with it. They may import all of it
+except the trainer."""
 
 
 # -- 1: core imports no plugin -------------------------------------------------------------------

@@ -15,6 +15,8 @@ OTHER_MEANINGS = {
     ("trainer/logprobs.py", "auto"),
     ("trainer/parallel.py", "gloo"),  # the process group of torch
     ("trainer/lora.py", "default"),  # peft's name of the first adapter
+    ("run/resolve.py", "evals"),  # the observer that [orchestrator.eval] asks for
+    ("run/resolve.py", "save_rollouts"),  # the key that asks for the observer of this name
 }
 """Words of core that happen to be the name of a plugin's class, by file."""
 

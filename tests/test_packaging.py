@@ -39,6 +39,7 @@ FOLDERS = {
     "prime_rl_losses": "plugins/prime_rl_losses",
     "prime_rl_embedded": "plugins/prime_rl_embedded",
     "prime_rl_environments": "plugins/prime_rl_environments",
+    "prime_rl_evals": "plugins/prime_rl_evals",
     "prime_rl_tools": "plugins/prime_rl_tools",
     "prime_rl_devkit": "plugins/prime_rl_devkit",
     "prime_rl_engine_kit": "plugins/prime_rl_engine_kit",
@@ -52,8 +53,6 @@ APART = {
     "prime-rl-vllm",
 }
 """First-party distributions that a user adds by name."""
-INDIRECT = {"prime-rl-engine-kit"}
-"""What the default engine requires."""
 HEAVY = {"torch", "transformers", "verifiers", "renderers", "vllm", "pyzmq", "matplotlib"}
 CLEAN = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -128,7 +127,7 @@ def test_the_slim_contract_needs_nothing_heavy(dist):
 
 def test_the_batteries_bring_every_first_party_distribution(dist):
     others = {name.replace("_", "-") for name in FOLDERS} - {"prime-rl"}
-    assert requirements(dist, META) == others - APART - INDIRECT
+    assert requirements(dist, META) == others - APART
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,6 @@ from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import RolloutRequest
-from prime_rl.orchestrator.store import read_rollouts
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rollout import Rollout
 from prime_rl.run.children import Child, end, free_ports, start
@@ -46,6 +45,7 @@ from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Publisher
 from prime_rl.wire import encode_batch
 from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_tools.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

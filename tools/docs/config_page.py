@@ -31,6 +31,7 @@ TABLES = {
     "source": '[orchestrator.algo.sampling.source] type = "{}"',
     "engine": "[inference.{}]",
     "monitor": "[monitors.{}]",
+    "observer": "[observers.{}]",
     "model": '[model] name = "{}"',
     "launcher": '[launcher] type = "{}"',
     "view": '[view] type = "{}"',

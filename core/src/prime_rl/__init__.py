@@ -35,6 +35,8 @@ from prime_rl.plugins.loss import TokenMetric as TokenMetric
 from prime_rl.plugins.model import ModelMaker as ModelMaker
 from prime_rl.plugins.model import RendererOffer as RendererOffer
 from prime_rl.plugins.monitor import Monitor as Monitor
+from prime_rl.plugins.observer import Observer as Observer
+from prime_rl.plugins.observer import ObserverHost as ObserverHost
 from prime_rl.plugins.sampler import SampledEnv as SampledEnv
 from prime_rl.plugins.sampler import Sampler as Sampler
 from prime_rl.plugins.sampler import Source as Source

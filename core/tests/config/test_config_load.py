@@ -228,11 +228,13 @@ def test_no_key_is_left_unread():
     from pydantic import BaseModel
 
     import prime_rl
+    import prime_rl_evals
 
     root = Path(prime_rl.__file__).parent
     sources = [
         p for p in root.rglob("*.py") if not {"config", "docs"} & set(p.parts[len(root.parts) :])
     ]
+    sources += Path(prime_rl_evals.__file__).parent.glob("*.py")  # [orchestrator.eval]
     text = "\n".join(path.read_text() for path in sources)
     own = "\n".join(path.read_text() for path in (root / "config").glob("*.py"))
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 
-from prime_rl import Algorithm, EngineError, PluginConfig, RunError, hookimpl
+from prime_rl import Algorithm, EngineError, Observer, PluginConfig, RunError, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, Outages, RunContext
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.orchestrator.loop import Orchestrator
-from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.orchestrator.reporter import Reporter
@@ -118,6 +117,7 @@ class Diary(Observer):
 
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.scored: list[tuple[int, int]] = []
 
     async def before_training(self) -> None:
         self.lines.append("before")
@@ -136,6 +136,9 @@ class Diary(Observer):
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
         self.lines.append(f"sent {batch.step}")
+
+    def group_scored(self, group: Any, version: int) -> None:
+        self.scored.append((group[0].group_id, version))
 
     def version_served(self, version: int) -> None:
         self.lines.append(f"version {version}")
@@ -177,7 +180,7 @@ class World:
         buffer = Buffer(
             batch_size=4, max_off_policy_steps=0, pre=slots[0], post=slots[1], max_empty_batches=9
         )
-        reporter = Reporter(run_dir, [], STEPS, save_rollouts=False)
+        reporter = Reporter(hooks, [], STEPS)
         self.sampling = Sampling(
             self.context,
             self.engines,
@@ -185,6 +188,7 @@ class World:
             sampler,
             buffer,
             reporter,  # type: ignore[list-item]
+            [self.diary],
         )
         observers = [self.diary, reporter, self.sampling]
         weights = WeightWatcher(
@@ -207,6 +211,7 @@ async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -
     events = ("taken {}", "leaves {}", "sent {}", "trained {} 0.5", "version {}")
     steps = [event.format(step) for step in (1, 2, 3) for event in events]
     assert world.diary.lines == ["before", *steps, "after"]
+    assert world.diary.scored == [(group, group // 2) for group in range(6)]
     asked = [(ask.group_id, ask.example_id, ask.policy_version) for ask in world.source.asked[::2]]
     assert asked == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 4, 2), (5, 5, 2)]
     assert world.sampling.num_inflight == 0
@@ -227,7 +232,7 @@ async def test_a_stop_ends_with_the_batch_in_training(tmp_path: Path) -> None:
             waiting = world.sampling.dispatcher.requested.waiting
             asked.extend(group.group_id for group in waiting)
 
-    world.loop.observers.append(Saves())  # type: ignore[attr-defined]
+    world.loop.observers.append(Saves(PluginConfig(), None))  # type: ignore
     assert await world.loop.run(stop) == 1
     assert world.trainer.frames == [(1, 20), (2, 0)]  # an empty batch ends the training
     assert world.diary.lines[-1] == "stopping 1"
@@ -263,7 +268,7 @@ async def test_an_engine_error_ends_the_run_whatever_the_loop_waits_for(
             raise EngineError("no engine serves after 600 s")
 
     world = World(tmp_path, produce, algorithm)
-    world.loop.observers.append(Gone())  # type: ignore[attr-defined]
+    world.loop.observers.append(Gone(PluginConfig(), None))  # type: ignore
     with pytest.raises(EngineError, match="no engine serves"):
         await world.loop.run()
 

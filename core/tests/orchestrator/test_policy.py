@@ -11,10 +11,9 @@ from aiohttp import web
 from loopback import listening
 from waiting import LIMIT, until
 
-from prime_rl import EngineError
+from prime_rl import EngineError, Observer
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.inference.timing import RetryPolicy
-from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher, newest_version
 from prime_rl.weights.versions import Weights
 

@@ -1,12 +1,13 @@
-"""The reporter: the metrics of a step for the monitors, and rollouts on disk."""
+"""The reporter: the metrics of a step for the monitors, and the hooks of a step."""
 
 from pathlib import Path
 
 import pytest
 
-from prime_rl import Monitor, PluginConfig
+from prime_rl import Monitor, PluginConfig, hookimpl
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.reporter import Reporter
+from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
 
 
@@ -30,24 +31,17 @@ class Inline(Monitor):
         self.tables.append((step, len(rollouts), dropped))
 
 
-def test_rollouts_are_logged_to_a_monitor_that_wants_them(tmp_path):
+def test_rollouts_are_logged_to_a_monitor_that_wants_them():
     monitor = Inline()
-    reporter = Reporter(tmp_path, [monitor], 9, save_rollouts=False)
+    reporter = Reporter(Hooks(), [monitor], 9)
     for step in (1, 2, 3, 4):
         reporter.batch_sent(Batch(step))
     assert [step for step, _, _ in monitor.tables] == [2, 4]
 
 
-def test_the_run_survives_a_full_disk_without_its_saved_rollouts(tmp_path, caplog):
-    reporter = Reporter(tmp_path, [], 9, save_rollouts=True)
-    (tmp_path / "rollouts").touch()  # no folder can be made there
-    reporter.batch_sent(Batch(3))
-    assert "step 3: its rollouts are not kept: " in caplog.text
-
-
-def test_the_metrics_of_a_step_of_two_envs(tmp_path):
+def test_the_metrics_of_a_step_of_two_envs():
     monitor = Inline()
-    reporter = Reporter(tmp_path, [monitor], 9, save_rollouts=False)
+    reporter = Reporter(Hooks(), [monitor], 9)
     a = [make_rollout(reward, env="a", group_id=0) for reward in (1.0, 0.0)]
     b = [make_rollout(reward, env="b", group_id=1) for reward in (1.0, 1.0)]
     for rollout in a:
@@ -75,9 +69,9 @@ def test_the_metrics_of_a_step_of_two_envs(tmp_path):
     assert monitor.tables == [(4, 4, [None, None, None, "post_batch_filters"])]
 
 
-def test_the_trainers_times_have_names_of_their_own(tmp_path):
+def test_the_trainers_times_have_names_of_their_own():
     monitor = Inline()
-    reporter = Reporter(tmp_path, [monitor], 9, save_rollouts=False)
+    reporter = Reporter(Hooks(), [monitor], 9)
     reporter.step_trained(3, {"time/step": 2.0, "time/wait_for_batch": 0.5, "loss/mean": 0.1})
     assert monitor.last == {
         "time/trainer/step": 2.0,
@@ -85,3 +79,23 @@ def test_the_trainers_times_have_names_of_their_own(tmp_path):
         "wait/trainer/orchestrator": 0.5,
         "loss/mean": 0.1,
     }
+
+
+def test_the_hooks_of_a_step_are_called():
+    class Plugin:
+        calls = []
+
+        @hookimpl
+        def step_finished(self, step, metrics):
+            self.calls.append((step, metrics))
+
+        @hookimpl
+        def weights_published(self, version):
+            self.calls.append(version)
+
+    hooks = Hooks()
+    hooks.register(Plugin(), "x")
+    reporter = Reporter(hooks, [], 9)
+    reporter.step_trained(3, {"time/step": 2.0})
+    reporter.version_served(3)
+    assert Plugin.calls == [(3, {"time/step": 2.0}), 3]

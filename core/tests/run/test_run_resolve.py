@@ -134,6 +134,8 @@ def test_filters_by_slot():
         ({"view": {"type": "x"}}, "view: no installed plugin offers the view 'x'"),
         ({"view": {"width": 3}}, "view (view 'terminal').width: unknown key"),
         ({"monitors": {"x": {}}}, "monitors.x: no installed plugin offers the monitor 'x'"),
+        ({"observers": {"x": {}}}, "observers.x: no installed plugin offers the observer 'x'"),
+        ({"observers": {"evals": {"x": 1}}}, "observers.evals (observer 'evals').x: unknown key"),
         ({"monitors": {"file": {"x": 1}}}, "monitors.file (monitor 'file').x: unknown key"),
         ({"inference": {"engine": "x"}}, "inference.engine: no installed plugin offers the engine"),
         ({"trainer": {"loss": {"type": "x"}}}, "trainer.loss: no installed plugin offers the loss"),
@@ -267,6 +269,19 @@ def test_a_bound_that_cannot_hold_a_group():
         "orchestrator.max_inflight_rollouts: 4 cannot hold one group of 8. Raise it, or lower "
         "group_size."
     )
+
+
+def test_a_key_that_asks_for_an_observer_names_its_package():
+    without = {"plugins": {"disabled": ["evals", "tools"]}, "view": {"type": "lines"}}
+    held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
+    assert refusal(held_out, **without) == (
+        "orchestrator.eval.env: no installed plugin offers the observer 'evals' (installed: "
+        "engine_metrics). Install the package that brings it: pip install prime-rl-evals"
+    )
+    message = refusal({"save_rollouts": True}, **without)
+    assert message.startswith("orchestrator.save_rollouts: no installed plugin offers")
+    assert message.endswith("pip install prime-rl-tools")
+    check(config(**without))
 
 
 def test_a_disabled_plugin_that_is_not_there():

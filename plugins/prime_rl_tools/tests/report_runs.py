@@ -15,9 +15,9 @@ from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
-from prime_rl.orchestrator.store import RolloutStore
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.wire import encode_batch
+from prime_rl_tools.rollouts import RolloutStore
 
 GROUP = 4
 

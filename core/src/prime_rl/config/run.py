@@ -140,6 +140,8 @@ class RunConfig(ModelSource):
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     monitors: dict[str, dict[str, Any]] = {}
     """One table per monitor, by the name an installed plugin offers. ``file`` is always on."""
+    observers: dict[str, dict[str, Any]] = {}
+    """Settings of observers, one table per name. Every installed observer takes part in the run."""
     ckpt: CkptConfig = CkptConfig()
     """Checkpoints to resume from. None (runs of version 0.1) means ``enabled = false``."""
     log: LogConfig = LogConfig()

@@ -94,7 +94,7 @@ class Background(Monitor):
         while (item := self._calls.get()) is not None:
             self._failures.guard(self.name, *item)
         self._failures.guard(self.name, "the end of the run", self._monitor.close)
-        self._failures.summarise()
+        self._failures.summarize()
 
 
 class Failures:
@@ -112,7 +112,7 @@ class Failures:
             if self.counts[name] == 1:
                 log.exception("monitor %r failed at %s; the run goes on", name, when)
 
-    def summarise(self) -> None:
+    def summarize(self) -> None:
         """Log how often each monitor failed, if more than once."""
         for name, count in self.counts.items():
             if count > 1:

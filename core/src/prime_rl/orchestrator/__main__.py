@@ -146,9 +146,9 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     stack.push_async_callback(engines.fleet.close)
     shared = build.build_shared(run, engines)
     _choose_chat_template(run, shared.renderer)
-    envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
-    for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
-        await stack.enter_async_context(environment)
+    envs = build.build_train_envs(shared)
+    for env in envs:
+        await stack.enter_async_context(env.environment)
     for env in envs:
         stack.push_async_callback(env.host.close)
         stack.push_async_callback(env.algorithm.close)
@@ -160,8 +160,12 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         stack.callback(monitor.close)
     wire = make_sender(launch, run_dir)
     stack.callback(wire.close)
+    orchestrator = build.build_orchestrator(shared, envs, monitors, wire)
+    for observer in orchestrator.observers:
+        stack.push_async_callback(observer.close)
+        await observer.setup()
     await _wait_for_models(stack, run, engines, envs)
-    return build.build_orchestrator(shared, envs, eval_envs, monitors, wire)
+    return orchestrator
 
 
 def _choose_chat_template(run: RunContext, renderer: Any) -> None:

@@ -12,7 +12,6 @@ from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
     AlgoSamplingConfig,
     EnvConfig,
-    EvalSamplingConfig,
     FilterConfig,
     SamplingConfig,
     SourceConfig,
@@ -27,11 +26,8 @@ from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
 from prime_rl.orchestrator.engines import EngineRouter, EnginesStatus
-from prime_rl.orchestrator.evals import EvalEnv
-from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.orchestrator.loop import Orchestrator
-from prime_rl.orchestrator.observers import HookCalls
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.orchestrator.progress import Checkpointing
@@ -44,10 +40,12 @@ from prime_rl.plugins.base import Offer
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.model import RendererOffer
 from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.observer import Observer, ObserverHost
 from prime_rl.plugins.offers import (
     ALGORITHM,
     FILTER,
     MONITOR,
+    OBSERVER,
     RENDERER,
     SAMPLER,
     SOURCE,
@@ -69,28 +67,24 @@ AnyOffer = TypeVar("AnyOffer", bound=Offer)
 def build_orchestrator(
     shared: Shared,
     envs: Sequence[TrainEnv],
-    eval_envs: Sequence[EvalEnv],
     monitors: Sequence[Monitor],
     wire: Sender,
 ) -> Orchestrator:
     """The loop with its observers, in the order in which they are called."""
     run, engines = shared.run, shared.engines
-    save_rollouts = run.config.orchestrator.save_rollouts
-    reporter = Reporter(run.run_dir, monitors, run.config.max_steps, save_rollouts)
+    reporter = Reporter(run.hooks, monitors, run.config.max_steps)
     sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run)
-    sampling = Sampling(run, engines, envs, sampler, buffer, reporter)
-    evaluation = Evaluation(
-        run, engines, eval_envs, shared.router, reporter, lambda: sampling.num_inflight
-    )
-    keeper = EngineKeeper(run, engines, evaluation)
+    environment = partial(_environment, shared)
+    host = ObserverHost(shared, reporter.log, lambda: sampling.num_inflight, environment)
+    installed = build_observers(run, host)
+    sampling = Sampling(run, engines, envs, sampler, buffer, reporter, installed)
     checkpointing = Checkpointing(run, sampler, envs, sampling.dispatcher, buffer)
-    observers = [
+    observers: list[Observer] = [
         reporter,
-        HookCalls(run.hooks),
-        evaluation,
+        *installed,  # before sampling, which drops what is stale after they held a version back
         checkpointing,
         sampling,
-        keeper,
+        EngineKeeper(run, engines, installed),
         Watchdog(run, engines, sampling),
     ]
     packer = Packer(run.config, run.launch.num_ranks, run.hooks)
@@ -99,15 +93,22 @@ def build_orchestrator(
         run.waited.take,
         packer.take_metrics,
         buffer.take_metrics,
-        sampling.take_metrics,
-        evaluation.take_metrics,
-        keeper.watch.take,
         engines.fleet.take_metrics,
         weights.take_metrics,
+        *(observer.take_metrics for observer in observers),
     ]
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
     return Orchestrator(run, sampling, buffer, packer, wire, weights, observers)
+
+
+def build_observers(run: RunContext, host: ObserverHost) -> list[Observer]:
+    """Every installed observer, by name."""
+    tables, names = run.config.observers, collect(run.hooks, OBSERVER)
+    return [
+        _make(run.hooks, OBSERVER, name, tables.get(name, {}), f"observers.{name}", host)
+        for name in names
+    ]
 
 
 def build_engines(run: RunContext) -> Engines:
@@ -228,22 +229,6 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
     return Sampled(env.label, environment, shared.router, sampling)
 
 
-def build_eval_envs(shared: Shared) -> list[EvalEnv]:
-    """Every held-out env."""
-    evaluation = shared.run.config.orchestrator.eval
-    return [
-        EvalEnv(
-            name=env.label,
-            environment=_environment(shared, env, evaluation.harness),
-            sampling=eval_sampling(env.sampling or evaluation.sampling),
-            num_examples=env.num_examples,
-            group_size=env.group_size,
-            interval=env.interval,
-        )
-        for env in evaluation.env
-    ]
-
-
 def _environment(
     shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
 ) -> Environment:
@@ -267,11 +252,6 @@ def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
         max_completion_tokens=sampling.max_completion_tokens,
         extra_body=sampling.extra_body,
     )
-
-
-def eval_sampling(sampling: EvalSamplingConfig) -> SamplingSettings:
-    """As configured; None is the engine's default."""
-    return SamplingSettings(**sampling.model_dump())
 
 
 def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:

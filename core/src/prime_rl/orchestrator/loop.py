@@ -14,7 +14,7 @@
     weights    ``policy``: the watcher loads each new version into the engines while rollouts go on
 
 While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it runs. Evaluation,
-checkpoints and reports are observers (``observers``).
+checkpoints and reports are observers (``plugins.observer``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any, TypeVar
 
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import RunContext
-from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import WeightWatcher
 from prime_rl.orchestrator.sampling import Sampling
+from prime_rl.plugins.observer import Observer
 from prime_rl.wire.micro_batch import encode_batch
 from prime_rl.wire.transport import Sender
 

@@ -13,7 +13,7 @@ import msgspec
 
 from prime_rl.errors import EngineError, EngineGone
 from prime_rl.inference.fleet import Fleet
-from prime_rl.orchestrator.observers import Observer
+from prime_rl.plugins.observer import Observer
 from prime_rl.rundir.status import Tail
 from prime_rl.weights.versions import newest_version, only_in_memory, want_files
 
@@ -38,7 +38,8 @@ class Policy:
     def __init__(self, version: int = 0) -> None:
         self.version = version
         self.evaluated: float | None = None
-        """Progress of an evaluation of this version, 0 to 1; None: none is running."""
+        """Progress of an evaluation of this version, 0 to 1; None: none is running. Written by the
+        observer that evaluates."""
         self._changed = asyncio.Condition()
 
     async def advance(self, version: int) -> None:

@@ -30,10 +30,10 @@ from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested
-from prime_rl.orchestrator.observers import Observer
+from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 from prime_rl.orchestrator.sources import ExternalSource
-from prime_rl.orchestrator.store import read_rollouts, write_rollouts
 from prime_rl.plugins.manager import installed_versions
+from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler
 from prime_rl.rundir.checkpoints import PROGRESS, unfinished
 
@@ -119,9 +119,7 @@ class Checkpointing(Observer):
             folder = _folder(directory, name)
             folder.mkdir(parents=True, exist_ok=True)
             part.save(folder)
-        buffered = self.buffer.buffered
-        dropped = {id(rollout): reason for rollout, reason in buffered if reason is not None}
-        write_rollouts(directory / BUFFERED, step, [rollout for rollout, _ in buffered], dropped)
+        (directory / BUFFERED).write_bytes(encode_rollouts(step, self.buffer.buffered))
         progress = Progress(
             **msgspec.structs.asdict(self.dispatcher.requested),
             step=step,
@@ -145,10 +143,8 @@ class Checkpointing(Observer):
             found = "none" if before is None else f"{before!r}'s state"
             log.warning("%s %r starts afresh: the checkpoint has %s", name, type(part).name, found)
         self.dispatcher.resume(progress)
-        _, rollouts, reasons = read_rollouts(directory / BUFFERED)
-        known = {env.name for env in self.envs}
-        pairs = zip(rollouts, reasons, strict=True)
-        buffered = [(rollout, reason) for rollout, reason in pairs if rollout.env in known]
+        known, stored = {env.name for env in self.envs}, decode_rollouts(directory / BUFFERED)
+        buffered = [each for each in stored["rollouts"] if each.rollout.env in known]
         for rollout, _ in buffered:
             rollout.freeze()
         self.buffer.restore(buffered)

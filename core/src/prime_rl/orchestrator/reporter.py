@@ -1,4 +1,4 @@
-"""What the orchestrator reports: metrics of a step, failures by name, rollouts on disk."""
+"""What the orchestrator reports: metrics of a step, failures by name, hooks that observe a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import timing_of
@@ -27,9 +26,9 @@ from prime_rl.monitor.metrics import (
 from prime_rl.monitor.waiting import EventLoopLag
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.dispatcher import OpenGroup
-from prime_rl.orchestrator.observers import Observer
-from prime_rl.orchestrator.store import RolloutStore
+from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.observer import Observer
 from prime_rl.rollout import Group, Rollout
 
 log = logging.getLogger(__name__)
@@ -54,15 +53,12 @@ class SinceLastStep:
 
 
 class Reporter(Observer):
-    """Collects the metrics of each step for the monitors."""
+    """Collects the metrics of each step for the monitors, and calls the hooks of each step."""
 
-    def __init__(
-        self, run_dir: Path, monitors: Sequence[Monitor], max_steps: int, save_rollouts: bool
-    ) -> None:
+    def __init__(self, hooks: Hooks, monitors: Sequence[Monitor], max_steps: int) -> None:
         self.sources: list[Callable[[], Mapping[str, float]]] = []
         """Functions that return what other pieces measured since the last step."""
-        self._monitors = monitors
-        self._store = RolloutStore(run_dir) if save_rollouts else None
+        self._hooks, self._monitors = hooks, monitors
         self._console = Console(max_steps)
         self._started = time.perf_counter()
         self._progress = Progress()
@@ -75,11 +71,12 @@ class Reporter(Observer):
         """Measure how late the event loop is, until cancelled."""
         await self.lag.run()
 
+    async def before_training(self) -> None:
+        """Start the clock: no engine is waited for any more."""
+        self._started = self.recent.started = time.perf_counter()
+
     def group_scored(self, group: Group, version: int) -> None:
-        """A group has its credit; ``version`` is the policy's now. Groups that no live policy
-        sampled are saved, and do not count in the statistics."""
-        if self._store is not None:
-            self._store.group_scored(group)
+        """Count it in the statistics, unless no live policy sampled it."""
         if not all(rollout.is_live for rollout in group):
             return
         env = group[0].env
@@ -98,7 +95,7 @@ class Reporter(Observer):
         )
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
-        """Log the metrics of a batch and save its rollouts."""
+        """Log the metrics of a batch."""
         recent, now = self.recent, time.perf_counter()
         live = [rollout for rollout in batch.kept if rollout.is_live]
         staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
@@ -133,11 +130,6 @@ class Reporter(Observer):
         for monitor in self._monitors:
             call = partial(_log_rollouts, monitor, batch)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
-        if self._store is not None:
-            try:
-                self._store.write(batch.step, batch.seen, batch.dropped, frames)
-            except OSError as error:  # a full disk must not end the run
-                log.error("step %d: its rollouts are not kept: %s", batch.step, error)
         self.recent = SinceLastStep()
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -146,6 +138,10 @@ class Reporter(Observer):
         if "time/wait_for_batch" in metrics:
             renamed["wait/trainer/orchestrator"] = metrics["time/wait_for_batch"]
         self.log(step, renamed)
+        self._hooks.step_finished(step, metrics)
+
+    def version_served(self, version: int) -> None:
+        self._hooks.weights_published(version)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass metrics to every monitor. A failing monitor is reported once; the run goes on."""

@@ -11,10 +11,10 @@ from prime_rl.monitor.metrics import mean_and_max
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
-from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
+from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler
 from prime_rl.rollout import Rollout
 
@@ -34,9 +34,12 @@ class Sampling(Observer):
         sampler: Sampler,
         buffer: Buffer,
         reporter: Reporter,
+        installed: Sequence[Observer] = (),
     ) -> None:
+        """``installed``: observers that plugins brought."""
         self.context, self.engines, self.envs = run, engines, envs
         self.sampler, self.buffer, self.reporter = sampler, buffer, reporter
+        self._installed = installed
         self.is_scoring = False
         """An algorithm is scoring a group: it may wait for a teacher."""
         self.dispatcher = Dispatcher(
@@ -71,7 +74,8 @@ class Sampling(Observer):
             self.is_scoring = True
             await score_group(env.hooks, rollouts)
             self.is_scoring = False
-            self.reporter.group_scored(rollouts, self.engines.policy.version)
+            for observer in (self.reporter, *self._installed):
+                observer.group_scored(rollouts, self.engines.policy.version)
             self.sampler.observe(rollouts)
             for rollout in rollouts:
                 stamp(rollout, env.algorithm.action_loss)

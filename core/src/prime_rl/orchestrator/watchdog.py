@@ -1,44 +1,42 @@
-"""Observers that keep a run alive: engines that are current and measured, and an end to a run in
-which nothing moves."""
+"""Observers that keep a run alive: engines that are current, and an end to a run in which nothing
+moves."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prime_rl.errors import RunError
-from prime_rl.monitor.engines import EngineWatch
 from prime_rl.orchestrator.context import Engines, RunContext
-from prime_rl.orchestrator.observers import Observer
 from prime_rl.orchestrator.sampling import Sampling
+from prime_rl.plugins.observer import Observer
 
 LOOK_SECONDS = 1.0
 """Between two looks of the watchdog."""
 
 
 class EngineKeeper(Observer):
-    """Keeps the engines current and measured. Colocated, they sleep while the trainer steps."""
+    """Keeps the engines current. Colocated, they sleep while the trainer steps."""
 
-    def __init__(self, run: RunContext, engines: Engines, evaluation: Observer) -> None:
-        self.context, self.engines, self._evaluation = run, engines, evaluation
-        self.watch = EngineWatch(engines.fleet.pages)
+    def __init__(self, run: RunContext, engines: Engines, installed: Sequence[Observer]) -> None:
+        """``installed``: observers that plugins brought."""
+        self.context, self.engines, self._installed = run, engines, installed
 
     async def run(self) -> None:
         """Raises ``EngineError`` when no engine has served for too long."""
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.engines.fleet.run())
-            tasks.create_task(self.watch.run())
+        await self.engines.fleet.run()
 
     async def batch_leaves(self, step: int) -> None:
         """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight
-        stay there; an evaluation is completed first."""
+        stay there; work that needs the present version is completed first."""
         if not self.context.config.deployment.colocated:
             return
         started, awaited = time.perf_counter(), f"trainer (weights of step {step - 1})"
         self.context.status.report(f"batch {step} is ready", waiting_for=awaited)
         await self.engines.policy.wait_for(step - 1)
-        await self._evaluation.version_pending(step)
+        for observer in self._installed:
+            await observer.version_pending(step)
         await self.engines.fleet.sleep()
         self.context.waited.add("time/sleep_engines", started)
 

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from prime_rl.plugins.loss import Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
     from prime_rl.plugins.monitor import Monitor
+    from prime_rl.plugins.observer import Observer
     from prime_rl.plugins.sampler import Sampler, Source
     from prime_rl.plugins.trainer_observer import TrainerObserver
     from prime_rl.plugins.view import RunView
@@ -87,6 +88,11 @@ def register_engines() -> Iterable[type[Engine]]:
 @hookspec
 def register_monitors() -> Iterable[type[Monitor]]:
     """Offer monitors, selected by a table ``[monitors.<name>]``."""
+
+
+@hookspec
+def register_observers() -> Iterable[type[Observer]]:
+    """Offer observers. All of them take part; a table ``[observers.<name>]`` has settings."""
 
 
 @hookspec

@@ -22,6 +22,7 @@ from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
+from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.view import RunView
@@ -61,6 +62,7 @@ SAMPLER = Kind("sampler", Sampler, "orchestrator.sampler.type")
 SOURCE = Kind("source", Source, "algo.sampling.source.type")
 ENGINE = Kind("engine", Engine, "inference.engine")
 MONITOR = Kind("monitor", Monitor, "monitors.<name>")
+OBSERVER = Kind("observer", Observer, "observers.<name>")
 MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
 VIEW = Kind("view", RunView, "view.type")
@@ -69,8 +71,8 @@ TRAINER_OBSERVER = Kind("trainer_observer", TrainerObserver, "trainer.<name>")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
-    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, MODEL, LAUNCHER, VIEW),
-    *(LOSS, TRAINER_OBSERVER, WEIGHT_TRANSPORT),
+    *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, OBSERVER, MODEL, LAUNCHER),
+    *(VIEW, LOSS, TRAINER_OBSERVER, WEIGHT_TRANSPORT),
 )
 
 

@@ -20,6 +20,7 @@ from prime_rl.plugins.offers import (
     LOSS,
     MODEL,
     MONITOR,
+    OBSERVER,
     RENDERER,
     SAMPLER,
     VIEW,
@@ -52,6 +53,7 @@ def check(config: RunConfig) -> Hooks:
     cls(settings).check(config.model.name)
     for name, table in config.monitors.items():
         choose(MONITOR, name, table, hooks, f"monitors.{name}")
+    _check_observers(config, hooks)
     choose(VIEW, config.view.type, config.view.settings, hooks, "view")
     check_engine(config, hooks)
     _check_deployment(config, hooks)
@@ -168,6 +170,17 @@ def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
     for transport in transports:
         if transport is not None:
             transport.check(config.trainer.device)
+
+
+def _check_observers(config: RunConfig, hooks: Hooks) -> None:
+    """Their tables are valid, and a key that asks for an observer finds it."""
+    table, installed = config.orchestrator, collect(hooks, OBSERVER)
+    if table.eval.env:
+        select(OBSERVER, "evals", installed, "orchestrator.eval.env")
+    if table.save_rollouts and "save_rollouts" in table.model_fields_set:  # true is the default
+        select(OBSERVER, "save_rollouts", installed, "orchestrator.save_rollouts")
+    for name in {**installed, **config.observers}:
+        choose(OBSERVER, name, config.observers.get(name, {}), hooks, f"observers.{name}")
 
 
 def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:

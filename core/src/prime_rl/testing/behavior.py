@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.orchestrator.store import read_rollouts, write_rollouts
+from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.hookspecs import hookimpl
@@ -156,8 +156,8 @@ def round_trip(subject: Subject) -> None:
     group = subject.stamped(MIXED)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "rollouts.msgpack"
-        write_rollouts(path, 0, group, {})
-        _, back, _ = read_rollouts(path)
+        path.write_bytes(encode_rollouts(0, ((rollout, None) for rollout in group)))
+        back = [stored.rollout for stored in decode_rollouts(path)["rollouts"]]
     for number, (rollout, copy) in enumerate(zip(group, back, strict=True)):
         for name in ("reward", "rewards", "metrics", "info"):
             ours, theirs = _plain(getattr(rollout, name)), getattr(copy, name)

@@ -1,9 +1,9 @@
 """What a user sees of a run, and the commands around it: look at it, replay it, evaluate and serve
-its weights, stop it."""
+its weights, stop it. And the observer that saves the rollouts they read."""
 
 import typer
 
-from prime_rl import RunView, hookimpl
+from prime_rl import Observer, RunView, hookimpl
 
 
 @hookimpl
@@ -21,6 +21,14 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("runs")(runs.runs)
     cli.command("status")(runs.status)
     cli.command("stop")(runs.stop)
+
+
+@hookimpl
+def register_observers() -> list[type[Observer]]:
+    """Offer ``save_rollouts``."""
+    from prime_rl_tools.rollouts import SaveRollouts
+
+    return [SaveRollouts]
 
 
 @hookimpl

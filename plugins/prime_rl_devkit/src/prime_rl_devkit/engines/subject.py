@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import httpx
 
-from prime_rl.monitor.engines import Page, parse
 from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl_devkit.engines.reference import Reference
 from prime_rl_devkit.engines.replies import Choice, Reply, read_reply
+from prime_rl_engine_kit.metrics import Page, parse
 
 GENERATE = "/inference/v1/generate"
 

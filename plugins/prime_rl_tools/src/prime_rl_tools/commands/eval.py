@@ -52,7 +52,7 @@ def _run(request: EvalRequest, as_json: bool) -> None:
     from prime_rl_tools.eval.run import as_record, evaluate
     from prime_rl_tools.eval.view import Bars, print_results
 
-    bars, log = Bars(Console(stderr=True)), logging.getLogger("prime_rl.orchestrator.evals")
+    bars, log = Bars(Console(stderr=True)), logging.getLogger("prime_rl_evals.figures")
     log.disabled = True  # failures are in the table
     try:
         with bars:

@@ -14,7 +14,7 @@ from typing import Any
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.orchestrator.evals import Finished, num_tokens
+from prime_rl_evals.figures import Finished, num_tokens
 from prime_rl_tools.eval.request import EvalRequest, folder_of
 
 PLAIN = (

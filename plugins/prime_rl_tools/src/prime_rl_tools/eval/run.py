@@ -3,7 +3,7 @@
     request -> environments -> every rollout of every example, max_concurrency at once
             -> one line on disk per rollout -> figures per env
 
-The figures are those of a run's own evaluations (``prime_rl.orchestrator.evals``).
+The figures are those of a run's own evaluations (``prime_rl_evals``).
 """
 
 from __future__ import annotations
@@ -17,15 +17,7 @@ from typing import Any, Protocol
 
 from prime_rl.config.orchestrator import EvalEnvConfig
 from prime_rl.env.environment import Environment, EnvSettings
-from prime_rl.orchestrator.build import eval_sampling
-from prime_rl.orchestrator.evals import (
-    EvalEnv,
-    Finished,
-    Job,
-    jobs_of,
-    of_the_policy,
-    summarise,
-)
+from prime_rl_evals.figures import EvalEnv, Finished, Job, jobs_of, of_the_policy, summarize
 from prime_rl_tools.eval.files import EvalFiles, Place
 from prime_rl_tools.eval.request import EvalRequest
 
@@ -97,8 +89,7 @@ def _env(request: EvalRequest, env: EvalEnvConfig) -> EvalEnv:
         renderer=renderer.config if renderer else None,
         tokenizer_path=renderer.tokenizer_path if renderer else None,
     )
-    sampling = eval_sampling(env.sampling or request.evaluation.sampling)
-    return EvalEnv(env.label, Environment(settings), sampling, env.num_examples, env.group_size)
+    return EvalEnv.of(env, request.evaluation, Environment(settings))
 
 
 async def _sample(
@@ -157,7 +148,7 @@ async def _one(request: EvalRequest, job: Job, files: EvalFiles) -> tuple[Place,
 
 def _figures(env: EvalEnv, finished: dict[Place, Finished]) -> EnvFigures:
     ordered = [finished[place] for place in sorted(finished)]
-    result = summarise(env, 0, ordered)
+    result = summarize(env, 0, ordered)
     failures = [each.result for each in ordered if not each.result.ok]
     kinds = Counter(_kind(each.error_type, each.status_code) for each in failures)
     return EnvFigures(

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.orchestrator.evals import Finished
+from prime_rl_evals.figures import Finished
 from prime_rl_tools.eval.run import EnvFigures
 
 ROWS = (

@@ -9,9 +9,9 @@ import numpy as np
 
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.packer import batch_frames, cut_samples
-from prime_rl.orchestrator.store import FrameDigest, StoredStep
 from prime_rl.rollout import STREAMS, FloatColumn, Rollout, Sample
 from prime_rl_tools.replay.score import Replayed, Scored
+from prime_rl_tools.rollouts import FrameDigest, StoredStep
 
 
 def frames_of(

@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.store import StoredRollout, read_step
 from prime_rl.rollout import STREAMS
 from prime_rl.wire import MicroBatch, decode_batch
 from prime_rl.wire.micro_batch import MAGIC
 from prime_rl_tools.replay.compare import credit
+from prime_rl_tools.rollouts import StoredRollout, read_step
 
 Facts = dict[str, Any]
 """``kind``, single values, and lists of like tables by name."""

@@ -21,12 +21,12 @@ from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.scoring import FACTS, score_group, score_rollout, stamp
-from prime_rl.orchestrator.store import Place, StoredRollout, StoredStep, read_step, step_files
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
 from prime_rl.rollout import STREAMS, Rollout
 from prime_rl_tools.replay.host import NotRecorded, ReplayHost
+from prime_rl_tools.rollouts import Place, StoredRollout, StoredStep, read_step, step_files
 
 Algorithms = Mapping[str, AlgoConfig]
 """By env."""

@@ -20,11 +20,11 @@ import msgspec
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.orchestrator.store import StoredRollout, StoredStep, read_step, step_files
 from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.tokens import Pieces
+from prime_rl_tools.rollouts import StoredRollout, StoredStep, read_step, step_files
 
 CHUNK_TOKENS = 20_000
 """Approximate tokens of one chunk, which is unpacked when a rollout is shown."""

@@ -18,25 +18,22 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, fields
 from math import ceil
 from pathlib import Path
 
-from prime_rl.orchestrator.context import Engines, RunContext
-from prime_rl.orchestrator.engines import EngineRouter
-from prime_rl.orchestrator.evals import (
+from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,
     Finished,
     Job,
     jobs_of,
     of_the_policy,
-    summarise,
+    summarize,
 )
-from prime_rl.orchestrator.observers import Observer
-from prime_rl.orchestrator.reporter import Reporter
 
 log = logging.getLogger(__name__)
 
@@ -87,28 +84,37 @@ def free_slots(max_inflight: int, training: int) -> int:
 
 
 class Evaluation(Observer):
-    """Evaluates what is due, each time at one version, and keeps the results."""
+    """Evaluates what is due of ``[[orchestrator.eval.env]]``, each time at one version, and keeps
+    the results."""
 
-    def __init__(
-        self,
-        run: RunContext,
-        engines: Engines,
-        envs: Sequence[EvalEnv],
-        router: EngineRouter,
-        reporter: Reporter,
-        num_training: Callable[[], int],
-    ) -> None:
-        """``num_training()``: rollouts in flight for training."""
-        self.context, self.engines, self.envs = run, engines, envs
+    name = "evals"
+
+    def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
+        super().__init__(config, host)
+        run = self.context = host.shared.run
+        self.policy, self.settings = host.shared.engines.policy, run.config.orchestrator.eval
+        self.envs = [
+            EvalEnv.of(env, self.settings, host.environment(env, self.settings.harness))
+            for env in self.settings.env
+        ]
         self.eval_log = EvalLog(run.run_dir)
-        self._router, self._reporter, self._num_training = router, reporter, num_training
+        self._open = AsyncExitStack()
         self._began_with = run.launch.began_with(run.run_dir)
-        self._last_seen = engines.policy.version
+        self._last_seen = self.policy.version
         self._due: asyncio.Queue[tuple[int, list[EvalEnv]]] = asyncio.Queue()
         self._idle, self._cut = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._held = 0.0
         self.total = self.inflight = self.finished = 0
+
+    async def setup(self) -> None:
+        """Start the environments."""
+        for env in self.envs:
+            await self._open.enter_async_context(env.environment)
+
+    async def close(self) -> None:
+        """Stop them."""
+        await self._open.aclose()
 
     # -- when -------------------------------------------------------------------------------------
 
@@ -116,7 +122,7 @@ class Evaluation(Observer):
         """Evaluate the first weights, unless an earlier attempt has, and make up for evaluations
         that an earlier attempt did not complete."""
         if unmeasured := self._unmeasured():
-            await self._evaluate(BEFORE, unmeasured, self.engines.policy.version)
+            await self._evaluate(BEFORE, unmeasured, self.policy.version)
         last = {env.name: self._began_with for env in self.envs}
         for result in (*self.eval_log.results[BEFORE], *self.eval_log.results[DURING]):
             last[result.env] = max(result.policy_version, last.get(result.env, 0))
@@ -126,14 +132,14 @@ class Evaluation(Observer):
         """What is evaluated before training. A run that resumes its own checkpoint has measured its
         first weights; a run that starts from another run's checkpoint measures those."""
         version = self.context.launch.first_step - 1
-        if self.context.config.orchestrator.eval.skip_first_step or version != self._began_with:
+        if self.settings.skip_first_step or version != self._began_with:
             return []
         measured = {result.env for result in self.eval_log.results[BEFORE]}
         return [env for env in self.envs if env.name not in measured]
 
     async def after_training(self) -> None:
         """Evaluate the last weights."""
-        await self._evaluate(AFTER, self.envs, self.engines.policy.version)
+        await self._evaluate(AFTER, self.envs, self.policy.version)
 
     def version_served(self, version: int) -> None:
         """Start the evaluations that are due at ``version``. The last one's are ``AFTER``."""
@@ -159,16 +165,12 @@ class Evaluation(Observer):
             return
         started = time.perf_counter()
         try:
-            await asyncio.wait_for(self._idle.wait(), self._max_hold)
+            await asyncio.wait_for(self._idle.wait(), self.settings.max_hold_seconds)
         except TimeoutError:
             if not self._idle.is_set():  # else it has just ended, and the next one would be cut
                 self._cut.set()
             await self._idle.wait()
         self._held += time.perf_counter() - started
-
-    @property
-    def _max_hold(self) -> float:
-        return self.context.config.orchestrator.eval.max_hold_seconds
 
     # -- one evaluation ---------------------------------------------------------------------------
 
@@ -185,7 +187,7 @@ class Evaluation(Observer):
             for env in envs:
                 own = [job for job in finished if job.env is env]
                 own.sort(key=lambda job: (job.example, job.member))
-                self._add(when, summarise(env, version, [finished[job] for job in own]))
+                self._add(when, summarize(env, version, [finished[job] for job in own]))
         finally:
             self.total = self.finished = 0
             self._idle.set()
@@ -199,7 +201,7 @@ class Evaluation(Observer):
         waiting, pending = list(reversed(jobs)), set[asyncio.Task[None]]()
         try:
             while (waiting or pending) and not self._cut.is_set():
-                slots = free_slots(most, self._num_training())
+                slots = free_slots(most, self.host.num_inflight())
                 while waiting and len(pending) < slots:
                     job = waiting.pop()
                     pending.add(asyncio.create_task(self._one(when, job, version, finished)))
@@ -216,7 +218,7 @@ class Evaluation(Observer):
         seed = self.context.config.seed + job.example * env.group_size + job.member
         self.inflight += 1
         try:
-            results = await self._router.run(
+            results = await self.host.shared.router.run(
                 ("eval", env.name, job.example),
                 lambda endpoint: env.environment.run(
                     env.environment.examples[job.example],
@@ -244,7 +246,7 @@ class Evaluation(Observer):
         log.warning(
             "the evaluation of version %d is cut short: %d of %d rollouts are left out "
             "(orchestrator.eval.max_hold_seconds = %.0f)%s",
-            *(version, self.total - self.finished, self.total, self._max_hold),
+            *(version, self.total - self.finished, self.total, self.settings.max_hold_seconds),
             f"; {len(stuck)} of them do not end" if stuck else "",
         )
 
@@ -253,13 +255,13 @@ class Evaluation(Observer):
     def _add(self, when: str, result: EvalResult) -> None:
         at = f"at version {result.policy_version}" if when == DURING else f"{when} training"
         log.info("eval %s %s: reward %.4f", result.env, at, result.reward)
-        self._reporter.log(result.policy_version, result.as_metrics())
+        self.host.log(result.policy_version, result.as_metrics())
         self.eval_log.append(when, result)
 
     def _report(self, when: str = DURING) -> None:
         """Publish the progress: in the status while nothing is trained, else for the sampling."""
         share = self.finished / max(self.total, 1)
-        self.engines.policy.evaluated = None if self._idle.is_set() else share
+        self.policy.evaluated = None if self._idle.is_set() else share
         if when != DURING:
             self.context.status.report(f"evaluating {when} training", progress=share)
 

@@ -1,4 +1,4 @@
-"""Rollouts on disk: ``<run>/rollouts/step_N.msgpack``, exact floats, no pickle.
+"""Rollouts of a run on disk: ``<run>/rollouts/step_N.msgpack``.
 
 A step's file holds every rollout decided on for its batch, as it was stamped, and what a replay
 needs: the place of each rollout in the order of scoring, siblings that still waited for a batch,
@@ -8,32 +8,28 @@ and the digest of every frame sent.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import msgspec
-import numpy as np
+from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
+from prime_rl.orchestrator.records import StoredRollout as StoredRollout
+from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 
-from prime_rl.errors import RunError
-from prime_rl.rollout import COLUMNS, Group, Rollout, Sample
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.buffer import Batch
+
+log = logging.getLogger(__name__)
 
 Place: TypeAlias = tuple[int, int, int, int]
 """When a rollout was scored: the attempt at the run (by its time), the group within it, the member
 within that, and the group's size. Places are in the order in which groups were scored."""
 
-FIELDS = tuple(
-    field.name
-    for field in fields(Rollout)
-    if field.name not in ("samples", "trace", "assigned", "frozen")
-)
-"""What is saved of a rollout beside its samples."""
 
-
-@dataclass(frozen=True)
-class FrameDigest:
+class FrameDigest(NamedTuple):
     """One rank's micro batches, as sent."""
 
     num_bytes: int
@@ -42,15 +38,6 @@ class FrameDigest:
     @classmethod
     def of(cls, frame: bytes) -> FrameDigest:
         return cls(len(frame), hashlib.sha256(frame).hexdigest())
-
-
-@dataclass(frozen=True, repr=False)
-class StoredRollout:
-    """One rollout of a file."""
-
-    rollout: Rollout
-    dropped_by: str | None
-    """None: it trained, or is still waiting."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +94,31 @@ class RolloutStore:
         write_rollouts(path, step, seen, dropped, waiting=waiting, frames=digests)
 
 
+class SaveRollouts(Observer):
+    """Saves the rollouts of every step, unless ``orchestrator.save_rollouts`` is false."""
+
+    name = "save_rollouts"
+
+    def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
+        super().__init__(config, host)
+        run = host.shared.run
+        is_on = run.config.orchestrator.save_rollouts
+        self._store = RolloutStore(run.run_dir) if is_on else None
+
+    def group_scored(self, group: Group, version: int) -> None:
+        if self._store is not None:
+            self._store.group_scored(group)
+
+    def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
+        """Save the batch. A full disk does not end the run."""
+        if self._store is None:
+            return
+        try:
+            self._store.write(batch.step, batch.seen, batch.dropped, frames)
+        except OSError as error:
+            log.error("step %d: its rollouts are not kept: %s", batch.step, error)
+
+
 def write_rollouts(
     path: Path,
     step: int,
@@ -118,25 +130,15 @@ def write_rollouts(
 ) -> None:
     """Save one step's rollouts, kept and dropped, atomically. ``dropped`` gives the reasons by
     ``id()``. Raises ``OSError``."""
-    record = {
-        "step": step,
-        "rollouts": [_record(rollout, dropped.get(id(rollout))) for rollout in rollouts],
-        "waiting": [_record(rollout, None) for rollout in waiting],
-        "frames": [[frame.num_bytes, frame.sha256] for frame in frames],
-    }
+    decided = [(rollout, dropped.get(id(rollout))) for rollout in rollouts]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     try:
-        temporary.write_bytes(msgspec.msgpack.encode(record, enc_hook=_plain))
+        temporary.write_bytes(encode_rollouts(step, decided, waiting, frames))
         temporary.replace(path)
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def _plain(value: Any) -> Any:
-    """A value without a msgpack type: numpy's as plain ones, anything else as text."""
-    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def step_files(run_dir: Path) -> dict[int, Path]:
@@ -159,44 +161,7 @@ def read_rollouts(path: Path) -> tuple[int, list[Rollout], list[str | None]]:
 
 
 def read_step(path: Path) -> StoredStep:
-    """Everything a step's file holds. Raises ``RunError`` if it is truncated or another kind of
-    file."""
-    try:
-        record = msgspec.msgpack.decode(path.read_bytes())
-        return StoredStep(
-            record["step"],
-            [_stored(row) for row in record["rollouts"]],
-            [_stored(row) for row in record.get("waiting", ())],
-            [FrameDigest(*frame) for frame in record.get("frames", ())],
-        )
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{path}: not a file of rollouts: {error}. Expected what a run writes as "
-            "rollouts/step_N.msgpack."
-        ) from error
-
-
-def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
-    samples = [
-        {
-            "temperature": sample.temperature,
-            "columns": {
-                name: [column.dtype.str, column.tobytes()]
-                for name in COLUMNS
-                if (column := getattr(sample, name)) is not None
-            },
-        }
-        for sample in rollout.samples
-    ]
-    plain = {name: getattr(rollout, name) for name in FIELDS}
-    return plain | {"samples": samples, "dropped_by": dropped_by}
-
-
-def _stored(row: Mapping[str, Any]) -> StoredRollout:
-    samples = []
-    for sample in row["samples"]:
-        columns = {n: np.frombuffer(data, dtype) for n, (dtype, data) in sample["columns"].items()}
-        samples.append(Sample(temperature=sample["temperature"], **columns))
-    plain = {name: row[name] for name in FIELDS if name in row}  # older files have fewer
-    plain["place"] = tuple(row["place"]) if row.get("place") else None
-    return StoredRollout(Rollout(**plain, samples=samples), row["dropped_by"])
+    """Everything a step's file holds. Raises ``RunError`` if it is truncated or of another kind."""
+    record = decode_rollouts(path)
+    frames = [FrameDigest(*frame) for frame in record["frames"]]
+    return StoredStep(record["step"], record["rollouts"], record["waiting"], frames)

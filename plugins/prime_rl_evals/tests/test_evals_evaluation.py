@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 from waiting import LIMIT, until
 
+from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSettings
-from prime_rl.orchestrator.evals import EvalEnv, EvalResult
-from prime_rl.orchestrator.evaluation import EvalLog, Evaluation, free_slots
+from prime_rl.env.environment import ModelEndpoint, RolloutResult
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.run.resume import rewind
+from prime_rl_evals.evaluation import EvalLog, Evaluation, free_slots
+from prime_rl_evals.figures import EvalResult
 
 ENDPOINT = ModelEndpoint("m", "http://127.0.0.1:1/v1")
 
@@ -27,6 +28,14 @@ class FakeEnvironment:
     gate: asyncio.Event | None = None
     inflight: int = 0
     most: int = 0
+
+    is_open: bool = False
+
+    async def __aenter__(self):
+        self.is_open = True
+
+    async def __aexit__(self, *exc):
+        self.is_open = False
 
     @property
     def num_examples(self):
@@ -57,7 +66,11 @@ class World:
         self, run_dir, rewards, *, version=0, began_with=0, last_version=100, interval=2,
         max_hold_seconds=300.0, slots=8, num_examples=100, group_size=1,
     ):  # fmt: skip
-        table = {"max_hold_seconds": max_hold_seconds}
+        env = {
+            "id": "held", "num_examples": num_examples, "group_size": group_size,
+            "interval": interval,
+        }  # fmt: skip
+        table = {"max_hold_seconds": max_hold_seconds, "env": [env]}
         config = RunConfig(
             model={"name": "m"}, max_steps=last_version, seed=1000,
             orchestrator={"max_inflight_rollouts": slots, "eval": table},
@@ -71,17 +84,18 @@ class World:
             launch=SimpleNamespace(first_step=version + 1, began_with=lambda run_dir: began_with),
         )
         self.environment = FakeEnvironment(rewards)
-        settings = SamplingSettings()
-        env = EvalEnv("held", self.environment, settings, num_examples, group_size, interval)
         self.policy = Policy(version)
-        self.evaluation = Evaluation(
-            run,
-            SimpleNamespace(policy=self.policy),
-            [env],
-            SimpleNamespace(run=lambda key, episode: episode(ENDPOINT)),
-            SimpleNamespace(log=lambda step, metrics: self.logged.append((step, metrics))),
-            lambda: self.num_training,
+        host = SimpleNamespace(
+            shared=SimpleNamespace(
+                run=run,
+                engines=SimpleNamespace(policy=self.policy),
+                router=SimpleNamespace(run=lambda key, episode: episode(ENDPOINT)),
+            ),
+            log=lambda step, metrics: self.logged.append((step, metrics)),
+            num_inflight=lambda: self.num_training,
+            environment=lambda env, harness: self.environment,
         )
+        self.evaluation = Evaluation(PluginConfig(), host)
 
     @property
     def during(self):
@@ -156,6 +170,14 @@ async def test_slots_that_training_leaves_are_used(tmp_path):
     world.environment.gate.set()
     await asyncio.wait_for(task, LIMIT)
     assert world.environment.most == 4
+
+
+async def test_environments_are_open_from_setup_to_close(tmp_path):
+    world = World(tmp_path, [1.0])
+    await world.evaluation.setup()
+    assert world.environment.is_open
+    await world.evaluation.close()
+    assert not world.environment.is_open
 
 
 # -- before training --------------------------------------------------------------------------

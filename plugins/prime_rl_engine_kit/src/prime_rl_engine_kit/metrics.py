@@ -12,24 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import PositiveFloat
 
-from prime_rl.monitor.metrics import Reduced
+from prime_rl import Observer, ObserverHost, PluginConfig
 
 log = logging.getLogger(__name__)
-
-POLL_SECONDS = 5.0
 
 OVER_ENGINES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": fmean, "median": median, "min": min, "max": max, "sum": sum,
 }  # fmt: skip
-
-Scrape = Callable[[], Awaitable[Sequence[str]]]
-"""The pages of the engines that answered."""
 
 
 @dataclass
@@ -42,29 +38,40 @@ class Page:
     """Sum and count of each, as ``NAME_sum`` and ``NAME_count``."""
 
 
-class EngineWatch:
-    """Polls until cancelled. The first page that cannot be fetched or parsed is logged."""
+class EngineMetricsConfig(PluginConfig):
+    """``[observers.engine_metrics]``"""
 
-    def __init__(self, scrape: Scrape, poll: float = POLL_SECONDS) -> None:
-        self._scrape = scrape
-        self._poll = poll
+    interval: PositiveFloat = 5.0
+    """Seconds between two reads of the engines' ``/metrics``."""
+
+
+class EngineMetrics(Observer):
+    """Reads the metrics of the engines. The first page that cannot be fetched or parsed is
+    logged."""
+
+    name = "engine_metrics"
+    config_class = EngineMetricsConfig
+    config: EngineMetricsConfig
+
+    def __init__(self, config: EngineMetricsConfig, host: ObserverHost) -> None:
+        super().__init__(config, host)
         self._pages: list[Page] = []
         self._before: tuple[float, Mapping[str, float]] | None = None
         self._now: tuple[float, Mapping[str, float]] | None = None
         self._warned = False
 
     async def run(self) -> None:
-        """Poll forever."""
+        """Poll until cancelled."""
         while True:
             try:
-                self.note(time.monotonic(), await self._scrape())
+                self.note(time.monotonic(), await self.host.shared.engines.fleet.pages())
             except Exception as error:  # metrics must not end the run
                 if not self._warned:
                     log.warning(
                         "engine metrics cannot be read: %s: %s", type(error).__name__, error
                     )
                 self._warned = True
-            await asyncio.sleep(self._poll)
+            await asyncio.sleep(self.config.interval)
 
     def note(self, seconds: float, texts: Sequence[str]) -> None:
         """Record one poll of all engines. ``seconds``: on a monotonic clock."""
@@ -76,9 +83,9 @@ class EngineWatch:
         self._now = (seconds, totals)
         self._before = self._before or self._now
 
-    def take(self) -> Reduced:
+    def take_metrics(self) -> Mapping[str, float]:
         """Gauges of the last poll, and rates since the last poll of the previous step."""
-        metrics: Reduced = {}
+        metrics: dict[str, float] = {}
         for name in sorted({name for page in self._pages for name in page.gauges}):
             values = [page.gauges[name] for page in self._pages if name in page.gauges]
             metrics |= {f"inference/{name}/{key}": f(values) for key, f in OVER_ENGINES.items()}

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+from types import SimpleNamespace
 
 import pytest
 
-from prime_rl.monitor.engines import EngineWatch, parse
+from prime_rl_engine_kit.metrics import EngineMetrics, EngineMetricsConfig, parse
 
 PAGE = """\
 # HELP vllm:num_requests_running Requests.
@@ -29,8 +30,10 @@ def page(running, tokens, seconds=0, number=0):
     return PAGE.format(running=running, tokens=tokens, seconds=seconds, number=number)
 
 
-async def nothing():
-    return []
+def watch_of(pages=None, **settings):
+    fleet = SimpleNamespace(pages=pages)
+    shared = SimpleNamespace(engines=SimpleNamespace(fleet=fleet))
+    return EngineMetrics(EngineMetricsConfig(**settings), SimpleNamespace(shared=shared))
 
 
 def test_a_page_is_read_by_its_types():
@@ -40,9 +43,9 @@ def test_a_page_is_read_by_its_types():
 
 
 def test_gauges_over_engines_and_rates_between_steps():
-    watch = EngineWatch(nothing)
+    watch = watch_of()
     watch.note(10.0, [page(2, 100), page(4, 50)])
-    first = watch.take()
+    first = watch.take_metrics()
     assert first == {
         "inference/num_requests_running/mean": 3.0,
         "inference/num_requests_running/median": 3.0,
@@ -51,26 +54,28 @@ def test_gauges_over_engines_and_rates_between_steps():
         "inference/num_requests_running/sum": 6.0,
     }
     watch.note(15.0, [page(0, 120), page(0, 90)])
-    assert watch.take()["inference/generation_tokens:rate"] == pytest.approx(60 / 5)
-    assert "inference/generation_tokens:rate" not in watch.take()  # no look since
+    assert watch.take_metrics()["inference/generation_tokens:rate"] == pytest.approx(60 / 5)
+    assert "inference/generation_tokens:rate" not in watch.take_metrics()  # no look since
 
 
 def test_a_histogram_gives_the_mean_of_observations_since_the_previous_step():
-    watch = EngineWatch(nothing)
+    watch = watch_of()
     watch.note(10.0, [page(0, 0, seconds=7, number=5), page(0, 0, seconds=1, number=1)])
-    assert not [name for name in watch.take() if "time_to_first_token" in name]
+    assert not [name for name in watch.take_metrics() if "time_to_first_token" in name]
     watch.note(15.0, [page(0, 0, seconds=9, number=6), page(0, 0, seconds=2, number=3)])
-    found = {name: v for name, v in watch.take().items() if "time_to_first_token" in name}
+    found = {name: v for name, v in watch.take_metrics().items() if "time_to_first_token" in name}
     assert found == {"inference/time_to_first_token_seconds:mean": 1.0}  # 3 seconds in 3
     watch.note(20.0, [page(0, 0, seconds=9, number=6), page(0, 0, seconds=2, number=3)])
-    assert not [name for name in watch.take() if "time_to_first_token" in name]  # no requests
+    assert not [
+        name for name in watch.take_metrics() if "time_to_first_token" in name
+    ]  # no requests
 
 
 def test_a_restarted_engine_has_no_negative_rate():
-    watch = EngineWatch(nothing)
+    watch = watch_of()
     watch.note(0.0, [page(0, 1000)])
     watch.note(5.0, [page(0, 0)])
-    assert watch.take()["inference/generation_tokens:rate"] == 0.0
+    assert watch.take_metrics()["inference/generation_tokens:rate"] == 0.0
 
 
 async def test_a_malformed_page_is_logged_once_and_polling_continues(caplog):
@@ -81,7 +86,7 @@ async def test_a_malformed_page_is_logged_once_and_polling_continues(caplog):
         return ["# TYPE x gauge\nx one"]
 
     with caplog.at_level(logging.WARNING):
-        task = asyncio.create_task(EngineWatch(broken, poll=0.001).run())
+        task = asyncio.create_task(watch_of(broken, interval=0.001).run())
         while len(looks) < 3:
             await asyncio.sleep(0.001)
         task.cancel()

@@ -11,6 +11,7 @@ from math import comb, sqrt
 from statistics import fmean, stdev
 from typing import Any
 
+from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.env.environment import Environment, RolloutResult, SamplingSettings
 from prime_rl.monitor.metrics import Reduced, describe
 
@@ -31,6 +32,13 @@ class EvalEnv:
     group_size: int
     interval: int | None = None
     """Versions between two evaluations. None: before and after training only."""
+
+    @classmethod
+    def of(cls, env: EvalEnvConfig, table: EvalConfig, environment: Environment) -> EvalEnv:
+        """An entry of ``table``. A sampling parameter that is None is the engine's default."""
+        sampling = SamplingSettings(**(env.sampling or table.sampling).model_dump())
+        sizes = env.num_examples, env.group_size, env.interval
+        return cls(env.label, environment, sampling, *sizes)
 
     @property
     def num_rollouts(self) -> int:
@@ -116,7 +124,7 @@ def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
     return replace(ours[0], reward=fmean(r.reward for r in ours), metrics=metrics)
 
 
-def summarise(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
+def summarize(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
     """The result at ``version``, of the rollouts that finished in time, in order of their
     examples."""
     results = [each.result for each in finished]

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from prime_rl.config.orchestrator import EvalConfig
 from prime_rl.env.environment import RolloutResult, SamplingSettings
 from prime_rl.env.episode import BranchTokens
-from prime_rl.orchestrator.evals import (
+from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,
     Finished,
@@ -22,6 +23,16 @@ from prime_rl.orchestrator.evals import (
 def env_of(num_examples, known=100, group_size=1, interval=None, name="held"):
     environment = SimpleNamespace(num_examples=known)
     return EvalEnv(name, environment, SamplingSettings(), num_examples, group_size, interval)
+
+
+def test_an_env_is_sampled_as_configured():
+    """A parameter that is None is the engine's default."""
+    table = EvalConfig(
+        sampling={"top_p": 0.9}, env=[{"id": "held", "num_examples": 5, "interval": 3}]
+    )
+    env = EvalEnv.of(table.env[0], table, SimpleNamespace(num_examples=4))
+    assert (env.name, env.num_rollouts, env.group_size, env.interval) == ("held", 4, 1, 3)
+    assert (env.sampling.temperature, env.sampling.top_p, env.sampling.top_k) == (None, 0.9, None)
 
 
 def test_envs_take_turns():

@@ -1,0 +1,93 @@
+"""Rollouts on disk: msgpack with exact floats, no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from prime_rl.errors import RunError
+from prime_rl.rollout import COLUMNS, Rollout, Sample
+
+FIELDS = tuple(
+    field.name
+    for field in fields(Rollout)
+    if field.name not in ("samples", "trace", "assigned", "frozen")
+)
+"""What is saved of a rollout beside its samples."""
+
+
+class StoredRollout(NamedTuple):
+    """One rollout of a file."""
+
+    rollout: Rollout
+    dropped_by: str | None
+    """None: it trained, or is still waiting."""
+
+
+def encode_rollouts(
+    step: int,
+    rollouts: Iterable[tuple[Rollout, str | None]],
+    waiting: Iterable[Rollout] = (),
+    frames: Iterable[tuple[int, str]] = (),
+) -> bytes:
+    """The content of a file: rollouts with the reasons why they were dropped, siblings that no
+    batch has taken yet, size and sha256 of each frame."""
+    record = {
+        "step": step,
+        "rollouts": [_record(rollout, dropped_by) for rollout, dropped_by in rollouts],
+        "waiting": [_record(rollout, None) for rollout in waiting],
+        "frames": list(frames),
+    }
+    return msgspec.msgpack.encode(record, enc_hook=_plain)
+
+
+def decode_rollouts(path: Path) -> dict[str, Any]:
+    """What ``encode_rollouts`` got, by name, with each rollout as a ``StoredRollout``. Raises
+    ``RunError`` if the file is truncated or of another kind."""
+    try:
+        record: dict[str, Any] = {"waiting": [], "frames": []}
+        record |= msgspec.msgpack.decode(path.read_bytes())
+        for name in ("rollouts", "waiting"):
+            record[name] = [_stored(row) for row in record[name]]
+        return record
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise RunError(
+            f"{path}: not a file of rollouts: {error}. Expected what a run writes as "
+            "rollouts/step_N.msgpack."
+        ) from error
+
+
+def _plain(value: Any) -> Any:
+    """A value without a msgpack type: numpy's as plain ones, anything else as text."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
+
+
+def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
+    samples = [
+        {
+            "temperature": sample.temperature,
+            "columns": {
+                name: [column.dtype.str, column.tobytes()]
+                for name in COLUMNS
+                if (column := getattr(sample, name)) is not None
+            },
+        }
+        for sample in rollout.samples
+    ]
+    plain = {name: getattr(rollout, name) for name in FIELDS}
+    return plain | {"samples": samples, "dropped_by": dropped_by}
+
+
+def _stored(row: Mapping[str, Any]) -> StoredRollout:
+    samples = []
+    for sample in row["samples"]:
+        columns = {n: np.frombuffer(data, dtype) for n, (dtype, data) in sample["columns"].items()}
+        samples.append(Sample(temperature=sample["temperature"], **columns))
+    plain = {name: row[name] for name in FIELDS if name in row}  # older files have fewer
+    plain["place"] = tuple(row["place"]) if row.get("place") else None
+    return StoredRollout(Rollout(**plain, samples=samples), row["dropped_by"])

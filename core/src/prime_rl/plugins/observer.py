@@ -1,0 +1,87 @@
+"""Observers work beside the loop, at its events. Orchestrator side: entry-point group
+``prime_rl``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.plugins.base import Offer, PluginConfig
+
+if TYPE_CHECKING:
+    from prime_rl.config.orchestrator import SourceConfig
+    from prime_rl.env.environment import Environment
+    from prime_rl.orchestrator.buffer import Batch
+    from prime_rl.orchestrator.context import Shared
+    from prime_rl.rollout import Group
+
+
+@dataclass(frozen=True, eq=False)
+class ObserverHost:
+    """What core lends to an observer that a plugin brought."""
+
+    shared: Shared
+    """Config, engines, renderer, hooks and status of the run."""
+    log: Callable[[int, Mapping[str, float]], None]
+    """Passes metrics of a step to every monitor."""
+    num_inflight: Callable[[], int]
+    """Rollouts in flight for training."""
+    environment: Callable[[SourceConfig, dict[str, Any] | None], Environment]
+    """The environment of a config; the harness is for where the env and its taskset have none."""
+
+
+class Observer(Offer):
+    """Takes part in every run in which it is installed. It overrides the methods it needs.
+
+    The loop calls its observers in order and waits for each of them: reports first, then installed
+    observers by name, then checkpoints and sampling. An exception ends the run.
+    """
+
+    def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
+        super().__init__(config)
+        self.host = host
+
+    async def setup(self) -> None:
+        """Prepare, while the engines start."""
+
+    async def close(self) -> None:
+        """The run has ended, or ``setup`` has failed."""
+
+    async def run(self) -> None:
+        """Work beside the loop, until cancelled."""
+
+    async def before_training(self) -> None:
+        """The engines serve the first weights; no rollout has been requested."""
+
+    async def after_training(self) -> None:
+        """The engines serve the last weights."""
+
+    async def stopping(self, last: int) -> None:
+        """The user stops the run: step ``last``, now in training, is its last."""
+
+    def group_scored(self, group: Group, version: int) -> None:
+        """A group has its credit; ``version`` is the policy's now."""
+
+    async def batch_taken(self, batch: Batch) -> None:
+        """A batch is complete and not packed yet."""
+
+    async def batch_leaves(self, step: int) -> None:
+        """The batch of ``step`` is packed and about to be sent."""
+
+    def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
+        """A batch was sent: one frame per trainer rank."""
+
+    async def version_pending(self, version: int) -> None:
+        """The engines are about to load ``version``: complete what needs the present one. Colocated
+        engines sleep until then; installed observers are called before that too."""
+
+    def version_served(self, version: int) -> None:
+        """The engines sample from ``version``."""
+
+    def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The trainer's own metrics of a step."""
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """What was measured since the last call; logged with the next batch."""
+        return {}
