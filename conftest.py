@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,17 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "models"
+
+
+@pytest.fixture(scope="session")
+def tiny_reverse(model_cache: Path) -> Path:
+    """The default model of seed 0, as whole runs find it in the cache."""
+    from prime_rl.run.models import cached_path, make
+    from prime_rl.rundir.launch import READY
+    from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
+
+    maker = TinyReverse(TinyReverseConfig())
+    path = cached_path(maker, version("prime-rl-environments"), 0, model_cache)
+    if not (path / READY).exists():
+        make(lambda folder: maker.make(folder, 0, lambda state, share: None), path)
+    return path
