@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
         (folder / f"{name}.py").write_text(code)
 
     return install
+
+
+@pytest.fixture(scope="session")
+def tiny_reverse(model_cache: Path) -> Path:
+    """The default model of seed 0, as whole runs find it in the cache."""
+    from prime_rl.run.models import cached_path, make
+    from prime_rl.rundir.launch import READY
+    from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
+
+    maker = TinyReverse(TinyReverseConfig())
+    path = cached_path(maker, version("prime-rl-environments"), 0, model_cache)
+    if not (path / READY).exists():
+        make(lambda folder: maker.make(folder, 0, lambda state, share: None), path)
+    return path

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from aiohttp import web
 from loopback import listening
-from waiting import LIMIT
+from waiting import LIMIT, until
 
 from prime_rl import EngineError
 from prime_rl.inference.fleet import Fleet, FleetOptions
@@ -23,11 +23,12 @@ class Engine:
     def __init__(self, version=0, model="m"):
         self.version, self.calls, self.refuse, self.model = version, [], {}, model
         self.away = self.mute = False
-        self.muted = 0
+        self.looks = self.muted = 0
         self.hold = asyncio.Event()
         self.hold.set()
 
     async def handle(self, request):
+        self.looks += request.path == "/health"
         if self.away:
             request.transport.abort()
         if self.mute:
@@ -51,6 +52,11 @@ class Engine:
 
     def restart(self, version=0):
         self.version, self.away = version, False
+
+    async def looked_at(self, times=3):
+        """Until it was asked for its health so many more times."""
+        enough = self.looks + times
+        await until(lambda: self.looks >= enough)
 
 
 @asynccontextmanager

@@ -49,12 +49,10 @@ def start(model_cache: Path, tmp_path: Path) -> Iterator[Start]:
 def starting(cache: Path, folder: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
-    def run(
-        name: str, *overrides: str, popen: type[subprocess.Popen[str]] = warm.Popen
-    ) -> subprocess.Popen[str]:
+    def run(name: str, *overrides: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), "--run.name", name]
-        process = popen(
+        process = warm.Popen(
             [*command, *overrides],
             env=os.environ | {"PRIME_RL_CACHE": str(cache)},
             stdout=subprocess.PIPE,
@@ -89,7 +87,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen[str]) -> N
 
 @dataclass
 class Finished:
-    """Two runs side by side; all processes of ``first`` are fresh interpreters."""
+    """Two runs side by side."""
 
     folder: Path
     """Holds their directories, by name."""
@@ -104,7 +102,7 @@ def pair(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
     sync = ("--orchestrator.max_off_policy_steps", "0", "--rollout_transport.type", "filesystem")
     with starting(model_cache, folder) as start:
         both = {
-            "first": start("first", *four, popen=subprocess.Popen),
+            "first": start("first", *four),
             "sync": start("sync", *four, *sync),
         }
         output = {name: process.communicate(timeout=LIMIT)[0] for name, process in both.items()}

@@ -68,9 +68,12 @@ def test_the_slurm_script_trains_on_a_ray_cluster_of_two_nodes(job, tmp_path):
     made = subprocess.run([STAND_INS / "srun", "--", "true"], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"no Linux namespaces for the nodes: {made.stderr.strip()}")
-    patient = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600", "RAY_USAGE_STATS_ENABLED": "0"}
+    ray = {"gcs_rpc_server_reconnect_timeout_s": "600", "USAGE_STATS_ENABLED": "0"}
+    # A worker for each core would import everything, and wait for work of a kind that never comes.
+    ray |= {"enable_worker_prestart": "0", "prestart_worker_first_driver": "0"}
+    settings = {f"RAY_{name}": value for name, value in ray.items()}
     for _ in range(5):  # Ray gives a node 30 seconds to start, and the machine may be busy
-        done = job(str(CONFIG), *SMALL, SLURM_CPUS_PER_TASK="3", **patient)
+        done = job(str(CONFIG), *SMALL, SLURM_CPUS_PER_TASK="3", **settings)
         if "error: the run did not start" not in done.stdout:
             break
     assert done.returncode == 0, done.stdout

@@ -40,13 +40,11 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(model_cache: Path, tmp_path: Path) -> Iterator[Start]:
-    """Starts ``prime-rl run``, of a given name or as a given command; whatever is left is ended."""
+    """Starts ``prime-rl`` with some arguments; whatever is left is ended."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(
-        *arguments: str, popen: type[subprocess.Popen[str]] = warm.Popen
-    ) -> subprocess.Popen[str]:
-        process = popen(
+    def begin(*arguments: str) -> subprocess.Popen[str]:
+        process = warm.Popen(
             [*CLI, *arguments],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache), "COLUMNS": "400"},
             stdout=subprocess.PIPE,
@@ -213,8 +211,8 @@ def test_a_stop_before_the_first_step_says_that_there_are_no_weights(
     start: Start, tmp_path: Path, processes_of: Callable[[Path], list[int]]
 ) -> None:
     run_dir = tmp_path / "mine"
-    # Forks would have taken a step by then.
-    process = start(*command(tmp_path), popen=subprocess.Popen)
+    # The batch of a step takes much longer than a start.
+    process = start(*command(tmp_path, "--orchestrator.batch_size", "4096"))
     wait_until((run_dir / "status" / "orchestrator.json").exists, process)
     process.send_signal(signal.SIGINT)
     output = outcome(process, 130)

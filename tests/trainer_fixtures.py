@@ -108,3 +108,9 @@ def pack() -> Callable[..., MicroBatch]:
 def random_documents() -> Callable[..., list[list[int]]]:
     """Lengths to documents of random tokens."""
     return _random_documents
+
+
+@pytest.fixture
+def batches() -> list[MicroBatch]:
+    """Ten micro batches, unlike each other."""
+    return [_pack(_random_documents([9, 5], seed=seed)) for seed in range(10)]

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -165,35 +165,36 @@ async def test_a_late_engine_does_not_delay_the_start_and_joins_with_the_current
         assert (late.version, late.loaded) == (1, "v1")
 
 
-async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_current_weights():
-    engines = Engine(), Engine()
-    async with fleet_of(*engines) as fleet:
-        engines[0].away = True
+@asynccontextmanager
+async def joining(version):
+    """A fleet of two engines, and the first, which was away when ``version`` was published: it is
+    back and loads it until ``hold`` is set."""
+    engine = Engine()
+    async with fleet_of(engine, Engine()) as fleet:
+        engine.away = True
         await until(lambda: not fleet.engines[0].serving)
-        await fleet.update_weights(Path("v3"), 3)
-        engines[0].hold.clear()
-        engines[0].restart(version=0)
-        await until(lambda: "/update_weights" in engines[0].calls)
+        await fleet.update_weights(Path(f"v{version}"), version)
+        engine.hold.clear()
+        engine.restart(version=0)
+        await until(lambda: "/update_weights" in engine.calls)
+        yield fleet, engine
+
+
+async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_current_weights():
+    async with joining(version=3) as (fleet, engine):
         asked = [await fleet.ask(n, lambda e: asyncio.sleep(0, e.number)) for n in range(4)]
         assert asked == [1, 1, 1, 1]
-        engines[0].hold.set()
+        engine.hold.set()
         await until(lambda: fleet.engines[0].serving)
-        assert (engines[0].version, fleet.engines[0].version) == (3, 3)
+        assert (engine.version, fleet.engines[0].version) == (3, 3)
 
 
 async def test_a_version_published_while_an_engine_joins_is_loaded_before_it_serves():
-    engines = Engine(), Engine()
-    async with fleet_of(*engines) as fleet:
-        engines[0].away = True
-        await until(lambda: not fleet.engines[0].serving)
-        await fleet.update_weights(Path("v1"), 1)
-        engines[0].hold.clear()
-        engines[0].away = False
-        await until(lambda: "/update_weights" in engines[0].calls)
+    async with joining(version=1) as (fleet, engine):
         await fleet.update_weights(Path("v2"), 2)
-        engines[0].hold.set()
+        engine.hold.set()
         await until(lambda: fleet.engines[0].serving)
-        assert engines[0].version == 2 and engines[0].calls.count("/update_weights") == 2
+        assert engine.version == 2 and engine.calls.count("/update_weights") == 2
 
 
 async def test_a_restart_between_two_looks_is_detected():
@@ -251,7 +252,8 @@ async def test_while_no_engine_serves_requests_wait_and_the_run_says_what_for():
         engine.away = True
         await until(lambda: not fleet.serving)
         asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, "answer")))
-        await asyncio.sleep(0.05)
+        await until(lambda: said)
+        await engine.looked_at()
         assert not asking.done()
         assert said[-1].startswith(f"engine {fleet.urls[0]} did not answer")
         engine.away = False
@@ -449,7 +451,7 @@ async def test_a_straggler_is_taken_out_and_joins_when_it_is_done(hurried):
         assert fleet.engines[0].reason.endswith("is late with new weights that others have loaded")
         assert await fleet.ask(0, lambda e: asyncio.sleep(0, e.number)) == 1
         await until(lambda: len(engines[0].calls) == 2)
-        await asyncio.sleep(0.1)
+        await engines[0].looked_at()
         assert engines[0].calls == ["/pause", "/update_weights"]  # it is not asked twice
         engines[0].hold.set()
         await until(lambda: fleet.engines[0].serving)
@@ -501,7 +503,8 @@ async def test_an_engine_alone_is_no_straggler(monkeypatch):
     async with fleet_of(engine) as fleet:
         engine.hold.clear()
         updating = asyncio.create_task(fleet.update_weights(Path("v1"), 1))
-        await asyncio.sleep(0.3)
+        await until(lambda: "/update_weights" in engine.calls)
+        await engine.looked_at()
         assert not updating.done()
         engine.hold.set()
         await updating
@@ -617,7 +620,7 @@ async def test_an_engine_elsewhere_that_lists_no_model_yet_is_waited_for():
         ready = asyncio.create_task(fleet.wait_ready(LIMIT))
         await until(lambda: fleet.engines[0].reason)
         assert fleet.engines[0].reason.endswith("serves no model, expected 'm'")
-        await asyncio.sleep(0.1)
+        await engine.looked_at()
         assert not ready.done()
         engine.model = "m"
         await ready
@@ -631,7 +634,7 @@ async def test_sleeping_engines_get_no_requests_and_new_weights_wake_them():
     async with fleet_of(*engines) as fleet:
         await fleet.sleep()
         asking = asyncio.create_task(fleet.ask(0, lambda e: asyncio.sleep(0, e.version)))
-        await asyncio.sleep(0.05)
+        await engines[0].looked_at()
         assert not asking.done()
         await fleet.update_weights(Path("v1"), 1)
         assert await asking == 1
@@ -647,7 +650,7 @@ async def test_an_engine_that_comes_back_while_the_others_sleep_sleeps_too():
         await fleet.sleep()
         engines[0].restart(version=9)
         await until(lambda: fleet.engines[0].state is EngineState.ASLEEP)
-        await asyncio.sleep(0.1)
+        await engines[0].looked_at()
         assert engines[0].calls == ["/pause", "/sleep"] and not fleet.engines[0].serving
         await fleet.update_weights(Path("v1"), 1)
         await until(lambda: fleet.engines[0].serving)
@@ -739,7 +742,7 @@ async def test_an_engine_that_cannot_sleep_ends_the_run_with_the_reason():
 # -- numbers ----------------------------------------------------------------------------------
 
 
-async def test_each_engine_has_metrics_of_its_own_since_the_last_call():
+async def test_each_engine_has_metrics_of_its_own_since_the_last_call(clock):
     engines = Engine(), Engine()
     async with fleet_of(*engines) as fleet:
         for key in ("a", "a", "b"):
@@ -747,10 +750,8 @@ async def test_each_engine_has_metrics_of_its_own_since_the_last_call():
         await fleet.update_weights(Path("v4"), 4)
         engines[1].away = True
         await until(lambda: not fleet.engines[1].serving)
-        await asyncio.sleep(0.05)
-        found = fleet.take_metrics()
-        down = found.pop("inference/1/down_seconds")
-        assert found == {
+        clock.now += 7
+        assert fleet.take_metrics() == {
             "inference/replicas_serving": 1.0,
             "inference/0/requests": 2.0,
             "inference/0/retried": 0.0,
@@ -763,8 +764,8 @@ async def test_each_engine_has_metrics_of_its_own_since_the_last_call():
             "inference/1/running": 0.0,
             "inference/1/serving": 0.0,
             "inference/1/version": 4.0,
+            "inference/1/down_seconds": 7.0,
         }
-        assert down >= 0.05
         assert fleet.take_metrics()["inference/0/requests"] == 0.0
 
 

@@ -1,5 +1,6 @@
 """The fixtures of the trainer's tests."""
 
+from trainer_fixtures import batches as batches
 from trainer_fixtures import make_model as make_model
 from trainer_fixtures import make_qwen3 as make_qwen3
 from trainer_fixtures import model_dir as model_dir

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_training import Frames, PolicyGradient
 from transformers import PreTrainedModel
 from waiting import LIMIT
 
-from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig, WeightsError
+from prime_rl import ConfigError, PluginConfig, WeightsError
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.checkpoints import finished, unfinished, whole_steps
@@ -21,38 +23,14 @@ from prime_rl.trainer import checkpoint, publish
 from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
-from prime_rl.wire import MicroBatch, encode_batch
+from prime_rl.wire import MicroBatch
 
 OFF = CkptConfig(enabled=False)
 
 
-class PolicyGradient(Loss):
-    """-A t"""
-
-    name = "pg"
-    token_wise = True
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        terms = -inputs.advantages * inputs.trainer_logprobs
-        return LossOutputs(terms[inputs.loss_mask].sum(), {})
-
-
-class Frames:
-    """A receiver with one frame per step."""
-
-    def __init__(self, first: int, batches: Sequence[MicroBatch]) -> None:
-        numbered = enumerate(batches, first)
-        self.frames = [memoryview(encode_batch(step, [batch])) for step, batch in numbered]
-
-    def receive(self, timeout: float) -> memoryview | None:
-        return self.frames.pop(0)
-
-    def close(self) -> None: ...
-
-
 @pytest.fixture
-def batches(pack: Any, random_documents: Any) -> list[MicroBatch]:
-    return [pack(random_documents([9, 5], seed=seed)) for seed in range(6)]
+def batches(batches: list[MicroBatch]) -> list[MicroBatch]:
+    return batches[:6]
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +61,8 @@ def run(
             part.progress.write_text("{}")
     checkpointer = Checkpointer(run_dir, ckpt, model_dir, None)
     trainer.max_steps = first + len(batches) - 1
-    train(trainer, Frames(first, batches), run_dir, first, Status(None), checkpointer)
+    frames = Frames(first, [[batch] for batch in batches])
+    train(trainer, frames, run_dir, first, Status(None), checkpointer)
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -130,8 +109,7 @@ def test_a_run_that_is_stopped_after_three_steps_saves_them_unrounded(
     first, run_dir = make_trainer(model_dir, publish_dtype=published), tmp_path / "run"
     unfinished(run_dir, 3).orchestrator.mkdir(parents=True)
     unfinished(run_dir, 3).progress.write_text("{}")
-    frames = Frames(1, batches[:3])
-    frames.frames.append(memoryview(encode_batch(4, [])))
+    frames = Frames(1, [*([batch] for batch in batches[:3]), []])  # an empty batch: stop
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
     train(first, frames, run_dir, 1, Status(None), checkpointer)
     assert whole_steps(run_dir) == [3]
@@ -228,6 +206,20 @@ def test_the_state_is_of_its_step_although_training_goes_on_meanwhile(
     assert same(resumed, straight)
 
 
+def fill_disk(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, is_full: Callable[[int], bool]
+) -> None:
+    """``owner.name`` finds no space at the calls whose number ``is_full``, counted from 0."""
+    real, calls = getattr(owner, name), count()
+
+    def write(*arguments: Any, **named: Any) -> Any:
+        if is_full(next(calls)):
+            raise OSError(28, "No space left on device")
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, write)
+
+
 def test_a_checkpoint_is_retried_once_and_the_run_continues_without_it(
     tmp_path: Path,
     model_dir: Path,
@@ -236,14 +228,7 @@ def test_a_checkpoint_is_retried_once_and_the_run_continues_without_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     writer = checkpoint.filesystem.FileSystemWriter
-    real, failures = writer.write_data, iter([True, False] + [True] * 99)
-
-    def full(*arguments: Any, **named: Any) -> Any:
-        if next(failures):
-            raise OSError(28, "No space left on device")
-        return real(*arguments, **named)
-
-    monkeypatch.setattr(writer, "write_data", full)
+    fill_disk(monkeypatch, writer, "write_data", lambda call: call != 1)
     trainer = make_trainer(model_dir)
     run(trainer, tmp_path, model_dir, batches[:4], ckpt=CkptConfig(interval=2))
     assert whole_steps(tmp_path) == [2]  # 2 at the second attempt; 4 never: 2 is still there
@@ -263,14 +248,7 @@ def test_the_first_and_the_last_write_of_a_checkpoint_are_retried(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    real, failures = getattr(checkpoint, fails_at), iter([True] + [False] * 99)
-
-    def full(*arguments: Any) -> Any:
-        if next(failures):
-            raise OSError(28, "No space left on device")
-        return real(*arguments)
-
-    monkeypatch.setattr(checkpoint, fails_at, full)
+    fill_disk(monkeypatch, checkpoint, fails_at, lambda call: call == 0)
     trainer = make_trainer(model_dir)
     run(trainer, tmp_path, model_dir, batches[:2], ckpt=CkptConfig(interval=2))
     assert "No space left on device" in caplog.text
@@ -286,7 +264,7 @@ def test_a_checkpoint_in_the_background_is_completed_when_the_trainer_fails(
     unfinished(tmp_path, 2).orchestrator.mkdir(parents=True)
     unfinished(tmp_path, 2).progress.write_text("{}")
     checkpointer = Checkpointer(tmp_path, CkptConfig(interval=2), model_dir, None)
-    frames = Frames(1, batches[:2])
+    frames = Frames(1, [[batch] for batch in batches[:2]])
     with pytest.raises(IndexError) as caught:  # there is no third batch
         train(make_trainer(model_dir), frames, tmp_path, 1, Status(None), checkpointer)
     threading.Timer(0.05, proceed.set).start()
@@ -341,7 +319,8 @@ def test_without_the_orchestrators_part_there_is_no_checkpoint(
     config = CkptConfig(interval=1)
     unfinished(tmp_path, 1).orchestrator.mkdir(parents=True)
     checkpointer = Checkpointer(tmp_path, config, model_dir, None)
-    train(trainer, Frames(1, batches[:2]), tmp_path, 1, Status(None), checkpointer)
+    frames = Frames(1, [[batch] for batch in batches[:2]])
+    train(trainer, frames, tmp_path, 1, Status(None), checkpointer)
     assert whole_steps(tmp_path) == []
     assert "step 1: no checkpoint: the orchestrator's part is not in" in caplog.text
     assert list((tmp_path / "checkpoints").glob("*")) == []

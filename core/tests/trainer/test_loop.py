@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_training import Frames
 from transformers import PreTrainedModel
 
 from prime_rl import (
@@ -35,10 +36,10 @@ from prime_rl.wire import MicroBatch, encode_batch
 CPU = torch.device("cpu")
 
 
-class PolicyGradient(Loss):
+class Ratio(Loss):
     """-A * exp(t - i)"""
 
-    name = "policy_gradient"
+    name = "ratio"
     token_wise = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -49,7 +50,7 @@ class PolicyGradient(Loss):
 @pytest.fixture
 def trainer(make_model: Callable[..., PreTrainedModel]) -> Trainer:
     config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
-    return Trainer(make_model(), PolicyGradient(PluginConfig()), config, max_steps=20)
+    return Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=20)
 
 
 def on_policy(model: PreTrainedModel, micro_batch: MicroBatch, by: float = 0.0) -> MicroBatch:
@@ -155,26 +156,13 @@ def test_a_batch_that_trains_nothing_leaves_the_weights_alone(
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
 
 
-class Frames:
-    """A receiver with one frame a step."""
-
-    def __init__(self, *batches: list[MicroBatch]) -> None:
-        numbered = enumerate(batches, 1)
-        self.frames = [memoryview(encode_batch(step, batch)) for step, batch in numbered]
-
-    def receive(self, timeout: float) -> memoryview | None:
-        return self.frames.pop(0)
-
-    def close(self) -> None: ...
-
-
 def test_a_batch_that_trains_nothing_is_published_and_measured_like_any(
     make_model: Callable[..., PreTrainedModel], pack: Any, tmp_path: Path
 ) -> None:
     config = TrainerConfig.model_validate({"device": "cpu", "keep_broadcasts": 4})
-    trainer = Trainer(make_model(), PolicyGradient(PluginConfig()), config, max_steps=3)
+    trainer = Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=3)
     some, nothing = [pack([[1, 2, 3]])], [pack([[1, 2, 3]], prompt=3)]
-    train(trainer, Frames(some, nothing, some), tmp_path, 1, Status(None))
+    train(trainer, Frames(1, [some, nothing, some]), tmp_path, 1, Status(None))
     versions = [load_file(tmp_path / f"broadcasts/step_{n}/model.safetensors") for n in (1, 2, 3)]
     name = "model.norm.weight"
     assert versions[0].keys() == versions[1].keys()
@@ -192,7 +180,7 @@ def test_a_sample_that_trains_nothing_is_harmless_beside_one_that_does(
 
     def trained(*documents: list[int], **streams: Any) -> list[torch.Tensor]:
         config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
-        trainer = Trainer(make_model(), PolicyGradient(PluginConfig()), config, max_steps=20)
+        trainer = Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=20)
         trainer.train_step(1, [pack(documents, prompt=3, **streams)])
         return weights(trainer)
 
@@ -259,7 +247,7 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
         {"optim": {"lr": 1e-6, "weight_decay": 0.0}, "device": "cpu", "dtype": "bfloat16"}
     )
     model = make_model().float()
-    trainer = Trainer(model, PolicyGradient(PluginConfig()), config, max_steps=1)
+    trainer = Trainer(model, Ratio(PluginConfig()), config, max_steps=1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     batch = pack(random_documents([9, 5]))
     exact, _ = token_logprobs(model, make_row(batch, CPU))

@@ -11,9 +11,10 @@ import torch
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from small_training import Frames, PolicyGradient
 from transformers import AutoModelForCausalLM
 
-from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl import ConfigError, PluginConfig
 from prime_rl.adapter import is_adapter, merged_tensors
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
@@ -28,38 +29,9 @@ from prime_rl.trainer.lora import block_linears
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.publish import Publisher
-from prime_rl.wire import MicroBatch, encode_batch
+from prime_rl.wire import MicroBatch
 
 LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
-
-
-class PolicyGradient(Loss):
-    """-A t"""
-
-    name = "pg"
-    token_wise = True
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        terms = -inputs.advantages * inputs.trainer_logprobs
-        return LossOutputs(terms[inputs.loss_mask].sum(), {})
-
-
-class Frames:
-    """A receiver with one frame a step."""
-
-    def __init__(self, first: int, batches: Sequence[MicroBatch]) -> None:
-        numbered = enumerate(batches, first)
-        self.frames = [memoryview(encode_batch(step, [batch])) for step, batch in numbered]
-
-    def receive(self, timeout: float) -> memoryview | None:
-        return self.frames.pop(0)
-
-    def close(self) -> None: ...
-
-
-@pytest.fixture
-def batches(pack: Any, random_documents: Any) -> list[MicroBatch]:
-    return [pack(random_documents([9, 5], seed=seed)) for seed in range(10)]
 
 
 def make_trainer(base: Path, adapter: Path | None = None, **lora: Any) -> Trainer:
@@ -80,7 +52,8 @@ def run(
             unfinished(run_dir, step).progress.write_text("{}")
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=5), base, None)
     trainer.max_steps = first + len(batches) - 1
-    train(trainer, Frames(first, batches), run_dir, first, Status(None), checkpointer)
+    frames = Frames(first, [[batch] for batch in batches])
+    train(trainer, frames, run_dir, first, Status(None), checkpointer)
 
 
 def test_only_the_adapter_trains_and_only_it_is_published(

@@ -35,14 +35,6 @@ def ignore(state: str, share: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The default model of seed 0, made once."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    TinyReverse(TinyReverseConfig()).make(directory, 0, ignore)
-    return directory
-
-
-@pytest.fixture(scope="module")
 def renderer() -> Any:
     from renderers import Qwen3RendererConfig, create_renderer
 
@@ -141,6 +133,7 @@ def test_a_warmer_policy_makes_a_teacher(tmp_path: Path) -> None:
     TinyReverse(TinyReverseConfig(warmup_exact=0.9)).make(tmp_path / "m", 0, ignore)
     report = json.loads((tmp_path / "m" / "warmup.json").read_text())
     assert report["exact"] >= 0.9 and report["steps"] < 500
+    assert list(tmp_path.iterdir()) == [tmp_path / "m"]  # no temporary folder stays
 
 
 def test_a_warm_up_that_does_not_get_there_says_so_and_leaves_nothing(tmp_path: Path) -> None:
@@ -150,7 +143,7 @@ def test_a_warm_up_that_does_not_get_there_says_so_and_leaves_nothing(tmp_path: 
 
 
 @pytest.mark.slow  # the model is trained
-def test_the_folder_is_complete_and_says_when(folder: Path) -> None:
+def test_the_folder_is_complete_and_says_when(tiny_reverse: Path) -> None:
     assert {
         ".ready",
         "config.json",
@@ -159,18 +152,18 @@ def test_the_folder_is_complete_and_says_when(folder: Path) -> None:
         "tokenizer.json",
         "tokenizer_config.json",
         "chat_template.jinja",
-    } <= {file.name for file in folder.iterdir()}
-    assert list(folder.parent.iterdir()) == [folder]  # no temporary folder stays
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+    } <= {file.name for file in tiny_reverse.iterdir()}
+    config = json.loads((tiny_reverse / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForCausalLM"]
 
 
 @pytest.mark.slow
-def test_it_half_knows_how_to_reverse_words_it_has_never_seen(folder: Path) -> None:
+def test_it_half_knows_how_to_reverse_words_it_has_never_seen(tiny_reverse: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_reverse)
+    model = AutoModelForCausalLM.from_pretrained(tiny_reverse)
     assert model.dtype == torch.float32
     assert 300_000 < model.num_parameters() < 400_000
     scores: list[float] = []

@@ -25,21 +25,13 @@ from prime_rl.env.environment import (
     ModelEndpoint,
     SamplingSettings,
 )
-from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
 
 pytestmark = pytest.mark.slow
 VERSION = 3
 
 
 @pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    TinyReverse(TinyReverseConfig()).make(directory, 0, lambda state, share: None)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def engine(model_path: Path) -> Iterator[ModelEndpoint]:
+def engine(tiny_reverse: Path) -> Iterator[ModelEndpoint]:
     """The embedded engine serving the tiny policy as version 3."""
     embedded = pytest.importorskip("prime_rl_embedded", reason="needs prime-rl-embedded")
     with socket.socket() as probe:
@@ -47,7 +39,7 @@ def engine(model_path: Path) -> Iterator[ModelEndpoint]:
         port = probe.getsockname()[1]
     command = embedded.Embedded(embedded.EmbeddedConfig()).command(
         EngineLaunch(
-            model_path=model_path,
+            model_path=tiny_reverse,
             served_model_name="tiny",
             host="127.0.0.1",
             port=port,
@@ -79,14 +71,14 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
-    model_path: Path, engine: ModelEndpoint
+    tiny_reverse: Path, engine: ModelEndpoint
 ) -> None:
     settings = EnvSettings(
         default_harness={"id": "in-process"},
         id="reverse-text",
         args={"split": "held_out", "num_examples": 64},
         renderer=Qwen3RendererConfig(thinking_retention="all"),
-        tokenizer_path=model_path,
+        tokenizer_path=tiny_reverse,
         timeout=LIMIT,
     )
     sampling = SamplingSettings(temperature=0.8, max_completion_tokens=12)
@@ -111,7 +103,7 @@ async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
         assert [v for v in branch.policy_versions if v != -1] == [VERSION] * sum(
             branch.sampled_mask
         )
-    assert max(logprob_gap(model_path, branch, 0.8) for branch in branches[:16]) < 1e-4
+    assert max(logprob_gap(tiny_reverse, branch, 0.8) for branch in branches[:16]) < 1e-4
 
 
 def logprob_gap(model_path: Path, branch: BranchTokens, temperature: float) -> float:

@@ -48,10 +48,12 @@ def with_default_signals() -> None:
 def address():
     """Of a cluster with two nodes of two cores, for the tests of this file."""
     pytest.importorskip("ray", reason="ray is not installed")
-    quiet = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    # A worker for each core would import everything, and wait for work of a kind that never comes.
+    settings |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", CLUSTER],
-        env=os.environ | quiet,
+        env=os.environ | settings,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

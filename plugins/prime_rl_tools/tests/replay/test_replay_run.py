@@ -27,6 +27,7 @@ def test_a_run_replays_byte_for_byte_and_its_page_has_the_trainers_values(
     monkeypatch.setattr(children, "subprocess", warm.SUBPROCESS)
     arguments = [
         "run", str(CONFIG), "--max_steps", "3", "--trainer.scheduler.warmup_steps", "1",
+        "--orchestrator.batch_size", "48", "--orchestrator.eval.env.0.num_examples", "8",
         "--trainer.token_export.enabled", "true", "--output_dir", str(tmp_path),
         "--run.name", "run",
     ]  # fmt: skip

@@ -49,10 +49,10 @@ class Served:
 
 
 @contextmanager
-def command(folder, *arguments, popen=warm.Popen, **env):
+def command(folder, *arguments, **env):
     output = folder / "output"
     with output.open("wb") as file:
-        process = popen(
+        process = warm.Popen(
             [sys.executable, "-c", MAIN, "serve", *map(str, arguments)],
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -74,7 +74,7 @@ def served(tmp_path_factory):
     options = ["--served-model-name", "small", "--api-key-var", "KEY", "--port", free_ports(1)[0]]
     folder = tmp_path_factory.mktemp("serve")
     given = ["tiny-reverse", *TINY, *options]
-    with command(folder, *given, popen=subprocess.Popen, KEY="sesame") as served:
+    with command(folder, *given, KEY="sesame") as served:
         served.wait_ready()
         yield served
 
