@@ -295,7 +295,7 @@ def test_no_example_is_lost_or_in_two_pools(events, seed):
         ({"easy_treshold": 0.5}, "Extra inputs are not permitted"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(config, message):
+def test_invalid_settings_are_refused(config, message):
     with pytest.raises(ValidationError, match=message):
         DifficultyPoolsConfig(**config)
 
