@@ -99,7 +99,7 @@ def test_opd_with_the_policy_as_teacher_is_refused_with_a_fix():
     assert refusal({"teacher": "policy"}) == (
         "env 'a': algo (algorithm 'opd').teacher: the policy cannot be its own teacher: the KL "
         "would be zero everywhere. Give a frozen model (name and base_url), or use the algorithm "
-        "opsd, in which the policy learns from itself shown a demonstration (got 'policy')"
+        "opsd, in which the policy learns from itself conditioned on a demonstration (got 'policy')"
     )
 
 

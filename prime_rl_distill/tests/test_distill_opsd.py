@@ -218,13 +218,13 @@ async def test_a_rollout_that_exceeds_the_context_with_its_demonstration_is_skip
         ),
         (
             "{demonstration} {other}",
-            "its only field may be {demonstration}, and formatting it gives KeyError: 'other'. "
-            "Write any other brace twice",
+            "its only field may be {demonstration}, but formatting it gives KeyError: 'other'. "
+            "Write all other braces twice",
         ),
         (
             "{demonstration",
-            "its only field may be {demonstration}, and formatting it gives ValueError: expected "
-            "'}' before end of string. Write any other brace twice",
+            "its only field may be {demonstration}, but formatting it gives ValueError: expected "
+            "'}' before end of string. Write all other braces twice",
         ),
         (
             "{{demonstration}}",

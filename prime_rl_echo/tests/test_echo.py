@@ -170,9 +170,9 @@ def test_samples_without_roles_are_an_error():
     with pytest.raises(StreamError) as caught:
         weights(echo(), bare)
     assert str(caught.value) == (
-        "env 'test', group 0: algo 'echo' selects tokens by the role of their message, and a "
-        "sample has no roles. Choose a renderer that gives attribution "
-        "(orchestrator.renderer.name), or a source whose samples carry roles."
+        "env 'test', group 0: algo 'echo' selects tokens by the role of their message, but a "
+        "sample has no roles. Choose a renderer with attribution "
+        "(orchestrator.renderer.name), or a source whose samples have roles."
     )
 
 

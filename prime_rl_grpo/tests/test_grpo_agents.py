@@ -66,7 +66,7 @@ def test_an_unknown_agent_is_named():
         )
     assert str(caught.value) == (
         "env 'duel': algo 'hierarchical_grpo': episode_agents names 'slover', and the env has "
-        "'proposer', 'solver'. Name agents of the env, or use grpo where it has only one."
+        "'proposer', 'solver'. Name agents of the env, or use grpo if it has only one."
     )
 
 

@@ -134,8 +134,8 @@ def test_it_passes_the_conformance_checks_with(kind):
         ({"type": "tokens", "completion_weight": -1},
          ".completion_weight: Input should be greater than or equal to 0 (got -1)"),
         ({"type": "tokens", "completion_weight": 0, "tool_response_weight": 0},
-         ": completion_weight, tool_response_weight are all 0, so no length would count: raise one "
-         "of them, or leave length_penalty out"),
+         ": completion_weight, tool_response_weight are all 0, so length would not count: raise "
+         "one of them, or remove length_penalty"),
     ],
 )  # fmt: skip
 def test_an_invalid_table_is_refused(table, message):

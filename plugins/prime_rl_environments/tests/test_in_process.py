@@ -182,7 +182,7 @@ async def test_python_tools_run_and_the_model_gets_their_results(engine: Any, ru
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
-        ("subtract", {}, "error: LookupError: no tool 'subtract'; there are: add"),
+        ("subtract", {}, "error: LookupError: no tool 'subtract'; available: add"),
         ("add", {"a": 1}, "error: TypeError: add() missing 1 required positional argument: 'b'"),
     ],
 )

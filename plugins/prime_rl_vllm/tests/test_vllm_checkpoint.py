@@ -77,7 +77,7 @@ def test_another_precision_is_fine(tmp_path, base):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_refused(tmp_path, base, value):
     folder = write(tmp_path / "new", **{UP: torch.full((3, 2), value)})
-    assert "'model.up.weight' holds values that aren't finite" in refusal(folder, base)
+    assert "'model.up.weight' contains values that aren't finite" in refusal(folder, base)
     Staged(folder, base, look_inside=False)
 
 
