@@ -41,7 +41,7 @@ IMPORTS = (
     *("transformers", "transformers.models.qwen3.modeling_qwen3", "verifiers.v1", "matplotlib"),
     *("matplotlib.backends.backend_agg", "matplotlib.figure", "rich.live", "uvicorn"),
     *("prime_rl.cli.app", "prime_rl.run.supervisor", "prime_rl.run.models"),
-    *("prime_rl.orchestrator.build", "prime_rl.orchestrator.loop", "prime_rl.orchestrator.summary"),
+    *("prime_rl.orchestrator.build", "prime_rl.orchestrator.loop", "prime_rl_tools.view.live"),
     *("prime_rl.trainer.loop", "prime_rl.trainer.checkpoint", "prime_rl.trainer.parallel"),
     *("prime_rl.trainer.model", "prime_rl_embedded.loop", "prime_rl_embedded.model"),
     *("prime_rl_environments.tiny.make", "prime_rl_environments.tiny.chat", "zmq", "pytest"),

@@ -1,5 +1,5 @@
 """Core's own plugin, loaded like any other: sampler ``standard``, monitor ``file``, launcher
-``local``."""
+``local``, view ``lines``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.sampler import Sampler
-from prime_rl.run.local import LocalLauncher
+from prime_rl.plugins.view import RunView
+from prime_rl.run.children import LocalLauncher
 
 
 @hookimpl
@@ -25,3 +26,8 @@ def register_monitors() -> list[type[Monitor]]:
 @hookimpl
 def register_launchers() -> list[type[Launcher]]:
     return [LocalLauncher]
+
+
+@hookimpl
+def register_views() -> list[type[RunView]]:
+    return [RunView]

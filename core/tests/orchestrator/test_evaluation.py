@@ -13,6 +13,7 @@ from prime_rl.env.environment import ModelEndpoint, RolloutResult, SamplingSetti
 from prime_rl.orchestrator.evals import EvalEnv, EvalResult
 from prime_rl.orchestrator.evaluation import EvalLog, Evaluation, free_slots
 from prime_rl.orchestrator.policy import Policy
+from prime_rl.run.resume import rewind
 
 ENDPOINT = ModelEndpoint("m", "http://127.0.0.1:1/v1")
 
@@ -279,3 +280,26 @@ async def test_a_resumed_run_makes_up_for_an_evaluation_that_was_cut_off(tmp_pat
         for version in (5, 6):
             await world.serve(version)
         assert [result.policy_version for result in world.during] == [4]
+
+
+# -- the log ----------------------------------------------------------------------------------
+
+
+def held_out(reward, version):
+    return EvalResult("held", version, reward, 8, 1, {"lcs": 0.5}, [{"reward": reward}])
+
+
+def test_a_resumed_run_has_the_results_before_its_first_step(tmp_path):
+    for when, step in (("before", 0), ("during", 2), ("after", 4)):
+        EvalLog(tmp_path).append(when, held_out(0.1 * step, step))
+    rewind(tmp_path, 2)
+    found = EvalLog(tmp_path).results
+    assert found == {"before": [held_out(0.0, 0)], "during": [held_out(0.2, 2)], "after": []}
+
+
+def test_a_result_after_an_attempt_is_one_during_the_resumed_run(tmp_path):
+    EvalLog(tmp_path).append("after", held_out(0.5, 4))
+    rewind(tmp_path, 4)
+    found = {"before": [], "during": [held_out(0.5, 4)], "after": []}
+    assert EvalLog(tmp_path).results == found
+    assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}

@@ -181,7 +181,7 @@ def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_pat
     config = SimpleNamespace(
         plugins=SimpleNamespace(disabled=()), inference=SimpleNamespace(max_restarts=0)
     )
-    view = SimpleNamespace(print=print)
+    view = SimpleNamespace(print=print, run_dir=tmp_path)
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
-        supervisor.run(config, tmp_path, view)
+        supervisor.run(config, view)
     assert [getattr(each, "name", each) for each in ended] == ["model", "closed"]

@@ -12,6 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
+    from prime_rl.plugins.manager import Hooks
     from prime_rl.rundir.checkpoints import Checkpoint
 
 NAME = "prime-rl"
@@ -50,28 +51,24 @@ def run(
     paths, overrides = split_arguments(arguments)
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
     config = load_config([Path(path) for path in paths], overrides)
-    check(config)
+    hooks = check(config)
     check_lora_names(config)
-    again = shlex.join([_program(), "run", *paths, *overrides])
+    typed = sys.argv[0]  # this program as a shell finds it
+    program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
+    again = shlex.join([program, "run", *paths, *overrides])
     if checkpoint is not None:
         chosen = resume.plan(config, checkpoint)
         typer.echo("\n".join(chosen.notes))
         if not dry_run:
             with resume.begin(config, chosen) as (run_dir, resumed):
-                _train(config, run_dir, again, resumed)
+                _train(config, hooks, run_dir, again, resumed)
         return
     run_dir = make_run_dir(config, dry=dry_run)
     if dry_run:
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
         return
     with held(run_dir):
-        _train(config, run_dir, again, None)
-
-
-def _program() -> str:
-    """This program as a shell finds it."""
-    typed = sys.argv[0]
-    return typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
+        _train(config, hooks, run_dir, again, None)
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -96,25 +93,30 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
     return arguments, None
 
 
-def _train(config: RunConfig, run_dir: Path, again: str, checkpoint: Checkpoint | None) -> None:
-    from rich.console import Console
-
+def _train(
+    config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
+) -> None:
     from prime_rl.errors import RunError
+    from prime_rl.plugins.offers import VIEW
     from prime_rl.run import supervisor
-    from prime_rl.run.report import print_stop, print_summary
-    from prime_rl.run.view import View
+    from prime_rl.run.env_checks import choose
+    from prime_rl.rundir.control import supervised
     from prime_rl.rundir.stop import Stopped
 
-    console = Console()
+    cls, settings = choose(VIEW, config.view.type, config.view.settings, hooks, "view")
+    view = cls(settings, run_dir, config.max_steps)
     try:
-        with View(console, run_dir, config.max_steps) as view:
-            supervisor.run(config, run_dir, view, checkpoint)
+        with supervised(run_dir):
+            with view:
+                supervisor.run(config, view, checkpoint)
+            view.ended()
     except KeyboardInterrupt as interrupt:
-        stopped = interrupt if isinstance(interrupt, Stopped) else None
+        step, saved = (
+            (interrupt.step, interrupt.trained) if isinstance(interrupt, Stopped) else (None, False)
+        )
         named = "" if config.run.name else shlex.join(["--run.name", run_dir.name])
-        print_stop(console, run_dir, config.max_steps, stopped, f"{again} {named}".strip())
+        view.stopped(step, saved, f"{again} {named}".strip())
         raise typer.Exit(130) from None
     except RunError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
-    print_summary(console, run_dir)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from verifiers.v1 import Task, Trace
 
+    from prime_rl.config.orchestrator import SourceConfig
+
 
 @dataclass(frozen=True)
 class EnvSettings:
@@ -35,6 +37,12 @@ class EnvSettings:
     """A config object of the ``renderers`` package. None: chosen by the tokenizer's name."""
     tokenizer_path: Path | None = None
     """Folder of the renderer's tokenizer. None: the model's name."""
+
+    @classmethod
+    def of(cls, env: SourceConfig, **others: Any) -> EnvSettings:
+        """The settings in a table of the config, and ``others``, which no table has."""
+        table = env.model_dump(include={"id", "args", "harness", "timeout", "max_turns"})
+        return cls(name=env.label, **table, **others)
 
     @property
     def label(self) -> str:

@@ -18,7 +18,7 @@ class FileMonitor(Monitor):
     """Appends to ``<run>/metrics.jsonl``; a line is written whole or not at all."""
 
     name = "file"
-    in_background = False  # the live view and the summary read the file during the run
+    in_background = False  # views read the file during the run
 
     def __init__(self, config: PluginConfig, run_dir: Path) -> None:
         super().__init__(config, run_dir)
@@ -35,5 +35,4 @@ class FileMonitor(Monitor):
             raise OSError(errno.ENOSPC, "no room for a line", self._file.name)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

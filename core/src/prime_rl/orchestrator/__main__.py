@@ -11,18 +11,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from prime_rl.config.run import RunConfig
+from prime_rl.env.rendering import load_tokenizer
 from prime_rl.errors import PrimeRLError
 from prime_rl.orchestrator import build
-from prime_rl.orchestrator.chat_template import write_chat_template
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
-from prime_rl.orchestrator.evaluation import Evaluation
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
-from prime_rl.orchestrator.summary import write_summary, write_versions
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.manager import load_plugins, write_versions
+from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.launch import Launch, wait_for_model
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status
@@ -90,8 +89,12 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     async with AsyncExitStack() as stack:
         try:
             with _cancelled_by(stop, launch, status):
-                orchestrator, evaluation = await _build(stack, run)
-            await _train(orchestrator, evaluation, stop)
+                orchestrator = await _build(stack, run)
+            last = await orchestrator.run(stop)
+            if last is None:
+                status.report(DONE)
+            else:
+                report_stopped(status, last)
             _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
             if isinstance(error, PrimeRLError):
@@ -120,21 +123,6 @@ def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> I
         is_building = False
 
 
-async def _train(
-    orchestrator: Orchestrator, evaluation: Evaluation, stop: asyncio.Task[None]
-) -> None:
-    """The run itself, and its summary."""
-    run = orchestrator.context
-    last = await orchestrator.run(stop)
-    if last is None or last >= run.launch.first_step:
-        run.status.report("writing the summary")
-        write_summary(run.run_dir, evaluation.eval_log.results, last)
-    if last is None:
-        run.status.report(DONE)
-    else:
-        report_stopped(run.status, last)
-
-
 def _report(error: PrimeRLError, status: Status) -> None:
     log.error("%s: %s", type(error).__name__, error)
     status.report(FAILED, error=str(error))
@@ -147,7 +135,7 @@ def _exit_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, Evaluation]:
+async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     """Everything the loop holds, ready to run; ``stack`` closes it."""
     config, launch, run_dir = run.config, run.launch, run.run_dir
     if launch.wait_for_model:
@@ -157,7 +145,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     engines = build.build_engines(run)
     stack.push_async_callback(engines.fleet.close)
     shared = build.build_shared(run, engines)
-    write_chat_template(run, shared.renderer)
+    _choose_chat_template(run, shared.renderer)
     envs, eval_envs = build.build_train_envs(shared), build.build_eval_envs(shared)
     for environment in [*(e.environment for e in envs), *(e.environment for e in eval_envs)]:
         await stack.enter_async_context(environment)
@@ -174,6 +162,15 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> tuple[Orchestrator, 
     stack.callback(wire.close)
     await _wait_for_models(stack, run, engines, envs)
     return build.build_orchestrator(shared, envs, eval_envs, monitors, wire)
+
+
+def _choose_chat_template(run: RunContext, renderer: Any) -> None:
+    """Write the chat template of the run's model folders, with a warning if none is exact."""
+    tokenizer = load_tokenizer(Path(run.launch.model_path))
+    chosen = build.renderer_offer(run.config, run.hooks).chat_template(tokenizer, renderer)
+    write_chat_template(run.run_dir, chosen)
+    if chosen.warning is not None:
+        log.warning("renderer %r: %s", renderer.name, chosen.warning)
 
 
 async def _wait_for_models(

@@ -72,9 +72,8 @@ def build_orchestrator(
     eval_envs: Sequence[EvalEnv],
     monitors: Sequence[Monitor],
     wire: Sender,
-) -> tuple[Orchestrator, Evaluation]:
-    """The loop with its observers, in the order in which they are called; and the observer that has
-    the results of evaluations."""
+) -> Orchestrator:
+    """The loop with its observers, in the order in which they are called."""
     run, engines = shared.run, shared.engines
     save_rollouts = run.config.orchestrator.save_rollouts
     reporter = Reporter(run.run_dir, monitors, run.config.max_steps, save_rollouts)
@@ -108,7 +107,7 @@ def build_orchestrator(
     ]
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
-    return Orchestrator(run, sampling, buffer, packer, wire, weights, observers), evaluation
+    return Orchestrator(run, sampling, buffer, packer, wire, weights, observers)
 
 
 def build_engines(run: RunContext) -> Engines:
@@ -249,14 +248,9 @@ def _environment(
     shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
 ) -> Environment:
     return Environment(
-        EnvSettings(
-            id=env.id,
-            name=env.label,
-            args=env.args,
-            harness=env.harness,
+        EnvSettings.of(
+            env,
             default_harness=default_harness,
-            timeout=env.timeout,
-            max_turns=env.max_turns,
             renderer=shared.renderer,
             tokenizer_path=Path(shared.run.launch.model_path),
         )

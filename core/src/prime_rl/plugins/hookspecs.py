@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from prime_rl.plugins.model import ModelMaker, RendererOffer
     from prime_rl.plugins.monitor import Monitor
     from prime_rl.plugins.sampler import Sampler, Source
+    from prime_rl.plugins.trainer_observer import TrainerObserver
+    from prime_rl.plugins.view import RunView
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
 
@@ -98,6 +100,11 @@ def register_launchers() -> Iterable[type[Launcher]]:
 
 
 @hookspec
+def register_views() -> Iterable[type[RunView]]:
+    """Offer views, which show a run to the user who started it, selected by ``view.type``."""
+
+
+@hookspec
 def register_commands(cli: typer.Typer, plugins: typer.Typer) -> None:
     """Add commands to ``prime-rl`` (``cli``) and to ``prime-rl plugins``.
 
@@ -110,6 +117,14 @@ def register_commands(cli: typer.Typer, plugins: typer.Typer) -> None:
 @hookspec
 def register_losses() -> Iterable[type[Loss]]:
     """Offer losses of the rl component, selected by ``trainer.loss.type``.
+
+    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
+    """
+
+
+@hookspec
+def register_trainer_observers() -> Iterable[type[TrainerObserver]]:
+    """Offer observers of the trainer. All are active; ``[trainer.<name>]`` has their settings.
 
     Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
     """

@@ -7,10 +7,14 @@ errors here: at start-up, they name the plugin, its distribution, the fault and 
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +24,14 @@ from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.checks import check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.trace import trace_calls, wanted
 from prime_rl.rollout import Group, Rollout, Sample
 
-UNKNOWN = "unknown distribution"
+TRACE = "PRIME_RL_TRACE"
+"""Environment variable: print every hook call, by the function in the entry-point group
+``prime_rl.tracers``."""
+
+PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
+"""Distributions whose version may decide what a run does."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,11 @@ class Hooks(pluggy.PluginManager):
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
-        if registered is not None and wanted():
-            trace_calls(self, registered, self.label)
+        if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
+            if not (tracers := entry_points(group="prime_rl.tracers")):
+                raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
+            for entry in tracers:
+                entry.load()(self, registered, self.label)
         return registered
 
     async def score_rollout(self, rollout: Rollout) -> None:
@@ -160,9 +171,8 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
 
 
 def source_of(entry: EntryPoint) -> Origin:
-    """The distribution of an entry point."""
     if entry.dist is None:
-        return Origin(entry.name, UNKNOWN, "")
+        return Origin(entry.name, "unknown distribution", "")
     return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 
@@ -203,3 +213,22 @@ def installed_versions() -> dict[str, str]:
     entries = [entry for group in GROUPS for entry in installed_entries(group)]
     found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
     return {"prime-rl-core": version("prime-rl-core")} | dict(sorted(found.items()))
+
+
+def write_versions(run_dir: Path, hooks: Hooks, disabled: Iterable[str] = ()) -> None:
+    """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins. The
+    trainer's are those that it will load, without importing them here."""
+    plugins, skip = [(source, hooks.group) for source in hooks.sources.values()], {*disabled}
+    for entry in installed_entries(TRAINER_GROUP):
+        if entry.name not in skip:
+            plugins.append((source_of(entry), TRAINER_GROUP))
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    found = {
+        "python": platform.python_version(),
+        "packages": packages,
+        "plugins": [{**asdict(source), "group": group} for source, group in plugins],
+    }
+    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")

@@ -1,1 +1,1 @@
-"""The supervisor's side of a run: config checks, processes, restarts, resuming, the live view."""
+"""The supervisor's side of a run: config checks, processes, restarts, resuming."""

@@ -21,14 +21,13 @@ from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
 from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.view import RunView
 from prime_rl.run.children import ending, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 from prime_rl.run.commands import Commands, Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.restarts import Restarts
-from prime_rl.run.view import View
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
-from prime_rl.rundir.control import supervised
 from prime_rl.rundir.status import DONE, Status, read_status
 from prime_rl.rundir.stop import STOP, Stop
 
@@ -37,19 +36,20 @@ TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
 
 
-def run(config: RunConfig, run_dir: Path, view: View, checkpoint: Checkpoint | None = None) -> None:
+def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) -> None:
     """Train, from a checkpoint if one is given. Raises ``RunError`` when a process dies,
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
+    run_dir = view.run_dir
     (run_dir / STOP).unlink(missing_ok=True)  # left by the previous attempt
     first_step = 1 if checkpoint is None else checkpoint.step + 1
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     processes: list[Process] = []
 
-    with supervised(run_dir), sigterm_is_ctrl_c():
+    with sigterm_is_ctrl_c():
         try:
             restarts = Restarts(launcher, run_dir, config.inference.max_restarts, view.print)
             # Extends the list process by process, so a failure ends those that have started.
-            processes += _start(config, run_dir, launcher, restarts, view.print, checkpoint)
+            processes += _start(config, view, launcher, restarts, checkpoint)
             with first_signal_asks() as asked:
                 stop = Stop(run_dir, first_step, asked, view.print)
                 _watch(processes, view, restarts.restart, stop)
@@ -62,20 +62,20 @@ def run(config: RunConfig, run_dir: Path, view: View, checkpoint: Checkpoint | N
 
 def _start(
     config: RunConfig,
-    run_dir: Path,
+    view: RunView,
     launcher: Launcher,
     restarts: Restarts,
-    tell: Callable[[str], None],
     checkpoint: Checkpoint | None,
 ) -> Iterator[Process]:
     """Start all processes at once: they import in parallel and then wait for each other. What the
     launcher waits for is printed, and written to its status."""
+    run_dir = view.run_dir
     engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
     layout = lay_out(config, launcher, engine, checkpoint)
     status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
 
     def wait_for(what: str) -> None:
-        tell(f"waiting for {what}")
+        view.print(f"waiting for {what}")
         status.report("placing", waiting_for=what)
 
     launch = plan(config, layout, launcher.place(layout.tasks, run_dir, wait_for), checkpoint)
@@ -98,7 +98,7 @@ def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
 
 def _watch(
     processes: list[Process],
-    view: View,
+    view: RunView,
     restart: Callable[[list[Process]], None] = lambda processes: None,
     stop: Stop | None = None,
 ) -> None:

@@ -3,7 +3,7 @@
     first signal -> supervisor creates <run>/STOP
                  -> orchestrator: no more rollouts, its part of the checkpoint, a batch without rows
                  -> trainer: finishes the batches it was sent, checkpoint, ``weights/``
-                 -> orchestrator: summary, learning curve, and the last step in its status
+                 -> orchestrator: the last step in its status
     second signal -> every process ends at once
 
 The request is a file because every process sees the run directory, on any machine.
@@ -65,6 +65,5 @@ def report_stopped(status: Status, last_step: int) -> None:
 
 
 async def stop_asked(run_dir: Path) -> None:
-    """Return when a stop is requested."""
     while not (run_dir / STOP).exists():
         await asyncio.sleep(POLL_SECONDS)

@@ -1,8 +1,9 @@
-"""The commands around a run: look at it, replay it, evaluate and serve its weights, stop it."""
+"""What a user sees of a run, and the commands around it: look at it, replay it, evaluate and serve
+its weights, stop it."""
 
 import typer
 
-from prime_rl import hookimpl
+from prime_rl import RunView, hookimpl
 
 
 @hookimpl
@@ -20,3 +21,10 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("runs")(runs.runs)
     cli.command("status")(runs.status)
     cli.command("stop")(runs.stop)
+
+
+@hookimpl
+def register_views() -> list[type[RunView]]:
+    from prime_rl_tools.view.live import TerminalView
+
+    return [TerminalView]

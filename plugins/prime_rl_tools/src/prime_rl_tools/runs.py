@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.run.view import REWARD
 from prime_rl.rundir.control import DONE, RUNNING, Supervisor, start_of
 from prime_rl.rundir.directory import DRY
 from prime_rl.rundir.status import StatusReport, read_status
+from prime_rl_tools.view.summary import REWARD
 
 DIED = "died"
 """State of a run whose supervisor ended without writing an outcome."""

@@ -105,7 +105,7 @@ def _processes(reports: Any) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from prime_rl.run.view import plain
+    from prime_rl_tools.view.live import plain
 
     table = Table(box=None, header_style="dim", padding=(1, 2, 0, 0))
     for title in ("process", "does", "waits for", "since"):

@@ -91,14 +91,9 @@ def as_record(result: EnvFigures) -> dict[str, Any]:
 
 def _env(request: EvalRequest, env: EvalEnvConfig) -> EvalEnv:
     renderer = request.renderer
-    settings = EnvSettings(
-        id=env.id,
-        name=env.label,
-        args=env.args,
-        harness=env.harness,
+    settings = EnvSettings.of(
+        env,
         default_harness=request.evaluation.harness,
-        timeout=env.timeout,
-        max_turns=env.max_turns,
         renderer=renderer.config if renderer else None,
         tokenizer_path=renderer.tokenizer_path if renderer else None,
     )

@@ -6,8 +6,9 @@ import json
 import pytest
 from rich.console import Console
 
-from prime_rl.run.view import MetricsTail, View, clock, sparkline
+from prime_rl import PluginConfig
 from prime_rl.rundir.status import Status
+from prime_rl_tools.view.live import MetricsTail, TerminalView, clock, sparkline
 
 REWARD = "train/agg/all/reward/mean"
 
@@ -40,9 +41,13 @@ def terminal(width=100):
     )
 
 
+def view_of(run_dir, max_steps, console):
+    return TerminalView(PluginConfig(), run_dir, max_steps, console)
+
+
 def drawn(run_dir, width=100, max_steps=10):
     console = terminal(width)
-    view = View(console, run_dir, max_steps)
+    view = view_of(run_dir, max_steps, console)
     view.metrics.read_new()
     console.print(view.render())
     return console.export_text()
@@ -172,7 +177,7 @@ def test_a_broken_status_file_is_left_out(run_dir):
 
 def test_live_from_start_to_end(run_dir):
     console = terminal()
-    with View(console, run_dir, 3) as view:
+    with view_of(run_dir, 3, console) as view:
         for step in (1, 2, 3):
             log(run_dir, step)
             view.refresh()
@@ -184,7 +189,7 @@ def test_live_from_start_to_end(run_dir):
 
 def plain(run_dir, max_steps=25):
     console = Console(file=io.StringIO(), width=200, force_terminal=False)
-    return console, View(console, run_dir, max_steps)
+    return console, view_of(run_dir, max_steps, console)
 
 
 def test_lines_when_there_is_news(run_dir):

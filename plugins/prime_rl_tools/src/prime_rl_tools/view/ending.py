@@ -1,8 +1,8 @@
-"""The summary that a run prints at its end."""
+"""What is printed when a run has ended: the summary, and how to resume."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,11 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
-from prime_rl.rundir.stop import Stopped
 
 
-def print_summary(console: Console, run_dir: Path) -> None:
-    """Print rewards and sample rollouts before and after training, and the paths of the results."""
-    path = run_dir / "summary.json"
-    if not path.exists():
-        return
-    summary = json.loads(path.read_text())
+def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Print rewards and sample rollouts before and after training, and the paths of the results.
+    ``summary``: what ``summary.json`` holds."""
     sampled, measured = summary["sampled_reward"], summary["eval"]
     console.print()
     if summary.get("stopped_at") is not None:
@@ -44,21 +40,20 @@ def print_summary(console: Console, run_dir: Path) -> None:
 
 
 def print_stop(
-    console: Console, run_dir: Path, max_steps: int, stopped: Stopped | None, command: str
+    console: Console, run_dir: Path, max_steps: int, step: int | None, saved: bool, command: str
 ) -> None:
-    """Print the results of a run that the user has stopped, and how to resume it. ``stopped``: None
-    if the run ended at once. ``command``: the command line of the run, with its name."""
-    if stopped is None:
-        _print_line(console, f"stopped; what was done so far is in {run_dir}")
-    elif not stopped.trained:
-        _print_line(console, f"stopped before a step was trained: no weights in {run_dir}")
-    else:
-        print_summary(console, run_dir)
+    """Print where the results of a stopped run are, and how to resume it. The arguments are those
+    of ``RunView.stopped``."""
+    if saved:
         _print_line(console, f"Weights         {run_dir / 'weights'}")
+    elif step is None:
+        _print_line(console, f"stopped; what was done so far is in {run_dir}")
+    else:
+        _print_line(console, f"stopped before a step was trained: no weights in {run_dir}")
     steps = whole_steps(run_dir)
     if steps and steps[-1] < max_steps:
         _print_line(console, f"Resume with     {command} --resume")
-    elif stopped is not None and stopped.trained and not steps:
+    elif saved and not steps:
         _print_line(console, "No checkpoint to resume from was written (ckpt.enabled = false)")
 
 

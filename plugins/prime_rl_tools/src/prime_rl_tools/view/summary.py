@@ -1,60 +1,29 @@
-"""What a run was and what came of it: ``plugins.json`` at its start; ``summary.json`` and the
-learning curve as a PNG at its end."""
+"""The results of a run: ``summary.json``, and the learning curve as a PNG."""
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from prime_rl.orchestrator.evals import EvalResult
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, installed_entries
-
-PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
-"""Distributions whose version may decide what a run does."""
+from typing import Any
 
 REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
+PLOT = "learning_curve.png"
+
+Results = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Evaluations by when they were made: ``before``, ``during`` or ``after`` training."""
 
 
-def write_versions(run_dir: Path, hooks: Hooks, disabled: Collection[str] = ()) -> None:
-    """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins; the
-    trainer's are those that it will load, without importing them here."""
-    plugins = [(s.plugin, s.distribution, s.version, hooks.group) for s in hooks.sources.values()]
-    for entry in sorted(installed_entries(TRAINER_GROUP), key=lambda entry: entry.name):
-        if entry.name not in disabled:
-            name, number = (entry.dist.name, entry.dist.version) if entry.dist else ("", "")
-            plugins.append((entry.name, name, number, TRAINER_GROUP))
-    packages = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    keys = ("plugin", "distribution", "version", "group")
-    found = {
-        "python": platform.python_version(),
-        "packages": packages,
-        "plugins": [dict(zip(keys, row, strict=True)) for row in plugins],
-    }
-    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")
-
-
-def write_summary(
-    run_dir: Path, results: Mapping[str, Sequence[EvalResult]], stopped_at: int | None = None
-) -> None:
-    """Write ``summary.json`` and ``learning_curve.png`` into the run directory. ``stopped_at``: the
-    last step of a run that the user stopped."""
-    rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
-    values = [value for _, value in rewards]
+def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> dict[str, Any]:
+    """What ``summary.json`` holds, from the other files of a run. ``stopped_at``: the last step of
+    a run that the user stopped."""
+    values = [value for _, value in read_curve(run_dir / "metrics.jsonl", REWARD)]
     window = min(WINDOW, (len(values) + 1) // 2)
     versions = run_dir / "plugins.json"
     plugins = json.loads(versions.read_text())["plugins"] if versions.exists() else []
-    summary = {
+    return {
         "steps": len(values),
         "stopped_at": stopped_at,
         "sampled_reward": {
@@ -63,12 +32,30 @@ def write_summary(
             "window": window,
         },
         "plugins": {row["distribution"]: row["version"] for row in plugins},
-        "eval": {when: [asdict(result) for result in listed] for when, listed in results.items()},
-        "plot": "learning_curve.png",
+        "eval": read_evals(run_dir, max_steps if stopped_at is None else stopped_at),
+        "plot": PLOT,
     }
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:
+    """Write ``summary.json`` and the learning curve. Raises ``OSError``."""
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    stopped_at = summary["stopped_at"]
     title = run_dir.name if stopped_at is None else f"{run_dir.name} (stopped at {stopped_at})"
-    _plot_curve(run_dir / "learning_curve.png", rewards, results, title=title)
+    rewards = read_curve(run_dir / "metrics.jsonl", REWARD)
+    _plot_curve(run_dir / PLOT, rewards, summary["eval"], title=title)
+
+
+def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
+    """The lines of ``evals.jsonl``, by when they were measured. ``last``: the last step of the run.
+    What an earlier attempt measured after its training was measured during that of the run."""
+    found: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
+    path = run_dir / "evals.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        result = json.loads(line)
+        step, when = result.pop("step"), result.pop("when")
+        found["during" if when == "after" and step < last else when].append(result)
+    return found
 
 
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
@@ -82,7 +69,7 @@ def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
 def _plot_curve(
     path: Path,
     rewards: Sequence[tuple[int, float]],
-    results: Mapping[str, Sequence[EvalResult]],
+    results: Results,
     title: str,
 ) -> None:
     """Sampled reward over steps, its running mean, and the held-out evaluations."""
@@ -97,7 +84,7 @@ def _plot_curve(
     axes.plot(steps, running_mean(values), color="#1f4e9c", linewidth=2, label="running mean")
     held_out: dict[str, list[tuple[int, float]]] = {}
     for result in (result for listed in results.values() for result in listed):
-        held_out.setdefault(result.env, []).append((result.policy_version, result.reward))
+        held_out.setdefault(result["env"], []).append((result["policy_version"], result["reward"]))
     for env, points in sorted(held_out.items()):
         versions, means = zip(*points, strict=True)
         style = {"color": "#d9822b", "markersize": 6, "linewidth": 1}

@@ -1,8 +1,7 @@
 """The live view of a run: step, reward with a sparkline, speed, and what each process does or waits
 for.
 
-The view reads only the run directory, so it can neither slow nor stop a run. On a terminal it is
-drawn in place; elsewhere (a pipe, CI) it prints a line when something changes.
+On a terminal it is drawn in place; elsewhere (a pipe, CI) it prints a line when something changes.
 """
 
 from __future__ import annotations
@@ -21,31 +20,41 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from prime_rl import PluginConfig, RunView
 from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
+from prime_rl_tools.view.ending import print_stop, print_summary
+from prime_rl_tools.view.summary import REWARD, summarize, write_summary
 
 SLOW_SECONDS = 2.0
 PRINT_EVERY = 10
 """Steps between two lines without a terminal."""
 BARS = "▁▂▃▄▅▆▇█"
-REWARD = "train/agg/all/reward/mean"
 
 
-class View:
-    """Draws one run. Use as a context manager around the run."""
+class TerminalView(RunView):
+    """Shows steps, reward, speed and processes, and prints a summary at the end."""
 
-    def __init__(self, console: Console, run_dir: Path, max_steps: int) -> None:
-        self.console = console
-        self.run_dir = run_dir
-        self.max_steps = max_steps
+    name = "terminal"
+
+    def __init__(
+        self,
+        config: PluginConfig,
+        run_dir: Path,
+        max_steps: int,
+        console: Console | None = None,
+    ) -> None:
+        """``console``: None for stdout."""
+        super().__init__(config, run_dir, max_steps)
+        self.console = console or Console()
         self.metrics = MetricsTail(run_dir / "metrics.jsonl")
         self.started = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._printed: dict[str, str] = {}
+        is_terminal = self.console.is_terminal
+        self._live = Live(console=self.console, auto_refresh=False) if is_terminal else None
         self.metrics.read_new()
         # Steps that previous attempts have trained.
         self._steps_before = self._printed_step = self.metrics.step
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> TerminalView:
         if self._live:
             self._live.start()
         return self
@@ -56,12 +65,15 @@ class View:
             self._live.stop()
 
     def refresh(self) -> None:
-        """Show the current state."""
+        """See ``RunView.refresh``. Without a terminal: a line for each process whose state is new,
+        until this attempt trains, and one for every few steps."""
         self.metrics.read_new()
         if self._live:
             self._live.update(self.render(), refresh=True)
-        else:
-            self._print_news()
+            return
+        if self.metrics.step <= self._steps_before:
+            super().refresh()
+        self._print_steps()
 
     def render(self) -> RenderableType:
         """The whole view."""
@@ -95,12 +107,13 @@ class View:
         table = Table(box=None, header_style="dim", padding=(0, 2))
         for title in ("process", "does", "waits for", ""):
             table.add_column(title)
-        for name, report in self._reports():
+        for name, report in self.reports():
             table.add_row(Text(name, "bold"), *_status_cells(report))
         return table
 
-    def _reports(self) -> Iterator[tuple[str, StatusReport]]:
-        """Processes to show. Several engines, or remote ones, add the line ``engines``."""
+    def reports(self) -> Iterator[tuple[str, StatusReport]]:
+        """See ``RunView.reports``: in the order in which processes start. Several engines, or
+        remote ones, add the line ``engines``."""
         folder = self.run_dir / "status"
         others = (path.stem for path in folder.glob("inference_*.json"))
         more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
@@ -110,15 +123,8 @@ class View:
             if (report := read_status(folder / f"{name}.json")) is not None:
                 yield name, report
 
-    def _print_news(self) -> None:
-        """Print a line for each process whose state is new, and one for every few steps."""
+    def _print_steps(self) -> None:
         metrics, step = self.metrics, self.metrics.step
-        # Once this attempt trains, the line per step is enough.
-        for name, report in self._reports() if step <= self._steps_before else ():
-            waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
-            if self._printed.get(name) != (news := f"{report.state}{waits}"):
-                self._printed[name] = news
-                self.print(f"{name}: {news}")
         shown = self.max_steps if step == self.max_steps else step - step % PRINT_EVERY
         if shown > self._printed_step:
             self._printed_step = shown
@@ -130,6 +136,25 @@ class View:
     def print(self, line: str) -> None:
         """Print a line; on a terminal, above the view."""
         self.console.print(line, markup=False, highlight=False)
+
+    def ended(self) -> None:
+        """See ``RunView.ended``: write ``summary.json`` and ``learning_curve.png``, and print the
+        summary."""
+        self._summarize(None)
+
+    def stopped(self, step: int | None, saved: bool, command: str) -> None:
+        """See ``RunView.stopped``: the summary if weights are saved, and how to resume the run."""
+        if saved:
+            self._summarize(step)
+        print_stop(self.console, self.run_dir, self.max_steps, step, saved, command)
+
+    def _summarize(self, stopped_at: int | None) -> None:
+        summary = summarize(self.run_dir, self.max_steps, stopped_at)
+        try:
+            write_summary(self.run_dir, summary)
+        except OSError as error:
+            self.print(f"cannot write the summary: {error}")
+        print_summary(self.console, self.run_dir, summary)
 
 
 class MetricsTail:

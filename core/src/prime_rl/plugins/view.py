@@ -1,0 +1,58 @@
+"""Views show a run to the user who started it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from prime_rl.plugins.base import Offer, PluginConfig
+from prime_rl.rundir.status import StatusReport, read_status
+
+
+class RunView(Offer):
+    """Shows a run, from the files in its directory. A context manager around the run. The base
+    class, ``lines``, prints a line when a process reports another state."""
+
+    name: ClassVar[str] = "lines"
+
+    def __init__(self, config: PluginConfig, run_dir: Path, max_steps: int) -> None:
+        super().__init__(config)
+        self.run_dir, self.max_steps = run_dir, max_steps
+        self._printed: dict[str, str] = {}
+
+    def __enter__(self) -> RunView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """The processes of the run have ended, however they did."""
+
+    def refresh(self) -> None:
+        """Show the current state. Called several times per second."""
+        for name, report in self.reports():
+            waits = f" (waits for {report.waiting_for})" if report.waiting_for else ""
+            if self._printed.get(name) != (news := f"{report.state}{waits}"):
+                self._printed[name] = news
+                self.print(f"{name}: {news}")
+
+    def reports(self) -> Iterator[tuple[str, StatusReport]]:
+        """The processes to show, by name, and what each of them does or waits for."""
+        for path in sorted((self.run_dir / "status").glob("*.json")):
+            if (report := read_status(path)) is not None:
+                yield path.stem, report
+
+    def print(self, line: str) -> None:
+        """Show a line of text: a restart, a wait, a stop."""
+        print(line, flush=True)
+
+    def ended(self) -> None:
+        """All steps are trained. Called after ``__exit__``."""
+        self.print(f"done: {self.run_dir}")
+
+    def stopped(self, step: int | None, saved: bool, command: str) -> None:
+        """The user has stopped the run after ``step``; None: at once. Called after ``__exit__``.
+
+        ``saved``: this attempt has trained, and its weights are in ``<run>/weights``.
+        ``command``: the command line of the run, which ``--resume`` continues.
+        """
+        self.print(f"stopped; what was done so far is in {self.run_dir}")

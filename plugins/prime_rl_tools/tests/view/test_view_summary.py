@@ -1,0 +1,243 @@
+"""The results of a run: ``summary.json``, the learning curve, and what is printed at the end."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from prime_rl import PluginConfig
+from prime_rl.rundir.chat_template import ChatTemplate
+from prime_rl.rundir.checkpoints import STABLE, finished
+from prime_rl_tools.view.live import TerminalView
+from prime_rl_tools.view.summary import read_curve, running_mean
+
+REWARD = "train/agg/all/reward/mean"
+LAST = 12
+TALK = [["user", "say  it\nbackwards"], ["assistant", "ti yas"]]
+
+
+def measured(run_dir, when, reward, version=0, talk=TALK):
+    """Add a line to ``evals.jsonl``. Returns the result in it."""
+    shown = [{"reward": reward, "messages": talk, "error": None}]
+    result = {
+        "env": "held",
+        "policy_version": version,
+        "reward": reward,
+        "num_rollouts": 8,
+        "num_failed": 0,
+        "metrics": {"lcs": 0.5},
+        "shown": shown,
+        "measures": {"eval/held/pass@1": reward},
+    }
+    with (run_dir / "evals.jsonl").open("a") as file:
+        file.write(json.dumps({"step": version, "when": when, **result}) + "\n")
+    return result
+
+
+def rewarded(run_dir, rewards):
+    rows = [{"step": i + 1, REWARD: value} for i, value in enumerate(rewards)]
+    rows.insert(1, {"step": 0, "eval/held/all/reward/mean": 0.3})
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def view_of(run_dir):
+    console = Console(record=True, width=100, file=io.StringIO())
+    return TerminalView(PluginConfig(), run_dir, LAST, console)
+
+
+def printed(run_dir):
+    """What a run prints that has trained every step."""
+    view = view_of(run_dir)
+    view.ended()
+    return view.console.export_text()
+
+
+def printed_at_stop(run_dir, *, step=None, saved=False):
+    view = view_of(run_dir)
+    view.stopped(step, saved, "prime-rl run a.toml")
+    return view.console.export_text()
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def run_with(run_dir, rewards):
+    rewarded(run_dir, rewards)
+    measured(run_dir, "before", 0.25)
+    measured(run_dir, "after", 0.75, LAST)
+    printed(run_dir)
+    return summary_of(run_dir)
+
+
+# -- the files --------------------------------------------------------------------------------
+
+
+def test_the_summary_in_numbers(tmp_path):
+    summary = run_with(tmp_path, [0.0] * 18 + [0.5, 1.0])
+    assert list(summary) == ["steps", "stopped_at", "sampled_reward", "plugins", "eval", "plot"]
+    assert (summary["steps"], summary["stopped_at"]) == (20, None)
+    first, last = summary["sampled_reward"]["first"], summary["sampled_reward"]["last"]
+    assert (first, last, summary["sampled_reward"]["window"]) == (0.0, pytest.approx(0.15), 10)
+    assert summary["eval"]["before"][0]["reward"] == 0.25
+    assert summary["eval"]["after"][0]["policy_version"] == LAST
+
+
+def test_the_summary_has_every_field_of_each_evaluation(tmp_path):
+    before, during = measured(tmp_path, "before", 0.25), measured(tmp_path, "during", 0.5, 4)
+    after = measured(tmp_path, "after", 0.75, LAST)
+    printed(tmp_path)
+    found = summary_of(tmp_path)["eval"]
+    assert found == {"before": [before], "during": [during], "after": [after]}
+    assert list(found["before"][0]) == list(before)
+
+
+def test_a_result_after_an_earlier_attempt_is_one_during_the_run(tmp_path):
+    """The earlier attempt ended with step 4, and this one continued from there."""
+    rewarded(tmp_path, [0.5])
+    earlier, after = measured(tmp_path, "after", 0.5, 4), measured(tmp_path, "after", 0.75, LAST)
+    printed(tmp_path)
+    assert summary_of(tmp_path)["eval"] == {"before": [], "during": [earlier], "after": [after]}
+
+
+def test_a_stopped_run_that_was_continued_has_no_result_after_training(tmp_path):
+    earlier = measured(tmp_path, "after", 0.5, 4)
+    printed_at_stop(tmp_path, step=6, saved=True)
+    summary = summary_of(tmp_path)
+    assert summary["stopped_at"] == 6
+    assert summary["eval"] == {"before": [], "during": [earlier], "after": []}
+
+
+def test_the_summary_names_the_plugins(tmp_path):
+    assert run_with(tmp_path, [0.5])["plugins"] == {}
+    rows = [{"plugin": "a", "distribution": "prime-rl-a", "version": "1.2", "group": "prime_rl"}]
+    (tmp_path / "plugins.json").write_text(json.dumps({"plugins": rows}))
+    assert run_with(tmp_path, [0.5])["plugins"] == {"prime-rl-a": "1.2"}
+
+
+def test_the_window_of_a_short_run(tmp_path):
+    sampled = run_with(tmp_path, [0.25, 0.75])["sampled_reward"]
+    assert sampled == {"first": 0.25, "last": 0.75, "window": 1}
+    sampled = run_with(tmp_path, [0.0, 0.5, 1.0])["sampled_reward"]
+    assert sampled == {"first": 0.25, "last": 0.75, "window": 2}
+
+
+def test_the_plot_is_a_png(tmp_path):
+    run_with(tmp_path, [0.1, 0.2, 0.3])
+    data = (tmp_path / "learning_curve.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) > 5_000
+
+
+def test_a_run_without_metrics_still_has_a_summary(tmp_path):
+    printed(tmp_path)
+    assert (tmp_path / "learning_curve.png").exists()
+    assert summary_of(tmp_path)["sampled_reward"] == {"first": None, "last": None, "window": 0}
+
+
+def test_a_summary_that_cannot_be_written_is_still_printed(tmp_path):
+    (tmp_path / "summary.json").mkdir()
+    rewarded(tmp_path, [0.25, 0.75])
+    text = printed(tmp_path)
+    assert "cannot write the summary: " in text and "Sampled reward  0.250 → 0.750" in text
+
+
+def test_the_curve_skips_lines_without_the_metric(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text(
+        '{"step": 1, "x": 0.5}\n{"step": 1}\n{"step": 2, "x": null}\n{"step": 3, "x": 0}\n'
+    )
+    assert read_curve(path, "x") == [(1, 0.5), (3, 0)]
+    assert read_curve(tmp_path / "none", "x") == []
+
+
+def test_the_running_mean_in_numbers():
+    assert running_mean([1, 2, 3, 4], window=2) == [1, 1.5, 2.5, 3.5]
+
+
+# -- on the console ---------------------------------------------------------------------------
+
+
+def test_the_summary_on_the_console(tmp_path):
+    run_with(tmp_path, [0.25, 0.75])
+    text = printed(tmp_path)
+    assert "Sampled reward  0.250 → 0.750   first and last step" in text
+    assert "0.250 → 0.750" in text and "held, 8 rollouts" in text
+    assert "say it backwards" in text and text.count("ti yas") == 2
+    assert str(tmp_path / "learning_curve.png") in text.replace("\n", "")
+
+
+def test_without_an_evaluation_before_training_the_first_one_counts(tmp_path):
+    measured(tmp_path, "during", 0.375, 4)
+    measured(tmp_path, "during", 0.5, 8)
+    measured(tmp_path, "after", 0.75, LAST)
+    assert "0.375 → 0.750" in printed(tmp_path)
+
+
+def test_a_single_evaluation_is_not_compared_with_itself(tmp_path):
+    measured(tmp_path, "after", 0.75, LAST)
+    assert "Held-out reward 0.750   held, 8 rollouts; not measured before" in printed(tmp_path)
+    assert "→" not in printed(tmp_path)
+
+
+def test_markup_in_a_reply_is_shown_unchanged(tmp_path):
+    talk = [["user", "[bold]hi[/]"], ["assistant", "[/red]"]]
+    measured(tmp_path, "before", 0.5, talk=talk)
+    measured(tmp_path, "after", 0.5, LAST, talk=talk)
+    assert "[bold]hi[/]" in printed(tmp_path) and "[/red]" in printed(tmp_path)
+
+
+def test_a_warning_about_the_chat_template_is_printed(tmp_path):
+    (tmp_path / "configs").mkdir()
+    chosen = ChatTemplate("x", "First difference, 'one turn': from token 3")
+    chosen.write(tmp_path)
+    text = " ".join(printed(tmp_path).split())
+    assert f"WARNING {chosen.warning}" in text
+
+
+# -- a stop -----------------------------------------------------------------------------------
+
+
+def whole(run_dir, step):
+    folder = finished(run_dir, step).directory
+    folder.mkdir(parents=True)
+    (folder / STABLE).touch()
+
+
+def test_a_stopped_run_prints_its_results_and_how_to_resume(tmp_path):
+    rewarded(tmp_path, [0.25, 0.75])
+    whole(tmp_path, 2)
+    lines = printed_at_stop(tmp_path, step=2, saved=True).splitlines()
+    assert lines[1:3] == [
+        "Stopped at step 2",
+        "Sampled reward  0.250 → 0.750   first and last step",
+    ]
+    assert lines[-2:] == [
+        f"Weights         {tmp_path / 'weights'}",
+        "Resume with     prime-rl run a.toml --resume",
+    ]
+    assert (tmp_path / "learning_curve.png").exists()
+
+
+def test_a_stop_without_a_trained_step_writes_no_summary(tmp_path):
+    text = printed_at_stop(tmp_path, step=0)
+    assert text == f"stopped before a step was trained: no weights in {tmp_path}\n"
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_was_ended_at_once_names_its_last_checkpoint(tmp_path):
+    whole(tmp_path, 2)
+    assert printed_at_stop(tmp_path).splitlines() == [
+        f"stopped; what was done so far is in {tmp_path}",
+        "Resume with     prime-rl run a.toml --resume",
+    ]
+
+
+def test_a_stopped_run_without_checkpoints_says_so(tmp_path):
+    last = printed_at_stop(tmp_path, step=2, saved=True).splitlines()[-1]
+    assert last == "No checkpoint to resume from was written (ckpt.enabled = false)"
+
+
+def test_after_the_last_step_nothing_is_left_to_resume(tmp_path):
+    whole(tmp_path, LAST)
+    assert "Resume" not in printed_at_stop(tmp_path, step=LAST, saved=True)
