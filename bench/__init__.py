@@ -1,1 +1,1 @@
-"""Speed, as medians and ratios from one run. ``make bench``, or ``python -m bench NAME...``."""
+"""Speed and memory, as medians and ratios. ``make bench``, or ``python -m bench NAME...``."""

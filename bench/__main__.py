@@ -1,10 +1,10 @@
-"""``make bench``: every bench, one after the other, each in a process of its own.
+"""``make bench``: every bench, one after the other, each in a separate process.
 
     python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
                     [step]
 
-Figures are CPU seconds or ratios, as medians of several runs: wall-clock on a shared machine says
-little. ``memory`` and ``step`` measure the peer where it is installed (``pip install
+Figures are medians of several runs, as CPU seconds or ratios: wall-clock times vary on a shared
+machine. ``memory`` and ``step`` also measure TRL if it is installed (``pip install
 -r requirements-bench.txt``).
 """
 
@@ -23,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main(names: list[str]) -> int:
-    """Run the named benches, or all; the number that failed."""
+    """Run the named benches, or all. Returns the number that failed."""
     unknown = sorted(set(names) - set(BENCHES))
     if unknown:
-        print(f"no bench {unknown[0]!r}; there are {', '.join(BENCHES)}", file=sys.stderr)
+        print(f"no bench {unknown[0]!r}; available: {', '.join(BENCHES)}", file=sys.stderr)
         return 2
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     failed = 0

@@ -1,9 +1,8 @@
-"""``prime-rl`` for the bench: with ``PRIME_RL_BENCH_DIRECT`` set, episodes are plain requests to
+"""``prime-rl`` for the bench. With ``PRIME_RL_BENCH_DIRECT`` set, episodes are plain requests to
 the engine.
 
-The orchestrator's process is started through this module, so that its ``Environment`` can be
-replaced by one that speaks to the engine itself; loop, dispatcher, scoring, packer and wire are the
-real ones.
+The supervisor then starts the orchestrator through this module, which replaces ``Environment`` by
+one that calls the engine directly. Loop, dispatcher, scoring, packer and wire are the real ones.
 """
 
 from __future__ import annotations
@@ -19,20 +18,19 @@ import msgspec
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 64
 E = 12 + 68
-"""The byte e in the bench's tokenizer is some id; which one does not matter for the cost."""
+"""A token id in place of the letter e. Which one does not matter for the cost."""
 
 
 @dataclass(frozen=True)
 class DirectExample:
-    """A prompt, and what the orchestrator reads of a row."""
+    """A prompt, and the fields that the orchestrator reads."""
 
     token_ids: list[int]
     fields: dict[str, Any] = field(default_factory=dict)
 
 
 class DirectEnvironment:
-    """Stands in for ``prime_rl.env.environment.Environment``: one request an episode, no
-    verifiers."""
+    """Replaces ``prime_rl.env.environment.Environment``: one request per episode, no verifiers."""
 
     num_examples = 2048
     agents = ("agent",)
@@ -91,7 +89,7 @@ class DirectEnvironment:
 
 
 def orchestrate() -> None:
-    """The orchestrator's process, with the environment replaced."""
+    """Run the orchestrator's process with the replaced environment."""
     from prime_rl.orchestrator import __main__, build
 
     build.Environment = DirectEnvironment  # type: ignore[misc,assignment]
@@ -99,7 +97,7 @@ def orchestrate() -> None:
 
 
 def main() -> None:
-    """The command line; the supervisor starts the orchestrator through this module if asked to."""
+    """With one argument (from the supervisor), the orchestrator; else ``prime-rl``."""
     if len(sys.argv) == 2:
         orchestrate()
     from prime_rl.cli import main as prime_rl

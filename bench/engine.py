@@ -2,11 +2,11 @@
 
     .venv/bin/python bench/engine.py [--runs 5]
 
-Workload of the reference: Qwen3 with 0.66M parameters (128 wide, 4 layers, vocabulary 512) in
-float32, 64 requests in flight, prompts of 48 tokens, 64 new tokens, logprobs on, one torch thread.
-HTTP and JSON count. The server is a child on loopback; the client runs in this process, so its CPU
-doesn't count. ``distinct`` sends a new prompt every time; ``groups`` sends each prompt 8 times, as
-GRPO does; ``top_p`` samples with top_p 0.9.
+Workload: Qwen3 with 0.66M parameters (128 wide, 4 layers, vocabulary 512) in float32, 64 requests
+in flight, prompts of 48 tokens, 64 new tokens, logprobs on, one torch thread. HTTP and JSON are
+included. The server is a child process on loopback; the client's CPU is not included. ``distinct``
+sends a new prompt every time; ``groups`` sends each prompt 8 times, as GRPO does; ``top_p`` samples
+with top_p 0.9.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WORKLOADS: dict[str, tuple[int, dict[str, float]]] = {
     "groups": (8, {}),
     "top_p": (1, {"top_p": 0.9}),
 }
-"""Name -> (how often each prompt is sent, sampling parameters besides the common ones)."""
+"""Name -> (how often each prompt is sent, additional sampling parameters)."""
 
 
 class _Usage(msgspec.Struct):
@@ -59,7 +59,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 async def generate(url: str, workload: str, seed: int) -> int:
-    """Send all requests with 64 in flight; the number of generated tokens."""
+    """Send all requests with 64 in flight. Returns the number of generated tokens."""
     repeats, extra = WORKLOADS[workload]
     rng = random.Random(seed)
     total = CONCURRENT * ROUNDS
@@ -75,7 +75,7 @@ async def generate(url: str, workload: str, seed: int) -> int:
                 done += reply.usage.completion_tokens
         return done
 
-    # Not httpx: at several milliseconds a request the client would keep the engine waiting.
+    # Not httpx: it takes several milliseconds per request, so the engine would wait for the client.
     connector = aiohttp.TCPConnector(limit=CONCURRENT)
     async with aiohttp.ClientSession(url, connector=connector) as http:
         return sum(await asyncio.gather(*(work(http) for _ in range(CONCURRENT))))
@@ -87,7 +87,7 @@ def _body(prompt: list[int], extra: dict[str, float]) -> dict[str, Any]:
 
 
 def measure(runs: int) -> dict[str, list[float]]:
-    """Tokens per CPU second of each run, by workload; runs of the workloads alternate."""
+    """Tokens per CPU second of each run, by workload. The workloads alternate."""
     rates: dict[str, list[float]] = {workload: [] for workload in WORKLOADS}
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder), **MODEL)

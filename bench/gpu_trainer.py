@@ -1,15 +1,15 @@
 """The trainer's step at the shape of Qwen3-0.6B, random weights, bfloat16: tokens/s, MFU and peak
-memory, for one long sequence a micro batch and for packed short ones.
+memory, for one long sequence per micro batch and for packed short ones.
 
     python -m bench.gpu_trainer                        on a GPU
     python -m bench.gpu_trainer --shape tiny --tokens 256    anywhere
 
-A step is two micro batches of 16,384 tokens, as upstream measures it, and takes everything from the
-micro batches on the host to the weights' new values. Beside it: upstream's published figures for
-one H100, one long sequence: 11,896 tokens/s, 11.1 % MFU, 12.5 GiB. Theirs recomputes activations
-(``--recompute 1``) and offloads what it can; each setting is a line of its own here. Every token
-after a sequence's first is a target in "long", as there; half of each in "packed". Figures are
-medians of the timed steps; the first steps, which compile and reserve memory, are not timed.
+A step is two micro batches of 16,384 tokens, as in upstream's measurement, from micro batches on
+the host to updated weights. Upstream's published figures for one H100 and one long sequence are
+11,896 tokens/s, 11.1 % MFU, 12.5 GiB, with recomputed activations (``--recompute 1``) and
+offloading. Here each setting is a separate line. In "long", every token after a sequence's first is
+a target, as upstream; in "packed", half of each sequence. Figures are medians of the timed steps.
+The first steps, which compile and reserve memory, are not timed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ MICRO_BATCHES = 2
 
 
 def make_model(shape: str, device: torch.device, tokens: int) -> PreTrainedModel:
-    """Random weights, tied embeddings, made on the device."""
+    """Random weights and tied embeddings, created on the device."""
     torch.manual_seed(0)
     config = Qwen3Config(
         **SHAPES[shape], max_position_embeddings=max(tokens, 64), tie_word_embeddings=True
@@ -77,7 +77,7 @@ def make_model(shape: str, device: torch.device, tokens: int) -> PreTrainedModel
 
 
 def lengths_of(mix: str, tokens: int, rng: np.random.Generator) -> list[int]:
-    """``long``: one sequence. ``packed``: short ones, 1/32 to 1/8 of the row, to the last token."""
+    """``long``: one sequence. ``packed``: a full row of short ones, 1/32 to 1/8 of the row each."""
     if mix == "long":
         return [tokens]
     lengths: list[int] = []
@@ -87,7 +87,8 @@ def lengths_of(mix: str, tokens: int, rng: np.random.Generator) -> list[int]:
 
 
 def make_micro_batch(mix: str, tokens: int, vocab: int, seed: int) -> MicroBatch:
-    """One full row. Sampled: in ``packed`` the second half of each sequence, in ``long`` all."""
+    """One full row. Targets: the second half of each sequence in ``packed``, all tokens but the
+    first in ``long``."""
     rng = np.random.default_rng(seed)
     lengths = np.array(lengths_of(mix, tokens, rng), np.int32)
     mask = np.concatenate(
@@ -108,7 +109,7 @@ def make_micro_batch(mix: str, tokens: int, vocab: int, seed: int) -> MicroBatch
 def measure(
     shape: str, mix: str, tokens: int, settings: dict[str, Any], steps: int, warmup: int
 ) -> dict[str, float]:
-    """Medians over ``steps``, after ``warmup`` more."""
+    """Medians over ``steps``, after ``warmup`` steps."""
     device = choose_device("auto")
     config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=tokens, **settings)
     model = make_model(shape, device, tokens)
@@ -133,7 +134,7 @@ def measure(
 
 
 def timed(trainer: Trainer, step: int, batch: Sequence[MicroBatch]) -> float:
-    """Seconds of one step, weights included."""
+    """Seconds of one step, including the weight update."""
     started = time.perf_counter()
     trainer.train_step(step, batch)
     if trainer.device.type == "cuda":
@@ -142,19 +143,18 @@ def timed(trainer: Trainer, step: int, batch: Sequence[MicroBatch]) -> float:
 
 
 def line(name: str, found: dict[str, float]) -> str:
-    """For people."""
     mfu = f"{found['perf/mfu']:.1f} % MFU" if "perf/mfu" in found else "MFU unknown here"
     return (
         f"{name:<28}{found['perf/throughput']:>10.0f} tokens/s  {mfu}, "
-        f"{found['peak_gib']:.1f} GiB, {found['step_seconds']:.3f} s a step"
+        f"{found['peak_gib']:.1f} GiB, {found['step_seconds']:.3f} s per step"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
-    """Every mix with every setting; prints a line each, and JSON at the end."""
+    """Measure every mix with every setting. Prints a line for each, and JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro batch")
+    parser.add_argument("--tokens", type=int, default=16_384, help="per micro batch")
     parser.add_argument("--mixes", nargs="+", choices=("long", "packed"))
     parser.add_argument("--settings", nargs="+", choices=SETTINGS)
     parser.add_argument("--steps", type=int, default=10)
@@ -162,7 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     chosen = parser.parse_args(arguments)
     device = choose_device("auto")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    print(f"{chosen.shape} on {name}, {MICRO_BATCHES} x {chosen.tokens} tokens a step", flush=True)
+    print(
+        f"{chosen.shape} on {name}, {MICRO_BATCHES} x {chosen.tokens} tokens per step", flush=True
+    )
     figures = {}
     for mix in chosen.mixes or ("long", "packed"):
         for setting in chosen.settings or SETTINGS:

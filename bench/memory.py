@@ -1,14 +1,14 @@
 """Peak memory and speed of one optimizer step at a vocabulary of 32,768: ours, the plain Hugging
-Face forward with ``log_softmax``, and TRL's.
+Face forward with ``log_softmax``, and TRL.
 
     python -m bench memory
 
-All train the same 16 documents of 64 + 64 tokens with the same small Qwen3 (9.5M parameters, 8.4M
-of them its tied embedding), each in a process of its own, with one thread: forward, log π and
-entropy of the completions, the policy-gradient loss, backward, clipping, AdamW. ``memory`` is the
-most that was held at a time beyond what was there before the first step (weights, libraries):
-gradients and AdamW's moments are in it, 109 MiB for all of them. TRL's step is its own loss on
-given completions; nothing is generated.
+Each variant trains the same 16 documents of 64 + 64 tokens with the same small Qwen3 (9.5M
+parameters, 8.4M of them its tied embedding) in a separate process with one thread: forward, log π
+and entropy of the completions, the policy-gradient loss, backward, clipping, AdamW. ``memory`` is
+the peak above the level before the first step (weights, libraries). It includes gradients and
+AdamW's moments, together 109 MiB. TRL's step is its own loss on given completions, without
+generation.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Step = Callable[[], object]
 
 
 def documents() -> Documents:
-    """Random tokens; a document's first half is its prompt."""
+    """Random tokens. A document's first half is its prompt."""
     rng = np.random.default_rng(0)
     drawn: Documents = rng.integers(1, VOCAB, (DOCUMENTS, 2 * HALF)).tolist()
     return drawn
@@ -64,7 +64,7 @@ def ours(**settings: Any) -> Step:
 
 
 def plain() -> Step:
-    """Logits of every position, a whole log-softmax, and its entropy."""
+    """Logits of every position, their full log-softmax, and its entropy."""
     model = make_model("sdpa", **SIZES)
     optim = TrainerConfig().optim
     optimizer = make_optimizer(model, optim)
@@ -85,7 +85,7 @@ def plain() -> Step:
 
 
 def trl_step() -> Step:
-    """The loss of TRL's ``GRPOTrainer``, as it configures its model, and the same optimizer."""
+    """The loss of TRL's ``GRPOTrainer`` with its own model settings, and the same optimizer."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -137,9 +137,9 @@ VARIANTS: dict[str, Callable[[], Step]] = {
 
 
 def measure(step: Step) -> dict[str, float]:
-    """MiB beyond what is there now, and tokens a CPU second."""
+    """Peak MiB above the current level, and tokens per CPU second."""
     before = memory("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     step()
     seconds = []
     for _ in range(REPEATS):
@@ -154,19 +154,19 @@ def measure(step: Step) -> dict[str, float]:
 
 
 def memory(key: str) -> float:
-    """This process's, in MiB (Linux)."""
+    """A memory figure of this process, in MiB (Linux)."""
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{key}:")[1].split()[0]) / 1024
 
 
 def child(name: str) -> None:
-    """One variant, in its own process; prints JSON."""
+    """Measure one variant in this process. Prints JSON."""
     torch.set_num_threads(1)
     print(json.dumps(measure(VARIANTS[name]())))
 
 
 def run() -> dict[str, dict[str, float]]:
-    """Every variant; one that fails is left out, with its last line."""
+    """Measure every variant. A failed one is skipped, with its last line on stderr."""
     figures = {}
     for name in VARIANTS:
         command = [sys.executable, "-m", "bench.memory", name]
@@ -181,7 +181,7 @@ def run() -> dict[str, dict[str, float]]:
 
 
 def report(figures: dict[str, dict[str, float]]) -> list[str]:
-    """Lines for people; ratios to ours."""
+    """Lines to print, with ratios to ours."""
     own = figures["ours"]
     lines = [f"{'step':<20}{'peak MiB':>10}{'tokens/CPU s':>14}{'memory':>9}{'speed':>8}"]
     for name, found in figures.items():

@@ -1,5 +1,5 @@
-"""CPU seconds to plan rows for 10 thousand and for 1 million samples: log-normal lengths, mean
-about 1.2k, rows of 8,192.
+"""CPU seconds to plan rows for 10 thousand and 1 million samples: log-normal lengths, mean about
+1.2k, rows of 8,192.
 
 python -m bench packer
 """
@@ -16,7 +16,7 @@ CAPACITY = 8192
 
 
 def run() -> dict[str, dict[str, float]]:
-    """CPU seconds and share of the rows filled, by number of samples."""
+    """CPU seconds and filled share of the rows, by number of samples."""
     figures = {}
     for count in (10_000, 1_000_000):
         drawn = np.random.default_rng(0).lognormal(6.8, 0.8, count)
@@ -30,7 +30,7 @@ def run() -> dict[str, dict[str, float]]:
 
 
 def report(figures: dict[str, dict[str, float]]) -> list[str]:
-    """Lines for people."""
+    """Lines to print."""
     return [
         f"{count:>9} samples: {found['cpu']:.3f} CPU s, rows {found['filled']:.2%} full"
         for count, found in figures.items()

@@ -1,9 +1,9 @@
-"""The peer: TRL's ``GRPOTrainer`` on CPU, 64 completions a step of 64 prompt and exactly 64 new
+"""TRL's ``GRPOTrainer`` on CPU: 64 completions per step with 64 prompt tokens and exactly 64 new
 tokens, groups of 8.
 
     python bench/peer_trl.py MODEL_DIR THREADS
 
-prints one JSON line: {"wall": ..., "cpu": ...}, medians of a step.
+Prints one JSON line: {"wall": ..., "cpu": ...}, medians per step.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""What publishing a version as a file costs: gathered by rank 0 or written by all ranks, float32 or
-bfloat16; and what a file of the changed values alone would cost.
+"""The cost of publishing a version as a file, gathered by rank 0 or written by all ranks, in
+float32 or bfloat16, and of a file with only the changed values.
 
     python -m bench.publish            a Qwen3 of 115M parameters, 459 MB
     python -m bench.publish --large    Qwen3-0.6B's shape, 2.4 GB; needs 16 GB of memory
 
-The file goes to ``--folder`` (a temporary one): its disk is part of what is measured. ``gathered``
-is the plain way: rank 0 gathers tensor after tensor and writes it alone. Seconds are medians of
-three, wall-clock of the slowest rank and CPU of all ranks together; ranks share the machine's
-cores, and talk over loopback.
+The file is written to ``--folder`` (default: a temporary one), whose disk is part of the
+measurement. With ``gathered``, rank 0 gathers one tensor after the other and writes all of them.
+Seconds are medians of three: wall-clock of the slowest rank, and CPU of all ranks together. Ranks
+share the machine's cores and communicate over loopback.
 
-A delta of version n holds the position (4 bytes) and the new value (2 bytes) of every bfloat16
-number that differs from version n - 1. How many do is counted after real AdamW steps on random
-tokens at the default learning rate, 1e-6; seconds are CPU of making and writing, of reading and
-putting in place, and both with what the bytes take on a link.
+A delta of version n has the position (4 bytes) and the new value (2 bytes) of every bfloat16 number
+that differs from version n - 1. Their share is counted after real AdamW steps on random tokens at
+the default learning rate, 1e-6. Seconds are CPU to make and write, CPU to read and load, and their
+sum plus the transfer time over a link.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "Qwen3-0.6B": QWEN3["qwen3-0.6b"],
 }
 MESHES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2 x 2": (4, 2)}
-"""Ranks, and copies of the model among them."""
+"""Name -> (ranks, replicas of the model)."""
 REPEATS, STEPS, TOKENS = 3, 5, 64
 LINKS = (1, 10, 100)
-"""Gbit/s between trainer and engine; files of one machine stay in memory and take no link."""
+"""Gbit/s between trainer and engine."""
 Write = Callable[[Path], None]
 
 
@@ -82,7 +82,7 @@ def make_model(shape: str) -> PreTrainedModel:
 
 
 def writers(model: PreTrainedModel) -> dict[str, Write]:
-    """Ways to publish, by name; every rank calls each."""
+    """Ways to publish, by name. Every rank calls each of them."""
     tensors = published_tensors(model)
     rounded = published_dtypes(model, tensors, torch.bfloat16)
     like = {name: torch.empty_like(tensors[name], dtype=dtype) for name, dtype in rounded.items()}
@@ -104,7 +104,7 @@ def writers(model: PreTrainedModel) -> dict[str, Write]:
 
 
 def cpu_seconds() -> float:
-    """Of this process, all threads."""
+    """CPU seconds of this process, all threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
@@ -117,7 +117,7 @@ def timed(action: Callable[[], object]) -> tuple[float, float]:
 
 
 def measure(write: Write, path: Path) -> dict[str, float]:
-    """Medians over the repeats of the slowest rank's wall-clock, and of the ranks' CPU added up."""
+    """Medians over the repeats: wall-clock of the slowest rank, and the sum of the ranks' CPU."""
     walls, cpus = [], []
     for _ in range(REPEATS):
         parallel.gather(None)
@@ -132,7 +132,7 @@ def measure(write: Write, path: Path) -> dict[str, float]:
 
 
 def measure_rank(model: PreTrainedModel, folder: Path, replicas: int) -> dict[str, Any]:
-    """All ways of writing, as one of the ranks."""
+    """Measure all ways to publish, as one of the ranks."""
     if parallel.several_ranks():
         parallel.shard(model, {"Qwen3DecoderLayer"}, torch.device("cpu"), replicas)
     path = folder / "model.safetensors"
@@ -140,7 +140,8 @@ def measure_rank(model: PreTrainedModel, folder: Path, replicas: int) -> dict[st
 
 
 def in_fork(work: Callable[[], object], env: Mapping[str, str]) -> int:
-    """The process id of a fork that does ``work``: ranks share the model until they shard it."""
+    """Fork a process that calls ``work``. Returns its id. Forked ranks share the model's memory
+    until they shard it."""
     if (pid := os.fork()) > 0:
         return pid
     code = 1
@@ -156,7 +157,7 @@ def in_fork(work: Callable[[], object], env: Mapping[str, str]) -> int:
 
 
 def on_ranks(model: PreTrainedModel, folder: Path, num_ranks: int, replicas: int) -> dict[str, Any]:
-    """What the ranks of one mesh measured. Raises ``RuntimeError`` if one fails."""
+    """Measure with the ranks of one mesh. Raises ``RuntimeError`` if a rank fails."""
 
     def rank() -> None:
         with parallel.joined(Rank.of_process(), torch.device("cpu")):
@@ -175,12 +176,12 @@ def on_ranks(model: PreTrainedModel, folder: Path, num_ranks: int, replicas: int
 
 
 def rounded(model: PreTrainedModel) -> dict[str, Tensor]:
-    """A version as an engine in bfloat16 has it."""
+    """A version in bfloat16, as in an engine."""
     return {name: tensor.detach().bfloat16() for name, tensor in published_tensors(model).items()}
 
 
 def train(model: PreTrainedModel) -> Iterator[None]:
-    """AdamW steps at the defaults, on random tokens."""
+    """AdamW steps with default settings, on random tokens."""
     optimizer, vocab = make_optimizer(model, OptimConfig()), model.config.vocab_size
     for _ in range(STEPS):
         ids = torch.randint(1, vocab, (1, TOKENS))
@@ -192,7 +193,7 @@ def train(model: PreTrainedModel) -> Iterator[None]:
 
 
 def make_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Positions and values of what differs."""
+    """Positions and values of the numbers that differ."""
     delta = {}
     for name, tensor in new.items():
         before, now = (each.view(torch.int16).reshape(-1).numpy() for each in (old[name], tensor))
@@ -203,13 +204,13 @@ def make_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str
 
 
 def write_delta(old: Mapping[str, Tensor], new: Mapping[str, Tensor], path: Path) -> None:
-    """As the trainer would publish it."""
+    """Publish a delta, as the trainer would."""
     delta = make_delta(old, new)
     write_stream(path, delta, iter(delta.values()))
 
 
 def apply_delta(served: Mapping[str, Tensor], path: Path) -> None:
-    """As an engine would load it."""
+    """Load a delta, as an engine would."""
     delta = load_file(path)
     for name, tensor in served.items():
         flat = tensor.view(torch.int16).view(-1)
@@ -217,14 +218,14 @@ def apply_delta(served: Mapping[str, Tensor], path: Path) -> None:
 
 
 def apply_whole(served: Mapping[str, Tensor], path: Path) -> None:
-    """The same for a whole version."""
+    """Load a whole version."""
     for name, tensor in load_file(path).items():
         served[name].copy_(tensor)
 
 
 def measure_delta(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
-    """Shares that change, step by step; bytes and CPU seconds of the last delta and of the whole
-    version. Raises ``RuntimeError`` if the delta does not make one version of the other."""
+    """The changed share of each step; size and CPU seconds of the last delta and of the whole
+    version. Raises ``RuntimeError`` if old weights plus delta differ from the new weights."""
     shares, old, new = [], rounded(model), rounded(model)
     for _ in train(model):
         old, new = new, rounded(model)
@@ -237,13 +238,13 @@ def measure_delta(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
         "delta": measure_way(partial(write_delta, old, new), partial(apply_delta, served), delta),
     }
     if any(not served[name].equal(tensor) for name, tensor in new.items()):
-        raise RuntimeError("old weights and delta do not make the new ones")
+        raise RuntimeError("old weights plus delta differ from the new weights")
     ways["all"] = measure_way(write_whole, partial(apply_whole, served), whole)
     return {"shares": shares, "ways": ways}
 
 
 def measure_way(make: Write, load: Write, path: Path) -> dict[str, float]:
-    """CPU seconds of both ends, and the size."""
+    """CPU seconds of both ends, and the file's size."""
     made, loaded = ([timed(partial(end, path))[1] for _ in range(REPEATS)] for end in (make, load))
     return {
         "MB": path.stat().st_size / 1e6,
@@ -253,27 +254,26 @@ def measure_way(make: Write, load: Write, path: Path) -> dict[str, float]:
 
 
 def report_delta(found: dict[str, Any]) -> list[str]:
-    """Lines for people: what changes, and seconds from trainer to engine over links."""
+    """Lines to print: the changed shares, and seconds from trainer to engine over links."""
     shares = ", ".join(f"{share:.2%}" for share in found["shares"])
     lines = [
         f"bfloat16 values that change, steps 1 to {STEPS}: {shares}",
         f"{'':<8}{'MB':>7}{'make s':>9}{'load s':>9}" + "".join(f"{n:>7} Gbit/s" for n in LINKS),
     ]
-    for name, told in found["ways"].items():
-        cpu = told["make"] + told["load"]
-        over = [cpu + told["MB"] * 8e-3 / link for link in LINKS]
+    for name, way in found["ways"].items():
+        cpu = way["make"] + way["load"]
+        over = [cpu + way["MB"] * 8e-3 / link for link in LINKS]
         lines.append(
-            f"{name:<8}{told['MB']:>7.0f}{told['make']:>9.2f}{told['load']:>9.2f}"
+            f"{name:<8}{way['MB']:>7.0f}{way['make']:>9.2f}{way['load']:>9.2f}"
             + "".join(f"{seconds:>14.2f}" for seconds in over)
         )
     return lines
 
 
 def main(arguments: list[str]) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.publish")
     parser.add_argument("--large", action="store_true", help="Qwen3-0.6B's shape")
-    parser.add_argument("--folder", type=Path, help="where the files go")
+    parser.add_argument("--folder", type=Path, help="folder of the files")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     folder = Path(tempfile.mkdtemp(dir=options.folder))
@@ -281,8 +281,8 @@ def main(arguments: list[str]) -> None:
     try:
         print(f"{'ranks':<8}{'way':<22}{'MB':>7}{'wall s':>9}{'CPU s':>9}")
         for ranks, mesh in MESHES.items():
-            for way, told in on_ranks(model, folder, *mesh).items():
-                figures = f"{told['MB']:>7.0f}{told['wall']:>9.2f}{told['cpu']:>9.2f}"
+            for way, cost in on_ranks(model, folder, *mesh).items():
+                figures = f"{cost['MB']:>7.0f}{cost['wall']:>9.2f}{cost['cpu']:>9.2f}"
                 print(f"{ranks:<8}{way:<22}{figures}", flush=True)
         print("\n".join(report_delta(measure_delta(model, folder))))
     finally:

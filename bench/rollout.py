@@ -1,11 +1,11 @@
-"""CPU milliseconds of the orchestrator for one single-turn rollout, by harness.
+"""The orchestrator's CPU milliseconds for one single-turn rollout, by harness.
 
     python bench/rollout.py [--rollouts 256] [--repeats 7] [--profile]
 
-A rollout is everything between an example and its result: verifiers' episode, the harness,
-rendering, the engine's HTTP request, scoring, and the columns for training. The engine is a process
-of its own that answers at once with the same seven tokens. ``http`` is the same chat loop over
-verifiers' loopback interception server, for comparison.
+A rollout includes everything from the example to its result: verifiers' episode, the harness,
+rendering, the engine's HTTP request, scoring, and the columns for training. The engine is a
+separate process that answers immediately with the same seven tokens. ``http`` is the same chat loop
+via verifiers' loopback interception server, for comparison.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INFLIGHT = 64
 
 
 def serve(ready: Connection) -> None:
-    """The engine: one canned reply on a free loopback port, which is sent to ``ready``."""
+    """The engine: one fixed reply on a free loopback port. Sends the port to ``ready``."""
     from aiohttp import web
 
     entries = [{"token": f"token_id:{t}", "token_id": t, "logprob": -0.5} for t in REPLY_TOKENS]
@@ -72,8 +72,7 @@ def serve(ready: Connection) -> None:
 
 
 def install_http_harness() -> None:
-    """A harness ``http`` for comparison: the chat loop as verifiers means it, over loopback
-    HTTP."""
+    """Install a harness ``http`` for comparison: verifiers' usual chat loop over loopback HTTP."""
     import httpx
     import verifiers.v1 as vf
 
@@ -126,7 +125,7 @@ async def run_batch(
 async def measure(
     settings: EnvSettings, endpoint: ModelEndpoint, rollouts: int, repeats: int, profile: bool
 ) -> list[float]:
-    """CPU milliseconds a rollout, one figure a repeat, after a warm-up batch."""
+    """CPU milliseconds per rollout, one figure per repeat, after a warm-up batch."""
     figures = []
     async with Environment(settings) as env:
         await run_batch(env, endpoint, 8)
@@ -185,7 +184,7 @@ async def report(endpoint: ModelEndpoint, arguments: argparse.Namespace) -> None
             )
             medians[harness] = statistics.median(figures)
             spread = f"{min(figures):.2f}-{max(figures):.2f}"
-            print(f"{harness:12} {medians[harness]:6.2f} ms CPU a rollout (median; {spread})")
+            print(f"{harness:12} {medians[harness]:6.2f} ms CPU per rollout (median; {spread})")
     print(f"ratio        {medians['bench-http'] / medians['in-process']:6.1f}x")
 
 

@@ -1,14 +1,14 @@
-"""One RL step of 64 x (64 + 64) tokens, end to end, beside TRL's ``GRPOTrainer`` on the same model
-in the same run.
+"""One RL step of 64 x (64 + 64) tokens, end to end, compared with TRL's ``GRPOTrainer`` on the same
+model in the same run.
 
     python -m bench step
 
-``full`` goes the whole road: a verifiers environment, the harness, rendering, scoring, wire,
-trainer. ``direct`` replaces verifiers by plain requests to the engine; everything else stays.
-``trl`` is the peer, with one thread and with two.
+``full`` includes a verifiers environment, the harness, rendering, scoring, wire and trainer.
+``direct`` replaces verifiers by plain requests to the engine. ``trl`` runs TRL with one thread and
+with two.
 
-CPU seconds are those of the orchestrator, engine and trainer processes together; wall is the median
-time between steps.
+CPU seconds are the sum of the orchestrator, engine and trainer processes; wall is the median time
+between steps.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 PROCESSES = ("orchestrator", "inference", "trainer")
 SKIP = 4
-"""Steps before the figures count."""
+"""Steps before the measurement begins."""
 
 MODEL = """
 import sys, torch
@@ -42,35 +42,34 @@ tokenizer.save_pretrained(sys.argv[1])
 
 
 def run() -> dict[str, dict[str, float]]:
-    """Median wall and CPU seconds of a step, by road."""
+    """Median wall and CPU seconds per step, by variant."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         subprocess.run([sys.executable, "-c", MODEL, str(model)], check=True, capture_output=True)
-        figures = {road: ours(model, Path(folder), road) for road in ("full", "direct")}
+        figures = {name: ours(model, Path(folder), name) for name in ("full", "direct")}
         for threads in (1, 2):
             if peer := trl(model, threads):
                 figures[f"trl, {threads} thread{'s' * (threads > 1)}"] = peer
     return figures
 
 
-def ours(model: Path, folder: Path, road: str) -> dict[str, float]:
-    """One run of ours; ``direct`` is chosen by an environment variable that ``bench.direct``
-    reads."""
+def ours(model: Path, folder: Path, variant: str) -> dict[str, float]:
+    """One run of ours. An environment variable tells ``bench.direct`` to use ``direct``."""
     paths = [str(HERE / "tasksets"), str(HERE.parent)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    if road == "direct":
+    if variant == "direct":
         env["PRIME_RL_BENCH_DIRECT"] = "1"
     command = [sys.executable, "-m", "bench.direct", "run", str(HERE / "step.toml")]
-    command += ["--model.name", str(model), "--output_dir", str(folder), "--run.name", road]
+    command += ["--model.name", str(model), "--output_dir", str(folder), "--run.name", variant]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        marks = sample_steps(folder / road, process)
+        marks = sample_steps(folder / variant, process)
         output = process.communicate()[0].decode()
     finally:
-        process.terminate()  # if we are stopped, so is the run
+        process.terminate()  # if the bench is stopped, stop the run too
         process.wait()
     if process.returncode or len(marks) <= SKIP + 2:
-        raise SystemExit(f"bench: {road} failed:\n{output[-3000:]}")
+        raise SystemExit(f"bench: {variant} failed:\n{output[-3000:]}")
     walls = [b[0] - a[0] for a, b in zip(marks[SKIP:], marks[SKIP + 1 :], strict=False)]
     cpu = {name: marks[-1][1][name] - marks[SKIP][1][name] for name in PROCESSES}
     steps = len(walls)
@@ -84,7 +83,7 @@ def ours(model: Path, folder: Path, road: str) -> dict[str, float]:
 def sample_steps(
     run_dir: Path, process: subprocess.Popen[bytes]
 ) -> list[tuple[float, dict[str, float]]]:
-    """``(time, CPU seconds by process)`` each time the trainer finished a step."""
+    """``(time, CPU seconds by process)`` at the end of each of the trainer's steps."""
     marks: list[tuple[float, dict[str, float]]] = []
     log, seen = run_dir / "trainer.jsonl", 0
     while process.poll() is None:
@@ -93,7 +92,7 @@ def sample_steps(
             seen = lines
             try:
                 marks.append((time.perf_counter(), {n: cpu_seconds(run_dir, n) for n in PROCESSES}))
-            except FileNotFoundError:  # a process has ended: the run is over
+            except FileNotFoundError:  # a process has ended, so the run is over
                 break
         time.sleep(0.005)
     return marks
@@ -107,7 +106,7 @@ def cpu_seconds(run_dir: Path, name: str) -> float:
 
 
 def trl(model: Path, threads: int) -> dict[str, float] | None:
-    """The peer's step; None where TRL is not installed."""
+    """TRL's step. None if TRL is not installed."""
     command = [sys.executable, str(HERE / "peer_trl.py"), str(model), str(threads)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
@@ -117,17 +116,19 @@ def trl(model: Path, threads: int) -> dict[str, float] | None:
 
 
 def report(figures: dict[str, dict[str, float]]) -> list[str]:
-    """Lines for people: seconds a step, and ratios to the peer."""
-    lines = [f"{'road':<16}{'wall s':>8}{'CPU s':>8}   orchestrator / engine / trainer CPU s"]
-    for road, found in figures.items():
+    """Lines to print: seconds per step, and ratios to TRL."""
+    lines = [f"{'variant':<16}{'wall s':>8}{'CPU s':>8}   orchestrator / engine / trainer CPU s"]
+    for variant, found in figures.items():
         parts = " / ".join(f"{found[name]:.3f}" for name in PROCESSES if name in found)
-        lines.append(f"{road:<16}{found['wall']:>8.3f}{found['cpu']:>8.3f}   {parts}")
-    peers = {road: found for road, found in figures.items() if road.startswith("trl")}
-    for road in ("full", "direct"):
+        lines.append(f"{variant:<16}{found['wall']:>8.3f}{found['cpu']:>8.3f}   {parts}")
+    peers = {name: found for name, found in figures.items() if name.startswith("trl")}
+    for variant in ("full", "direct"):
         for peer, found in peers.items():
-            wall = found["wall"] / figures[road]["wall"]
-            cpu = figures[road]["cpu"] / found["cpu"]
-            lines.append(f"{road}: {wall:.2f}x the speed of {peer}, at {cpu:.2f}x its CPU seconds")
+            wall = found["wall"] / figures[variant]["wall"]
+            cpu = figures[variant]["cpu"] / found["cpu"]
+            lines.append(
+                f"{variant}: {wall:.2f}x the speed of {peer}, at {cpu:.2f}x its CPU seconds"
+            )
     return lines
 
 

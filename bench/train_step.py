@@ -1,9 +1,9 @@
-"""CPU microseconds a token of one optimizer step: packed documents against a padded batch.
+"""CPU microseconds per token of one optimizer step: packed documents compared with a padded batch.
 
 Both do the same work: forward, log π of the completions, the policy-gradient loss, backward,
-clipping, AdamW. The padded batch is what a plain trainer does: one row a document, filled up to the
-longest, every position through the LM head and a full log-softmax. Microseconds are per real token,
-padding not counted.
+clipping, AdamW. The padded batch is the plain way: one row per document, padded to the longest, and
+every position through the LM head and a full log-softmax. Microseconds are per real token, without
+padding.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Documents = Sequence[Sequence[int]]
 
 
 class PolicyGradient(Loss):
-    """-A * ratio: as light as a loss can be, so that the step is what is measured."""
+    """-A * ratio: a minimal loss, so that the bench measures the step."""
 
     name = "policy_gradient"
     token_wise = True
@@ -61,7 +61,7 @@ SIZES = {
 
 
 def make_model(attention: str, **sizes: int) -> PreTrainedModel:
-    """Qwen3 from scratch, tied embeddings; ``sizes``: in place of ours."""
+    """A random Qwen3 with tied embeddings. ``sizes`` replace ``SIZES``."""
     torch.manual_seed(0)
     config = Qwen3Config(**SIZES | sizes, tie_word_embeddings=True)
     model = Qwen3ForCausalLM(config).eval()
@@ -70,7 +70,7 @@ def make_model(attention: str, **sizes: int) -> PreTrainedModel:
 
 
 def pack(documents: Documents) -> list[MicroBatch]:
-    """First fit, longest first, into rows of ``ROW`` tokens; a document's first half is prompt."""
+    """First fit, longest first, into rows of ``ROW`` tokens."""
     rows: list[list[Sequence[int]]] = []
     for document in sorted(documents, key=len, reverse=True):
         fits = (row for row in rows if sum(map(len, row)) + len(document) <= ROW)
@@ -82,7 +82,7 @@ def pack(documents: Documents) -> list[MicroBatch]:
 
 
 def micro_batch(documents: Documents) -> MicroBatch:
-    """One row."""
+    """One row. A document's first half is its prompt."""
     lengths = np.array([len(document) for document in documents], np.int32)
     mask = np.concatenate([np.arange(length) >= length // 2 for length in lengths])
     return MicroBatch(
@@ -107,7 +107,7 @@ def packed_step(attention: Attention, documents: Documents) -> Callable[[], obje
 
 
 def padded_step(documents: Documents) -> Callable[[], object]:
-    """The plain step, in batches of at most ``ROW`` tokens, padding included."""
+    """The plain step, in batches of at most ``ROW`` tokens including padding."""
     model = make_model("sdpa")
     optim = TrainerConfig().optim
     optimizer = make_optimizer(model, optim)
@@ -126,7 +126,7 @@ def padded_step(documents: Documents) -> Callable[[], object]:
 
 
 def padded_loss(model: PreTrainedModel, documents: Documents, total: int) -> torch.Tensor:
-    """Every position of a padded batch through the head."""
+    """The loss of a padded batch, with every position through the head."""
     longest = max(map(len, documents))
     ids = torch.zeros(len(documents), longest, dtype=torch.long)
     real, sampled = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.float32)
@@ -141,7 +141,7 @@ def padded_loss(model: PreTrainedModel, documents: Documents, total: int) -> tor
 
 
 def cpu_microseconds(step: Callable[[], object], num_tokens: int) -> float:
-    """Per real token, median over the repeats."""
+    """CPU microseconds per real token, median over the repeats."""
     step()
     seconds = []
     for _ in range(REPEATS):
@@ -158,7 +158,7 @@ def run() -> dict[str, dict[str, float]]:
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
     results = {}
-    print(f"train step, CPU us a real token, 0.66M parameters, one thread, median of {REPEATS}")
+    print(f"train step, CPU us per real token, 0.66M parameters, one thread, median of {REPEATS}")
     print(f"  {'documents':16}{'varlen':>9}{'mask':>9}{'padded HF':>11}{'ratio':>8}")
     for name, lengths in MIXES.items():
         documents = [rng.integers(1, VOCAB, length).tolist() for length in lengths(rng)]

@@ -1,12 +1,12 @@
-"""A version's way from the trainer's weights into an engine's: as a file, or by gloo from memory.
+"""Time of an update from the trainer's weights to an engine's: as a file, or by gloo from memory.
 
     python -m bench.update             a Qwen3 of 115M parameters
     python -m bench.update --large     Qwen3-0.6B's shape; needs 16 GB of memory
 
-Two processes with a copy of the model each; the engine's end is the embedded engine's: read or
-receive, check, copy into place. A file is written, then read, on ``--folder``'s disk (a temporary
-folder); memory is passed on over loopback. Wall-clock and CPU seconds of both ends together,
-medians of five versions after a first one, which connects them.
+Two processes have a copy of the model each. The engine's process uses the embedded engine's code:
+read or receive, check, copy into place. A file is written to and read from the disk of ``--folder``
+(default: a temporary one); gloo sends over loopback. Figures are wall-clock and CPU seconds of both
+processes together, medians of five versions after a first one, which connects them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ WAYS = ("file", "memory")
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
-def meeting_of(folder: Path, version: int) -> BroadcastGroup:
-    """Of trainer and engine, as rank 0 attends it."""
-    directory = folder / f"meeting_{version}"
+def group_of(folder: Path, version: int) -> BroadcastGroup:
+    """The broadcast group of trainer and engine, for rank 0."""
+    directory = folder / f"group_{version}"
     directory.mkdir(parents=True, exist_ok=True)
     return BroadcastGroup(
         directory=str(directory),
@@ -50,30 +50,29 @@ def meeting_of(folder: Path, version: int) -> BroadcastGroup:
 
 
 def serve(shape: str, pipe: Connection) -> None:
-    """The engine: takes versions until told to stop, and says what CPU seconds each took it."""
+    """The engine: loads versions until it receives None, and sends the CPU seconds of each."""
     torch.set_num_threads(1)
-    module, attendance = make_model(shape), Member()
+    module, member = make_model(shape), Member()
     pipe.send(0.0)
-    while (told := pipe.recv()) is not None:
-        before, (way, folder, version) = cpu_seconds(), told
+    while (update := pipe.recv()) is not None:
+        before, (way, folder, version) = cpu_seconds(), update
         with torch.inference_mode():
             if way == "file":
                 weights = read_weights(Publisher(folder, 2).path(version), module)
             else:
-                meeting = meeting_of(folder, version).for_worker(1)
-                weights = receive_weights(meeting, attendance, module)
+                weights = receive_weights(group_of(folder, version).for_worker(1), member, module)
             apply_weights(weights, module)
         pipe.send(cpu_seconds() - before)
 
 
 class Trainer:
-    """The other end."""
+    """The trainer's process."""
 
     def __init__(self, shape: str, pipe: Connection) -> None:
-        self.model, self.pipe, self.attendance = make_model(shape), pipe, Member()
+        self.model, self.pipe, self.member = make_model(shape), pipe, Member()
 
-    def pass_on(self, way: str, dtype: str, folder: Path, version: int) -> float:
-        """One version; the engine's CPU seconds."""
+    def update(self, way: str, dtype: str, folder: Path, version: int) -> float:
+        """Send one version. Returns the engine's CPU seconds."""
         if way == "file":
             publisher = Publisher(folder, 2, dtype)  # type: ignore[arg-type]
             publisher.write(self.model, version)
@@ -81,21 +80,21 @@ class Trainer:
             self.pipe.send((way, folder, version))
         else:
             self.pipe.send((way, folder, version))
-            self.send(meeting_of(folder, version), dtype)
+            self.send(group_of(folder, version), dtype)
         return float(self.pipe.recv())
 
-    def send(self, meeting: BroadcastGroup, dtype: str) -> None:
+    def send(self, group: BroadcastGroup, dtype: str) -> None:
         tensors = published_tensors(self.model)
         header = header_of(tensors, published_dtypes(self.model, tensors, DTYPES[dtype]))
-        with self.attendance.join(meeting, torch.device("cpu")) as group:
-            group.send(header, tensors.values())
+        with self.member.join(group, torch.device("cpu")) as joined:
+            joined.send(header, tensors.values())
 
     def measure(self, way: str, dtype: str, folder: Path) -> tuple[float, float]:
-        """Wall-clock and CPU seconds of both ends: medians."""
+        """Medians of wall-clock and CPU seconds of both processes."""
         found = []
         for version in range(1, VERSIONS + 1):
             theirs: list[float] = []
-            act = partial(self.pass_on, way, dtype, folder, version)
+            act = partial(self.update, way, dtype, folder, version)
             wall, cpu = timed(lambda act=act, theirs=theirs: theirs.append(act()))  # type: ignore[misc]
             found.append((wall, cpu + theirs[0]))
         walls, cpus = zip(*found[1:], strict=True)
@@ -103,10 +102,9 @@ class Trainer:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m bench.update")
     parser.add_argument("--large", action="store_true", help="Qwen3-0.6B's shape")
-    parser.add_argument("--folder", type=Path, help="where the files go")
+    parser.add_argument("--folder", type=Path, help="folder of the files")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     shape = "Qwen3-0.6B" if options.large else "115M"

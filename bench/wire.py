@@ -1,4 +1,4 @@
-"""Bytes and CPU seconds of plain GRPO on the wire, for 262,144 tokens (2,048 of 64 + 64)."""
+"""Bytes and CPU seconds of plain GRPO on the wire, for 262,144 tokens: 2,048 samples of 64 + 64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPEATS = 15
 
 
 def make_rows() -> list[MicroBatch]:
-    """Packed rows of 64 prompt and 64 completion tokens, with advantages and no weight stream."""
+    """Packed samples of 64 prompt and 64 completion tokens, with advantages, without weights."""
     rng = np.random.default_rng(0)
     number = ROW // SEQUENCE
     return [
@@ -56,7 +56,7 @@ def run() -> dict[str, float]:
         "decode_cpu_seconds": cpu_seconds(lambda: decode_batch(frame)),
     }
     print(f"wire, {NUM_TOKENS:,} tokens of plain GRPO, median of {REPEATS}")
-    print(f"  bytes a token        {results['bytes_per_token']:10.2f}")
+    print(f"  bytes per token      {results['bytes_per_token']:10.2f}")
     print(f"  encode, CPU ms       {1000 * results['encode_cpu_seconds']:10.2f}")
     print(f"  decode, CPU ms       {1000 * results['decode_cpu_seconds']:10.2f}")
     return results

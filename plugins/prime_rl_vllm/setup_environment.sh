@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# vLLM in an environment of its own: setup_environment.sh PYTHON DIR, from the repository's root.
+# Install vLLM in a separate environment: setup_environment.sh PYTHON DIR, from the repository's root.
 set -euo pipefail
 python=$1 venv=$2
 here=plugins/prime_rl_vllm
-# Byte code is written now: without it each of vLLM's processes compiles everything at every start.
+# Write byte code now: without it each of vLLM's processes compiles everything at every start.
 unset PYTHONDONTWRITEBYTECODE
 pip=("$venv/bin/python" -m pip --no-input --disable-pip-version-check)
 install() { .ci/quietly "${pip[@]}" install --progress-bar off --compile "$@"; }
@@ -13,7 +13,7 @@ echo "Setting up $venv (two to four minutes, once)"
 if nvidia-smi > /dev/null 2>&1; then
     vllm='vllm>=0.32,<0.34' pins=()
 else
-    # First and from their folder alone: pip takes those that the machine's own constraints admit.
+    # First and from their folder only: pip picks the versions that the machine's constraints allow.
     stand_ins=$("$venv/bin/python" $here/src/prime_rl_vllm/stand_ins.py "$venv/stand-ins")
     PIP_FIND_LINKS=$venv/stand-ins install --no-index --no-deps --force-reinstall $stand_ins
     "${pip[@]}" freeze | grep '+none$' > "$venv/stand-ins/constraints.txt"

@@ -1,4 +1,4 @@
-"""opd and sft: what is asked of the teacher, which stream it becomes, what is refused."""
+"""opd and sft: requests to the teacher, the resulting streams, refused configs."""
 
 import asyncio
 
@@ -44,7 +44,7 @@ def refusal(settings):
 # -- opd ---------------------------------------------------------------------------------------
 
 
-def test_opd_scores_whole_samples_and_keeps_what_the_policy_sampled():
+def test_opd_scores_whole_samples_and_keeps_the_sampled_tokens():
     host = FakeHost(frozen=FakeReference(lambda ids: [-token / 8 for token in ids]))
     rollout = two_samples()
     score(opd(), [rollout], host=host)
@@ -55,7 +55,7 @@ def test_opd_scores_whole_samples_and_keeps_what_the_policy_sampled():
     assert rollout.samples[1].ref_logprobs.tolist() == [0.0, -0.375]
 
 
-def test_opd_trains_the_sampled_tokens_in_ref_kl_alone_and_gives_no_credit():
+def test_opd_trains_the_sampled_tokens_only_in_ref_kl_and_gives_no_credit():
     rollout = two_samples()
     score(opd(), [rollout])
     stamp(rollout, OPD.action_loss)
@@ -66,9 +66,9 @@ def test_opd_trains_the_sampled_tokens_in_ref_kl_alone_and_gives_no_credit():
     assert first.ce_weights is None
 
 
-def test_opd_asks_about_all_samples_at_once_and_keeps_a_group_together():
+def test_opd_scores_all_samples_at_once_and_keeps_a_group_together():
     class Meeting:
-        """Answers when two have asked."""
+        """Answers after two requests have arrived."""
 
         def __init__(self):
             self.barrier = asyncio.Barrier(2)
@@ -90,16 +90,16 @@ def test_opd_asks_about_all_samples_at_once_and_keeps_a_group_together():
     assert rollout.samples[1].ref_logprobs.tolist() == [0.0, -0.5]
 
 
-def test_opd_needs_no_siblings_and_no_frozen_source():
+def test_opd_requires_no_siblings_and_no_frozen_source():
     assert not OPD.group_relative
     assert not OPD.needs_frozen_source
 
 
-def test_opd_against_the_policy_is_refused_with_the_way_out():
+def test_opd_with_the_policy_as_teacher_is_refused_with_a_fix():
     assert refusal({"teacher": "policy"}) == (
         "env 'a': algo (algorithm 'opd').teacher: the policy cannot be its own teacher: the KL "
         "would be zero everywhere. Give a frozen model (name and base_url), or use the algorithm "
-        "opsd, in which the policy learns from itself shown a demonstration (got 'policy')"
+        "opsd, in which the policy learns from itself conditioned on a demonstration (got 'policy')"
     )
 
 
@@ -109,7 +109,7 @@ def test_opd_without_a_teacher_is_refused():
     )
 
 
-def test_opd_with_a_teacher_that_nobody_hosts_is_refused():
+def test_opd_with_a_teacher_without_a_server_is_refused():
     assert refusal({"teacher": {"name": "big"}}) == (
         "env 'a': algo (algorithm 'opd').teacher: a frozen model needs a base_url, and there is "
         "none: prime-rl hosts the policy only. Start the model (prime-rl serve MODEL) and give its "
@@ -117,14 +117,14 @@ def test_opd_with_a_teacher_that_nobody_hosts_is_refused():
     )
 
 
-def test_opd_keeps_the_contract():
+def test_opd_passes_the_conformance_checks():
     check_algorithm(opd())
 
 
 # -- sft ---------------------------------------------------------------------------------------
 
 
-def test_sft_trains_every_sampled_token_by_cross_entropy():
+def test_sft_trains_every_sampled_token_with_cross_entropy():
     rollout = make_rollout(reward=1.0, prompt=2, completion=3)
     score(SFT(SFT.config_class()), [rollout])
     stamp(rollout, SFT.action_loss)
@@ -135,10 +135,10 @@ def test_sft_trains_every_sampled_token_by_cross_entropy():
     assert only.ref_logprobs is None
 
 
-def test_sft_wants_somebody_else_to_sample():
+def test_sft_requires_a_frozen_source():
     assert SFT.needs_frozen_source
     assert not SFT.group_relative
 
 
-def test_sft_keeps_the_contract():
+def test_sft_passes_the_conformance_checks():
     check_algorithm(SFT(SFT.config_class()))

@@ -1,6 +1,6 @@
-"""opsd: what the reference sees, what is sliced off, when it is trusted, what is refused.
+"""opsd: the reference's input, the sliced logprobs, the gate, refused configs.
 
-``FakeHost`` renders text as its code points, so every sequence below can be read.
+``FakeHost`` renders text as its code points, so every sequence below is readable.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from prime_rl_distill import OPSD
 from prime_rl_distill.opsd import OPSDConfig
 
 HINT = "<ok>"
-"""What the template below makes of the demonstration ``ok``."""
+"""The template of ``opsd`` below with the demonstration ``ok``."""
 
 
 def opsd(**settings):
@@ -42,8 +42,7 @@ def rollout_of(*samples, **fields):
 
 
 def reference(shown=-0.2, plain=-0.5):
-    """One log-probability for every token of a sequence that starts with the hint, one for
-    others."""
+    """One logprob for all tokens of a sequence that starts with the hint, another for the rest."""
 
     def answer(ids):
         return [shown if text(ids).startswith(HINT) else plain] * len(ids)
@@ -56,7 +55,7 @@ def text(ids):
 
 
 def scored(algorithm, rollout, policy=None):
-    """The rollout scored and stamped, and the texts that the policy was asked to score."""
+    """Score and stamp the rollout. Returns the texts that the policy scored."""
     host = FakeHost(policy=policy or reference())
     score(algorithm, [rollout], host=host)
     stamp(rollout, algorithm.action_loss)
@@ -78,7 +77,7 @@ def test_each_sample_is_scored_verbatim_after_the_hint_under_the_live_policy():
     assert asked == ["<ok>Qno", "<ok>Qno?yesT"]
 
 
-def test_the_hints_logprobs_are_sliced_off_to_the_token():
+def test_the_hints_logprobs_are_dropped_exactly():
     policy = FakeReference(lambda ids: [-i / 8 for i in range(len(ids))])  # by position
     rollout = rollout_of(sample("Q", "no"), sample("Qno?", "yes", "T"))
     scored(opsd(min_gain=None), rollout, policy)
@@ -92,7 +91,7 @@ def test_the_hints_logprobs_are_sliced_off_to_the_token():
     assert second.advantages is None
 
 
-def test_all_samples_are_asked_about_at_once():
+def test_all_samples_are_scored_at_once():
     class Meeting:
         def __init__(self):
             self.barrier = asyncio.Barrier(2)
@@ -108,7 +107,7 @@ def test_all_samples_are_asked_about_at_once():
     assert host.policy.groups == [9, 9]
 
 
-def test_the_default_hint_is_a_system_message_around_the_demonstration():
+def test_the_default_hint_is_a_system_message_with_the_demonstration():
     rendered = []
 
     class Host(FakeHost):
@@ -122,20 +121,20 @@ def test_the_default_hint_is_a_system_message_around_the_demonstration():
     assert rendered == [([{"role": "system", "content": content}], "qwen3", False)]
 
 
-def test_info_comes_before_the_example():
+def test_info_takes_precedence_over_the_example():
     rollout = rollout_of(sample("Q", "no"), info={"demonstration": "hi"})
     assert scored(opsd(min_gain=None), rollout) == ["<hi>Qno"]
 
 
-def test_demo_key_names_another_field():
+def test_demo_key_selects_another_field():
     rollout = rollout_of(sample("Q", "no"), task={"answer": "{b}"})
     assert scored(opsd(min_gain=None, demo_key="answer"), rollout) == ["<{b}>Qno"]
 
 
-# -- when the demonstration is trusted ----------------------------------------------------------
+# -- the gate -----------------------------------------------------------------------------------
 
 
-def test_the_gain_is_of_the_experts_reply_to_the_rollouts_own_prompt():
+def test_the_gain_is_for_the_experts_reply_to_the_rollouts_prompt():
     rollout = rollout_of(sample("Q", "no"))
     asked = scored(opsd(), rollout, reference(shown=-0.2, plain=-0.5))
     assert asked == ["<ok>Qok", "Qok", "<ok>Qno"]
@@ -143,8 +142,8 @@ def test_the_gain_is_of_the_experts_reply_to_the_rollouts_own_prompt():
     assert rollout.samples[0].ref_logprobs.tolist() == pytest.approx([0.0, -0.2, -0.2])
 
 
-def test_the_gain_is_the_mean_over_the_reply_alone():
-    def answer(ids):  # o: -1/8 with the hint, -1 without; k: -1/2 and -3/4; all else far off
+def test_the_gain_is_the_mean_over_the_reply_only():
+    def answer(ids):  # o: -1/8 with the hint, -1 without; k: -1/2 and -3/4; the rest far off
         table = {"o": -0.125, "k": -0.5} if text(ids).startswith(HINT) else {"o": -1.0, "k": -0.75}
         return [*[-50.0] * (len(ids) - 2), table["o"], table["k"]]
 
@@ -154,7 +153,7 @@ def test_the_gain_is_the_mean_over_the_reply_alone():
 
 
 @pytest.mark.parametrize(("min_gain", "trains"), [(0.25, True), (0.5, False), (0.75, False)])
-def test_an_example_trains_only_while_its_demonstration_teaches_something(min_gain, trains):
+def test_an_example_trains_only_while_its_gain_exceeds_the_minimum(min_gain, trains):
     rollout = rollout_of(sample("Q", "no"))
     asked = scored(opsd(min_gain=min_gain), rollout, reference(shown=-0.5, plain=-1.0))
     (only,) = rollout.samples
@@ -163,7 +162,7 @@ def test_an_example_trains_only_while_its_demonstration_teaches_something(min_ga
     assert len(asked) == 2 + trains
 
 
-def test_a_truncated_rollout_is_left_out_unasked_unless_it_is_wanted():
+def test_a_truncated_rollout_is_skipped_without_requests_by_default():
     cut = rollout_of(sample("Q", "no"), is_truncated=True)
     assert scored(opsd(), cut) == []
     assert cut.samples[0].ref_kl_weights.tolist() == [0.0] * 3
@@ -175,29 +174,29 @@ def test_a_truncated_rollout_is_left_out_unasked_unless_it_is_wanted():
 # -- refusals ----------------------------------------------------------------------------------
 
 
-def test_a_missing_demonstration_names_what_there_is():
+def test_a_missing_demonstration_is_an_error_that_lists_the_fields():
     rollout = rollout_of(sample("Q", "no"), info={"tries": 2}, task={"prompt": "Q", "answer": "A"})
     assert refusal(opsd(), rollout) == (
         "env 'a', example 3: no demonstration: neither info nor the example has 'demonstration' "
         "(info has: 'tries'; the example has: 'prompt', 'answer'). Set algo.demo_key to the field "
-        "that holds the expert's response, or have the environment give one."
+        "with the expert's response, or change the environment to provide one."
     )
 
 
 @pytest.mark.parametrize("found", [None, "", "  ", 42, ["ok"]])
-def test_a_demonstration_that_is_no_text_is_refused(found):
+def test_a_demonstration_that_is_not_a_text_is_refused(found):
     rollout = rollout_of(sample("Q", "no"), task={"demonstration": found})
     assert refusal(opsd(), rollout) == (
         f"env 'a', example 3: 'demonstration' is {found!r}, expected the text of an expert's "
-        "response. Set algo.demo_key to another field, or mend the example."
+        "response. Set algo.demo_key to another field, or fix the example."
     )
 
 
-def test_it_learns_at_the_temperature_it_is_scored_at_only():
+def test_it_requires_temperature_1():
     assert OPSD.needs_temperature == 1.0
 
 
-async def test_what_does_not_fit_the_context_with_its_demonstration_is_left_out():
+async def test_a_rollout_that_exceeds_the_context_with_its_demonstration_is_skipped():
     class Short(FakeReference):
         async def logprobs(self, token_ids, *, group_id=0):
             raise OverlongError("the policy takes 4 tokens")
@@ -219,13 +218,13 @@ async def test_what_does_not_fit_the_context_with_its_demonstration_is_left_out(
         ),
         (
             "{demonstration} {other}",
-            "its only field may be {demonstration}, and formatting it gives KeyError: 'other'. "
-            "Write any other brace twice",
+            "its only field may be {demonstration}, but formatting it gives KeyError: 'other'. "
+            "Write all other braces twice",
         ),
         (
             "{demonstration",
-            "its only field may be {demonstration}, and formatting it gives ValueError: expected "
-            "'}' before end of string. Write any other brace twice",
+            "its only field may be {demonstration}, but formatting it gives ValueError: expected "
+            "'}' before end of string. Write all other braces twice",
         ),
         (
             "{{demonstration}}",
@@ -234,7 +233,7 @@ async def test_what_does_not_fit_the_context_with_its_demonstration_is_left_out(
         ),
     ],
 )
-def test_a_template_that_shows_no_example_is_refused_at_config_time(template, fault):
+def test_an_invalid_template_is_refused_at_config_time(template, fault):
     with pytest.raises(ConfigError) as caught:
         settings_of(OPSD, ALGORITHM, {"template": template}, "env 'a': algo")
     assert str(caught.value) == (
@@ -246,7 +245,7 @@ def test_a_template_that_shows_no_example_is_refused_at_config_time(template, fa
 
 
 def instructive_host():
-    """After the hint every token is likelier, and some are likelier than to who sampled them."""
+    """The hint raises every logprob, some above the sampling logprob."""
 
     def answer(ids):
         return [-0.5 - token % 3 if text(ids[:1]) == "<" else -4.0 for token in ids]
@@ -255,10 +254,10 @@ def instructive_host():
 
 
 @pytest.mark.parametrize("min_gain", [None, 0.1])
-def test_opsd_keeps_the_contract(min_gain):
+def test_opsd_passes_the_conformance_checks(min_gain):
     check_algorithm(opsd(min_gain=min_gain), make_host=instructive_host)
 
 
-def test_opsd_needs_no_siblings_and_samples_from_the_policy():
+def test_opsd_requires_no_siblings_and_samples_from_the_policy():
     assert not OPSD.group_relative
     assert not OPSD.needs_frozen_source

@@ -1,4 +1,4 @@
-"""Which tokens echo trains, by hand and against a tree of messages."""
+"""The tokens that echo trains: hand-written cases, and random trees of messages."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from prime_rl.testing import check_algorithm, make_group, make_rollout, score
 from prime_rl_echo import Echo, EchoConfig
 from prime_rl_echo.roles import RoleWeights
 
-# One letter a token: s system, u user, a assistant, t tool; a capital is body, else scaffold;
+# One letter per token: s system, u user, a assistant, t tool; a capital is body, else template;
 # + was sampled; . an earlier sample trains it.
 LETTERS = {"s": 0, "u": 1, "a": 2, "t": 3, "?": -1}
 
@@ -39,7 +39,7 @@ def echo(filter=None, **alphas):
 
 
 def weights(algorithm, *samples):
-    """The ce weights after scoring a rollout of these samples and a failed sibling."""
+    """The ce weights after scoring a rollout with these samples, and a failed sibling."""
     rollout = make_rollout(1.0)
     rollout.samples = list(samples)
     score(algorithm, [rollout, make_rollout(0.0)])
@@ -50,7 +50,7 @@ def weights(algorithm, *samples):
 TURNS = "s S u U a A+ A+ t T T t a A+ t T a A+"
 
 
-def test_tool_bodies_after_the_first_turn_weigh_a_tenth():
+def test_tool_bodies_after_the_first_turn_have_weight_a_tenth():
     expected = [[0, 0, 0, 0, 0, 0, 0, 0, 0.1, 0.1, 0, 0, 0, 0, 0.1, 0, 0]]
     assert weights(echo(), sample(TURNS)) == expected
 
@@ -59,7 +59,7 @@ def test_the_initial_prompt_is_never_trained():
     assert weights(echo(system=1, user=1, tool=1), sample("S U T a A+")) == [None]
 
 
-def test_every_role_of_the_table_weighs_its_own():
+def test_every_role_of_the_table_has_its_own_weight():
     text = sample("S U a A+ t T u U s S ? a A+")
     expected = [[0, 0, 0, 0, 0, 0.25, 0, 0.05, 0, 2.0, 0, 0, 0]]
     assert weights(echo(tool=0.25, user=0.05, system=2), text) == expected
@@ -73,12 +73,12 @@ def test_an_observation_after_the_last_turn_is_trained_too():
     assert weights(echo(), sample("U A+ T")) == [[0, 0, 0.1]]
 
 
-def test_a_generation_prompt_is_no_content():
+def test_a_generation_prompt_is_not_content():
     expected = [[0, 0, 0, 0, 0, 0, 0.5, 0, 0]]
     assert weights(echo(assistant=0.5), sample("U a A+ T a a A a A+")) == expected
 
 
-def test_without_attribution_the_whole_span_weighs_but_no_generation_prompt():
+def test_without_attribution_the_whole_span_trains_except_the_generation_prompt():
     text = sample("U a A+ t T t a A+", attribution=False)
     expected = [[0, 0, 0, 0.1, 0.1, 0.1, 0, 0]]
     assert weights(echo(tool=0.1, assistant=0.5), text) == expected
@@ -106,19 +106,19 @@ def weights_of(algorithm, *branches):
     return weights(algorithm, *build_samples(branches, 1.0))
 
 
-def test_a_generation_prompt_is_no_observation_where_attribution_is_mixed():
-    """The renderer tells body from scaffold in the tool's message alone."""
+def test_a_generation_prompt_is_not_an_observation_with_mixed_attribution():
+    """The renderer separates body and template only in the tool's message."""
     branch = turns((USER, None), ("action", None), (TOOL, [False, True]), ("action", None))
     assert weights_of(echo(tool=0.1, assistant=0.5), branch) == [[0, 0, 0, 0, 0, 0.1, 0, 0]]
 
 
 def test_an_injected_message_right_before_an_action_is_an_observation():
-    """Without attribution, and both are an assistant's: their nodes tell them apart."""
+    """Without attribution, and both have the role assistant: only their nodes differ."""
     branch = turns((USER, None), ("action", None), ("assistant", None), ("action", None))
     assert weights_of(echo(assistant=0.5), branch) == [[0, 0, 0, 0, 0.5, 0.5, 0, 0]]
 
 
-def test_an_action_that_an_earlier_sample_trains_is_no_observation():
+def test_an_action_that_an_earlier_sample_trains_is_not_an_observation():
     shared = [(USER, None), ("action", None)]
     first = turns(*shared, (TOOL, None), ("action", None))
     second = turns(*shared, (USER, None), ("action", None))
@@ -153,13 +153,13 @@ def test_a_shared_observation_is_trained_once():
     ]
 
 
-def test_what_follows_a_repeated_turn_is_an_observation():
-    """The branch's first sampled token trains in the earlier sample; it still comes first here."""
+def test_a_message_after_a_repeated_turn_is_an_observation():
+    """The earlier sample trains the branch's first sampled token, which still comes first here."""
     first, second = sample("U A+ t A+"), sample("U. A. T T A+")
     assert weights(echo(), first, second) == [None, [0, 0, 0.1, 0.1, 0]]
 
 
-def test_a_repeated_prompt_with_examples_of_an_assistant_is_still_the_prompt():
+def test_a_repeated_prompt_with_assistant_messages_is_still_the_prompt():
     first, second = sample("U A U A+"), sample("U. A. T A+ T")
     assert weights(echo(), first, second) == [None, [0, 0, 0, 0, 0.1]]
 
@@ -170,22 +170,22 @@ def test_samples_without_roles_are_an_error():
     with pytest.raises(StreamError) as caught:
         weights(echo(), bare)
     assert str(caught.value) == (
-        "env 'test', group 0: algo 'echo' selects tokens by the role of their message, and a "
-        "sample has no roles. Choose a renderer that gives attribution "
-        "(orchestrator.renderer.name), or a source whose samples carry roles."
+        "env 'test', group 0: algo 'echo' selects tokens by the role of their message, but a "
+        "sample has no roles. Choose a renderer with attribution "
+        "(orchestrator.renderer.name), or a source whose samples have roles."
     )
 
 
-def test_the_table_holds_the_roles_in_the_order_of_their_indices():
+def test_the_table_has_the_roles_in_the_order_of_their_indices():
     assert tuple(RoleWeights.model_fields) == ROLES
 
 
-def test_it_needs_siblings_and_attribution():
+def test_it_requires_siblings_and_attribution():
     assert Echo.group_relative and Echo.needs_attribution and Echo.action_loss == "rl"
 
 
 @pytest.mark.parametrize("algorithm", [echo(), echo(user=1.0, assistant=0.5)])
-def test_keeps_the_contract(algorithm):
+def test_it_passes_the_conformance_checks(algorithm):
     check_algorithm(algorithm)
 
 
@@ -215,7 +215,7 @@ def paths(nodes):
 
 
 def branch(nodes, path):
-    """The columns of one path; ids name the node and the place in it."""
+    """The columns of one path. Ids encode the node and the place in it."""
     rows = []
     for index in path:
         _, kind, scaffold, body = nodes[index]
@@ -241,7 +241,7 @@ def test_each_observed_node_is_trained_exactly_once(nodes):
         new = [i for i in path if nodes[i][1] == "sampled" and i not in trained]
         trained |= set(new)
         if not new:
-            continue  # no sample of its own
+            continue  # no new sampled tokens, so no sample
         shipped |= set(path)
         first = next(k for k, i in enumerate(path) if nodes[i][1] == "sampled")
         for index in path[first:]:
@@ -261,7 +261,7 @@ def test_each_observed_node_is_trained_exactly_once(nodes):
     assert dict(found) == wanted
 
 
-def test_a_group_of_hand_made_rollouts_trains_what_the_kit_calls_tool():
+def test_rollouts_of_the_test_kit_train_their_tool_messages():
     group = make_group([1.0, 0.0], tool=2)
     score(echo(), group)
     assert all(rollout.samples[0].ce_weights.sum() == pytest.approx(0.2) for rollout in group)

@@ -1,4 +1,4 @@
-"""What the tables of echo may say, and what a filter may answer."""
+"""Valid and invalid tables of echo, and valid and invalid results of a filter."""
 
 from textwrap import dedent
 
@@ -52,7 +52,7 @@ def filtered(name, **kwargs):
 
 
 def weights(algorithm, tool=3):
-    """The weights of the tool's tokens, ids 5 and on."""
+    """The weights of the tool's tokens, from id 5."""
     rollout = make_rollout(1.0, tool=tool)
     score(algorithm, [rollout, make_rollout(0.0)])
     column = rollout.samples[0].ce_weights
@@ -62,7 +62,7 @@ def weights(algorithm, tool=3):
 # -- roles -----------------------------------------------------------------------------------------
 
 
-def test_the_default_is_tools_at_a_tenth():
+def test_the_default_is_a_tenth_for_tools():
     assert settings().roles.column().tolist() == pytest.approx([0, 0, 0, 0.1, 0])
 
 
@@ -74,8 +74,8 @@ def test_setting_a_role_replaces_the_table():
 @pytest.mark.parametrize(
     ("roles", "message"),
     [
-        ({}, "roles: no role is left to train on. Set one, e.g. roles.tool.alpha = 0.1; leave the "
-             'table out for that default; or use type = "grpo" to train on none'),
+        ({}, "roles: there is no role to train. Set one, e.g. roles.tool.alpha = 0.1; remove the "
+             'table for that default; or use type = "grpo" to train none'),
         ({"tol": {"alpha": 1}}, "roles.tol: unknown key; did you mean 'tool'?"),
         ({"tool": {"alpha": 0}}, "roles.tool.alpha: Input should be greater than 0 (got 0)"),
         ({"tool": {"alpha": float("inf")}},
@@ -83,7 +83,7 @@ def test_setting_a_role_replaces_the_table():
         ({"tool": {}}, "roles.tool.alpha: required, and nothing was given"),
     ],
 )  # fmt: skip
-def test_a_role_that_cannot_work_is_refused(roles, message):
+def test_an_invalid_role_is_refused(roles, message):
     assert refusal(roles=roles) == message
 
 
@@ -129,11 +129,11 @@ def test_an_async_filter_is_refused():
 # -- filter: at run time ---------------------------------------------------------------------------
 
 
-def test_a_filter_narrows_the_selection():
+def test_a_filter_restricts_the_selection():
     assert weights(filtered("without", ids=[6])) == [0.1, 0.0, 0.1]
 
 
-def test_a_filter_cannot_widen_it(keepers):
+def test_a_filter_cannot_extend_it(keepers):
     keepers.answers[:] = [[[True] * 8], [[True] * 5]]
     assert weights(filtered("answer")) == [0.1, 0.1, 0.1]
     keepers.answers[:] = [[np.zeros(8, bool)], [[True] * 5]]
@@ -155,7 +155,7 @@ WHERE = "env 'test', group 0: algo 'echo': filter echo_test_keepers.answer"
         ([None], ", sample 0: got None, expected one boolean for each of its 8 tokens"),
     ],
 )  # fmt: skip
-def test_an_answer_of_the_wrong_shape_is_an_error(keepers, answer, message):
+def test_a_result_of_the_wrong_shape_is_an_error(keepers, answer, message):
     keepers.answers[:] = [answer]
     with pytest.raises(StreamError) as caught:
         weights(filtered("answer"))
@@ -179,9 +179,9 @@ def fork(*parts):
 USER, ASSISTANT, TOOL = 1, 2, 3
 
 
-def test_a_weight_goes_to_the_message_that_was_kept_not_to_its_double(keepers):
-    """Two siblings say the same and hear the same; the third sample goes on from the second, and
-    the filter keeps what that one heard in the third sample alone."""
+def test_a_weight_goes_to_the_kept_message_not_to_an_equal_one(keepers):
+    """Two siblings have equal actions and observations. The third sample continues the second one,
+    and the filter keeps that observation only in the third sample."""
     new, old = (True, False), (False, True)
     asked, heard = (0, 2, USER, False), (3, 2, TOOL, False)
     rollout = make_rollout(1.0)
@@ -201,7 +201,7 @@ def test_a_weight_goes_to_the_message_that_was_kept_not_to_its_double(keepers):
 
 
 def test_a_shared_observation_keeps_the_largest_weight(keepers):
-    """Kept in the last of three branches only, each part is trained where it stands first."""
+    """Only the last of three branches keeps it, but each part trains in its first sample."""
     new, old = (True, False), (False, True)
     rollout = make_rollout(1.0)
     rollout.samples = [

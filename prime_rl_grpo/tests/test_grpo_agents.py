@@ -1,4 +1,4 @@
-"""Credit where several agents act: hierarchical_grpo and rae."""
+"""Credit in multi-agent envs: hierarchical_grpo and rae."""
 
 import pytest
 from hypothesis import given
@@ -40,13 +40,13 @@ def test_solvers_are_compared_in_their_episode_and_proposers_in_the_group():
     assert credit(algorithm, group_of(*PROPOSED)) == [-0.25, 0.5, -0.5, 0.25, 0, 0]
 
 
-def test_without_episode_agents_every_agent_is_compared_with_its_own_kind():
-    # Proposers 0.1 and 0.6 about 0.35, solvers 1, 0, 1, 1 about 0.75.
+def test_without_episode_agents_every_agent_is_compared_within_the_group():
+    # Proposers 0.1 and 0.6 have the mean 0.35, solvers 1, 0, 1, 1 have 0.75.
     expected = [-0.25, 0.25, -0.75, 0.25, 0.25, 0.25]
     assert credit(hierarchical(), group_of(*PROPOSED)) == expected
 
 
-def test_who_is_alone_gets_nothing():
+def test_a_cohort_of_one_gets_no_credit():
     group = group_of(("proposer", 0, 0.7), ("solver", 0, 0.3), ("solver", 1, 0.9))
     assert credit(hierarchical("solver"), group) == [0, 0, 0]
 
@@ -57,7 +57,7 @@ def test_one_episode_is_enough_for_its_agents():
     assert credit(hierarchical("solver"), group) == [0, 0.5, -0.5]
 
 
-def test_an_agent_that_the_env_does_not_have_is_named():
+def test_an_unknown_agent_is_named():
     with pytest.raises(ConfigError) as caught:
         score(
             hierarchical("solver", "slover"),
@@ -66,11 +66,11 @@ def test_an_agent_that_the_env_does_not_have_is_named():
         )
     assert str(caught.value) == (
         "env 'duel': algo 'hierarchical_grpo': episode_agents names 'slover', and the env has "
-        "'proposer', 'solver'. Name agents of the env, or use grpo where it has only one."
+        "'proposer', 'solver'. Name agents of the env, or use grpo if it has only one."
     )
 
 
-def test_rae_subtracts_the_baseline_from_before_the_rollout():
+def test_rae_subtracts_the_baseline_before_its_update():
     # b: 0 -> 0.05 -> 0.95 * 0.05 + 0.05 * 0.5 = 0.0725 -> 0.068875
     algorithm = RAE(RAEConfig())
     group = group_of(*(("agent", i, reward) for i, reward in enumerate([1.0, 0.5, 0.0])))
@@ -83,18 +83,18 @@ def test_rae_keeps_a_baseline_for_each_agent():
     assert credit(RAE(RAEConfig(decay=0.5)), group) == [1.0, -1.0, 0.5, -0.5]
 
 
-def test_rae_remembers_from_group_to_group():
+def test_rae_keeps_its_baselines_across_groups():
     algorithm = RAE(RAEConfig(decay=0.5))
     assert credit(algorithm, group_of(("agent", 0, 1.0))) == [1.0]
     assert credit(algorithm, group_of(("agent", 0, 1.0))) == [0.5]
 
 
-def test_rae_without_decay_compares_with_the_reward_before():
+def test_rae_with_decay_0_compares_with_the_previous_reward():
     group = group_of(*(("agent", i, reward) for i, reward in enumerate([0.25, 1.0, 0.5])))
     assert credit(RAE(RAEConfig(decay=0)), group) == [0.25, 0.75, -0.5]
 
 
-def test_a_decay_that_never_moves_is_refused():
+def test_a_decay_of_1_is_refused():
     with pytest.raises(ConfigError) as caught:
         settings_of(RAE, ALGORITHM, {"decay": 1.0}, "algo")
     assert (
@@ -103,7 +103,7 @@ def test_a_decay_that_never_moves_is_refused():
 
 
 @pytest.mark.parametrize("algorithm", [RAE(RAEConfig()), hierarchical("agent"), hierarchical()])
-def test_keeps_the_contract(algorithm):
+def test_it_passes_the_conformance_checks(algorithm):
     check_algorithm(algorithm)
 
 

@@ -1,4 +1,4 @@
-"""Length penalties: golden values, and what a config may say."""
+"""Length penalties: hand-computed values and config errors."""
 
 import numpy as np
 import pytest
@@ -36,26 +36,26 @@ def approximately(*values):
     return pytest.approx(values, abs=1e-6)
 
 
-def test_tokens_credits_the_shorter_of_the_right_answers():
+def test_tokens_prefers_the_shorter_right_answer():
     expected = approximately(0.75, -0.583333, 0.416667, -0.583333)
     assert credit(grpo(type="tokens"), REWARDS) == expected
 
 
-def test_tokens_tells_answers_apart_that_are_all_right():
+def test_tokens_ranks_answers_that_are_all_right():
     expected = approximately(0.115385, -0.269231, -0.269231, 0.423077)
     assert credit(grpo(type="tokens"), [1, 1, 1, 1]) == expected
 
 
 @pytest.mark.parametrize("kind", ["tokens", "turns", "linear"])
-def test_no_length_counts_where_nobody_scored(kind):
+def test_length_does_not_count_if_no_reward_is_positive(kind):
     assert credit(grpo(type=kind), [0, 0, 0, 0]) == [0, 0, 0, 0]
 
 
-def test_efficiency_shaping_leaves_negative_rewards_to_the_mean():
+def test_efficiency_shaping_does_not_change_negative_rewards():
     assert credit(grpo(type="tokens"), [-1, -2, -1, -2]) == [0.5, -0.5, 0.5, -0.5]
 
 
-def test_tool_responses_cost_by_their_own_weight():
+def test_tool_responses_have_their_own_weight():
     # Costs 1 * 100 + 0.5 * 100 = 150 and 1 * 200 + 0.5 * 500 = 450, mean 300: bonuses 0.5 and 0.
     algorithm = grpo(type="tokens", tool_response_weight=0.5)
     assert credit(algorithm, REWARDS, tools=[100, 0, 500, 0]) == approximately(
@@ -63,31 +63,31 @@ def test_tool_responses_cost_by_their_own_weight():
     )
 
 
-def test_completions_cost_by_their_own_weight():
-    # Only the tools count: 100 and 300, mean 200: bonuses 0.5 and 0.
+def test_completions_have_their_own_weight():
+    # Only the tools count: costs 100 and 300, mean 200: bonuses 0.5 and 0.
     algorithm = grpo(type="tokens", completion_weight=0)
     assert credit(algorithm, REWARDS, tools=[100, 0, 300, 0]) == approximately(
         1.5 - 0.625, -0.625, 1 - 0.625, -0.625
     )
 
 
-def test_nothing_is_shaped_where_the_best_cost_nothing():
+def test_rewards_do_not_change_if_the_best_cost_nothing():
     assert credit(grpo(type="tokens", completion_weight=0), REWARDS) == [0.5, -0.5, 0.5, -0.5]
 
 
-def test_turns_credits_the_right_answer_with_fewer_turns():
-    # Turns of the right ones 1 and 2, mean 1.5: bonuses 1/3 and 0.
+def test_turns_prefers_the_right_answer_with_fewer_turns():
+    # Turns of the right answers 1 and 2, mean 1.5: bonuses 1/3 and 0.
     assert credit(grpo(type="turns"), REWARDS) == approximately(
         4 / 3 - 7 / 12, -7 / 12, 1 - 7 / 12, -7 / 12
     )
 
 
-def test_linear_takes_a_share_of_the_mean_off():
+def test_linear_subtracts_a_share_of_the_mean():
     expected = approximately(0.546042, -0.595625, 0.482708, -0.433125)
     assert credit(grpo(type="linear"), REWARDS) == expected
 
 
-def test_linear_divides_by_the_longest_but_by_no_less_than_one():
+def test_linear_divides_by_the_longest_and_at_least_by_one():
     assert linear_shaped([1.0, 0.0], [(1.0, [0.5, 0.25])]) == [0.75, -0.125]
 
 
@@ -100,7 +100,7 @@ def test_linear_counts_a_repeated_token_once():
 
 
 @given(st.sampled_from(["tokens", "turns", "linear"]), st.floats(0, 1), st.integers(1, 16))
-def test_equal_answers_get_exactly_nothing(kind, reward, size):
+def test_equal_answers_get_exactly_zero(kind, reward, size):
     same = {"output": [7] * size, "total": [10] * size, "turns": [3] * size}
     assert credit(grpo(type=kind), [reward] * size, **same) == [0.0] * size
 
@@ -116,7 +116,7 @@ def test_efficiency_never_ranks_a_worse_answer_above_a_better_one(answers):
 
 
 @pytest.mark.parametrize("kind", ["tokens", "turns", "linear"])
-def test_keeps_the_contract_with(kind):
+def test_it_passes_the_conformance_checks_with(kind):
     check_algorithm(grpo(type=kind))
 
 
@@ -134,17 +134,17 @@ def test_keeps_the_contract_with(kind):
         ({"type": "tokens", "completion_weight": -1},
          ".completion_weight: Input should be greater than or equal to 0 (got -1)"),
         ({"type": "tokens", "completion_weight": 0, "tool_response_weight": 0},
-         ": completion_weight, tool_response_weight are all 0, so no length would count: raise one "
-         "of them, or leave length_penalty out"),
+         ": completion_weight, tool_response_weight are all 0, so length would not count: raise "
+         "one of them, or remove length_penalty"),
     ],
 )  # fmt: skip
-def test_a_table_that_cannot_work_is_refused(table, message):
+def test_an_invalid_table_is_refused(table, message):
     with pytest.raises(ConfigError) as caught:
         settings_of(GRPO, ALGORITHM, {"length_penalty": table}, "algo")
     assert str(caught.value) == f"algo (algorithm 'grpo').length_penalty{message}"
 
 
-def test_max_rl_takes_no_length_penalty():
+def test_max_rl_has_no_length_penalty():
     with pytest.raises(ConfigError) as caught:
         settings_of(MaxRL, ALGORITHM, {"length_penalty": {"type": "turns"}}, "algo")
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""What ``rae`` remembers goes into checkpoints."""
+"""The baselines of ``rae`` are part of checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prime_rl.testing import make_rollout
 from prime_rl_grpo.rae import RAE, RAEConfig
 
 
-def test_baselines_go_on_exactly_after_a_resume(tmp_path: Path) -> None:
+def test_baselines_are_exact_after_a_resume(tmp_path: Path) -> None:
     """d = 0.95: after rewards 1 and 0 the baseline is 0.05, then 0.0475."""
     straight, saved, resumed = (RAE(RAEConfig()) for _ in range(3))
     for algorithm in (straight, saved):
@@ -27,7 +27,7 @@ def test_baselines_go_on_exactly_after_a_resume(tmp_path: Path) -> None:
     assert resumed.baselines["someone new"] == 0.0
 
 
-def test_a_file_that_rae_did_not_write_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_invalid_baseline_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "baselines.json").write_text("[1]")
     with pytest.raises(ConfigError, match=r"baselines\.json: not baselines that rae saved"):
         RAE(RAEConfig()).load(tmp_path)

@@ -1,1 +1,1 @@
-"""Reference pages written from the code itself: ``docs/hooks.md`` and ``docs/config.md``."""
+"""Reference pages generated from the code: ``docs/hooks.md`` and ``docs/config.md``."""

@@ -17,7 +17,7 @@ def pages() -> dict[str, str]:
 
 
 def outdated(directory: Path) -> list[str]:
-    """Names of the pages in ``directory`` that are missing or say something else than the code."""
+    """Names of the pages in ``directory`` that are missing or differ from the code."""
 
     def differs(name: str, text: str) -> bool:
         path = directory / name
@@ -27,7 +27,7 @@ def outdated(directory: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the pages; or check them, and say what to run if they differ."""
+    """Write the pages, or check them and print the command that updates them."""
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("docs"))
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs")
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         names = outdated(directory)
         for name in names:
-            way_out = f"Run: python -m tools.docs {directory}"
-            print(f"{directory / name} differs from the code. {way_out}", file=sys.stderr)
+            fix = f"Run: python -m tools.docs {directory}"
+            print(f"{directory / name} differs from the code. {fix}", file=sys.stderr)
         return 1 if names else 0
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in pages().items():

@@ -1,6 +1,6 @@
 """``docs/config.md``: every key of the TOML, and of the plugins that come with ``prime-rl``.
 
-Reads the JSON schema pydantic makes of each model: types, bounds, defaults and field docs.
+It reads pydantic's JSON schema of each model: types, bounds, defaults and field docs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
 from prime_rl_devkit.facts import Schema, toml, type_name
 
 META = "prime-rl"
-"""The distribution whose requirements are documented; what else is installed is not ours to say."""
+"""The distribution whose requirements are documented. Other installed plugins are not."""
 
 TABLES = {
     "algorithm": '[orchestrator.algo] type = "{}"',
@@ -39,18 +39,18 @@ TABLES = {
     "trainer_observer": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',
 }
-"""The table that holds an offer's settings, by kind."""
+"""The table with a plugin class's settings, by kind."""
 
 INTRODUCTION = """\
-One TOML describes a run. Several compose left to right (tables merge key by key, lists are
-replaced whole). The defaults that the distribution `prime-rl` brings lie below them, and
-`--dotted.key value` overrides come last; a number in the path names an entry of a list.
+A TOML file describes a run. Several files compose from left to right: tables merge key by key,
+lists are replaced as a whole. They override the defaults of the distribution `prime-rl`, and
+`--dotted.key value` overrides them; a number in the path selects an entry of a list.
 Unknown keys are errors. `--dry-run` validates and writes the resolved config without
 training."""
 
 PLUGINS = """\
-A table that selects a plugin's class also holds that class's settings. These classes come with
-`prime-rl`, or with the distribution that is named."""
+A table that selects a plugin's class also has that class's settings. These classes come with
+`prime-rl`, or with the named distribution."""
 
 
 def config_page() -> str:
@@ -64,7 +64,7 @@ def config_page() -> str:
 
 
 def tables_of(schema: Schema) -> dict[str, list[str]]:
-    """Every model of the schema with the tables it validates, parents first, short paths first."""
+    """Every model of the schema with the tables it validates, parents and short paths first."""
     found: dict[str, list[str]] = {"RunConfig": ["Top level"]}
     for name, path in _walk(schema, schema["$defs"], ""):
         found.setdefault(name, []).append(path)
@@ -72,7 +72,7 @@ def tables_of(schema: Schema) -> dict[str, list[str]]:
 
 
 def defaults_at(path: str) -> Schema:
-    """The installed defaults of a table; a table in a list has none."""
+    """The installed defaults of a table. A table in a list has none."""
     found: Any = installed_defaults()
     for key in path.strip("`[]").split("."):
         found = found.get(key, {}) if isinstance(found, dict) and path != "Top level" else found
@@ -88,7 +88,7 @@ def _walk(model: Schema, models: Schema, prefix: str) -> Iterator[tuple[str, str
 
 
 def _models_in(prop: Schema, is_list: bool = False) -> Iterator[tuple[str, bool]]:
-    """The models a property may hold, and whether in a list."""
+    """The models of a property, and whether they are in a list."""
     if "$ref" in prop:
         yield prop["$ref"].rpartition("/")[2], is_list
     for choice in (*prop.get("anyOf", ()), *prop.get("oneOf", ())):
@@ -109,8 +109,7 @@ def _join(*parts: str) -> str:
 
 
 def keys_table(model: Schema, defaults: Schema = MappingProxyType({})) -> str:
-    """Key, type, default (of the installed ``defaults``, else of the model) and doc of every
-    key."""
+    """Key, type, default (from the installed ``defaults``, else the model) and doc of every key."""
     required = model.get("required", ())
 
     def laid(key: str, prop: Schema) -> Schema:
@@ -134,7 +133,7 @@ def _doc(prop: Schema) -> str:
 
 
 def _plugin_sections() -> Iterator[str]:
-    """One section a settings class; offers that share theirs share a section."""
+    """One section per settings class. Plugin classes with the same settings share a section."""
     ours = _documented()
     for kind in KINDS:
         shared: dict[tuple[type[BaseModel], str], list[str]] = {}
@@ -147,7 +146,7 @@ def _plugin_sections() -> Iterator[str]:
 
 
 def _offers(kind: Kind[Any]) -> dict[str, Offered[Any]]:
-    """From both groups."""
+    """Plugin classes of both entry-point groups."""
     found: dict[str, Offered[Any]] = {}
     for group in GROUPS:
         found |= collect(load_plugins(group), kind)
@@ -155,7 +154,7 @@ def _offers(kind: Kind[Any]) -> dict[str, Offered[Any]]:
 
 
 def _documented() -> set[str] | None:
-    """What ``META`` requires or knows of; None, for everything, where it is not installed."""
+    """The distributions that ``META`` requires or knows. None (all) if it is not installed."""
     try:
         named = requires(META) or []
     except PackageNotFoundError:
@@ -181,7 +180,7 @@ def _plugin_section(
 
 
 def _inner_tables(schema: Schema) -> Iterator[str]:
-    """The tables inside a plugin's own table, each model once."""
+    """The tables inside a plugin's table, each model once."""
     models, seen = schema.get("$defs", {}), set()
     for name, path in _walk(schema, models, ""):
         if name not in seen and models[name].get("properties"):

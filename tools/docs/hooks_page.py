@@ -1,4 +1,4 @@
-"""``docs/hooks.md``: every hookspec in the order of its module, as the module documents it."""
+"""``docs/hooks.md``: every hookspec, in the order and with the docstrings of its module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from prime_rl.plugins.checks import ASYNC_HOOKS, SHARED_HOOKS, SPECS, TRAINER_HO
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.offers import KINDS
 
-WHO = {
+IMPLEMENTERS = {
     "registration": "a module or object that an entry point names",
     "scoring": "the env's own algorithm; any installed plugin, for every env",
     "filtering": "a filter of the slot; any installed plugin, for every slot",
@@ -41,28 +41,28 @@ def hooks_page() -> str:
     for section in sections(inspect.getsource(hookspecs)):
         parts.append(f"## {section.name.capitalize()}: {section.comment}")
         parts += [hook(name, section) for name in section.hooks]
-    parts += ["## What the registration hooks offer", _offers()]
+    parts += ["## Classes that plugins register", _kinds()]
     return "\n\n".join(parts) + "\n"
 
 
 def sections(source: str) -> Iterator[Section]:
-    """The module's sections in order. Raises ``ValueError`` on one that ``WHO`` does not know."""
+    """The module's sections in order. Raises ``ValueError`` if ``IMPLEMENTERS`` lacks one."""
     chunks = re.split(r"^# -- (\w+): (.+?) -+$", source, flags=re.MULTILINE)[1:]
     for name, comment, body in zip(chunks[::3], chunks[1::3], chunks[2::3], strict=True):
-        if name not in WHO:
-            raise ValueError(f"hookspecs: section {name!r} is new: add it to {__name__}.WHO")
+        if name not in IMPLEMENTERS:
+            raise ValueError(f"hookspecs: new section {name!r}: add it to {__name__}.IMPLEMENTERS")
         defined = re.findall(r"^(?:async )?def (\w+)\(", body, flags=re.MULTILINE)
         yield Section(name, comment, [each for each in defined if each in SPECS])
 
 
 def introduction(docstring: str | None) -> str:
-    """The module's docstring: a title, the flow as a drawing, the rules."""
+    """The module's docstring: a title, a diagram of the flow, the rules."""
     title, flow, rules = (docstring or "").strip().split("\n\n", maxsplit=2)
     return f"{plain(title)}\n\n```text\n{textwrap.dedent(flow)}\n```\n\n{plain(rules)}"
 
 
 def hook(name: str, section: Section) -> str:
-    """One hook: signature, doc, and the facts a caller's side decides."""
+    """One hook: signature, docstring, and facts about its calls."""
     spec = SPECS[name]
     groups = f"group `{TRAINER_GROUP if name in TRAINER_HOOKS else PROJECT}`"
     if name in SHARED_HOOKS:
@@ -71,8 +71,8 @@ def hook(name: str, section: Section) -> str:
     facts = {
         "Implement as": either if name in ASYNC_HOOKS else "`def`; `async def` is refused",
         "Called": section.comment.removeprefix("called ").partition(";")[0],
-        "Answers": _answers(spec),
-        "Who": f"{WHO[section.name]} (entry-point {groups})",
+        "Results": _results(spec),
+        "Implemented by": f"{IMPLEMENTERS[section.name]} (entry-point {groups})",
     }
     lines = "\n".join(f"- {fact}: {text}" for fact, text in facts.items())
     code = f"```python\n{signature(spec)}\n```"
@@ -86,16 +86,16 @@ def signature(spec: Callable[..., Any]) -> str:
     return f"{keyword} {spec.__name__}{text}"
 
 
-def _answers(spec: Callable[..., Any]) -> str:
+def _results(spec: Callable[..., Any]) -> str:
     annotation = str(inspect.signature(spec).return_annotation)
     if annotation == "None":
-        return "none are taken; every implementation runs, one after the other"
+        return "none; all implementations run, one after the other"
     if annotation.startswith("Iterable[type["):
-        return "all are collected; two classes of one name stop the run"
-    return "everyone is asked; they combine as said above"
+        return "all are collected; two classes with the same name stop the run"
+    return "all implementations are called; the results combine as described above"
 
 
-def _offers() -> str:
+def _kinds() -> str:
     rows = [
         (
             f"`{kind.hook}`",
@@ -105,4 +105,4 @@ def _offers() -> str:
         )
         for kind in KINDS
     ]
-    return table(("hook", "offers subclasses of", "selected by", "what that is"), rows)
+    return table(("hook", "returns subclasses of", "selected by", "description"), rows)

@@ -15,7 +15,7 @@ GENERATED = """\
 
 
 def plain(docstring: str | None) -> str:
-    """A docstring as Markdown, its paragraphs and list items wrapped anew."""
+    """A docstring as Markdown, with rewrapped paragraphs and list items."""
     text = inspect.cleandoc(docstring or "").replace("``", "`")
     return "\n\n".join(map(_paragraph, text.split("\n\n"))) if text else ""
 
@@ -26,7 +26,7 @@ def _paragraph(text: str) -> str:
 
 
 def wrap(text: str, indent: str = "") -> str:
-    """One paragraph on lines of bounded length."""
+    """Wrap one paragraph."""
     return textwrap.fill(
         " ".join(text.split()),
         WIDTH,
@@ -42,6 +42,6 @@ def one_line(docstring: str | None) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; cells are one line each."""
+    """A Markdown table with one-line cells."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,5 +1,4 @@
-"""The bench's task: prompts of 64 tokens all told, exactly 64 new ones, reward = share of the
-letter e."""
+"""The bench's task: prompts of 64 tokens, exactly 64 new tokens, reward = share of the letter e."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from in_process import InProcessHarness
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 PROMPT_LETTERS = 58
-"""Plus six tokens of chat template: 64."""
+"""With six tokens of the chat template: 64."""
 
 
 class LetterETask(vf.Task[vf.TaskData]):

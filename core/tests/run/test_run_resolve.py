@@ -324,7 +324,7 @@ def seated(*agents, id="propose-solve", **env):
 def test_an_agent_that_the_env_lacks():
     assert refusal(seated("solver", id="reverse-text")) == (
         "env 'a': algo 'hierarchical_grpo': episode_agents names 'solver', and the env has "
-        "'agent'. Name agents of the env, or use grpo where it has only one."
+        "'agent'. Name agents of the env, or use grpo if it has only one."
     )
     fixed = {"solver": {"model": "other"}}
     assert "and the env has 'proposer'." in refusal(seated("solver", args=fixed))

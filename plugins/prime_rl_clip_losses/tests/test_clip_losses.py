@@ -1,4 +1,4 @@
-"""ppo_clip and cispo against numbers worked out by hand, and against the formulas as written."""
+"""ppo_clip and cispo, compared with hand-computed numbers and the formulas as written."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def mean(outputs: LossOutputs, name: str) -> float:
     return float(metric.values[metric.mask].mean())
 
 
-def test_ppo_clip_by_hand() -> None:
+def test_ppo_clip_gives_hand_computed_numbers() -> None:
     inputs = make_inputs()
     outputs = ppo_clip()(inputs)
     # min(r A, clip(r, .8, 1.2) A): 1.2 (clipped), -.8 (clipped), .5, -1.25, 0
@@ -78,7 +78,7 @@ def test_ppo_clip_by_hand() -> None:
     assert mean(outputs, "is_masked_low") == mean(outputs, "is_masked_high") == pytest.approx(0.2)
 
 
-def test_ppo_clip_by_hand_with_weights_and_bounds_of_its_own() -> None:
+def test_ppo_clip_gives_hand_computed_numbers_with_weights_and_other_bounds() -> None:
     inputs = make_inputs(weights=WEIGHTS)
     outputs = ppo_clip()(inputs)
     assert value(outputs) == pytest.approx(-(1.2 - 0.8 + 0.25 - 0.625))
@@ -88,7 +88,7 @@ def test_ppo_clip_by_hand_with_weights_and_bounds_of_its_own() -> None:
     assert gradient(inputs, outputs) == pytest.approx([0, 0.25, -0.25, 0.625, 0, 0])
 
 
-def test_cispo_by_hand() -> None:
+def test_cispo_gives_hand_computed_numbers() -> None:
     inputs = make_inputs()
     outputs = cispo()(inputs)  # no ratio above 5
     terms = [1.5 * log(0.9), -0.25 * log(0.1), 0.5 * log(0.5), -1.25 * log(0.5), 0]
@@ -97,12 +97,12 @@ def test_cispo_by_hand() -> None:
     assert mean(outputs, "clip_frac_high") == mean(outputs, "clip_frac_low") == 0
 
 
-def test_cispo_by_hand_with_both_bounds_and_weights() -> None:
+def test_cispo_gives_hand_computed_numbers_with_both_bounds_and_weights() -> None:
     inputs = make_inputs(weights=WEIGHTS)
     outputs = cispo(clip_eps_low=0.2, clip_eps_high=0.2)(inputs)  # 1.2, .8, 1, 1.2, .8
     terms = [1.2 * log(0.9), -0.8 * log(0.1), 0.25 * log(0.5), -0.3 * log(0.5), 0]
     assert value(outputs) == pytest.approx(-sum(terms))
-    # every token keeps a gradient, those beyond the bounds with the bound as their weight
+    # Every token keeps a gradient. Beyond the bounds, the bound is the weight.
     assert gradient(inputs, outputs) == pytest.approx([-1.2, 0.8, -0.25, 0.3, 0, 0])
     assert mean(outputs, "clip_frac_high") == mean(outputs, "clip_frac_low") == pytest.approx(0.4)
     assert mean(outputs, "importance_weight") == pytest.approx((1.2 + 0.8 + 1 + 1.2 + 0.8) / 5)
@@ -138,7 +138,7 @@ LOSSES = [ppo_clip(), cispo(), cispo(clip_eps_low=0.2)]
 @pytest.mark.parametrize("loss", LOSSES, ids=["ppo_clip", "cispo", "cispo both"])
 @given(data=st.data())
 @settings(deadline=None)
-def test_what_stands_off_the_mask_changes_nothing(loss: Loss, data: st.DataObject) -> None:
+def test_values_off_the_mask_change_nothing(loss: Loss, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 6))
 
     def draw(elements: Any) -> Any:
@@ -158,7 +158,7 @@ def test_what_stands_off_the_mask_changes_nothing(loss: Loss, data: st.DataObjec
 
 
 @pytest.mark.parametrize("gap", [100.0, 2000.0])  # exp(2000) overflows
-def test_a_ratio_beyond_the_clip_is_no_nan_however_large(gap: float) -> None:
+def test_a_large_ratio_beyond_the_clip_gives_no_nan(gap: float) -> None:
     inputs = make_inputs([-0.5, -0.5], [-gap, -gap], [2, 0], [True, True])
     outputs = ppo_clip()(inputs)
     assert value(outputs) == pytest.approx(-2.4)
@@ -179,7 +179,7 @@ def test_one_call_for_all_sequences_equals_one_call_each(loss: Loss) -> None:
     assert value(whole) == pytest.approx(sum(map(value, parts)))
 
 
-def test_both_are_offered_through_the_entry_point_group_without_torch() -> None:
+def test_both_are_registered_through_the_entry_point_group_without_torch() -> None:
     offers = collect(load_plugins(TRAINER_GROUP), LOSS)
     assert offers["ppo_clip"].cls is PPOClipLoss
     assert offers["cispo"].cls is CISPOLoss
@@ -194,6 +194,6 @@ def test_both_are_offered_through_the_entry_point_group_without_torch() -> None:
 
 @pytest.mark.parametrize("table", [{"clip_eps_low": 1.1}, {"clip_eps_high": -1}, {"delta": 8}])
 @pytest.mark.parametrize("cls", [PPOClipLoss, CISPOLoss])
-def test_settings_that_cannot_work_are_refused(cls: type[Loss], table: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(cls: type[Loss], table: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(table))):
         settings_of(cls, LOSS, table, "trainer.loss")

@@ -139,7 +139,7 @@ def test_a_plugin_as_json_has_its_settings_with_defaults_and_docs():
     assert offer["class"] == "prime_rl_grpo.rae.RAE"
     (decay,) = [each for each in offer["settings"] if each["key"] == "decay"]
     assert (decay["type"], decay["default"]) == ("float >= 0, < 1", 0.95)
-    assert decay["doc"].startswith("How much of an agent's baseline is left")
+    assert decay["doc"].startswith("Weight of an agent's old baseline")
 
 
 def test_a_required_setting_says_so():

@@ -22,7 +22,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def engines_start_warm() -> Iterator[None]:
-    """``subprocess`` in a test starts a real one."""
+    """Servers start from a warm interpreter. ``subprocess`` in a test still starts a fresh one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(testing, "subprocess", warm.SUBPROCESS)
         yield
@@ -42,13 +42,13 @@ def server(model_folder: Path) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def reference(model_folder: Path) -> Any:
-    """The same model in this process, over transformers' own attention."""
+    """The same model in this process, with transformers' own attention."""
     return AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa").eval()
 
 
 @pytest.fixture(scope="session")
 def score(reference: Any) -> Callable[[list[int]], torch.Tensor]:
-    """Log-probabilities [T, V] of what follows each of T tokens, by the reference."""
+    """Logprobs [T, V] of the reference after each of T tokens."""
 
     def logprobs(token_ids: list[int]) -> torch.Tensor:
         with torch.no_grad():

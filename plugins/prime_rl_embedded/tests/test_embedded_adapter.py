@@ -1,4 +1,4 @@
-"""LoRA adapters in a weight update: base plus adapter, never added twice, whole or not at all."""
+"""LoRA adapters in a weight update: base plus adapter, never added twice, all or nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILE = "adapter_model.safetensors"
 
 
 def write_adapter(base: Path, folder: Path, seed: int) -> Path:
-    """Random and strong enough to change what is sampled."""
+    """A random adapter, large enough to change the sampled tokens."""
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
     torch.manual_seed(seed)
@@ -49,7 +49,7 @@ def back_to_the_first_weights(server: Served, model_folder: Path) -> Iterator[No
 
 
 def sampled(server: Served) -> tuple[list[int], list[float], str]:
-    """Greedy tokens, their logprobs, and the version they are from."""
+    """Greedy tokens, their logprobs, and the version that sampled them."""
     choice = server.generate(PROMPT, temperature=0, max_tokens=LENGTH, logprobs=0)["choices"][0]
     (span,) = choice["weight_versions"]
     found = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -58,12 +58,12 @@ def sampled(server: Served) -> tuple[list[int], list[float], str]:
 
 @torch.no_grad()
 def check(server: Served, model: Any, version: str) -> list[int]:
-    """What the server samples is the model's, logprobs to 1e-5."""
+    """The server samples the model's tokens, with logprobs equal to 1e-5."""
     tokens, found, served = sampled(server)
     logits = model(input_ids=torch.tensor([PROMPT + tokens]), use_cache=False).logits[0]
     expected = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
     assert served == version
-    # Greedy tokens are reported at temperature 0 as the model's own distribution has them.
+    # Greedy logprobs are those of the distribution at temperature 1.
     assert tokens == expected.argmax(-1).tolist()
     assert found == pytest.approx(expected.max(-1).values.tolist(), abs=1e-5)
     return tokens
@@ -73,7 +73,7 @@ def with_adapter(base: Path, adapter: Path) -> Any:
     return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter).eval()
 
 
-def test_base_and_adapter_serve_as_peft_computes_them_and_a_second_replaces_the_first(
+def test_an_adapter_gives_the_tokens_of_peft_and_a_second_one_replaces_it(
     server: Served, model_folder: Path, adapters: list[Path], reference: Any
 ) -> None:
     seen = [check(server, reference, "0")]
@@ -122,7 +122,7 @@ def without_config(folder: Path) -> None:
         (without_config, "adapter_config.json: can't be read"),
     ],
 )
-def test_a_bad_adapter_is_refused_and_the_one_before_serves_on(
+def test_a_bad_adapter_is_refused_and_the_previous_one_stays(
     server: Served,
     model_folder: Path,
     adapters: list[Path],
@@ -136,13 +136,15 @@ def test_a_bad_adapter_is_refused_and_the_one_before_serves_on(
     answer = server.update_weights(tmp_path / "bad", version=2)
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert reason in message and "version 1 serves on" in message
+    assert reason in message and "still serving version 1" in message
     assert sampled(server) == before
 
 
-def test_an_engine_whose_base_is_no_folder_says_so(adapters: list[Path], reference: Any) -> None:
+def test_an_adapter_whose_base_is_not_a_folder_is_refused(
+    adapters: list[Path], reference: Any
+) -> None:
     class Hub:
         name_or_path = "somebody/some-model"
 
-    with pytest.raises(WeightsError, match=r"its base 'somebody/some-model' is no folder here"):
+    with pytest.raises(WeightsError, match=r"its base 'somebody/some-model' is not a folder"):
         read_weights(adapters[0], Hub())

@@ -30,7 +30,7 @@ def test_an_answer_equals_generate_on_the_rendered_prompt(
 ) -> None:
     reply = ask(client, extra_body={"return_token_ids": True}, logprobs=True)
     prompt, choice = reply.prompt_token_ids, reply.choices[0]
-    # <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n, one token a byte
+    # <|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n, one token per byte
     assert len(prompt) == 1 + len("user\nhello") + 1 + 1 + 1 + len("assistant\n")
     same = server.generate(prompt, max_tokens=24, seed=1)["choices"][0]
     assert choice.token_ids == same["token_ids"]
@@ -41,7 +41,7 @@ def test_an_answer_equals_generate_on_the_rendered_prompt(
     assert reply.model == "tiny" and reply.object == "chat.completion"
 
 
-def test_a_stream_spells_the_same_answer(client: openai.OpenAI) -> None:
+def test_a_stream_gives_the_same_answer(client: openai.OpenAI) -> None:
     whole = ask(client)
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True}))
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
@@ -79,7 +79,7 @@ def test_a_stop_string_ends_the_answer_before_it(
     server.wait_for("vllm:request_success_total", before + 1, 'finished_reason="abort"')
 
 
-def test_several_choices_in_one_stream_are_told_apart(client: openai.OpenAI) -> None:
+def test_chunks_of_one_stream_have_the_index_of_their_choice(client: openai.OpenAI) -> None:
     whole = [choice.message.content for choice in ask(client, n=3).choices]
     assert len(set(whole)) == 3
     texts = ["", "", ""]
@@ -88,7 +88,7 @@ def test_several_choices_in_one_stream_are_told_apart(client: openai.OpenAI) -> 
     assert texts == whole
 
 
-def test_a_client_that_leaves_a_stream_frees_its_slot(
+def test_a_client_that_disconnects_from_a_stream_frees_its_slot(
     server: Served, client: openai.OpenAI
 ) -> None:
     before = server.metric("vllm:request_success_total", 'finished_reason="abort"')

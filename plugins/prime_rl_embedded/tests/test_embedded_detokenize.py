@@ -22,7 +22,7 @@ class Bytes:
 
 
 def run(tokens: Sequence[int], stop: Sequence[str] = (), size: int = 1) -> tuple[TextStream, str]:
-    """The stream after all tokens, and what a client was shown piece by piece."""
+    """The stream after all tokens, and the pieces that a client was shown."""
     stream, shown = TextStream(Bytes(), stop, True), ""
     for i in range(0, len(tokens), size):
         stream.push(tokens[i : i + size])
@@ -32,7 +32,7 @@ def run(tokens: Sequence[int], stop: Sequence[str] = (), size: int = 1) -> tuple
 
 
 @given(st.text(max_size=60), st.integers(1, 5))
-def test_any_text_comes_out_whole_however_it_is_cut(text: str, size: int) -> None:
+def test_the_text_does_not_depend_on_the_chunks(text: str, size: int) -> None:
     stream, shown = run(text.encode(), size=size)
     assert stream.text == shown == text
 
@@ -62,7 +62,7 @@ def test_a_stop_string_cuts_the_text(
 
 
 @given(st.text("abc", max_size=30), st.text("abc", min_size=1, max_size=4), st.integers(1, 4))
-def test_nothing_shown_is_ever_taken_back(text: str, stop: str, size: int) -> None:
+def test_shown_text_never_changes(text: str, stop: str, size: int) -> None:
     expected = text.split(stop)[0]
     stream, shown = run(text.encode(), [stop], size)
     assert stream.text == shown == expected

@@ -1,4 +1,4 @@
-"""What a client did wrong, it is told; and a client that leaves frees its slot."""
+"""Bad requests are refused with the reason, and a client that disconnects frees its slot."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_bad_requests_are_refused_with_the_reason(
     assert error["type"] in ("BadRequestError", "NotFoundError")
 
 
-def test_keys_that_do_nothing_at_their_value_are_accepted(server: Served) -> None:
+def test_unsupported_keys_are_accepted_at_their_neutral_value(server: Served) -> None:
     server.generate(
         [1],
         max_tokens=1,
@@ -76,7 +76,7 @@ def test_broken_json_is_refused(server: Served, data: bytes) -> None:
     assert "bad request body" in answer.json()["error"]["message"]
 
 
-def test_a_client_that_leaves_frees_its_slot(server: Served) -> None:
+def test_a_client_that_disconnects_frees_its_slot(server: Served) -> None:
     aborted = server.metric("vllm:request_success_total", 'finished_reason="abort"')
     running = leave_early(server, {"max_tokens": 500})
     assert running >= 1
@@ -84,7 +84,7 @@ def test_a_client_that_leaves_frees_its_slot(server: Served) -> None:
     assert server.metric("vllm:num_requests_running") == 0
 
 
-def test_a_client_that_leaves_while_it_waits_is_forgotten(server: Served) -> None:
+def test_a_waiting_request_is_dropped_when_its_client_disconnects(server: Served) -> None:
     """8 slots and 12 choices: 4 of them wait in the queue."""
     aborted = server.metric("vllm:request_success_total", 'finished_reason="abort"')
     leave_early(server, {"max_tokens": 500, "n": 12})
@@ -93,7 +93,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(server: Served) -> Non
 
 
 def leave_early(server: Served, params: dict[str, Any]) -> float:
-    """Send a request, wait until it runs, hang up. Pausing keeps it from finishing meanwhile."""
+    """Send a request, wait until it runs, disconnect. A pause keeps it from finishing first."""
     body = json.dumps({"token_ids": [1, 2], "sampling_params": params}).encode()
     head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = server.url.removeprefix("http://").split(":")
@@ -112,7 +112,7 @@ def test_unknown_routes_and_methods_do_not_reach_the_engine(server: Served) -> N
     assert server.http.get("/inference/v1/generate").status_code == 405
 
 
-def test_an_unknown_route_answers_as_json_too(server: Served) -> None:
+def test_an_unknown_route_answers_as_json(server: Served) -> None:
     answer = server.post("/v1/nothing", {})
     assert answer.status_code == 404
-    assert answer.json()["error"]["message"] == "POST /v1/nothing: no such route here"
+    assert answer.json()["error"]["message"] == "POST /v1/nothing: no such route"

@@ -1,4 +1,4 @@
-"""Tokens and logprobs against transformers' own forward and ``generate``."""
+"""Tokens and logprobs, compared with transformers' own forward and ``generate``."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_more_than_one_logprob_reports_the_likeliest_tokens(server: Served, scor
     assert [entry["logprob"] for entry in top] == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 
-def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(server: Served) -> None:
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(server: Served) -> None:
     prompt = [10, 20, 30]
     alone = server.generate(prompt, max_tokens=30, seed=42)["choices"][0]["token_ids"]
     crowd = prompts(20, seed=6)

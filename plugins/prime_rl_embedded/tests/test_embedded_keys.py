@@ -1,4 +1,4 @@
-"""Who may sample where the server was given a key."""
+"""The sampling key and the admin key."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ROUTES = ("/v1/models", "/v1/chat/completions", "/inference/v1/generate")
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_locked_engine_answers_its_key_and_the_admins_and_nobody_else(
+def test_with_a_sampling_key_only_this_key_or_the_admin_key_is_accepted(
     locked: Served, route: str
 ) -> None:
     answers = [ask(locked, route, key) for key in (KEY, ADMIN_KEY, None, "wrong")]
@@ -58,5 +58,5 @@ def test_health_and_metrics_stay_open_and_admin_needs_its_own_key(locked: Served
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_without_a_key_anybody_on_this_machine_may_ask(server: Served, route: str) -> None:
+def test_without_a_sampling_key_requests_need_none(server: Served, route: str) -> None:
     assert ask(server, route, None).status_code == ask(server, route, "any").status_code == 200

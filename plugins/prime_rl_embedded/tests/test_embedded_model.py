@@ -1,4 +1,4 @@
-"""Which architectures are served, by which forward, and which are refused."""
+"""Which architectures are served, with which forward, and which are refused."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ ARCHITECTURES: list[tuple[str, dict[str, Any], bool]] = [
 def test_greedy_answers_equal_transformers(
     tmp_path: Path, architecture: str, config: dict[str, Any], fusable: bool, fused: bool
 ) -> None:
-    """Prompts of 3, 9 and 30 tokens, 20 new ones: windows of 6 slide in prefill and decode."""
+    """Prompts of 3, 9 and 30 tokens, 20 sampled: windows of 6 slide in prefill and decode."""
     folder = write_model(tmp_path, architecture, **config)
     served = load_model(folder, max_len=64, fused=fused)
     assert isinstance(served.forward, FusedForward) == (fused and fusable)
@@ -97,7 +97,7 @@ def test_half_precision_follows_the_float32_model(tmp_path: Path, dtype: str, fu
 
 @torch.no_grad()
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """Without any cache: a forward over the whole sequence for every token."""
+    """Greedy tokens without a cache: a forward over the whole sequence for every token."""
     ids = list(prompt)
     for _ in range(count):
         ids.append(
@@ -117,7 +117,7 @@ def run(scheduler: Scheduler, requests: list[Request]) -> None:
 LLAMA4 = {"config": "Llama4TextConfig", "num_local_experts": 2, "intermediate_size_mlp": 64}
 MAMBA = {"num_heads": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8, "expand": 2}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    # Scores are capped, or have sinks: samples would follow another distribution.
+    # Soft caps and sinks: samples would follow another distribution.
     ("Gemma2", {}, "Gemma2Attention asks for softcap"),
     ("GptOss", {"num_local_experts": 4}, "GptOssAttention asks for s_aux"),
     ("Llama4", LLAMA4, "it attends within chunks"),  # of 8,192 tokens: the probe has 24
@@ -129,7 +129,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("architecture", "config", "reason"), REFUSED)
-def test_what_slots_of_keys_and_values_cannot_serve_is_refused_by_name(
+def test_architectures_that_slot_attention_cannot_serve_are_refused_by_name(
     tmp_path: Path, architecture: str, config: dict[str, Any], reason: str
 ) -> None:
     folder = write_model(tmp_path, architecture, **config)
@@ -193,7 +193,7 @@ def test_a_context_longer_than_the_models_positions_is_refused(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99"])
-def test_a_device_that_is_not_here_is_refused(tmp_path: Path, device: str) -> None:
+def test_a_missing_device_is_refused(tmp_path: Path, device: str) -> None:
     with pytest.raises(EngineError, match=f"inference.embedded.device is '{device}'"):
         load_model(tmp_path, max_len=64, device=device)
 

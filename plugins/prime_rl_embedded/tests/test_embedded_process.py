@@ -1,4 +1,4 @@
-"""The plugin's command and the life of the process."""
+"""The plugin's command, and start and end of the process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def launch(**changes: object) -> EngineLaunch:
     return EngineLaunch(**fields | changes)  # type: ignore[arg-type]
 
 
-def test_the_plugin_offers_one_engine_called_embedded() -> None:
+def test_the_plugin_registers_one_engine_called_embedded() -> None:
     (offered,) = register_engines()
     assert issubclass(offered, Engine) and offered.name == "embedded"
 
@@ -67,7 +67,7 @@ def test_importing_the_plugin_is_light() -> None:
 
 
 def test_it_waits_for_the_model_serves_and_ends_cleanly_on_sigterm(tmp_path: Path) -> None:
-    """What is in flight then is answered with 503."""
+    """The request in flight is answered with 503."""
     folder, status, port = tmp_path / "model", tmp_path / "status.json", free_port()
     folder.mkdir()
     url = f"http://127.0.0.1:{port}"
@@ -122,7 +122,7 @@ time.sleep(600)
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The server's entry point, kept from touching this process's signals and parent."""
+    """The server's entry point, without its changes to this process's signals."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(process, "exit_with_parent", lambda: None)
 
@@ -162,7 +162,7 @@ def test_an_engine_that_dies_ends_the_process_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Not a failing step, which ends its requests only: the thread itself."""
+    """A failing step would only end its requests; here the thread ends."""
 
     def step(self: Scheduler) -> None:
         raise MemoryError("boom")

@@ -1,4 +1,4 @@
-"""Distributions worked out by hand, and samples against the logprobs that come with them."""
+"""Hand-computed distributions, and samples compared with the logprobs of their reply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def probabilities(**params: Any) -> list[float]:
     ("params", "expected"),
     [
         ({}, [0.25, 0.1, 0.5, 0.15]),
-        # Squared and renormalised: 0.0625, 0.01, 0.25, 0.0225 over 0.345.
+        # Squared and renormalized: 0.0625, 0.01, 0.25, 0.0225 over 0.345.
         ({"temperature": 0.5}, [0.1812, 0.029, 0.7246, 0.0652]),
         ({"top_k": 2}, [0.3333, 0, 0.6667, 0]),
         ({"top_k": 9}, [0.25, 0.1, 0.5, 0.15]),
@@ -45,7 +45,7 @@ def test_the_sampling_distribution(params: dict[str, Any], expected: list[float]
     assert probabilities(**params) == pytest.approx(expected, abs=1e-4)
 
 
-def test_rows_with_different_parameters_do_not_touch_each_other() -> None:
+def test_rows_with_different_parameters_do_not_affect_each_other() -> None:
     rows = [
         SamplingParams(max_tokens=1, top_k=1),
         SamplingParams(max_tokens=1),

@@ -1,4 +1,4 @@
-"""The batch, in this process: order, slots, failures and what becomes of the neighbours."""
+"""The scheduler, in this process: order, slots, and failures that spare the other rows."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_logits_that_are_not_finite_fail_their_row_only(
 def test_a_request_that_shares_a_prompt_whose_logits_are_not_finite_fails_with_it(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would otherwise copy the row that was cleared, and sample from nothing."""
+    """It would otherwise copy the cleared row."""
     twins = [request([3, 4, 5], 5), request([3, 4, 5], 5)]
     for twin in twins:
         scheduler.add(twin)
@@ -206,6 +206,6 @@ def test_the_cache_grows_by_doubling_and_keeps_what_it_holds() -> None:
     assert torch.equal(cache.layers[0][1, 7, :, 5], -keys[1])
     cache.copy_row(7, 3, 6)
     assert torch.equal(cache.layers[0][0, 3, :, 5], keys[1])
-    assert cache.layers[0].count_nonzero() == 15 + 15 + 16  # keys[0] holds one zero
+    assert cache.layers[0].count_nonzero() == 15 + 15 + 16  # keys[0] contains one zero
     cache.clear_row(7)
     assert cache.layers[0][:, 7].count_nonzero() == 0

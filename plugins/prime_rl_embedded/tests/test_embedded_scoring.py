@@ -1,4 +1,4 @@
-"""Prompt scores against a Hugging Face forward, and what scoring costs those who generate."""
+"""Prompt scores, compared with a Hugging Face forward, and their effect on running requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sequences(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def own(prompt: list[int], score: Score) -> list[float]:
-    """Log-probabilities of tokens 1, 2, ... by the reference."""
+    """The reference's logprobs of tokens 1, 2, ..."""
     found: list[float] = (
         score(prompt)[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
     )
@@ -37,7 +37,7 @@ def own(prompt: list[int], score: Score) -> list[float]:
 
 
 def scores(reply: dict[str, Any]) -> list[float]:
-    """The first value of each entry, which is the prompt's own token's."""
+    """The first value of each entry, which belongs to the prompt's own token."""
     return [next(iter(entry.values()))["logprob"] for entry in reply["prompt_logprobs"][1:]]
 
 
@@ -46,11 +46,11 @@ def scoring_request(prompt: list[int], max_tokens: int = 1, **fields: Any) -> Re
     return Request(prompt, params, **fields)
 
 
-# -- right ----------------------------------------------------------------------------------
+# -- values ---------------------------------------------------------------------------------
 
 
-def test_a_crowd_of_scored_prompts_equals_a_forward_over_each(server: Served, score: Score) -> None:
-    """40 prompts of 1 to 400 tokens at once: several a forward, longer than the budget or not."""
+def test_40_prompts_scored_at_once_equal_a_forward_over_each(server: Served, score: Score) -> None:
+    """1 to 400 tokens: several prompts per forward, some longer than the budget."""
     prompts = sequences([1 + (97 * i) % 400 for i in range(40)])
 
     def ask(prompt: list[int]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def test_a_request_for_no_token_gets_its_scores_and_nothing_else(
 def test_a_sample_as_long_as_the_context_can_be_scored(
     server: Served, score: Score, max_tokens: int
 ) -> None:
-    """The context is 512. What follows the last token is sampled without ever being fed."""
+    """The context is 512. The token after the last one is sampled but never fed."""
     (prompt,) = sequences([512], seed=7)
     reply = server.generate(prompt, max_tokens=max_tokens, prompt_logprobs=0)
     assert scores(reply) == pytest.approx(own(prompt, score), abs=1e-4)
@@ -124,7 +124,7 @@ def test_a_sample_as_long_as_the_context_can_be_scored(
         (512, {}, "the prompt has 512 tokens; at most 511 leave room"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_prompts_that_do_not_fit_are_refused(
     server: Served, length: int, sampling: dict[str, int], reason: str
 ) -> None:
     params = {"prompt_logprobs": 0} | sampling
@@ -133,14 +133,14 @@ def test_what_does_not_fit_is_refused(
     assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
 
 
-def test_no_token_at_all_is_for_scoring_only(server: Served) -> None:
+def test_max_tokens_0_is_for_scoring_only(server: Served) -> None:
     body = {"token_ids": [1], "sampling_params": {"max_tokens": 0}}
     answer = server.post("/inference/v1/generate", body)
     assert answer.status_code == 400
     assert "at least 1, unless prompt_logprobs are wanted" in answer.json()["error"]["message"]
 
 
-# -- by every forward, in bounded memory ------------------------------------------------------
+# -- every forward, bounded memory ------------------------------------------------------------
 
 
 @pytest.fixture
@@ -166,10 +166,8 @@ def test_every_forward_scores_like_transformers(
     config: dict[str, Any],
     kind: str,
 ) -> None:
-    """In chunks of 5 rows, so that prompts of 3, 9 and 30 tokens end inside of them.
-
-    Granite divides its logits, which neither its layers nor its head show.
-    """
+    """Chunks of 5 rows, so that prompts of 3, 9 and 30 tokens end inside a chunk. Granite divides
+    its logits after the head, so only the whole module reproduces them."""
     monkeypatch.setitem(scoring._CHUNK_LOGITS, "cpu", 5 * VOCAB_SIZE)
     monkeypatch.setattr(scoring, "_FEWEST_ROWS", 1)
     served = load_model(write_model(tmp_path, architecture, **config), max_len=64)
@@ -201,7 +199,7 @@ def run(scheduler: Scheduler, requests: Sequence[Request]) -> None:
 def test_no_more_rows_of_logits_exist_at_a_time_than_the_chunk(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, inference_mode: None
 ) -> None:
-    """50 tokens in chunks of 8 rows: 6 of 8, one of 2, and the row that is sampled from."""
+    """50 tokens in chunks of 8 rows: 6 of 8, one of 2, and the row to sample from."""
     monkeypatch.setitem(scoring._CHUNK_LOGITS, "cpu", 8 * VOCAB_SIZE)
     monkeypatch.setattr(scoring, "_FEWEST_ROWS", 1)
     rows: list[int] = []
@@ -216,7 +214,7 @@ def test_no_more_rows_of_logits_exist_at_a_time_than_the_chunk(
     assert rows == [8] * 6 + [2, 1]
 
 
-# -- beside those who generate ----------------------------------------------------------------
+# -- beside running requests ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +223,7 @@ def model(model_folder: Path) -> ServedModel:
 
 
 def test_scoring_takes_no_slot_and_no_cache(model: ServedModel, inference_mode: None) -> None:
-    """One slot, and it is taken; 20 prompts are scored in one step beside it."""
+    """A running request takes the only slot; one step scores 20 prompts beside it."""
     scheduler = Scheduler(model, num_slots=1, max_model_len=64)
     running = Request([1, 2, 3], SamplingParams(max_tokens=20))
     scheduler.add(running)
@@ -238,12 +236,12 @@ def test_scoring_takes_no_slot_and_no_cache(model: ServedModel, inference_mode: 
     assert [r.finish_reason for r in requests] == ["length"] * 20
     assert scheduler.active == [running] and len(running.token_ids) == 2
     for old, new in zip(before, scheduler.cache.layers.values(), strict=True):
-        changed = (old != new).any(-1).nonzero()  # of one token: key and value, of 2 heads
+        changed = (old != new).any(-1).nonzero()  # one token: key and value, 2 heads
         assert {int(position) for position in changed[:, 3]} == {3}
         assert old.shape == new.shape
 
 
-def test_those_who_generate_get_a_token_after_every_batch_of_scoring(
+def test_running_requests_get_a_token_after_every_scoring_batch(
     model: ServedModel, inference_mode: None
 ) -> None:
     """Budget 40: a batch holds two prompts of 20 tokens, so six of them take three steps."""
@@ -268,7 +266,7 @@ def test_those_who_generate_get_a_token_after_every_batch_of_scoring(
 def test_equal_prompts_of_one_salt_are_computed_once(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch, inference_mode: None
 ) -> None:
-    """Of 4 equal prompts one has another salt; of 3 alike, one wants the likeliest token too."""
+    """One of 4 equal prompts has another salt; one of the other 3 wants the top token too."""
     (prompt,) = sequences([10])
     requests = [scoring_request(prompt, salt=salt) for salt in ("a", "a", "b", "a")]
     requests[1].params = SamplingParams(max_tokens=0, prompt_logprobs=1)
@@ -303,7 +301,7 @@ def test_lower_priority_is_scored_first(model: ServedModel, inference_mode: None
     assert soon.finish_reason == "length" and late.finish_reason is None
 
 
-# -- when it goes wrong -----------------------------------------------------------------------
+# -- failures ---------------------------------------------------------------------------------
 
 
 def test_a_failing_batch_fails_its_requests_and_spares_running_rows(
@@ -357,7 +355,9 @@ def test_a_waiting_request_can_be_aborted_or_failed(
     assert not scheduler.has_work and scheduler.stats.finished.total() == 2
 
 
-def test_new_weights_score_as_new_weights_do(model_folder: Path, inference_mode: None) -> None:
+def test_prompts_are_scored_with_the_new_weights_after_a_swap(
+    model_folder: Path, inference_mode: None
+) -> None:
     """The swap doubles the last norm, and with it all logits."""
     served = load_model(model_folder, max_len=64)
     scheduler = Scheduler(served, num_slots=1, max_model_len=64)

@@ -1,4 +1,4 @@
-"""Identical prompts are prefilled once; salts and weights keep them apart."""
+"""Identical prompts are prefilled once, unless their salt or weights differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from prime_rl_embedded.testing import Served
 
 
 def shared_tokens(server: Served, bodies: list[dict[str, Any]]) -> tuple[int, list[dict[str, Any]]]:
-    """Tokens that were copied when these requests arrive together, and the replies in order."""
+    """The number of copied tokens when these requests arrive together, and the replies in order."""
     from concurrent.futures import ThreadPoolExecutor
 
     before = server.metric("vllm:prefix_cache_hits_total")
@@ -30,7 +30,7 @@ def body(prompt: list[int], salt: str | None = None, **params: Any) -> dict[str,
 
 
 def test_a_group_is_prefilled_once_and_answers_as_if_alone(server: Served) -> None:
-    """4 requests of 40 tokens: 3 copy 39, and feed the last one again for its logits."""
+    """4 prompts of 40 tokens: 3 requests copy 39 and feed the last token again for its logits."""
     prompt = list(range(40))
     bodies = [body(prompt, "a", seed=seed) for seed in range(4)]
     alone = [server.post("/inference/v1/generate", b).json() for b in bodies]

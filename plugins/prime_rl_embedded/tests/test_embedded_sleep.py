@@ -1,4 +1,4 @@
-"""Sleeping: what moves comes back, and nothing is lost meanwhile."""
+"""Sleep: weights and KV come back, and no request or update is lost."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def bytes_held(scheduler: Scheduler) -> int:
 
 @pytest.fixture
 def scheduler(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    """One that moves its memory as it would on an accelerator."""
-    # Another dtype than the file's: memory mapped from a file could not be emptied.
+    """A scheduler that moves its memory as on an accelerator."""
+    # Not the file's dtype: storage that is mapped from a file cannot be resized.
     model = load_model(model_folder, max_len=64, device="cpu", dtype="float16")
     built = Scheduler(model, num_slots=4, max_model_len=64)
-    monkeypatch.setattr(model, "device", torch.device("meta"))  # anything but a CPU
+    monkeypatch.setattr(model, "device", torch.device("meta"))  # any device but a CPU
     return built
 
 
@@ -48,7 +48,7 @@ def asked(scheduler: Scheduler, tokens: int = 12, seed: int = 0) -> Request:
     return request
 
 
-def test_sleep_empties_weights_and_cache_and_a_request_goes_on_as_if_nothing_had_been(
+def test_sleep_empties_weights_and_cache_and_a_request_continues_unchanged(
     scheduler: Scheduler,
 ) -> None:
     whole = asked(scheduler)
@@ -66,7 +66,7 @@ def test_sleep_empties_weights_and_cache_and_a_request_goes_on_as_if_nothing_had
     assert request.logprobs == whole.logprobs
 
 
-def test_fused_projections_and_parameters_are_still_one_after_waking(
+def test_fused_projections_and_parameters_still_share_storage_after_waking(
     scheduler: Scheduler, model_folder: Path
 ) -> None:
     """A weight update writes to the parameters, and the forward reads the fused storage."""
@@ -90,7 +90,7 @@ def test_an_idle_engine_forgets_its_cache_and_wakes_to_zeros(scheduler: Schedule
     assert all((layer == 0).all() for layer in scheduler.cache.layers.values())
 
 
-def test_weights_that_arrive_in_sleep_are_in_place_after_waking(
+def test_weights_that_arrive_during_sleep_are_applied_on_waking(
     scheduler: Scheduler, model_folder: Path
 ) -> None:
     module = scheduler.model.module
@@ -105,8 +105,8 @@ def test_weights_that_arrive_in_sleep_are_in_place_after_waking(
     assert all(torch.equal(found[name], tensor.half()) for name, tensor in doubled.items())
 
 
-def test_a_client_that_leaves_a_sleeping_engine_is_gone_after_waking(scheduler: Scheduler) -> None:
-    """Until then its row cannot be filled by another's."""
+def test_a_request_aborted_during_sleep_is_removed_after_waking(scheduler: Scheduler) -> None:
+    """During sleep, no other row can be copied into its place."""
     leaver, stayer = asked(scheduler, 12, 1), asked(scheduler, 12, 2)
     run(scheduler, 3)
     scheduler.sleep()
@@ -114,7 +114,7 @@ def test_a_client_that_leaves_a_sleeping_engine_is_gone_after_waking(scheduler: 
     assert leaver in scheduler.active
     scheduler.wake()
     assert scheduler.active == [stayer] and scheduler.stats.finished["abort"] == 1
-    run(scheduler, 10)  # it joined by copying, a step after the other
+    run(scheduler, 10)  # it copied its KV and joined one step later
     assert stayer.finish_reason == "length"
 
 
@@ -122,9 +122,9 @@ def test_tensors_that_share_a_storage_move_once() -> None:
     base = torch.arange(6.0)
     parts = [base[:3], base[3:], base]
     offloaded = Offloaded()
-    offloaded.take(parts)
+    offloaded.offload(parts)
     assert base.untyped_storage().nbytes() == 0
-    offloaded.give_back()
+    offloaded.restore()
     assert base.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] and parts[1].tolist() == [3.0, 4.0, 5.0]
 
 
@@ -143,7 +143,7 @@ def test_the_routes_sleep_wake_and_stay_paused_until_resume(server: Served) -> N
         assert len(running.result()["choices"][0]["token_ids"]) == 400
 
 
-def test_only_a_sleep_that_keeps_the_weights_is_offered(server: Served) -> None:
+def test_only_sleep_level_1_is_supported(server: Served) -> None:
     refused = server.post("/sleep?level=2", admin=True)
     assert refused.status_code == 400 and "level" in refused.json()["error"]["message"]
     assert server.metric("prime_rl:asleep") == 0

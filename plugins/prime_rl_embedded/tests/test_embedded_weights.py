@@ -1,4 +1,4 @@
-"""Weight updates on the live server: in flight, all or nothing, behind the run's key."""
+"""Weight updates on a running server: in flight, all or nothing, admin key required."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_new_weights_serve_and_the_version_is_reported(server: Served, other_fol
     assert server.update_weights(other_folder).json()["version"] == 8
 
 
-def test_requests_in_flight_keep_their_kv_and_go_on_with_the_new_weights(
+def test_requests_in_flight_keep_their_kv_and_continue_with_the_new_weights(
     server: Served, model_folder: Path, other_folder: Path
 ) -> None:
-    """Against transformers with a cache filled by the old weights and read by the new ones."""
+    """Compared with transformers whose cache the old weights fill and the new ones read."""
     length = 480
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.generate, PROMPT, temperature=0, max_tokens=length)
@@ -130,7 +130,7 @@ def continue_with_old_cache(
 def test_tied_embeddings_follow_an_update_at_both_ends(
     server: Served, model_folder: Path, tmp_path: Path
 ) -> None:
-    """Only the embedding changes, and logprobs equal a forward with it as input and as output."""
+    """Only the embedding changes. Logprobs equal a forward with it as input and as output."""
     tensors = load_file(model_folder / "model.safetensors")
     assert "lm_head.weight" not in tensors
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
@@ -141,7 +141,7 @@ def test_tied_embeddings_follow_an_update_at_both_ends(
     assert greedy(server) == expected_greedy(folder) != before
 
 
-def test_a_checkpoint_that_repeats_the_tied_head_is_taken_if_it_agrees(
+def test_a_checkpoint_that_repeats_the_tied_head_is_accepted_if_it_agrees(
     server: Served, other_folder: Path, tmp_path: Path
 ) -> None:
     tensors = load_file(other_folder / "model.safetensors")
@@ -218,13 +218,13 @@ def break_everything(folder: Path, tensors: Tensors) -> None:
         (break_unknown, "'model.extra' not in the model Qwen3ForCausalLM"),
         (break_shape, "'model.norm.weight' has shape [7], the model's has [32]"),
         (break_kind, "'model.norm.weight' is torch.int64, the model's is torch.float32"),
-        (break_nan, "'model.norm.weight' holds values that aren't finite"),
+        (break_nan, "'model.norm.weight' contains values that aren't finite"),
         (break_shard, "shards missing: model-00002-of-00002.safetensors"),
         (break_index, "not an index of safetensors"),
         (break_everything, "no model*.safetensors in it"),
     ],
 )
-def test_a_bad_checkpoint_is_refused_whole_and_the_old_weights_serve_on(
+def test_a_bad_checkpoint_is_refused_and_the_old_weights_stay(
     server: Served, other_folder: Path, tmp_path: Path, damage: Any, reason: str
 ) -> None:
     before = greedy(server)
@@ -232,15 +232,13 @@ def test_a_bad_checkpoint_is_refused_whole_and_the_old_weights_serve_on(
     answer = server.update_weights(tmp_path / "bad", version=1)
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert reason in message and "version 0 serves on" in message
+    assert reason in message and "still serving version 0" in message
     choice = server.generate(PROMPT, temperature=0, max_tokens=8)["choices"][0]
     assert choice["token_ids"] == before
     assert choice["weight_versions"][0]["version"] == "0"
 
 
-def test_a_folder_in_shards_is_read_whole(
-    server: Served, other_folder: Path, tmp_path: Path
-) -> None:
+def test_a_sharded_folder_is_read(server: Served, other_folder: Path, tmp_path: Path) -> None:
     tensors = load_file(other_folder / "model.safetensors")
     shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     weight_map = {name: shards[i % 2] for i, name in enumerate(tensors)}
@@ -262,7 +260,7 @@ def test_admin_routes_need_the_runs_key(server: Served, route: str) -> None:
     assert server.metric("prime_rl:paused") == 0
 
 
-def test_pausing_in_a_way_that_is_not_offered_is_refused(server: Served) -> None:
+def test_unsupported_pause_modes_are_refused(server: Served) -> None:
     assert server.post("/pause?mode=keep&clear_cache=false", admin=True).status_code == 200
     server.post("/resume", admin=True)
     answer = server.post("/pause?mode=abort", admin=True)

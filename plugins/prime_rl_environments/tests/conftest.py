@@ -21,15 +21,14 @@ MODEL = "scripted"
 
 @dataclass
 class ScriptedEngine:
-    """Answers ``/inference/v1/generate`` by ``script``: the decoded prompt in, the reply's text
-    out."""
+    """Answers ``/inference/v1/generate`` with ``script``, from the decoded prompt to the reply."""
 
     script: Callable[[str], str] = lambda prompt: "ok"
     version: int | None = None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     native_shape: bool = False
-    """Logprob entries as vLLM 0.32 writes them."""
+    """Write logprob entries as vLLM 0.32 does."""
     base_url: str = ""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
@@ -49,7 +48,7 @@ class ScriptedEngine:
             "logprobs": {"content": content},
         }
         if self.version is not None:
-            half = len(ids) // 2  # the weights were swapped half-way
+            half = len(ids) // 2  # as if the weights changed half-way
             choice["weight_versions"] = [
                 {"version": str(self.version), "start": 0, "end": half},
                 {"version": str(self.version + 1), "start": half, "end": len(ids)},
@@ -80,7 +79,7 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def taskset_module(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """``taskset_module("my_id", ClassA, ClassB)``: verifiers finds these classes by that id."""
+    """``taskset_module("my_id", ClassA, ClassB)`` makes verifiers find these classes by that id."""
 
     def install(name: str, *classes: type) -> None:
         module = ModuleType(name)

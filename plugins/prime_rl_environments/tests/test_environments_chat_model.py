@@ -1,4 +1,4 @@
-"""``tiny-chat``: its tokens are a rollout's tokens, and it half knows what it was taught."""
+"""``tiny-chat``: it learns a rollout's tokens, and can partly do its tasks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def ids_of(text: str) -> list[int]:
 
 
 def rolled_out(talk: Conversation, thinking: bool) -> list[tuple[int, bool]]:
-    """The conversation as rollouts make it: the first prompt rendered, each reply sampled as its
-    tokens, each next prompt bridged."""
+    """The tokens of the conversation in a rollout: a rendered first prompt, sampled replies, and
+    later prompts bridged."""
     config = Qwen3RendererConfig(enable_thinking=thinking, thinking_retention="all")
     renderer: Any = create_renderer(TOKENIZER, config)
     tools = [LOOKUP_SCHEMA] if talk.tools else None
@@ -67,13 +67,13 @@ def rolled_out(talk: Conversation, thinking: bool) -> list[tuple[int, bool]]:
 
 @pytest.mark.parametrize("thinking", [True, False])
 @pytest.mark.parametrize("kind", LESSONS)
-def test_warm_up_sees_the_tokens_a_rollout_sees(kind: Any, thinking: bool) -> None:
+def test_the_warm_up_has_the_tokens_of_a_rollout(kind: Any, thinking: bool) -> None:
     for talk in islice(lessons(kind, 0), 20):
         by_thinking = dict(zip((True, False), encode(TOKENIZER, [talk, talk], TOOLS), strict=True))
         assert by_thinking[thinking] == rolled_out(talk, thinking)
 
 
-def test_a_call_of_the_tool_parses_and_costs_few_tokens() -> None:
+def test_a_tool_call_parses_and_has_few_tokens() -> None:
     renderer: Any = create_renderer(TOKENIZER, Qwen3RendererConfig())
     call = next(lessons("lookup", 0)).messages[1].text
     (parsed,) = renderer.parse_response(ids_of(call)).tool_calls
@@ -85,7 +85,7 @@ def test_a_call_of_the_tool_parses_and_costs_few_tokens() -> None:
 
 
 @given(st.text())
-def test_any_text_survives_the_tokenizer(text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(text: str) -> None:
     assert TOKENIZER.decode(ids_of(text), clean_up_tokenization_spaces=False) == text
 
 
@@ -95,7 +95,7 @@ def test_padding_shifts_the_labels_and_trains_nothing_else() -> None:
     assert labels.tolist() == [[6, 7], [9, -100]]
 
 
-def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(
+def test_a_batch_in_parts_gives_the_step_of_the_whole_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = TinyChatConfig(**SMALL)
@@ -113,7 +113,7 @@ def test_a_batch_in_parts_takes_the_step_of_the_whole_batch(
     assert (weights[0] - before).abs().max() > 1e-3
 
 
-def test_rows_are_called_right_in_their_own_order() -> None:
+def test_correct_rows_are_reported_in_the_order_of_the_batch() -> None:
     torch.set_num_threads(1)
     config = TinyChatConfig(**SMALL, warmup_lr=2e-2, warmup_ramp_steps=0)
     model = build_model(config, TOKENIZER, 0)
@@ -126,16 +126,16 @@ def test_rows_are_called_right_in_their_own_order() -> None:
     assert supervised_step(model, optimizer, columns) == [False, True, False, True]
 
 
-def test_what_is_known_and_what_nobody_can_get_right_has_every_fourth_turn() -> None:
+def test_learned_and_open_ended_lessons_get_every_fourth_turn() -> None:
     exact: dict[Any, float] = {"reverse": 0.5, "retry": 0.0, "propose": 0.0}
     targets = {name: target_of(name, 0.12) for name in exact}
     assert targets == {"reverse": 0.12, "retry": 0.12, "propose": 0.0}
-    assert target_of("hint", 0.12) == 0.95  # a means to others
+    assert target_of("hint", 0.12) == 0.95  # its minimum
     names = list(islice(timetable(exact, targets), 12))
     assert names == ["reverse", "retry", "propose", "retry", "retry", "retry"] * 2
 
 
-def test_a_warm_up_that_does_not_get_there_names_the_lessons(tmp_path: Path) -> None:
+def test_a_warm_up_that_misses_its_target_names_the_lessons(tmp_path: Path) -> None:
     config = TinyChatConfig(**SMALL, lessons=["reverse", "propose"], warmup_max_steps=3)
     with pytest.raises(
         RunError, match=r"after 3 supervised steps .*'reverse': 0\.0.*'reverse': 0\.12"
@@ -145,7 +145,7 @@ def test_a_warm_up_that_does_not_get_there_names_the_lessons(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_it_half_knows_every_lesson(tmp_path: Path) -> None:
+def test_it_can_partly_do_every_lesson(tmp_path: Path) -> None:
     TinyChat(TinyChatConfig()).make(tmp_path / "m", 0, lambda state, share: None)
     report = json.loads((tmp_path / "m" / "warmup.json").read_text())
     exact = report["lessons"]

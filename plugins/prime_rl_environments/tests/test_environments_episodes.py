@@ -1,4 +1,4 @@
-"""Whole episodes of every environment against a scripted engine, down to the trainer's samples."""
+"""Whole episodes of every environment with a scripted engine, up to the trainer's samples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def play(engine: Any, tokenizer_path: Path) -> Play:
 
 
 def said(prompt: str) -> list[str]:
-    """What the user and the tool said, in order."""
+    """The messages of user and tool, in order."""
     return re.findall(r"<\|im_start\|>user\n(?!<tool_response>)(.*?)<\|im_end\|>", prompt, re.S)
 
 
@@ -63,7 +63,7 @@ def texts(result: RolloutResult) -> list[str]:
 
 
 def trained(result: RolloutResult) -> list[list[str]]:
-    """What each sample trains, cut into replies."""
+    """The trained text of each sample, split into replies."""
     columns = [s.token_ids[s.loss_mask] for s in build_samples(result.branches, 1.0)]
     return [
         TOKENIZER.decode(c, skip_special_tokens=False).split("<|im_end|>")[:-1] for c in columns
@@ -73,7 +73,7 @@ def trained(result: RolloutResult) -> list[list[str]]:
 # -- reverse-retry --------------------------------------------------------------------------
 
 
-async def test_a_wrong_try_hears_what_was_wrong_and_tries_again(engine: Any, play: Play) -> None:
+async def test_a_wrong_try_gets_feedback_and_another_try(engine: Any, play: Play) -> None:
     def script(prompt: str) -> str:
         word, *heard = said(prompt)
         return word[::-1] if heard else "?" + word[::-1][1:]
@@ -88,7 +88,7 @@ async def test_a_wrong_try_hears_what_was_wrong_and_tries_again(engine: Any, pla
 
 
 @pytest.mark.parametrize(("args", "tries"), [({}, 3), ({"tries": 1}, 1), ({"tries": 5}, 5)])
-async def test_it_may_try_as_often_as_the_env_says(
+async def test_the_env_limits_the_number_of_tries(
     engine: Any, play: Play, args: dict[str, int], tries: int
 ) -> None:
     engine.script = lambda prompt: "-"
@@ -109,7 +109,7 @@ def call(key: str) -> str:
     return f'<tool_call>\n{{"name": "get", "arguments": {{"k": "{key}"}}}}\n</tool_call>'
 
 
-async def test_the_tool_s_response_is_in_the_rollout_and_its_body_is_marked(
+async def test_the_tools_response_is_in_the_rollout_and_its_body_is_marked(
     engine: Any, play: Play
 ) -> None:
     def script(prompt: str) -> str:
@@ -130,7 +130,7 @@ async def test_the_tool_s_response_is_in_the_rollout_and_its_body_is_marked(
     assert TOKENIZER.decode(sample.token_ids[body]) == book_entry(key)
 
 
-async def test_without_the_tool_only_what_the_key_tells_can_be_right(
+async def test_without_the_tool_only_the_letters_of_the_key_can_be_right(
     engine: Any, play: Play
 ) -> None:
     engine.script = lambda prompt: "???" + said(prompt)[0][::-1]
@@ -138,7 +138,7 @@ async def test_without_the_tool_only_what_the_key_tells_can_be_right(
     assert (result.reward, result.metrics["tool_calls"]) == (0.5, 0.0)
 
 
-async def test_a_policy_that_only_calls_is_stopped(engine: Any, play: Play) -> None:
+async def test_a_policy_that_only_calls_tools_is_stopped(engine: Any, play: Play) -> None:
     engine.script = lambda prompt: call("abc")
     (result,) = await play("word-lookup")
     assert (result.ok, result.reward, result.stop_condition) == (True, 0.0, "turns_are_up")
@@ -149,7 +149,7 @@ async def test_a_policy_that_only_calls_is_stopped(engine: Any, play: Play) -> N
 
 
 def relay(prompt: str) -> str:
-    """Main: hand each word over, then join what came back. Sub: reverse."""
+    """Main agent: hand each word over, then join the answers. Sub-agent: reverse."""
     task, *summaries = said(prompt)
     words = task.split()
     if len(words) == 1:
@@ -157,12 +157,12 @@ def relay(prompt: str) -> str:
     return "@" + words[len(summaries)] if len(summaries) < len(words) else " ".join(summaries)
 
 
-async def test_the_sub_agent_has_a_context_of_its_own_and_hands_back_its_answer_only(
+async def test_the_sub_agent_has_a_separate_context_and_returns_only_its_answer(
     engine: Any, play: Play
 ) -> None:
     engine.script = relay
     (result,) = await play("reverse-relay")
-    main, *subs = texts(result)  # in the order in which conversations began
+    main, *subs = texts(result)  # in the order of their first turn
     task, *_ = said(main)
     words = task.split()
     assert said(main) == [task, *(word[::-1] for word in words)]
@@ -175,14 +175,14 @@ async def test_the_sub_agent_has_a_context_of_its_own_and_hands_back_its_answer_
     ]
 
 
-async def test_a_main_agent_that_does_it_alone_gives_one_sample(engine: Any, play: Play) -> None:
+async def test_a_main_agent_without_hand_overs_gives_one_sample(engine: Any, play: Play) -> None:
     engine.script = lambda prompt: " ".join(word[::-1] for word in said(prompt)[0].split())
     (result,) = await play("reverse-relay", args={"num_words": 3})
     assert (result.reward, result.metrics["hand_overs"]) == (1.0, 0.0)
     assert len(texts(result)) == 1
 
 
-async def test_a_hand_over_too_many_is_the_answer(engine: Any, play: Play) -> None:
+async def test_a_hand_over_beyond_the_limit_is_the_answer(engine: Any, play: Play) -> None:
     engine.script = relay
     (result,) = await play("reverse-relay", harness={"id": "reverse-relay", "hand_overs": 1})
     assert (result.ok, result.metrics["hand_overs"]) == (True, 1.0)
@@ -193,7 +193,7 @@ async def test_a_hand_over_too_many_is_the_answer(engine: Any, play: Play) -> No
 async def test_the_same_hand_over_twice_is_sampled_twice_and_trained_twice(
     engine: Any, play: Play
 ) -> None:
-    """Equal prompts share a node; what is sampled after them are two events."""
+    """Equal prompts share a node, but each has its own sampled reply."""
     engine.script = lambda prompt: "@ab" if " " in said(prompt)[0] else "ba"
     (result,) = await play("reverse-relay")
     replies = [reply for sample in trained(result) for reply in sample]
@@ -203,7 +203,7 @@ async def test_the_same_hand_over_twice_is_sampled_twice_and_trained_twice(
 # -- propose-solve --------------------------------------------------------------------------
 
 
-async def test_a_proposal_is_solved_several_times_and_both_seats_are_paid(
+async def test_a_proposal_is_solved_several_times_and_both_agents_get_a_reward(
     engine: Any, play: Play
 ) -> None:
     attempts = iter(["right", "wrong", "right", "right"])
@@ -222,11 +222,11 @@ async def test_a_proposal_is_solved_several_times_and_both_seats_are_paid(
     assert [solver.metrics["exact"] for solver in solvers] == [1.0, 0.0, 1.0, 1.0]
     assert all(len(texts(each)) == 1 for each in (proposer, *solvers))
     seeds = {body["sampling_params"]["seed"] for body in engine.bodies}
-    assert len(seeds) == 5  # siblings of an episode draw numbers of their own
+    assert len(seeds) == 5  # each agent of an episode has its own seed
 
 
 @pytest.mark.parametrize("word", ["zz", "no word", "", "abcdefghijklmnop"])
-async def test_a_word_against_the_rules_is_worth_nothing_and_nobody_solves_it(
+async def test_an_invalid_proposal_has_reward_0_and_no_attempts(
     engine: Any, play: Play, word: str
 ) -> None:
     engine.script = lambda prompt: word
@@ -235,7 +235,7 @@ async def test_a_word_against_the_rules_is_worth_nothing_and_nobody_solves_it(
     assert proposer.metrics == {"valid": 0.0, "letters": len(word), "solved": 0.0}
 
 
-async def test_the_number_of_attempts_is_the_env_s(engine: Any, play: Play) -> None:
+async def test_the_env_sets_the_number_of_attempts(engine: Any, play: Play) -> None:
     engine.script = lambda prompt: said(prompt)[0].lstrip("+") + "a"
     results = await play("propose-solve", args={"attempts": 2})
     assert [each.agent for each in results] == ["proposer", "solver", "solver"]
@@ -247,7 +247,7 @@ IDS = ("reverse-text", "reverse-retry", "word-lookup", "reverse-relay", "propose
 
 
 @pytest.mark.parametrize("env_id", IDS)
-def test_rows_are_seeded_and_no_split_knows_the_other_s_words(env_id: str) -> None:
+def test_rows_are_seeded_and_the_splits_share_no_word(env_id: str) -> None:
     def words(**args: Any) -> list[str]:
         settings = EnvSettings(
             default_harness={"id": "in-process"}, id=env_id, args={"num_examples": 150} | args
@@ -269,7 +269,7 @@ def test_rows_are_seeded_and_no_split_knows_the_other_s_words(env_id: str) -> No
     )
 
 
-def test_a_row_of_reverse_text_says_what_an_expert_would_reply() -> None:
+def test_a_row_of_reverse_text_has_an_experts_reply() -> None:
     data = (
         Environment(EnvSettings(default_harness={"id": "in-process"}, id="reverse-text"))
         .examples[0]
@@ -278,7 +278,7 @@ def test_a_row_of_reverse_text_says_what_an_expert_would_reply() -> None:
     assert data.demonstration == data.answer == data.prompt[::-1]
 
 
-def test_lengths_the_wrong_way_round_are_refused_with_the_env_s_name() -> None:
+def test_swapped_lengths_are_refused_with_the_name_of_the_env() -> None:
     settings = EnvSettings(
         default_harness={"id": "in-process"}, id="word-lookup", args={"min_letters": 9}
     )

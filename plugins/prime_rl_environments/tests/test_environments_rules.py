@@ -1,4 +1,4 @@
-"""The tasks' rules, and the conversations that rehearse them."""
+"""The tasks' rules, and the warm-up's conversations."""
 
 from __future__ import annotations
 
@@ -14,25 +14,23 @@ from prime_rl_environments.words import split_of
 
 
 @pytest.mark.parametrize(
-    ("reply", "answer", "told"),
+    ("reply", "answer", "expected"),
     [
         ("olxeh", "olleh", "ol?eh"),
         ("xxxxx", "olleh", "?????"),
-        ("ol", "olleh", "ol???"),  # too short: what is missing is not told
-        ("ollehxx", "olleh", "olleh"),  # too long: the length is
+        ("ol", "olleh", "ol???"),  # too short: missing letters are hidden
+        ("ollehxx", "olleh", "olleh"),  # too long: the answer's length is shown
         ("", "ab", "??"),
         ("hello", "olleh", "??l??"),
     ],
 )
-def test_feedback_confirms_right_letters_and_gives_no_other_away(
-    reply: str, answer: str, told: str
+def test_feedback_confirms_right_letters_and_reveals_no_other(
+    reply: str, answer: str, expected: str
 ) -> None:
-    assert feedback(reply, answer) == told
+    assert feedback(reply, answer) == expected
 
 
-def test_a_book_entry_begins_with_its_key_and_the_rest_is_no_function_of_it_one_could_guess() -> (
-    None
-):
+def test_a_book_entry_begins_with_its_key_and_the_rest_looks_random() -> None:
     keys = [a + b + "c" for a in "abcdefghij" for b in "klmnopqrst"]
     entries = {key: book_entry(key) for key in keys}
     assert all(entry.startswith(key) and len(entry) == 6 for key, entry in entries.items())
@@ -54,15 +52,15 @@ def test_a_book_entry_begins_with_its_key_and_the_rest_is_no_function_of_it_one_
         ("", False),
     ],
 )
-def test_a_proposal_keeps_to_the_rules_or_counts_for_nothing(reply: str, valid: bool) -> None:
+def test_proposals_have_a_given_stem_and_length(reply: str, valid: bool) -> None:
     assert is_proposal(reply, "ab", 3, 12) is valid
 
 
-def test_a_task_is_worth_most_when_half_the_attempts_solve_it() -> None:
+def test_difficulty_is_highest_when_half_the_attempts_succeed() -> None:
     assert [difficulty_score(p) for p in (0, 0.25, 0.5, 0.75, 1)] == [0, 0.5, 1, 0.5, 0]
 
 
-def test_a_wrong_try_is_wrong() -> None:
+def test_a_wrong_try_never_equals_the_answer() -> None:
     rng = random.Random(0)
     tries = [wrong_try(rng, "olleh") for _ in range(2000)]
     assert "olleh" not in tries
@@ -71,7 +69,7 @@ def test_a_wrong_try_is_wrong() -> None:
 
 
 @pytest.mark.parametrize("kind", LESSONS)
-def test_a_lesson_trains_replies_alone_and_ends_in_one(kind: Any) -> None:
+def test_a_lesson_trains_only_replies_and_ends_with_one(kind: Any) -> None:
     for talk in islice(lessons(kind, 3), 50):
         assert talk.messages[-1].role == "assistant" and talk.messages[-1].trained
         assert all(message.role == "assistant" for message in talk.messages if message.trained)
@@ -80,7 +78,7 @@ def test_a_lesson_trains_replies_alone_and_ends_in_one(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", LESSONS)
-def test_no_lesson_uses_a_word_that_is_held_out(kind: Any) -> None:
+def test_no_lesson_uses_a_held_out_word(kind: Any) -> None:
     for talk in islice(lessons(kind, 0), 200):
         asked = next(message.text for message in talk.messages if message.role == "user")
         assert {split_of(word) for word in asked.lstrip("+").split()} == {"train"}

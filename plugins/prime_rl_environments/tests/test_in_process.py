@@ -1,4 +1,4 @@
-"""The in-process harness does what verifiers' HTTP road does, and what a chat loop must."""
+"""The in-process harness equals verifiers' HTTP path, and does what a chat loop must do."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class TalkConfig(vf.SingleAgentEnvConfig):
 
 
 class TalkEnv(vf.SingleAgentEnv, vf.Env[TalkConfig]):
-    """The env is the user: it says a word each turn."""
+    """The env is the user and sends a word each turn."""
 
     async def run(self, task: Any, agents: Any) -> None:
         async with agents.agent.interaction(task) as talk:
@@ -66,7 +66,7 @@ class TalkEnv(vf.SingleAgentEnv, vf.Env[TalkConfig]):
 
 
 class HttpHarness(vf.Harness[vf.HarnessConfig]):
-    """The reference: the same chat loop over the rollout's loopback HTTP endpoint."""
+    """The reference: the same chat loop via the rollout's loopback HTTP endpoint."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -95,7 +95,7 @@ class HttpHarness(vf.Harness[vf.HarnessConfig]):
 def run(
     engine: Any, tokenizer_path: Path, taskset_module: Callable[..., None]
 ) -> Callable[..., Any]:
-    """``await run(harness, env=..., **agent)``: one episode's only trace."""
+    """``await run(harness, env=..., **agent)``: the only trace of one episode."""
     taskset_module("http_harness", HttpHarness)
 
     async def episode(harness: str | dict[str, Any], *classes: type, **agent: Any) -> vf.Trace:
@@ -126,7 +126,7 @@ def run(
 
 
 def columns(trace: vf.Trace) -> list[tuple[Any, ...]]:
-    """What training reads of a trace."""
+    """The part of a trace that training reads."""
     return [
         (node.parent, node.sampled, node.token_ids, node.mask, node.is_content, node.logprobs)
         for node in trace.nodes
@@ -158,7 +158,7 @@ async def test_a_conversation_is_the_same_as_over_http(engine: Any, run: Any) ->
     assert calls(direct) == calls(http)
 
 
-async def test_both_requests_look_the_same_to_the_engine(engine: Any, run: Any) -> None:
+async def test_both_paths_send_the_same_request(engine: Any, run: Any) -> None:
     await run("in-process")
     await run("http_harness")
     direct, http = engine.bodies
@@ -169,7 +169,7 @@ async def test_both_requests_look_the_same_to_the_engine(engine: Any, run: Any) 
     assert "X-Session-ID" in engine.headers[0]
 
 
-async def test_python_tools_run_and_their_results_go_back(engine: Any, run: Any) -> None:
+async def test_python_tools_run_and_the_model_gets_their_results(engine: Any, run: Any) -> None:
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 40}}\n</tool_call>'
     engine.script = lambda prompt: "it is 42" if "<tool_response>" in prompt else call
     trace = await run({"id": "in-process", "tools": [f"{__name__}:add"]})
@@ -182,11 +182,11 @@ async def test_python_tools_run_and_their_results_go_back(engine: Any, run: Any)
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
     [
-        ("subtract", {}, "error: LookupError: no tool 'subtract'; there are: add"),
+        ("subtract", {}, "error: LookupError: no tool 'subtract'; available: add"),
         ("add", {"a": 1}, "error: TypeError: add() missing 1 required positional argument: 'b'"),
     ],
 )
-async def test_what_goes_wrong_in_a_tool_is_told_to_the_model(
+async def test_the_model_gets_the_error_of_a_tool(
     name: str, arguments: dict[str, int], text: str
 ) -> None:
     harness = InProcessHarness.__new__(InProcessHarness)
@@ -210,8 +210,8 @@ async def test_a_system_prompt_and_a_conversation_open_the_request() -> None:
 
 
 @pytest.mark.parametrize("path", ["no_such_module:x", f"{__name__}:nothing", "json:dumps", "json"])
-def test_a_tool_that_is_none_is_refused_with_its_name(path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tools: '{path}' is no tool"):
+def test_an_invalid_tool_is_refused_with_its_name(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tools: '{path}' is not a tool"):
         load_tool(path)
 
 
@@ -221,7 +221,7 @@ async def test_a_turn_limit_stops_the_rollout_cleanly(engine: Any, run: Any) -> 
     assert trace.is_truncated
 
 
-async def test_a_stop_of_the_task_is_heard(engine: Any, run: Any) -> None:
+async def test_a_stop_of_the_task_ends_the_rollout(engine: Any, run: Any) -> None:
     class OnceTask(EchoTask):
         @vf.stop
         async def once(self, trace: vf.Trace) -> bool:
@@ -235,16 +235,14 @@ async def test_a_stop_of_the_task_is_heard(engine: Any, run: Any) -> None:
     assert (trace.num_turns, trace.stop_condition, trace.ok) == (1, "once", True)
 
 
-async def test_the_policy_version_of_every_token_is_kept(engine: Any, run: Any) -> None:
+async def test_the_policy_version_of_every_token_is_recorded(engine: Any, run: Any) -> None:
     engine.version, engine.script = 6, lambda prompt: "abcde"
     trace = await run("in-process", EchoTaskset, TalkEnv)
     spans = [(6, 0, 3), (7, 3, 6)]  # five letters and the stop token
     assert trace.info == {"weight_versions": {"1": spans, "3": spans, "5": spans}}
 
 
-async def test_an_engine_that_does_not_number_its_weights_leaves_no_trace_of_it(
-    engine: Any, run: Any
-) -> None:
+async def test_an_engine_without_versions_leaves_no_version_spans(engine: Any, run: Any) -> None:
     assert (await run("in-process")).info == {}
 
 
@@ -303,12 +301,12 @@ async def test_cancelling_a_rollout_reaches_the_engine_and_leaves_nothing_regist
         assert not seam._servers
 
 
-def test_a_secret_nobody_registered_is_refused() -> None:
+def test_an_unregistered_secret_is_refused() -> None:
     with pytest.raises(PluginError, match="not in this process"):
         seam.server_of("unknown")
 
 
-def test_another_verifiers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_verifiers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "version", lambda name: "0.5.1")
     with pytest.raises(PluginError, match=r"found verifiers 0\.5\.1, expected 0\.4\.0"):
         seam._check()
@@ -324,18 +322,18 @@ def test_another_verifiers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -
         (b"not json", []),
     ],
 )
-def test_version_spans_are_read_where_they_are_numbers(
+def test_version_spans_are_read_if_they_are_integers(
     reply: bytes, spans: list[tuple[int, int, int]]
 ) -> None:
     assert version_spans(reply) == spans
 
 
-def test_a_reply_that_names_its_tokens_is_left_alone() -> None:
+def test_a_reply_that_names_its_tokens_is_unchanged() -> None:
     reply = b'{"choices":[{"logprobs":{"content":[{"token":"token_id:5","token_id":5}]}}]}'
     assert with_token_names(reply) is reply
 
 
-def test_every_turn_of_every_run_of_every_agent_draws_numbers_of_its_own() -> None:
+def test_every_turn_of_every_run_of_every_agent_has_its_own_seed() -> None:
     from in_process.engine import seed_offset, with_offset
 
     offsets = {
@@ -353,13 +351,13 @@ def test_every_turn_of_every_run_of_every_agent_draws_numbers_of_its_own() -> No
     assert with_offset(unseeded, 3) is unseeded
 
 
-def test_runs_of_an_agent_are_numbered_and_forgotten_with_its_episode() -> None:
+def test_runs_of_an_agent_are_numbered_per_episode() -> None:
     from types import SimpleNamespace
 
     from in_process import turns
 
     class Context:
-        """Stands in for an agent's context: one an agent and episode."""
+        """A fake context: verifiers creates one per agent and episode."""
 
     traces: list[Any] = [SimpleNamespace(id=name) for name in "abc"]
     first, second = Context(), Context()

@@ -1,4 +1,4 @@
-"""The tiny policy: its tokenizer, its determinism, and that it half knows its task."""
+"""The tiny policy: its tokenizer, its determinism, and its accuracy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def digest(path: Path) -> str:
 
 
 def ignore(state: str, share: float) -> None:
-    """No one is watching."""
+    """Ignores progress."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def renderer() -> Any:
     return create_renderer(TOKENIZER, Qwen3RendererConfig(thinking_retention="all"))
 
 
-def test_the_hook_offers_the_makers() -> None:
+def test_the_hook_returns_the_makers() -> None:
     assert list(register_models()) == [TinyReverse, TinyChat]
     assert (TinyReverse.name, TinyChat.name) == ("tiny-reverse", "tiny-chat")
 
@@ -57,7 +57,7 @@ def test_importing_the_plugin_imports_nothing_heavy() -> None:
 
 
 @given(st.text())
-def test_any_text_survives_the_tokenizer(text: str) -> None:
+def test_any_text_round_trips_through_the_tokenizer(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids, clean_up_tokenization_spaces=False) == text
 
@@ -69,7 +69,7 @@ def test_the_vocabulary_is_bytes_specials_and_role_lines() -> None:
 
 
 @pytest.mark.parametrize(("thinking", "extra"), [(True, 6), (False, 12)])
-def test_warm_up_sees_the_tokens_a_rollout_sees(thinking: bool, extra: int) -> None:
+def test_the_warm_up_has_the_tokens_of_a_rollout(thinking: bool, extra: int) -> None:
     from renderers import Qwen3RendererConfig, create_renderer
 
     from prime_rl_environments.tiny.make import encode_pair
@@ -83,18 +83,18 @@ def test_warm_up_sees_the_tokens_a_rollout_sees(thinking: bool, extra: int) -> N
     assert answer[-1] in renderer.get_stop_token_ids()
 
 
-def test_the_renderer_tells_a_word_from_the_template(renderer: Any) -> None:
+def test_the_renderer_separates_a_word_from_the_template(renderer: Any) -> None:
     rendered = renderer.render([{"role": "user", "content": "hello"}], add_generation_prompt=True)
     assert rendered.is_content == [False] * 2 + [True] * 5 + [False] * 4
 
 
-def test_the_chat_template_gives_the_renderer_s_tokens(renderer: Any) -> None:
+def test_the_chat_template_gives_the_renderers_tokens(renderer: Any) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     ids = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ids == renderer.render_ids(messages, add_generation_prompt=True)
 
 
-def test_labels_are_the_answer_alone_shifted_by_one() -> None:
+def test_labels_are_only_the_answer_shifted_by_one() -> None:
     from prime_rl_environments.tiny.make import encode_batch
 
     ids, labels = encode_batch(TOKENIZER, ["ab", "abc"])
@@ -109,7 +109,7 @@ def test_labels_are_the_answer_alone_shifted_by_one() -> None:
     assert labels.tolist() == [no * 7 + [b, a, end] + no * 8, no * 14 + [c, b, a, end]]
 
 
-def test_a_seed_makes_the_same_weights_again_and_another_seed_others(tmp_path: Path) -> None:
+def test_equal_seeds_give_equal_weights_and_other_seeds_others(tmp_path: Path) -> None:
     untrained = QUICK.model_copy(update={"warmup_exact": 0.0, "warmup_max_steps": 6})
     for name, seed in (("a", 3), ("b", 3), ("c", 4)):
         TinyReverse(untrained).make(tmp_path / name, seed, ignore)
@@ -117,7 +117,7 @@ def test_a_seed_makes_the_same_weights_again_and_another_seed_others(tmp_path: P
     assert a == b != c
 
 
-def test_progress_is_half_steps_and_half_what_is_right() -> None:
+def test_progress_is_half_steps_and_half_accuracy() -> None:
     from prime_rl_environments.tiny.make import share_done
 
     assert [share_done(*each) for each in ((0, 0, 0.9), (0.5, 0, 0.9), (2, 0.45, 0.9))] == [
@@ -129,21 +129,21 @@ def test_progress_is_half_steps_and_half_what_is_right() -> None:
 
 
 @pytest.mark.slow
-def test_a_warmer_policy_makes_a_teacher(tmp_path: Path) -> None:
+def test_a_longer_warm_up_makes_a_teacher(tmp_path: Path) -> None:
     TinyReverse(TinyReverseConfig(warmup_exact=0.9)).make(tmp_path / "m", 0, ignore)
     report = json.loads((tmp_path / "m" / "warmup.json").read_text())
     assert report["exact"] >= 0.9 and report["steps"] < 500
     assert list(tmp_path.iterdir()) == [tmp_path / "m"]  # no temporary folder stays
 
 
-def test_a_warm_up_that_does_not_get_there_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_warm_up_that_misses_its_target_fails_and_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"after 3 supervised steps 0\.00 .* expected 0\.01"):
         TinyReverse(QUICK).make(tmp_path / "m", 0, ignore)
     assert not (tmp_path / "m").exists()
 
 
 @pytest.mark.slow  # the model is trained
-def test_the_folder_is_complete_and_says_when(tiny_reverse: Path) -> None:
+def test_the_folder_is_complete_and_marked_ready(tiny_reverse: Path) -> None:
     assert {
         ".ready",
         "config.json",
@@ -158,7 +158,7 @@ def test_the_folder_is_complete_and_says_when(tiny_reverse: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_half_knows_how_to_reverse_words_it_has_never_seen(tiny_reverse: Path) -> None:
+def test_it_reverses_about_half_of_unseen_words(tiny_reverse: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -169,7 +169,7 @@ def test_it_half_knows_how_to_reverse_words_it_has_never_seen(tiny_reverse: Path
     scores: list[float] = []
     sampled: list[float] = []
     torch.manual_seed(0)
-    held_out = list(islice(words(0, "held_out", 6, 6), 64))  # of one length, so no padding
+    held_out = list(islice(words(0, "held_out", 6, 6), 64))  # equal lengths, so no padding
     prompts = [f"<|im_start|>user\n{w}<|im_end|>\n<|im_start|>assistant\n" for w in held_out]
     ids = tokenizer(prompts, return_tensors="pt", add_special_tokens=False)
     for sample, column in ((False, scores), (True, sampled)):
@@ -183,9 +183,9 @@ def test_it_half_knows_how_to_reverse_words_it_has_never_seen(tiny_reverse: Path
         column += [position_score(r, w[::-1]) for r, w in zip(replies, held_out, strict=True)]
     assert sum(scores) / 64 >= 0.5
     assert any(score == 1.0 for score in scores)
-    assert 0.3 <= sum(sampled) / 64 <= 0.7  # right enough to learn from, wrong enough to have to
+    assert 0.3 <= sum(sampled) / 64 <= 0.7  # good enough to learn from, with room to learn
 
 
-def test_a_role_line_is_not_mistaken_for_a_special_token() -> None:
+def test_a_role_line_is_not_a_special_token() -> None:
     ids = TOKENIZER.encode("user\nhi", add_special_tokens=False)
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "user\nhi"

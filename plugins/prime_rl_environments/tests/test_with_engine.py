@@ -1,4 +1,4 @@
-"""The whole road of a rollout with real parts: policy, engine, taskset, harness, adapter."""
+"""A rollout with all real parts: policy, engine, taskset, harness, adapter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def engine(tiny_reverse: Path) -> Iterator[ModelEndpoint]:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Until the server answers; fails if it dies."""
+    """Wait until the server answers. Fails if it exits."""
     with httpx.Client(transport=httpx.HTTPTransport(retries=0)) as client:
         while process.poll() is None:
             try:
@@ -70,7 +70,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise AssertionError(f"the engine exited with {process.returncode}")
 
 
-async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
+async def test_rollouts_of_the_real_policy_have_what_the_trainer_needs(
     tiny_reverse: Path, engine: ModelEndpoint
 ) -> None:
     settings = EnvSettings(
@@ -97,7 +97,7 @@ async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
         branches = await asyncio.gather(*(sample(index) for index in range(64)))
         again = await sample(7)
     assert 0.3 < sum(rewards) / len(rewards) < 0.85
-    assert again.token_ids == branches[7].token_ids  # the seed decides, not the company
+    assert again.token_ids == branches[7].token_ids  # whatever else is in the batch
     for branch in branches:
         assert branch.policy_versions is not None
         assert [v for v in branch.policy_versions if v != -1] == [VERSION] * sum(
@@ -107,7 +107,7 @@ async def test_rollouts_of_the_real_policy_are_what_the_trainer_needs(
 
 
 def logprob_gap(model_path: Path, branch: BranchTokens, temperature: float) -> float:
-    """Largest difference between the engine's logprobs and a plain forward of the same weights."""
+    """Largest difference between the engine's logprobs and those of a plain forward."""
     import torch
     from transformers import AutoModelForCausalLM
 

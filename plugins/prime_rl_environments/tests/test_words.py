@@ -12,13 +12,13 @@ def test_a_seed_gives_the_same_words_again() -> None:
     assert list(islice(words(7, "train"), 50)) != list(islice(words(8, "train"), 50))
 
 
-def test_words_are_lowercase_letters_of_the_lengths_asked_for() -> None:
+def test_words_are_lowercase_letters_of_the_given_lengths() -> None:
     sample = list(islice(words(0, "train", 4, 8), 2000))
     assert {len(word) for word in sample} == {4, 5, 6, 7, 8}
     assert all(word.isascii() and word.isalpha() and word.islower() for word in sample)
 
 
-def test_no_word_is_in_both_splits_whatever_the_seeds() -> None:
+def test_no_word_is_in_both_splits_for_any_seeds() -> None:
     train = set(islice(words(1, "train", 2, 2), 3000))
     held_out = set(islice(words(2, "held_out", 2, 2), 3000))
     assert not train & held_out
@@ -45,7 +45,7 @@ def test_about_one_word_in_eight_is_held_out() -> None:
         ("", "", 0.0),
     ],
 )
-def test_the_score_is_the_share_of_right_positions_of_the_longer_text(
+def test_the_score_is_the_share_of_right_positions_in_the_longer_text(
     reply: str, answer: str, score: float
 ) -> None:
     assert position_score(reply, answer) == score

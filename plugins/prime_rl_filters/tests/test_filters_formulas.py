@@ -1,4 +1,4 @@
-"""The shipped filters, each formula by hand (reference: semantics 2.6)."""
+"""The shipped filters, with hand-computed numbers (reference: semantics 2.6)."""
 
 import math
 
@@ -11,7 +11,7 @@ from prime_rl_filters import Gibberish, Repetition, ZeroAdvantage
 from prime_rl_filters.gibberish import GibberishConfig
 from prime_rl_filters.repetition import RepetitionConfig
 
-# log(1/151936) - 2: the golden threshold of the reference
+# log(1/151936) - 2: the reference's threshold
 THRESHOLD = -13.9312
 
 
@@ -31,23 +31,23 @@ def gibberish(*samples, **settings):
     return Gibberish(GibberishConfig(**settings)).filter_rollout(rollout(*samples))
 
 
-def test_gibberish_threshold_is_the_references():
+def test_gibberish_threshold_equals_the_reference():
     assert -math.log(151_936) - 2.0 == pytest.approx(THRESHOLD, abs=1e-4)
     assert gibberish(tokens([100_001], [THRESHOLD - 1e-3]))
     assert gibberish(tokens([100_001], [THRESHOLD + 1e-3])) is None
 
 
-def test_gibberish_says_which_token():
+def test_gibberish_names_the_token():
     sample = tokens([5, 100_001, 120_000], [-1.0, -13.0, -14.5])
     assert gibberish(sample) == "token 120000 at position 2 has logprob -14.50 < -13.93"
 
 
-def test_gibberish_needs_a_rare_token_and_a_low_probability_at_once():
+def test_gibberish_needs_a_token_that_is_both_rare_and_improbable():
     assert gibberish(tokens([100_000], [-20.0])) is None  # the id must be above the threshold
     assert gibberish(tokens([100_001, 5], [-1.0, -20.0])) is None
 
 
-def test_gibberish_looks_at_sampled_tokens_only_in_every_sample():
+def test_gibberish_checks_only_sampled_tokens_of_every_sample():
     bad = {"ids": [1, 150_000], "logprobs": [0.0, -20.0]}
     assert gibberish(tokens(**bad, mask=[True, False])) is None
     assert gibberish(tokens([1], [-1.0]), tokens(**bad, mask=[False, True]))
@@ -95,7 +95,7 @@ def test_a_token_at_the_threshold_breaks_the_run():
     assert repetition(run(at, at), window=2, prob_threshold=0.5) is None
 
 
-def test_a_run_carries_over_tokens_the_policy_did_not_sample():
+def test_tokens_that_the_policy_did_not_sample_do_not_end_a_run():
     mask = [True, False, False, True, True]
     assert repetition(run(SURE, -9.0, -9.0, SURE, SURE, mask=mask), window=3)
 
@@ -106,7 +106,7 @@ def test_a_run_restarts_with_each_sample():
 
 
 def fork(shared, *tails):
-    """Samples of ``(token id, log μ)`` that share a sampled prefix; all but the first repeat it."""
+    """Samples of ``(token id, log μ)``. All but the first repeat the sampled prefix."""
     for number, tail in enumerate(tails):
         ids, logprobs = zip(*shared, *tail, strict=True)
         repeat = [bool(number) and place < len(shared) for place in range(len(ids))]
@@ -115,25 +115,25 @@ def fork(shared, *tails):
         yield tokens(ids, logprobs, mask, is_repeat=repeat)
 
 
-def test_a_run_goes_on_across_a_fork():
+def test_a_run_continues_across_a_fork():
     # 2 shared tokens, then 1 on the second branch: 3 in a row there, 2 on the first.
     branches = fork([(1, SURE)] * 2, [(2, UNSURE)], [(3, SURE)])
     assert repetition(*branches, window=3) == "3 sampled tokens in a row with p > 0.99"
 
 
-def test_repeated_tokens_count_with_the_logprob_they_were_sampled_at():
-    """Masked, they hold 0.0, which would be certain."""
+def test_repeated_tokens_count_with_their_sampling_logprob():
+    """Where they are masked, their logprob is 0.0, which would be certain."""
     branches = fork([(1, UNSURE)] * 3, [(2, UNSURE)], [(3, SURE)])
     assert repetition(*branches, window=2) is None
 
 
-def test_a_run_of_a_forks_own_branch_is_not_that_of_its_sibling():
+def test_branches_of_a_fork_have_separate_runs():
     branches = fork([(1, UNSURE)], [(2, SURE)] * 2, [(3, SURE)] * 2)
     assert repetition(*branches, window=3) is None
 
 
 def test_ngrams_are_counted_across_a_fork():
-    # The second branch is 1 2 | 1 2: 12, 21, 12, one of three occurred before.
+    # The second branch is 1 2 | 1 2: 12, 21, 12. One of three occurred before.
     branches = list(fork([(1, -1.0), (2, -1.0)], [(3, -1.0)], [(1, -1.0), (2, -1.0)]))
     assert repetition(*branches, ngram_threshold=0.33, ngram_size=2) == (
         "0.33 of its 2-grams are repeated, more than 0.33"
@@ -145,7 +145,7 @@ def ngrams(ids, threshold, size=2, mask=None):
     return repetition(sample, ngram_threshold=threshold, ngram_size=size)
 
 
-def test_repeated_ngrams_by_hand():
+def test_repeated_ngrams_equal_hand_computed_shares():
     # 1212 -> 12, 21, 12: one of three 2-grams occurred before.
     assert ngrams([1, 2, 1, 2], 0.33) == "0.33 of its 2-grams are repeated, more than 0.33"
     assert ngrams([1, 2, 1, 2], 0.34) is None
@@ -154,7 +154,7 @@ def test_repeated_ngrams_by_hand():
     assert ngrams([1, 2, 3, 4], 0.01) is None
 
 
-def test_ngrams_are_of_sampled_tokens_and_off_by_default():
+def test_ngrams_use_sampled_tokens_and_are_off_by_default():
     assert ngrams([1, 2, 1, 2], 0.1, mask=[True, True, False, False]) is None
     assert ngrams([7], 0.1) is None
     assert repetition(tokens([7] * 50, [-1.0] * 50)) is None
@@ -172,21 +172,21 @@ def credited(*advantages, **streams):
     return tokens([1] * count, [0.0] * count, advantages=list(advantages), **streams)
 
 
-def test_zero_advantage_fires_where_all_credit_is_zero():
+def test_zero_advantage_drops_rollouts_with_zero_credit():
     assert zero_advantage(credited(0.0, 0.0)) == "every advantage is zero"
     assert zero_advantage(credited(0.0), credited(0.0)) == "every advantage is zero"
 
 
-def test_one_credited_token_is_enough():
+def test_one_token_with_credit_keeps_the_rollout():
     assert zero_advantage(credited(0.0, 1e-9)) is None
     assert zero_advantage(credited(0.0), credited(-0.5)) is None
 
 
-def test_never_where_nobody_assigned_credit():
+def test_rollouts_without_assigned_credit_stay():
     assert zero_advantage(tokens([1], [0.0])) is None
 
 
-def test_never_where_another_component_trains_its_tokens():
+def test_rollouts_that_another_component_trains_stay():
     assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.1])) is None
     assert zero_advantage(credited(0.0, 0.0, ref_kl_weights=[1.0, 0.0])) is None
     assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.0])) == "every advantage is zero"
@@ -209,12 +209,12 @@ def test_never_where_another_component_trains_its_tokens():
         ),  # the documented key is ngram_threshold: not ignored
     ],
 )
-def test_settings_that_cannot_work(config, setting):
+def test_invalid_settings_are_refused(config, setting):
     with pytest.raises(ValidationError):
         config(**setting)
 
 
-def test_a_demonstration_has_no_sampling_logprobs_to_judge_by():
+def test_a_demonstration_without_sampling_logprobs_stays():
     demonstration = rollout(tokens([1] * 6, [0.0] * 6))
     repetition = Repetition(RepetitionConfig(window=3))
     assert repetition.filter_rollout(demonstration) is not None

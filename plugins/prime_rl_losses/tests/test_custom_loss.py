@@ -1,4 +1,4 @@
-"""A function of the user's own as the rl loss: the documented example, and every wrong path."""
+"""The user's own function as the rl loss: the documented example, and all errors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ MASK = [True, True, True, True, True, False]
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Write ``my_module.py`` into the working directory, which is on nobody's path."""
+    """Write ``my_module.py`` to the working directory, which is not on ``sys.path``."""
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
 
@@ -73,7 +73,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 def custom(path: str = "my_module.ppo_clip_loss", **kwargs: Any) -> CustomLoss:
-    """As the trainer makes it of the TOML's table."""
+    """The loss as the trainer creates it from the TOML's table."""
     table = {"import_path": path, "kwargs": kwargs}
     return CustomLoss(settings_of(CustomLoss, LOSS, table, "trainer.loss"))
 
@@ -91,7 +91,7 @@ def make_inputs(**changes: Any) -> LossInputs:
 
 
 @pytest.mark.parametrize("path", ["my_module.ppo_clip_loss", "my_module:ppo_clip_loss"])
-def test_the_documented_example_has_the_numbers_worked_out_by_hand(path: str, module: Any) -> None:
+def test_the_documented_example_gives_hand_computed_numbers(path: str, module: Any) -> None:
     module(EXAMPLE)
     inputs = make_inputs()
     outputs = custom(path, clip_eps=0.2)(inputs)
@@ -126,12 +126,12 @@ def test_the_example_trains_a_packed_row_sequence_by_sequence(module: Any) -> No
     for block in result.metrics:
         step.add(block)
     found = step.result()
-    assert found["clip_frac"] == pytest.approx((3 / 4 + 1) / 2)  # of two sequences
+    assert found["clip_frac"] == pytest.approx((3 / 4 + 1) / 2)  # two sequences
     assert found["clip_frac/a/mean"] == pytest.approx(3 / 4)
     assert found["clip_frac/b/mean"] == 1
 
 
-def test_what_stands_off_the_mask_is_no_nan_even_in_a_careless_function(module: Any) -> None:
+def test_values_off_the_mask_give_no_nan_even_in_a_plain_function(module: Any) -> None:
     module(EXAMPLE)
     junk = INFERENCE.copy()
     junk[5] = -2000  # a ratio that overflows
@@ -164,7 +164,7 @@ def test_what_stands_off_the_mask_is_no_nan_even_in_a_careless_function(module: 
         ("my_module.needs", {"tau": 1}, "missing a required .*'clip_eps'. Change kwargs"),
     ],
 )  # fmt: skip
-def test_a_path_that_cannot_work_is_refused_with_the_config(
+def test_an_invalid_path_is_refused_with_the_config(
     path: str, kwargs: dict[str, Any], message: str, module: Any
 ) -> None:
     module(WRONG)
@@ -173,7 +173,7 @@ def test_a_path_that_cannot_work_is_refused_with_the_config(
     assert "import_path" in str(caught.value)
 
 
-def test_a_module_that_fails_is_told_from_one_that_is_not_there(module: Any) -> None:
+def test_a_failing_module_and_a_missing_one_have_different_errors(module: Any) -> None:
     module("import not_installed_anywhere")
     with pytest.raises(ConfigError, match=r"importing it failed: ModuleNotFoundError: .*Fix it"):
         custom("my_module.f")
@@ -191,7 +191,7 @@ def test_a_module_that_fails_is_told_from_one_that_is_not_there(module: Any) -> 
         ("my_module:Group.nested", {}),
     ],
 )
-def test_what_can_be_called_is_accepted(path: str, kwargs: dict[str, Any], module: Any) -> None:
+def test_callables_are_accepted(path: str, kwargs: dict[str, Any], module: Any) -> None:
     module(WRONG)
     custom(path, **kwargs)
 
@@ -199,10 +199,10 @@ def test_what_can_be_called_is_accepted(path: str, kwargs: dict[str, Any], modul
 @pytest.mark.parametrize(
     ("body", "found"),
     [
-        ("return inputs.trainer_logprobs.sum()", "gave Tensor"),
-        ("pass", "gave NoneType"),
-        ("return LossOutputs(1.5, {})", "gave a loss of type float"),
-        ("return LossOutputs(inputs.trainer_logprobs, {})", r"gave a loss of shape \(6,\)"),
+        ("return inputs.trainer_logprobs.sum()", "returned Tensor"),
+        ("pass", "returned NoneType"),
+        ("return LossOutputs(1.5, {})", "returned a loss of type float"),
+        ("return LossOutputs(inputs.trainer_logprobs, {})", r"returned a loss of shape \(6,\)"),
         ("return LossOutputs(inputs.trainer_logprobs.sum(), None)", "metrics of type NoneType"),
     ],
 )
@@ -212,7 +212,7 @@ def test_a_wrong_result_is_an_error_that_names_the_path(body: str, found: str, m
         custom("my_module.f")(make_inputs())
 
 
-def test_outputs_arrive_as_the_function_gave_them(module: Any) -> None:
+def test_outputs_of_the_function_are_returned_unchanged(module: Any) -> None:
     body = "return LossOutputs(inputs.trainer_logprobs.sum(), {})"
     module(f"from prime_rl import LossOutputs\ndef f(inputs):\n    {body}\n")
     outputs = custom("my_module.f")(make_inputs())

@@ -1,4 +1,4 @@
-"""The rl losses against the golden numbers of the semantics sheet, and against numbers by hand."""
+"""The rl losses, compared with the golden numbers of the semantics sheet and hand-computed ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_inputs(
     mask: Any = MASK,
     weights: Any = None,
 ) -> LossInputs:
-    """Tensors in double precision; the trainer's logprobs are a leaf."""
+    """Tensors in double precision. The trainer's logprobs are a leaf."""
     return LossInputs(
         trainer_logprobs=torch.tensor(trainer, dtype=torch.float64, requires_grad=True),
         inference_logprobs=torch.tensor(inference, dtype=torch.float64),
@@ -62,7 +62,7 @@ def gradient(inputs: LossInputs, outputs: LossOutputs) -> list[float]:
 
 
 def means(outputs: LossOutputs) -> dict[str, float]:
-    """Each metric over its mask, 0 where that is empty."""
+    """Each metric averaged over its mask; 0 if the mask is empty."""
     found = {}
     for name, metric in outputs.metrics.items():
         assert isinstance(metric, TokenMetric)
@@ -87,7 +87,7 @@ def test_default_has_the_golden_metrics() -> None:
         "is_masked_high": 0.2,
         "masked_mismatch_kl": 0.29414,
         "unmasked_mismatch_kl": 0.291855,
-        "masked_advantage_positive": 1 / 3,  # of three dropped tokens one has A = 1,
+        "masked_advantage_positive": 1 / 3,  # one of three dropped tokens has A = 1,
         "masked_advantage_negative": 1 / 3,  # one A = -1, and one A = 0
     }
     assert found == pytest.approx(expected, abs=1e-6)
@@ -119,7 +119,7 @@ def test_thresholds_are_strict_and_a_zero_advantage_uses_the_low_one() -> None:
     assert high_only["is_masked"] == pytest.approx(1 / 3)
 
 
-def test_adv_tau_zero_leaves_the_penalty_alone() -> None:
+def test_adv_tau_zero_leaves_only_the_penalty() -> None:
     outputs = default(adv_tau=0, kl_tau=0.5)(make_inputs([log(0.5)], [log(0.25)], [3], [True]))
     assert float(outputs.loss.detach()) == pytest.approx(0.5 * log(2) ** 2)
 
@@ -131,7 +131,7 @@ def test_ratio_clip_bounds_the_ratio_and_stops_its_gradient() -> None:
     assert gradient(inputs, outputs) == pytest.approx([0, -1])
 
 
-def test_an_infinite_ratio_on_a_dropped_or_masked_token_is_no_nan() -> None:
+def test_an_infinite_ratio_on_a_dropped_or_masked_token_gives_no_nan() -> None:
     inputs = make_inputs([log(0.9), log(0.9), log(0.5)], [-2000, -2000, log(0.5)],
                          [1, 1, 1], [True, False, True])  # fmt: skip
     outputs = default()(inputs)
@@ -139,7 +139,7 @@ def test_an_infinite_ratio_on_a_dropped_or_masked_token_is_no_nan() -> None:
     assert gradient(inputs, outputs) == pytest.approx([2e-3 * (log(0.9) + 2000), 0, -1])
 
 
-def test_no_members_is_a_zero_loss() -> None:
+def test_without_members_the_loss_is_zero() -> None:
     inputs = make_inputs(mask=[False] * 6)
     outputs = default()(inputs)
     assert float(outputs.loss.detach()) == 0
@@ -186,7 +186,7 @@ def test_the_mixed_batch_has_the_golden_total_and_gradient() -> None:
     )
 
 
-def test_both_are_offered_through_the_entry_point_group() -> None:
+def test_both_are_registered_through_the_entry_point_group() -> None:
     offers = collect(load_plugins(TRAINER_GROUP), LOSS)
     assert offers["default"].cls is DefaultLoss
     assert offers["ipo"].cls is IPOLoss
@@ -194,7 +194,7 @@ def test_both_are_offered_through_the_entry_point_group() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"dppo_mask_low": -0.1}, {"ratio_clip": 0}, {"delta": 8}])
-def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         settings_of(DefaultLoss, LOSS, settings, "trainer.loss")
 
@@ -205,7 +205,7 @@ def test_listing_the_plugin_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_the_penalty_is_the_squared_log_ratio_and_holds_on_dropped_tokens() -> None:
+def test_the_penalty_is_the_squared_log_ratio_and_applies_to_dropped_tokens() -> None:
     inputs = make_inputs([log(0.9)], [log(0.3)], [1], [True])
     outputs = default(kl_tau=2.0)(inputs)
     assert float(outputs.loss.detach()) == pytest.approx(2 * log(3) ** 2)
@@ -218,7 +218,7 @@ JUNK = st.sampled_from([np.inf, -np.inf, np.nan, 1e30, -1e30, -3e3, 3e3, 0.0])
 @pytest.mark.parametrize("loss", [default(), ipo(), default(ratio_clip=2)], ids=["d", "ipo", "rc"])
 @given(data=st.data())
 @settings(deadline=None)
-def test_what_stands_off_the_mask_changes_nothing(loss: Any, data: st.DataObject) -> None:
+def test_values_off_the_mask_change_nothing(loss: Any, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 6))
 
     def draw(elements: Any) -> Any:
@@ -240,7 +240,7 @@ def test_what_stands_off_the_mask_changes_nothing(loss: Any, data: st.DataObject
 @pytest.mark.parametrize("loss", [default(), ipo()], ids=["default", "ipo"])
 @given(gap=st.floats(50, 1e4), t=st.floats(-1, -0.01), advantage=st.floats(0.1, 10))
 @settings(deadline=None)
-def test_a_dropped_token_trains_by_the_penalty_alone_whatever_its_ratio(
+def test_a_dropped_token_has_only_the_penalty_whatever_its_ratio(
     loss: Any, gap: float, t: float, advantage: float
 ) -> None:
     inputs = make_inputs([t], [t - gap], [advantage], [True])  # exp(gap) overflows from 710 on

@@ -1,4 +1,4 @@
-"""The page, scraped over HTTP and read by Prometheus' own parser."""
+"""The page, scraped over HTTP and parsed by prometheus_client."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def scrape(monitor):
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def test_the_trainers_names_are_those_dashboards_know(monitor):
+def test_trainer_metrics_have_the_names_of_dashboards(monitor):
     monitor.log(7, TRAINED)
     found = scrape(monitor)
     assert time.time() - found.pop("trainer_last_step_timestamp_seconds") < LIMIT
@@ -54,7 +54,7 @@ def test_the_trainers_names_are_those_dashboards_know(monitor):
     assert found["prime_rl_time_trainer_step"] == 9.0
 
 
-def test_everything_else_is_there_by_a_name_prometheus_allows(monitor):
+def test_all_other_metrics_have_a_name_that_prometheus_allows(monitor):
     monitor.log(8, {"train/agg/all/reward/mean": 0.5, "inference/tokens:rate": 3.0})
     monitor.log(7, TRAINED)
     monitor.log(4, {"eval/my-env/pass@2": 1.0, "eval/my-env/pass^2": 0.25})
@@ -71,7 +71,7 @@ def test_everything_else_is_there_by_a_name_prometheus_allows(monitor):
     assert "# HELP prime_rl_eval_my_env_pass_at_2 eval/my-env/pass@2\n" in get(monitor)
 
 
-def test_what_a_later_batch_does_not_have_is_gone(monitor):
+def test_metrics_that_a_later_batch_lacks_disappear(monitor):
     monitor.log(1, {"train/agg/all/error/TaskError": 2.0, "time/step": 1.0})
     monitor.log(2, {"time/step": math.nan})
     found = scrape(monitor)
@@ -79,13 +79,13 @@ def test_what_a_later_batch_does_not_have_is_gone(monitor):
     assert math.isnan(found["prime_rl_time_step"])
 
 
-def test_who_asks_for_openmetrics_gets_it(monitor):
+def test_openmetrics_is_served_on_request(monitor):
     monitor.log(1, {"time/step": 1.0})
     text = get(monitor, Accept="application/openmetrics-text; version=1.0.0")
     assert {family.name for family in open_metrics(text)} == {"prime_rl_step", "prime_rl_time_step"}
 
 
-def test_health_and_what_is_not_there(monitor):
+def test_health_has_the_step_and_unknown_paths_are_404(monitor):
     assert json.loads(get(monitor, "/health")) == {
         "status": "ok", "step": None, "seconds_since": None,
     }  # fmt: skip
@@ -96,7 +96,7 @@ def test_health_and_what_is_not_there(monitor):
         get(monitor, "/secrets")
 
 
-def test_a_port_that_is_taken_is_an_error_at_once_and_a_closed_page_frees_its_own(tmp_path):
+def test_a_port_in_use_is_an_error_and_close_frees_the_port(tmp_path):
     first = PrometheusMonitor(PrometheusConfig(port=0), tmp_path)
     port = int(first.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1:{port}: .*port = 0"):
@@ -106,11 +106,11 @@ def test_a_port_that_is_taken_is_an_error_at_once_and_a_closed_page_frees_its_ow
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def test_names_that_differ_in_a_sign_only_stay_apart():
+def test_names_that_differ_in_one_symbol_stay_different():
     names = ["eval/a/pass@2", "eval/a/pass^2", "inference/a:rate", "inference/a/rate"]
     assert len({mangle(name) for name in names}) == 4
     assert mangle("train/büro env/all") == "prime_rl_train_b_ro_env_all"
 
 
-def test_what_it_offers():
+def test_it_registers_the_monitor():
     assert register_monitors() == [PrometheusMonitor]

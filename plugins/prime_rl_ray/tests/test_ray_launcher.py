@@ -1,4 +1,4 @@
-"""The launcher on a real Ray cluster: two nodes that are processes here, on loopback."""
+"""The launcher on a real Ray cluster: two nodes, which are local processes on loopback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ cluster.shutdown()
 """
 
 SMALL = [
-    *("--model.warmup_exact", "0.0"),  # an untrained policy is made in a second
+    *("--model.warmup_exact", "0.0"),  # creating an untrained policy takes a second
     *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4"),
     *("--orchestrator.eval.env.0.num_examples", "8"),
     *("--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0"),
@@ -40,13 +40,13 @@ SMALL = [
 
 
 def with_default_signals() -> None:
-    """A shell that starts the tests in the background has them ignore Ctrl-C."""
+    """Restore Ctrl-C: a shell that starts the tests in the background makes them ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")
 def address():
-    """Of a cluster with two nodes of two cores, for the tests of this file."""
+    """The address of a cluster with two nodes of two cores, shared by this file's tests."""
     pytest.importorskip("ray", reason="ray is not installed")
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     # A worker for each core would import everything, and wait for work of a kind that never comes.
@@ -74,7 +74,7 @@ def processes_with(text: str) -> list[int]:
 # -- without a cluster ----------------------------------------------------------------------
 
 
-def test_offering_it_imports_no_ray():
+def test_registering_it_does_not_import_ray():
     code = (
         "import sys, prime_rl_ray; prime_rl_ray.register_launchers(); print('ray' in sys.modules)"
     )
@@ -83,7 +83,7 @@ def test_offering_it_imports_no_ray():
     assert [cls.name for cls in register_launchers()] == ["ray"]
 
 
-async def test_what_a_dead_process_left_running_ends_before_the_next_starts(tmp_path):
+async def test_leftovers_of_a_dead_process_end_before_the_next_starts(tmp_path):
     pytest.importorskip("ray", reason="ray is not installed")
     from prime_rl_ray.agent import Agent
 
@@ -102,7 +102,7 @@ def test_settings_are_checked():
         RayConfig(strategy="STRICT_PACK")
 
 
-def test_no_cluster_is_said_at_once():
+def test_a_missing_cluster_is_an_immediate_error():
     pytest.importorskip("ray", reason="ray is not installed")
     launcher = RayLauncher(RayConfig(address="127.0.0.1:1"))
     with pytest.raises(RunError, match=r"no Ray cluster at 127\.0\.0\.1:1: .*refused"):
@@ -135,7 +135,7 @@ def wait(process):
 
 
 def drive(script: str, address: str, folder: Path, timeout: float = LIMIT) -> dict:
-    """Run a script as a driver of its own; what it put into ``found``. ``timeout``: for room."""
+    """Run a script in a separate driver. Returns its ``found``. ``timeout``: the launcher's."""
     code = f"{DRIVER}\nfound = {{}}\ntry:\n"
     code += "".join(f"    {line}\n" for line in script.strip().splitlines())
     code += "finally:\n    launcher.close()\nprint('FOUND', json.dumps(found))"
@@ -192,7 +192,7 @@ found["replaced"] = wait(start(tasks[2], "raise SystemExit(5)"))[0]
 
 
 @pytest.mark.slow
-def test_tasks_get_places_and_processes_and_a_dead_actor_is_a_dead_process(address, tmp_path):
+def test_tasks_get_places_and_processes_and_a_dead_actor_ends_its_process(address, tmp_path):
     found = drive(PROCESSES, address, tmp_path)
     assert found["gpus"] == 0
     assert found["told"] == [
@@ -200,15 +200,15 @@ def test_tasks_get_places_and_processes_and_a_dead_actor_is_a_dead_process(addre
         "Ray cluster (room for inference)",
     ]
     assert found["addresses"] == ["127.0.0.1"] * 3 and found["ports"] == [1, 0, 2]
-    assert len(set(found["nodes"])) == 2  # apart
+    assert len(set(found["nodes"])) == 2  # two nodes for the trainer
     assert found["ended"] == [3, [f"mine given {os.getcwd()}"]]
     assert found["again"][0] == 0 and found["again"][1][-1] == "again"
     assert found["unseen"][0] == 1
-    assert "not/there is not to be seen on node" in found["unseen"][1][-1]
+    assert "not/there does not exist on node" in found["unseen"][1][-1]
     assert found["told_to_end"] == -signal.SIGTERM
     code, lines = found["died"]
     assert code == -signal.SIGKILL
-    assert found["replaced"] == 5  # by a new actor at the same place
+    assert found["replaced"] == 5  # by a new actor in the same place
     assert lines[0].startswith("pid ") and lines[-1].startswith("its Ray actor is gone: ")
     eventually(lambda: not exists(found["pids"][0]))
 
@@ -222,7 +222,7 @@ except RunError as error:
 
 
 @pytest.mark.slow
-def test_no_room_is_said_with_what_there_is(address, tmp_path):
+def test_the_error_about_missing_room_lists_the_resources(address, tmp_path):
     error = drive(NO_ROOM, address, tmp_path, timeout=3)["error"]
     assert error.startswith("the Ray cluster had no room for {'trainer': {'CPU': 3.0}} within 3 s")
     assert "Its nodes have [{'CPU': 2.0, 'GPU': 0.0}, {'CPU': 2.0, 'GPU': 0.0}]" in error

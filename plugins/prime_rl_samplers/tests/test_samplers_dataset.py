@@ -1,4 +1,4 @@
-"""``dataset``: demonstrations as rollouts, and every bad line by name."""
+"""``dataset``: demonstrations as rollouts, and errors that name the bad line."""
 
 import json
 
@@ -42,7 +42,7 @@ def text(sample, mask=True):
     return "".join(chr(token) for token in sample.token_ids[sample.loss_mask == mask])
 
 
-async def test_a_conversation_trains_on_what_the_assistant_says(tmp_path):
+async def test_a_conversation_trains_the_assistants_messages(tmp_path):
     made = await source(path=written(tmp_path, {"messages": CHAT, "id": 4}))
     rollout = await shown(made)
     (sample,) = rollout.samples
@@ -52,7 +52,7 @@ async def test_a_conversation_trains_on_what_the_assistant_says(tmp_path):
     assert rollout.num_turns == 2
 
 
-async def test_a_rollout_says_that_nobody_sampled_and_nobody_scored_it(tmp_path):
+async def test_a_demonstration_has_no_logprobs_and_no_rewards(tmp_path):
     made = await source(path=written(tmp_path, {"prompt": "ab", "completion": "BA"}))
     rollout = await shown(made, group_id=9, version=5)
     assert (rollout.env, rollout.example_id, rollout.group_id) == ("demos", 0, 9)
@@ -62,7 +62,7 @@ async def test_a_rollout_says_that_nobody_sampled_and_nobody_scored_it(tmp_path)
     assert rollout.samples[0].advantages is None
 
 
-async def test_text_and_messages_are_two_ways_to_write_prompt_and_completion(tmp_path):
+async def test_prompt_and_completion_may_be_text_or_messages(tmp_path):
     made = await source(
         path=written(
             tmp_path,
@@ -76,7 +76,7 @@ async def test_text_and_messages_are_two_ways_to_write_prompt_and_completion(tmp
     assert [text((await shown(made, i)).samples[0], False) for i in range(3)] == ["ab", "Sab", "ab"]
 
 
-async def test_examples_keep_the_files_order_and_blank_lines_count_as_lines(tmp_path):
+async def test_examples_keep_the_order_of_the_file_and_blank_lines_count_as_lines(tmp_path):
     path = tmp_path / "demos.jsonl"
     path.write_text(
         '\n{"prompt": "x", "completion": "1"}\n\n{"prompt": "y", "completion": "2"}\r\n\n'
@@ -123,7 +123,7 @@ async def test_a_field_of_the_envs_tasks_answers_their_prompt():
     assert first.task["prompt"] == [{"role": "user", "content": "ab"}]
 
 
-def test_a_message_may_be_tool_calls_alone():
+def test_a_message_may_have_only_tool_calls():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
     assert conversation([CHAT[1], call], "user", "") == [CHAT[1], call]
     with pytest.raises(ConfigError, match=r"x\[0\]: content: expected text, got NoneType None"):
@@ -171,7 +171,7 @@ async def test_a_bad_line_is_named(tmp_path, record, message):
         await source(path=path)
 
 
-async def test_a_line_that_is_no_json_is_named(tmp_path):
+async def test_a_line_that_is_not_json_is_named(tmp_path):
     path = tmp_path / "demos.jsonl"
     path.write_text(json.dumps(GOOD) + '\n{"prompt": \n')
     with pytest.raises(ConfigError, match=r"demos\.jsonl:2: expected JSON, got b'\{\"prompt\": '"):
@@ -207,10 +207,10 @@ async def test_a_task_without_the_demonstration_is_named():
 @pytest.mark.parametrize(
     ("config", "got"), [({}, "neither"), ({"path": "x", "demo_key": "y"}, "both")]
 )
-def test_demonstrations_come_from_one_place(config, got):
+def test_exactly_one_origin_of_demonstrations_is_required(config, got):
     with pytest.raises(ValidationError, match=f"expected one of path and demo_key, got {got}"):
         DatasetConfig(**config)
 
 
-def test_demonstrations_feed_ce_alone():
+def test_demonstrations_feed_only_ce():
     assert Dataset.feeds == {"ce"}

@@ -1,4 +1,4 @@
-"""The pools on disk: exact, found again after a shuffle, and loud where they do not fit."""
+"""The pools on disk: exact, found again after a shuffle, with errors where they do not fit."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-# -- going on ----------------------------------------------------------------------------------
+# -- resume ------------------------------------------------------------------------------------
 
 STEP = st.one_of(
     st.just(("next",)),
@@ -65,7 +65,7 @@ STEP = st.one_of(
 
 
 def act(sampler, steps):
-    """Everything the sampler answers."""
+    """All results of the sampler."""
     answers = []
     for kind, *rest in steps:
         if kind == "next" and any(sampler._weight(index) for index in range(2)):
@@ -83,7 +83,7 @@ def act(sampler, steps):
     before=st.lists(STEP, max_size=25),
     after=st.lists(STEP, max_size=25),
     ratios=st.sampled_from([(None, None), (1.0, 3.0)]),
-    prompts=st.sampled_from(["pqrst", "ppqqq"]),  # the second: examples that hash alike
+    prompts=st.sampled_from(["pqrst", "ppqqq"]),  # the second: examples with equal hashes
 )
 @property_test
 def test_saving_and_loading_changes_nothing(before, after, ratios, prompts):
@@ -93,13 +93,15 @@ def test_saving_and_loading_changes_nothing(before, after, ratios, prompts):
     with tempfile.TemporaryDirectory() as folder:
         going_on.save(Path(folder))
         loaded = pools(*envs, seed=3, online_difficulty_filtering=True)
-        act(loaded, [("next",), ("back", 1, 3, 1.0), ("back", 0, 2, 0.0)])  # is forgotten
+        act(
+            loaded, [("next",), ("back", 1, 3, 1.0), ("back", 0, 2, 0.0)]
+        )  # load replaces this state
         loaded.load(Path(folder))
     rest = [*after, ("metrics",), *[("next",)] * 5]
     assert act(loaded, rest) == act(going_on, rest)
 
 
-def test_the_files_by_hand(tmp_path):
+def test_the_files_have_the_documented_contents(tmp_path):
     sampler = pools(env("a", "pqr"))
     sampler.next_example()
     sampler.observe(group(0, 1.0))
@@ -132,7 +134,7 @@ def test_the_files_by_hand(tmp_path):
     }
 
 
-# -- what the examples say ---------------------------------------------------------------------
+# -- identity of examples ----------------------------------------------------------------------
 
 
 def saved(tmp_path, sampler):
@@ -144,7 +146,7 @@ def saved(tmp_path, sampler):
     order=st.permutations(list("pqrst")), verdicts=st.dictionaries(st.integers(0, 4), st.booleans())
 )
 @property_test
-def test_examples_are_found_wherever_they_are_now(order, verdicts):
+def test_examples_are_found_in_any_order(order, verdicts):
     first = pools(env(), seed=1)
     for example, solved in verdicts.items():
         first.observe(group(example, float(solved)))
@@ -155,7 +157,7 @@ def test_examples_are_found_wherever_they_are_now(order, verdicts):
     assert members(second) == members(first)
 
 
-def test_of_examples_that_hash_alike_as_many_are_retired_as_were(tmp_path):
+def test_equal_hashes_retire_as_many_examples_as_were_saved(tmp_path):
     first = pools(env(prompts="ppp"))
     first.observe(group(1, 1.0))
     first.observe(group(2, 0.0))
@@ -167,7 +169,7 @@ def test_of_examples_that_hash_alike_as_many_are_retired_as_were(tmp_path):
     assert third._rotations[0].retired == {0: "easy"}
 
 
-def test_of_examples_that_hash_alike_the_same_one_is_taken(tmp_path):
+def test_equal_hashes_prefer_the_same_place(tmp_path):
     first = pools(env("a", "ppp"), env("b", "ppp"), hash_keys=["prompt"])
     first.observe(group(2, 1.0, "a"))
     first.observe(group(1, 0.0, "b"))
@@ -176,7 +178,7 @@ def test_of_examples_that_hash_alike_the_same_one_is_taken(tmp_path):
     assert [each.retired for each in second._rotations] == [{2: "easy"}, {1: "hard"}]
 
 
-def test_the_envs_name_is_part_of_an_example_unless_the_keys_leave_it_out(tmp_path, caplog):
+def test_the_name_of_the_env_is_part_of_an_examples_hash_by_default(tmp_path, caplog):
     first = pools(env("old"), hash_keys=["prompt"])
     first.observe(group(3, 1.0, "old"))
     renamed = pools(env("new"), hash_keys=["prompt"])
@@ -191,7 +193,7 @@ def test_the_envs_name_is_part_of_an_example_unless_the_keys_leave_it_out(tmp_pa
     assert "1 pooled examples" in caplog.text
 
 
-def test_an_env_that_was_not_there_starts_at_its_first_example(tmp_path):
+def test_a_new_env_starts_at_its_first_example(tmp_path):
     first = pools(env("a", ratio=1.0))
     first.next_example()
     second = pools(env("b", ratio=1e-9), env("a", ratio=1e9))
@@ -200,7 +202,7 @@ def test_an_env_that_was_not_there_starts_at_its_first_example(tmp_path):
     assert second._rotations[0].cursor == 0
 
 
-def test_a_place_beyond_the_end_starts_over(tmp_path):
+def test_a_cursor_beyond_the_end_starts_over(tmp_path):
     first = pools(env(prompts="pqrst"))
     for _ in range(4):
         first.next_example()
@@ -221,7 +223,7 @@ def test_the_order_of_a_messages_keys_does_not_matter(tmp_path):
     assert second._rotations[0].retired == {0: "easy"}
 
 
-def test_a_source_with_more_demonstrations_than_its_env_has_tasks_does_no_harm(tmp_path):
+def test_a_source_may_have_more_demonstrations_than_its_env_has_tasks(tmp_path):
     def task(index):
         if index >= 2:
             raise IndexError(index)
@@ -235,7 +237,7 @@ def test_a_source_with_more_demonstrations_than_its_env_has_tasks_does_no_harm(t
     assert members(second) == {("a", "s"): "easy"}
 
 
-# -- lifting examples back ---------------------------------------------------------------------
+# -- returning examples ------------------------------------------------------------------------
 
 
 @given(
@@ -244,7 +246,7 @@ def test_a_source_with_more_demonstrations_than_its_env_has_tasks_does_no_harm(t
     seed=st.integers(0, 5),
 )
 @property_test
-def test_the_fractions_lift_that_share_of_each_pool_back(sizes, fractions, seed):
+def test_the_fractions_return_that_share_of_each_pool(sizes, fractions, seed):
     letters = "abcdefghijklmnopqr"
     first = pools(env(prompts=letters))
     for example in range(sizes[0]):
@@ -270,7 +272,7 @@ def test_the_fractions_lift_that_share_of_each_pool_back(sizes, fractions, seed)
     assert rotation.retired == loaded[1]._rotations[0].retired  # the same seed, the same examples
 
 
-def test_what_is_lifted_is_drawn_at_random(tmp_path):
+def test_returned_examples_are_random(tmp_path):
     first = pools(env(prompts="abcdefghij"))
     for example in range(10):
         first.observe(group(example, 0.0))
@@ -296,10 +298,10 @@ def test_load_from_takes_the_pools_and_starts_at_the_first_example(tmp_path, mon
     assert [second.next_example()[1] for _ in range(5)] == [0, 2, 3, 4, 0]
 
 
-# -- what does not fit -------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------
 
 
-def test_a_folder_that_is_none_of_ours_is_refused(tmp_path):
+def test_a_folder_without_saved_pools_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*rollout_buffer\.jsonl: No such file"):
         pools(env(), load_from=tmp_path)
 
@@ -307,7 +309,7 @@ def test_a_folder_that_is_none_of_ours_is_refused(tmp_path):
 def test_other_hash_keys_are_refused(tmp_path):
     saved(tmp_path, pools(env()))
     with pytest.raises(
-        ConfigError, match=r"hash_keys = \['env_name', 'prompt'\], and .* \['index'\]"
+        ConfigError, match=r"hash_keys = \['env_name', 'prompt'\], but .* \['index'\]"
     ):
         pools(env(), hash_keys=["index"]).load(tmp_path)
 

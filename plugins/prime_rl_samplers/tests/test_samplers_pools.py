@@ -1,4 +1,4 @@
-"""``difficulty_pools``: sampling, verdicts, rejections and metrics, by hand."""
+"""``difficulty_pools``: sampling, retirement, rejections and metrics."""
 
 import json
 from collections import Counter
@@ -41,7 +41,7 @@ def group(example, rewards, name="a", source="policy"):
 THRESHOLDS = {"easy_threshold": 0.75, "hard_threshold": 0.25}
 
 
-# -- which example is next ---------------------------------------------------------------------
+# -- the next example --------------------------------------------------------------------------
 
 
 @given(
@@ -51,7 +51,7 @@ THRESHOLDS = {"easy_threshold": 0.75, "hard_threshold": 0.25}
     waiting=st.sets(st.integers(1, 3)),
 )
 @property_test
-def test_without_thresholds_it_samples_exactly_as_standard(seed, ratios, sizes, waiting):
+def test_without_thresholds_it_samples_exactly_like_standard(seed, ratios, sizes, waiting):
     envs = [
         env(f"env {i}", size, ratio, ready=i not in waiting)
         for i, (ratio, size) in enumerate(zip(ratios, sizes, strict=False))
@@ -70,7 +70,7 @@ def test_its_own_seed_replaces_the_runs():
     assert draws(7, seed=8) == draws(8)
 
 
-def test_examples_come_in_order_and_the_retired_are_passed_over():
+def test_examples_come_in_order_without_retired_ones():
     sampler = pools(**THRESHOLDS)
     assert [sampler.next_example()[1] for _ in range(3)] == [0, 1, 2]
     sampler.observe(group(1, [1.0, 1.0]))
@@ -100,16 +100,16 @@ def test_an_env_without_normal_examples_is_not_chosen():
     assert {sampler.next_example() for _ in range(20)} == {(1, 0)}
 
 
-def test_an_env_that_runs_out_is_said_once(caplog):
+def test_an_exhausted_env_is_logged_once(caplog):
     sampler = pools(env("a", 2), env("b", 1), **THRESHOLDS)
     for example in (0, 1, 1):
         sampler.observe(group(example, [1.0], "a"))
     assert [record.message for record in caplog.records] == [
-        "env 'a' has 2 easy, 0 normal, 0 hard: it is not sampled any more"
+        "env 'a' has 2 easy, 0 normal, 0 hard: it is no longer sampled"
     ]
 
 
-def test_when_every_example_is_retired_the_run_ends_with_the_pools_sizes():
+def test_if_every_example_is_retired_the_error_has_the_pool_sizes():
     sampler = pools(env("a", 2), env("b", 1), **THRESHOLDS)
     sampler.observe(group(0, [1.0], "a"))
     sampler.observe(group(1, [0.0], "a"))
@@ -122,14 +122,14 @@ def test_when_every_example_is_retired_the_run_ends_with_the_pools_sizes():
     )
 
 
-def test_when_only_waiting_envs_are_left_the_error_says_which():
+def test_if_only_waiting_envs_are_left_the_error_names_them():
     sampler = pools(env("a", 1), env("again", None, 1.0, ready=False), **THRESHOLDS)
     sampler.observe(group(0, [1.0], "a"))
-    with pytest.raises(RunError, match="env 'again' has nothing to give yet"):
+    with pytest.raises(RunError, match="env 'again' has no rollouts yet"):
         sampler.next_example()
 
 
-# -- verdicts ----------------------------------------------------------------------------------
+# -- retirement --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_when_only_waiting_envs_are_left_the_error_says_which():
         ([-1.0, 0.0, 0.0], "hard"),
     ],
 )
-def test_a_groups_mean_reward_decides_where_its_example_goes(rewards, pool):
+def test_a_groups_mean_reward_decides_its_examples_pool(rewards, pool):
     sampler = pools(env(size=1), **THRESHOLDS)
     sampler.observe(group(0, rewards))
     metrics = sampler.metrics()
@@ -154,7 +154,7 @@ def test_a_groups_mean_reward_decides_where_its_example_goes(rewards, pool):
     } | {pool: 1.0}
 
 
-def test_one_threshold_alone_fills_one_pool():
+def test_a_single_threshold_fills_one_pool():
     easy_only = pools(easy_threshold=0.5)
     easy_only.observe(group(0, [0.0]))
     easy_only.observe(group(1, [0.5]))
@@ -162,24 +162,24 @@ def test_one_threshold_alone_fills_one_pool():
     assert easy_only.metrics()["pool/hard"] == 0.0
 
 
-def test_the_first_verdict_counts():
+def test_an_example_stays_in_its_first_pool():
     sampler = pools(**THRESHOLDS)
     sampler.observe(group(2, [1.0]))
-    sampler.observe(group(2, [0.0]))  # was in flight when the first came back
+    sampler.observe(group(2, [0.0]))  # in flight when the first one finished
     metrics = sampler.metrics()
     assert (metrics["pool/easy"], metrics["pool/hard"]) == (0.25, 0.0)
     assert metrics["evicted_examples/a/hard"] == 0.0
 
 
 @pytest.mark.parametrize("source", ["dataset", "replay", "frozen"])
-def test_what_the_policy_did_not_sample_says_nothing_about_it(source):
+def test_groups_that_the_policy_did_not_sample_do_not_count(source):
     sampler = pools(**THRESHOLDS, online_difficulty_filtering=True)
     sampler.observe(group(0, [0.0, 0.0], source=source))
     assert sampler.reject(group(0, [0.0, 0.0], source=source)) is None
     assert sampler.metrics()["pool/normal"] == 1.0
 
 
-def test_an_example_of_an_env_without_end_is_never_retired():
+def test_an_example_of_an_unlimited_env_is_never_retired():
     sampler = pools(env("a", 2, 1e-9), env("endless", None, 1e9), **THRESHOLDS)
     sampler.observe(group(1, [1.0], "endless"))
     metrics = sampler.metrics()
@@ -218,7 +218,7 @@ def test_filtering_alone_retires_nothing():
 # -- metrics -----------------------------------------------------------------------------------
 
 
-def test_metrics_by_hand():
+def test_metrics_equal_hand_computed_numbers():
     sampler = pools(
         env("a", 4), env("b", 6), **THRESHOLDS, online_difficulty_filtering=True, seed=1
     )
@@ -274,7 +274,7 @@ def test_no_example_is_lost_or_in_two_pools(events, seed):
         assert easy | hard == judged
     normal = [r.num_normal for r in sampler._rotations]
     if any(normal):
-        # every normal example comes within so many draws of its env, and no other
+        # within that many draws of its env, exactly the normal examples are sampled
         drawn = [sampler.next_example() for _ in range(400)]
         for index, rotation in enumerate(sampler._rotations):
             expected = set(range(5)) - set(rotation.retired)
@@ -288,34 +288,34 @@ def test_no_example_is_lost_or_in_two_pools(events, seed):
     ("config", "message"),
     [
         ({"easy_threshold": 0.5, "hard_threshold": 0.5}, "must exceed hard_threshold, got 0.5"),
-        ({"easy_fraction": 0.5}, "easy_fraction lifts examples out of the easy pool"),
+        ({"easy_fraction": 0.5}, "easy_fraction returns examples from the easy pool"),
         ({"hard_fraction": 0.5, "easy_threshold": 1.0}, "set hard_threshold or load_from"),
         ({"hard_fraction": 1.5, "hard_threshold": 0.0}, "less than or equal to 1"),
         ({"hash_keys": []}, "at least 1 item"),
         ({"easy_treshold": 0.5}, "Extra inputs are not permitted"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(config, message):
+def test_invalid_settings_are_refused(config, message):
     with pytest.raises(ValidationError, match=message):
         DifficultyPoolsConfig(**config)
 
 
-def test_pools_over_endless_envs_alone_are_refused():
-    with pytest.raises(ConfigError, match=r"without end \('a', 'b'\): each is seen once"):
+def test_pools_with_only_unlimited_envs_are_refused():
+    with pytest.raises(ConfigError, match=r"unlimited examples \('a', 'b'\) and shows"):
         pools(env("a", None), env("b", None, 1.0), **THRESHOLDS)
 
 
-def test_an_endless_env_needs_a_ratio_where_shares_are_numbers_of_examples():
-    with pytest.raises(ConfigError, match=r"env 'b' generates .* Set a ratio on each"):
+def test_an_unlimited_env_needs_a_ratio_if_shares_are_numbers_of_examples():
+    with pytest.raises(ConfigError, match=r"env 'b' has unlimited .* Set a ratio on each"):
         pools(env("a"), env("b", None), **THRESHOLDS)
 
 
-def test_a_hash_key_that_no_task_has_is_refused_at_the_start():
+def test_an_unknown_hash_key_is_refused_at_the_start():
     with pytest.raises(ConfigError, match="env 'a', example 0: got no field 'question', expected"):
         pools(**THRESHOLDS, hash_keys=["env_name", "question"])
 
 
-def test_a_field_that_json_cannot_hold_is_refused_at_the_start():
+def test_a_field_that_json_cannot_encode_is_refused_at_the_start():
     odd = SampledEnv("a", 1, None, task=lambda index: {"prompt": object()})
     with pytest.raises(ConfigError, match=r"env 'a', example 0: expected fields that JSON can"):
         pools(odd, **THRESHOLDS)

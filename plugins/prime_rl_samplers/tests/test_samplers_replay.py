@@ -1,4 +1,4 @@
-"""``replay``: what is kept, for how long, and that it comes back as it was."""
+"""``replay``: which groups are stored, for how long, and that they are returned unchanged."""
 
 import asyncio
 import tempfile
@@ -34,7 +34,7 @@ def group(group_id, version=0, env="fresh", rewards=(1.0, 0.0)):
 
 
 def draw(made, version=0, group_id=1000):
-    """What ``group`` answers. It waits for nothing, so no event loop is needed."""
+    """The result of ``group``. It never waits, so no event loop is needed."""
     try:
         made.group(SourceRequest(group_id, 0, version)).send(None)
     except StopIteration as done:
@@ -43,14 +43,14 @@ def draw(made, version=0, group_id=1000):
 
 
 def drawn(made, version=0):
-    """Which group came: its original id."""
+    """The original id of the returned group."""
     return [rollout.info["replayed"]["group_id"] for rollout in draw(made, version)][:1]
 
 
-# -- what is kept ------------------------------------------------------------------------------
+# -- what is stored ----------------------------------------------------------------------------
 
 
-def test_a_group_comes_back_as_it_was_under_new_labels():
+def test_a_group_is_returned_unchanged_with_new_labels():
     made = replay()
     original = group(5, version=2)
     original[0].info, original[0].task = {"note": [1, None]}, {"prompt": "p"}
@@ -70,7 +70,7 @@ def test_a_group_comes_back_as_it_was_under_new_labels():
     assert came[0].task == {"prompt": "p"}
 
 
-def test_credit_is_not_kept_and_what_happens_to_the_original_later_does_not_show():
+def test_credit_and_later_changes_of_the_original_are_not_stored():
     made = replay()
     original = group(0)
     original[0].assign_advantages(3.0)
@@ -85,10 +85,10 @@ def test_credit_is_not_kept_and_what_happens_to_the_original_later_does_not_show
     assert all(getattr(sample, name) is None for name in CREDIT)
     assert sample.token_ids.tolist() == [0, 1, 2, 3, 4]
     rollout.assign_advantages(1.0)
-    sample.token_ids[0] = 4  # as writable as a fresh one
+    sample.token_ids[0] = 4  # writable, like a new sample
 
 
-def test_what_a_plugin_made_of_a_reward_is_not_kept_since_it_will_do_so_again():
+def test_the_reward_is_stored_as_the_env_gave_it():
     made = replay()
     original = group(0)
     for rollout in original:
@@ -114,7 +114,7 @@ def test_two_draws_of_one_group_share_nothing():
     reward=st.floats(allow_nan=False, allow_infinity=False),
 )
 @property_test
-def test_what_is_kept_is_exact(logprobs, reward):
+def test_stored_values_are_exact(logprobs, reward):
     size = len(logprobs)
     sample = Sample(
         token_ids=range(size),
@@ -131,7 +131,7 @@ def test_what_is_kept_is_exact(logprobs, reward):
     assert back.samples[0].is_repeat.tolist() == [False] * size
 
 
-def test_every_field_of_a_rollout_survives_but_those_named():
+def test_every_field_of_a_rollout_is_stored_except_the_listed_ones():
     values = {
         "env": "e",
         "example_id": 3,
@@ -159,7 +159,7 @@ def test_every_field_of_a_rollout_survives_but_those_named():
     assert back.trace is None
 
 
-def test_only_groups_of_its_env_are_kept():
+def test_only_groups_of_its_env_are_stored():
     made = replay()
     assert not made.is_ready
     made.observe(group(0, env="other"))
@@ -169,10 +169,10 @@ def test_only_groups_of_its_env_are_kept():
     assert made.is_ready
 
 
-# -- which, how often, how long ----------------------------------------------------------------
+# -- order, reuse, staleness -------------------------------------------------------------------
 
 
-def test_the_order_says_which_group_is_next():
+def test_the_order_decides_the_next_group():
     for order, expected in (("oldest", [0, 1, 2, 3]), ("newest", [3, 2, 1, 0])):
         made = replay(order=order)
         for group_id in range(4):
@@ -192,7 +192,7 @@ def test_uniform_draws_are_seeded_and_reach_every_group():
     assert all(abs(once.count(group_id) - 50) < 25 for group_id in range(4))
 
 
-def test_a_group_is_handed_out_so_often_and_no_more():
+def test_a_group_is_returned_max_reuse_times():
     made = replay(max_reuse=2, order="oldest")
     made.observe(group(0))
     made.observe(group(1))
@@ -200,7 +200,7 @@ def test_a_group_is_handed_out_so_often_and_no_more():
     assert made.metrics()["evictions/max_reuse"] == 2.0
 
 
-def test_the_oldest_leaves_for_a_new_one():
+def test_a_new_group_replaces_the_oldest():
     made = replay(capacity=2, order="oldest")
     for group_id in range(5):
         made.observe(group(group_id))
@@ -208,7 +208,7 @@ def test_the_oldest_leaves_for_a_new_one():
     assert [drawn(made) for _ in range(3)] == [[3], [4], []]
 
 
-def test_a_group_older_than_the_bound_is_never_handed_out():
+def test_a_group_older_than_the_bound_is_never_returned():
     made = replay(max_staleness=2, order="oldest")
     made.observe(group(0, version=3))
     made.observe(group(1, version=4))
@@ -216,28 +216,28 @@ def test_a_group_older_than_the_bound_is_never_handed_out():
     assert made.metrics()["evictions/stale"] == 1.0
 
 
-def test_groups_of_other_envs_tell_the_time():
+def test_groups_of_other_envs_advance_the_version():
     made = replay(max_staleness=2)
     made.observe(group(0, version=3))
     made.observe(group(9, version=6, env="other"))
     assert not made.is_ready
 
 
-def test_a_group_that_arrives_too_old_takes_nobodys_place():
+def test_a_group_that_arrives_stale_replaces_no_other():
     made = replay(max_staleness=1, capacity=1)
     made.observe(group(0, version=5))
     made.observe(group(1, version=3))
     assert drawn(made, version=5) == [0]
 
 
-def test_a_group_waits_until_the_step_it_trained_in_is_over():
+def test_a_group_waits_until_its_first_step_is_over():
     made = replay(min_staleness=2, max_staleness=3)
     made.observe(group(0, version=5))
     assert not made.is_ready and drawn(made, version=6) == []
     assert drawn(made, version=7) == [0]
 
 
-def test_bounds_that_leave_no_time_are_refused():
+def test_bounds_that_allow_no_age_are_refused():
     with pytest.raises(ValueError, match="min_staleness 3 is more than max_staleness 2"):
         ReplayConfig(env="fresh", min_staleness=3, max_staleness=2)
 
@@ -250,7 +250,7 @@ def test_a_group_is_as_old_as_its_oldest_rollout():
     assert not made.is_ready
 
 
-def test_metrics_by_hand():
+def test_metrics_equal_hand_computed_numbers():
     made = replay(capacity=2, max_staleness=3, order="oldest", max_reuse=5)
     for group_id, version in ((0, 1), (1, 2), (2, 4)):
         made.observe(group(group_id, version))
@@ -290,7 +290,7 @@ CONFIG = st.fixed_dictionaries(
 
 
 def act(made, steps, version=0, next_id=0):
-    """Everything the source answers, with the version it was asked under."""
+    """All results of the source, with the version of each request."""
     answers = []
     for step in steps:
         if step == "observe":
@@ -343,7 +343,7 @@ def test_saving_and_loading_changes_nothing(config, before, after):
     assert told(ours) == told(theirs)
 
 
-def test_saved_draws_go_on_where_they_were(tmp_path):
+def test_draws_continue_after_a_load(tmp_path):
     going_on, loaded = replay(max_reuse=99), replay(max_reuse=99)
     for group_id in range(20):
         going_on.observe(group(group_id))
@@ -354,14 +354,14 @@ def test_saved_draws_go_on_where_they_were(tmp_path):
     assert [drawn(loaded) for _ in range(20)] == [drawn(going_on) for _ in range(20)]
 
 
-def test_narrower_bounds_hold_for_what_was_saved(tmp_path):
+def test_narrower_bounds_apply_to_saved_groups(tmp_path):
     wide = replay(capacity=10, max_staleness=9, max_reuse=9, order="newest")
     for group_id, version in ((0, 1), (1, 6), (2, 7), (3, 8), (4, 8)):
         wide.observe(group(group_id, version))
     for _ in range(2):
         assert drawn(wide, version=8) == [4]
     wide.save(tmp_path)
-    # 0 is stale, 4 is used up, and of the three left there is room for two
+    # 0 is stale, 4 is used up, and two of the other three fit the capacity
     narrow = replay(capacity=2, max_staleness=3, max_reuse=2, order="oldest")
     narrow.load(tmp_path)
     assert [drawn(narrow, version=8) for _ in range(5)] == [[2], [2], [3], [3], []]
@@ -384,7 +384,7 @@ def test_an_env_cannot_replay_itself():
         ("policy", False, "of source 'policy' without logprobs"),
     ],
 )
-def test_what_the_policy_did_not_sample_is_refused(source, has_logprobs, got):
+def test_groups_that_the_policy_did_not_sample_are_refused(source, has_logprobs, got):
     members = group(0)
     members[1].source, members[1].has_logprobs = source, has_logprobs
     made = replay()
@@ -393,7 +393,7 @@ def test_what_the_policy_did_not_sample_is_refused(source, has_logprobs, got):
     assert not made.is_ready
 
 
-def test_an_env_that_nobody_has_is_named():
+def test_an_unknown_env_is_named():
     made = Replay(ReplayConfig(env="frehs"))
     with pytest.raises(ConfigError) as caught:
         asyncio.run(made.setup(FakeHost(env="again", envs=("fresh", "again"))))
@@ -406,7 +406,7 @@ def test_an_env_that_nobody_has_is_named():
 def test_the_state_of_another_env_is_refused(tmp_path):
     other = Replay(ReplayConfig(env="other"))
     other.save(tmp_path)
-    with pytest.raises(ConfigError, match=r"env 'again': .* holds groups of env 'other', and"):
+    with pytest.raises(ConfigError, match=r"env 'again': .* contains groups of env 'other', but"):
         replay().load(tmp_path)
 
 

@@ -33,7 +33,7 @@ def test_tensorboard_reads_every_scalar_at_its_step(tmp_path):
     }
 
 
-def test_what_is_not_finite_is_left_out_and_what_is_too_large_is_cut(tmp_path):
+def test_values_that_are_not_finite_are_dropped_and_large_ones_clipped(tmp_path):
     monitor = TensorBoardMonitor(TensorBoardConfig(folder="tb"), tmp_path)
     monitor.log(1, {"nan": math.nan, "inf": math.inf, "large": 1e300, "fine": 2.0})
     monitor.close()
@@ -41,14 +41,14 @@ def test_what_is_not_finite_is_left_out_and_what_is_too_large_is_cut(tmp_path):
                                      "fine": [(1, 2.0)]}  # fmt: skip
 
 
-def test_lines_are_readable_while_the_run_goes_on(tmp_path):
+def test_events_are_readable_during_the_run(tmp_path):
     monitor = TensorBoardMonitor(TensorBoardConfig(), tmp_path)
     monitor.log(1, {"a": 1.0})
     assert read(tmp_path / "tensorboard") == {"a": [(1, 1.0)]}
     monitor.close()
 
 
-def test_checksums_by_the_published_vectors():
+def test_checksums_equal_the_published_vectors():
     """RFC 3720, B.4: CRC-32C of 32 zero bytes is 8a9136aa, of ``123456789`` e3069283."""
     for data, crc in ((bytes(32), 0x8A9136AA), (b"123456789", 0xE3069283)):
         rotated = ((crc >> 15) | (crc << 17)) & 0xFFFFFFFF
@@ -60,5 +60,5 @@ def test_a_folder_outside_the_run_is_refused():
         TensorBoardConfig(folder="../elsewhere")
 
 
-def test_what_it_offers():
+def test_it_registers_the_monitor():
     assert register_monitors() == [TensorBoardMonitor]

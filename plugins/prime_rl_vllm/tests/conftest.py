@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineSubject]:
-    """vLLM's own routes for development are open to the admin key: tests look behind ours."""
+    """The server, with vLLM's development routes open to the admin key."""
     engine = Vllm(VllmConfig.model_validate(SETTINGS))
     folder, env = tmp_path_factory.mktemp("vllm"), {"VLLM_SERVER_DEV_MODE": "1"}
     with started(engine, folder, python=PYTHON, env=env) as subject:

@@ -1,4 +1,4 @@
-"""What becomes of a broadcast that not every worker can take, without vLLM."""
+"""Broadcasts that some or all workers refuse, without vLLM."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ MEETING = BroadcastGroup(
 
 
 class Workers:
-    """Stands for ``AsyncLLM``; ``answers`` are what the workers say of a broadcast."""
+    """A fake ``AsyncLLM``. ``answers`` are the workers' results of a broadcast."""
 
     def __init__(self, *answers: str | None) -> None:
         self.answers, self.held = list(answers), False
@@ -52,19 +52,19 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return signals
 
 
-async def test_what_all_workers_take_is_the_new_version(ended: list[int]) -> None:
+async def test_weights_that_all_workers_accept_are_the_new_version(ended: list[int]) -> None:
     assert (await receive(Workers(None, None))).version == 1 and not ended
 
 
-async def test_what_all_workers_refuse_leaves_a_server_that_serves_on(ended: list[int]) -> None:
+async def test_weights_that_all_workers_refuse_leave_the_old_version(ended: list[int]) -> None:
     workers = Workers("called off", "called off")
-    with pytest.raises(RequestError, match="version 0 serves on: called off"):
+    with pytest.raises(RequestError, match="still serving version 0: called off"):
         await receive(workers)
     assert not ended and not workers.held
 
 
 async def test_workers_of_two_versions_end_the_server(ended: list[int]) -> None:
-    """One has loaded the new weights, the connection of the other broke just before."""
+    """One worker has loaded the new weights, the other lost its connection just before."""
     workers = Workers(None, "the broadcast broke off")
     with pytest.raises(RequestError, match="failed half-way, so the server ends: one of 2 workers"):
         await receive(workers)

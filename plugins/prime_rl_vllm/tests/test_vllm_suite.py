@@ -1,6 +1,6 @@
-"""The real vLLM keeps every promise of the engine contract.
+"""The real vLLM passes the engine suite.
 
-The last file by name: the last promise is that the server ends.
+The last file by name: the last check ends the server.
 """
 
 import pytest
@@ -11,5 +11,5 @@ pytestmark = pytest.mark.vllm
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_vllm_keeps_the_promises_of_an_engine(vllm, check):
+def test_vllm_passes_the_engine_suite(vllm, check):
     hold(vllm, check)

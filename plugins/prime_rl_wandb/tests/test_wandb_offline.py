@@ -1,4 +1,4 @@
-"""The real wandb package, offline; what it wrote is read back."""
+"""The real wandb package, offline. The tests read its files."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def row_of(rollout, reason=None):
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """One offline run of both processes' lines, out of order, and two tables."""
+    """One offline run with lines of both processes, out of order, and two tables."""
     folder = tmp_path_factory.mktemp("runs") / "my-run--1"
     (folder / "configs").mkdir(parents=True)
     (folder / "configs" / "run.json").write_text(json.dumps({"max_steps": 12, "seed": 3}))
@@ -32,7 +32,7 @@ def written(tmp_path_factory):
     monitor.log(0, {"eval/held/all/reward/mean": 0.125})
     monitor.log(1, {"train/agg/all/reward/mean": 0.5, "time/step": 1.0, "nan": math.nan})
     monitor.log(2, {"train/agg/all/reward/mean": 0.75, "time/step": 2.0})
-    monitor.log(1, {"loss/mean": 0.25, "time/trainer/step": 3.0})  # of the step before
+    monitor.log(1, {"loss/mean": 0.25, "time/trainer/step": 3.0})  # a line of the previous step
     rollouts = [make_rollout(1.0), make_rollout(0.0), make_rollout(0.5)]
     rollouts[0].assign_advantages([0.5, 0.5, -0.25])
     rollouts[1].assign_advantages(0.0)
@@ -60,7 +60,7 @@ def test_the_run_carries_name_tags_group_and_config(written):
     assert (written.config["max_steps"], written.config["seed"]) == (12, 3)
 
 
-def test_tables_hold_rollouts_with_their_credit(written):
+def test_tables_contain_rollouts_with_their_credit(written):
     tables = written.tables()
     assert sorted(tables) == [1, 11]
     assert tables[1]["columns"] == list(COLUMNS)
@@ -73,19 +73,19 @@ def test_tables_hold_rollouts_with_their_credit(written):
     assert second["dropped_by"] == "post_batch_filters"
 
 
-def test_a_resumed_run_goes_on_under_its_id(tmp_path):
+def test_a_resumed_run_keeps_its_id(tmp_path):
     first, second = started(tmp_path), started(tmp_path)
     assert first._run_id() == second._run_id() != ""
 
 
-def test_tables_come_at_the_interval_from_the_first_step(tmp_path):
+def test_tables_are_logged_at_the_interval_from_the_first_step(tmp_path):
     monitor = started(tmp_path, table_interval=3)
     assert [step for step in range(1, 11) if monitor.wants_rollouts(step)] == [1, 4, 7, 10]
     none = started(tmp_path, table_interval=0)
     assert not any(none.wants_rollouts(step) for step in range(1, 11))
 
 
-def test_what_cannot_begin_says_so_at_every_line_and_is_not_asked_again(tmp_path, monkeypatch):
+def test_a_failed_start_raises_at_every_line_and_is_not_retried(tmp_path, monkeypatch):
     monitor, asked = started(tmp_path), []
 
     def fail(**arguments):
@@ -108,20 +108,20 @@ def test_disabled_writes_nothing(tmp_path):
     assert not list(tmp_path.glob("wandb/*run-*"))
 
 
-def test_a_rollout_that_nobody_credited_or_sampled():
+def test_a_rollout_without_credit_or_samples_has_empty_cells():
     row = row_of(make_rollout(0.5), "sampler")
     assert (row["advantage_mean"], row["credit"], row["conversation"]) == (None, "", "")
     assert row["dropped_by"] == "sampler"
 
 
-def test_long_texts_are_cut():
+def test_long_texts_are_truncated():
     assert len(credit_text([float(i) for i in range(1000)])) == 400
     rollout = make_rollout()
     rollout.task = {"prompt": "x" * 10_000}
     assert len(row_of(rollout)["prompt"]) == 4000
 
 
-def test_what_was_said():
+def test_the_conversation_has_a_line_per_message():
     rollout = make_rollout()
     said = [
         SimpleNamespace(role="user", content="2 + 2?"),
@@ -131,5 +131,5 @@ def test_what_was_said():
     assert conversation(rollout) == "[user] 2 + 2?\n[tool] "
 
 
-def test_what_it_offers():
+def test_it_registers_the_monitor():
     assert register_monitors() == [WandbMonitor]

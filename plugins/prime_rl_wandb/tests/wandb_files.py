@@ -1,4 +1,4 @@
-"""Reads what wandb wrote offline: a LevelDB log of protobuf records, after a header of 7 bytes."""
+"""Reads wandb's offline files: a LevelDB log of protobuf records, after a header of 7 bytes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def frames(data: bytes) -> Iterator[bytes]:
-    """Whole records; one may be spread over several blocks."""
+    """Whole records. A record may span several blocks."""
     assert data[:4] == b":W&B"
     at, whole = 7, b""
     while at + 7 <= len(data):
-        if BLOCK - at % BLOCK < 7:  # no room for another head in this block
+        if BLOCK - at % BLOCK < 7:  # no room for another header in this block
             at += BLOCK - at % BLOCK
             continue
         length, kind = struct.unpack_from("<HB", data, at + 4)
@@ -64,7 +64,7 @@ class WandbRun:
 
 
 def _items(items: Any) -> dict[str, Any]:
-    """Keys with a dot of their own come nested: ``["rollouts", "path"]``."""
+    """Keys with a dot are nested: ``["rollouts", "path"]``."""
     found: dict[str, Any] = {}
     for item in items:
         keys = [item.key] if item.key else list(item.nested_key)

@@ -1,5 +1,5 @@
-"""The distillation family: opd learns from a teacher, opsd from itself shown a demonstration, sft
-from whoever samples."""
+"""Distillation: opd learns from a teacher, opsd from the policy conditioned on a demonstration, sft
+from given samples."""
 
 from prime_rl import Algorithm, hookimpl
 from prime_rl_distill.opd import OPD as OPD
@@ -9,5 +9,4 @@ from prime_rl_distill.sft import SFT as SFT
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    """Offer the family."""
     return [OPD, OPSD, SFT]

@@ -1,4 +1,4 @@
-"""Where an expert's response to a rollout's example is found, and how it is shown."""
+"""Find the demonstration of a rollout's example, and check the template that shows it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Here is an example of an expert response:
 
 
 def check_template(template: str) -> str:
-    """The template itself. Raises ``ValueError`` unless ``{demonstration}`` is its one field."""
+    """Returns the template. Raises ``ValueError`` unless its only field is ``{demonstration}``."""
     try:
         shows = "\0" in template.format(demonstration="\0")
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"its only field may be {{demonstration}}, and formatting it gives "
-            f"{type(error).__name__}: {error}. Write any other brace twice"
+            f"its only field may be {{demonstration}}, but formatting it gives "
+            f"{type(error).__name__}: {error}. Write all other braces twice"
         ) from error
     if not shows:
         raise ValueError(
@@ -29,20 +29,20 @@ def check_template(template: str) -> str:
 
 
 def demonstration_of(rollout: Rollout, key: str) -> str:
-    """The rollout's ``info[key]``, else its example's field of that name. Raises ``ConfigError`` if
-    neither is there, or it is no text."""
+    """The rollout's ``info[key]``, else its example's field ``key``. Raises ``ConfigError`` if
+    there is neither, or it is not a text."""
     where = f"env {rollout.env!r}, example {rollout.example_id}"
     if key not in rollout.info and key not in rollout.task:
         raise ConfigError(
             f"{where}: no demonstration: neither info nor the example has {key!r} (info has: "
             f"{_keys(rollout.info)}; the example has: {_keys(rollout.task)}). Set algo.demo_key to "
-            "the field that holds the expert's response, or have the environment give one."
+            "the field with the expert's response, or change the environment to provide one."
         )
     found = rollout.info.get(key, rollout.task.get(key))
     if not isinstance(found, str) or not found.strip():
         raise ConfigError(
             f"{where}: {key!r} is {found!r}, expected the text of an expert's response. Set "
-            "algo.demo_key to another field, or mend the example."
+            "algo.demo_key to another field, or fix the example."
         )
     return found
 

@@ -3,14 +3,14 @@ Machines, "On-Policy Distillation", 2025; GKD, arXiv:2306.13649).
 
     y ~ pi(. | x)        g_t = log teacher(y_t | x, y_<t) - log pi(y_t | x, y_<t)
 
-on every token the policy sampled: its expectation is -KL(pi || teacher). The orchestrator ships the
-teacher's log-probabilities; the trainer takes g_t as a constant advantage under an importance ratio
-(component ``ref_kl``). No reward, no siblings: any ``group_size``.
+on every token that the policy sampled. Its expectation is -KL(pi || teacher). The orchestrator
+sends the teacher's logprobs; the trainer uses g_t as a constant advantage with an importance ratio
+(component ``ref_kl``). It needs no reward and no siblings: any ``group_size``.
 
-Changed from the source: 1. pi in g is the policy that is trained now, not the one that sampled; 2.
-a token that has become less likely by more than 0.2 is left out; 3. the teacher is scored at
-temperature 1, the policy at the temperature it is sampled at: at 0.7, it is the policy as sampled
-at 0.7 that comes to equal the teacher at 1.
+Changed from the source: 1. pi in g is the current policy, not the one that sampled; 2. a token
+whose probability has fallen by more than 0.2 is dropped; 3. the teacher is scored at temperature 1,
+the policy at its sampling temperature: at 0.7, the policy sampled at 0.7 converges to the teacher
+at 1.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class OPDConfig(PluginConfig):
     """Settings of ``opd``."""
 
     teacher: FrozenModel
-    """The model to come close to: ``name`` and ``base_url``. It shares the policy's tokenizer."""
+    """The model to learn from: ``name`` and ``base_url``. It must have the policy's tokenizer."""
 
     @field_validator("teacher", mode="before")
     @classmethod
@@ -36,13 +36,13 @@ class OPDConfig(PluginConfig):
             raise ValueError(
                 "the policy cannot be its own teacher: the KL would be zero everywhere. Give a "
                 "frozen model (name and base_url), or use the algorithm opsd, in which the policy "
-                "learns from itself shown a demonstration"
+                "learns from itself conditioned on a demonstration"
             )
         return value
 
 
 class OPD(Algorithm):
-    """The signal is how much likelier the teacher finds each token than the policy does."""
+    """The signal is the teacher's logprob of each token minus the policy's."""
 
     name = "opd"
     config_class = OPDConfig
@@ -50,10 +50,9 @@ class OPD(Algorithm):
     action_loss = "ref_kl"
 
     async def setup(self, host: Host) -> None:
-        """Connect the teacher."""
         self.teacher: ReferenceModel = host.connect(self.config.teacher)
 
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:
-        """Score what the policy sampled under the teacher."""
+        """Score the sampled tokens with the teacher."""
         rollout.assign_ref_logprobs(await sampled_logprobs(self.teacher, rollout))

@@ -1,21 +1,22 @@
-"""OPSD: the policy distils itself, shown an expert's demonstration (SDFT, arXiv:2601.19897).
+"""OPSD: self-distillation from the policy with a demonstration in its context (SDFT,
+arXiv:2601.19897).
 
     y ~ pi(. | x)        g_t = log pi(y_t | d, x, y_<t) - log pi(y_t | x, y_<t)
 
-on the tokens the policy sampled: the reverse KL to what it would do had it seen the demonstration d
-(component ``ref_kl``). The reference is the live policy, so there is no model to name. d goes in
-front as a system message; the sample's own tokens follow it verbatim.
+on the tokens that the policy sampled: the reverse KL to the policy that has seen the demonstration
+d (component ``ref_kl``). The reference is the live policy, so no other model is needed. d precedes
+the sample as a system message; the sample's own tokens follow verbatim.
 
-Changed from the paper: 1. a reference that is trained along drifts, and nothing pulls it back: left
-alone, the run ends in replies without end. So an example trains only while d still teaches
-something, measured on the expert's own reply e to the rollout's first prompt::
+Changed from the paper: 1. a reference that is trained with the policy drifts, and nothing pulls it
+back: without a gate, the run ends in endless replies. So an example trains only while d still helps
+with the expert's own reply e to the rollout's first prompt::
 
     gain = mean_t [log pi(e_t | d, x, e_<t) - log pi(e_t | x, e_<t)] > min_gain
 
-It closes once the policy has learnt what d shows, or d no longer helps it, and opens again when the
-policy falls behind; 2. a truncated rollout is left out: it shows states that no expert reaches,
-which the reference knows nothing of, and has no end to learn; 3. pi in g is the policy that is
-trained now, and a token that has become less likely by more than 0.2 is left out.
+The gate closes once the policy has learned d, or d no longer helps, and opens again if the policy
+gets worse; 2. a truncated rollout is skipped: it has states that no expert reaches, for which d is
+no reference, and no end to learn; 3. pi in g is the current policy, and a token whose probability
+has fallen by more than 0.2 is dropped.
 """
 
 from __future__ import annotations
@@ -35,38 +36,37 @@ class OPSDConfig(PluginConfig):
     """Settings of ``opsd``."""
 
     demo_key: str = "demonstration"
-    """Where the expert's response is: this key of the rollout's info, else of the example."""
+    """The key of the expert's response in the rollout's info, else in the example."""
     template: Annotated[str, AfterValidator(check_template)] = TEMPLATE
-    """The system message; ``{demonstration}`` stands for the expert's response."""
+    """The system message. ``{demonstration}`` is replaced by the expert's response."""
     renderer: str | None = None
-    """Renderer of the system message, by name. None: the run's."""
+    """Name of the renderer of the system message. None: the run's."""
     skip_truncated: bool = True
-    """Leave out rollouts that were cut off before they came to an end."""
+    """Do not train on truncated rollouts."""
     min_gain: float | None = 0.2
-    """Train on an example only where the demonstration makes the expert's own reply likelier by
-    more than this, in nats a token. None: always, and do not run it for long."""
+    """Train on an example only while the demonstration raises the logprob of the expert's own reply
+    by more than this, in nats per token. None: always, which fails in long runs."""
 
 
 class OPSD(Algorithm):
-    """The signal is how much likelier a token becomes to the policy that has seen an expert."""
+    """The signal is how much the demonstration raises the policy's logprob of each token."""
 
     name = "opsd"
     config_class = OPSDConfig
     config: OPSDConfig
     action_loss = "ref_kl"
-    # The reference is scored at 1. Beside a policy at another one every token would have a signal
-    # though the demonstration says nothing, and the policy would run after it.
+    # The reference is scored at 1. With a policy at another temperature, every token would have a
+    # signal even without a demonstration, and the policy would follow it.
     needs_temperature = 1.0
 
     async def setup(self, host: Host) -> None:
-        """Keep what renders and scores."""
         self.host = host
 
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:
-        """Score what the policy sampled under the policy that has seen the demonstration."""
+        """Score the sampled tokens with the policy that has seen the demonstration."""
         if self.config.skip_truncated and rollout.is_truncated:
-            return _leave_out(rollout)
+            return _skip(rollout)
         demonstration = demonstration_of(rollout, self.config.demo_key)
         message = {
             "role": "system",
@@ -75,20 +75,21 @@ class OPSD(Algorithm):
         hint = self.host.render([message], renderer=self.config.renderer)
         try:
             await self._score(rollout, demonstration, hint)
-        except OverlongError:  # with the demonstration in front it does not fit the context
+        except OverlongError:  # with the demonstration it exceeds the context
             rollout.metrics["opsd_overlong"] = 1.0
-            _leave_out(rollout)
+            _skip(rollout)
 
     async def _score(self, rollout: Rollout, demonstration: str, hint: list[int]) -> None:
         if self.config.min_gain is not None:
             gain = await self.gain(rollout, demonstration, hint)
             rollout.metrics["opsd_gain"] = gain
             if gain <= self.config.min_gain:
-                return _leave_out(rollout)
+                return _skip(rollout)
         rollout.assign_ref_logprobs(await sampled_logprobs(self.host.policy, rollout, hint))
 
     async def gain(self, rollout: Rollout, demonstration: str, hint: list[int]) -> float:
-        """Nats a token by which the hint makes the expert's reply to the first prompt likelier."""
+        """Nats per token by which the hint raises the logprob of the expert's reply to the first
+        prompt."""
         first = rollout.samples[0]
         prompt = first.token_ids[: int(first.loss_mask.argmax())]
         turn = [{"role": "user", "content": ""}, {"role": "assistant", "content": demonstration}]
@@ -103,7 +104,7 @@ class OPSD(Algorithm):
         return float(np.mean(shown[-len(reply) :] - plain[-len(reply) :]))
 
 
-def _leave_out(rollout: Rollout) -> None:
-    """No token trains; the batch fills the rollout's place with another."""
+def _skip(rollout: Rollout) -> None:
+    """Train no token. The batch gets another rollout instead."""
     rollout.assign_weights("ref_kl", np.zeros(rollout.num_tokens))
     rollout.assign_ref_logprobs(np.zeros(rollout.num_tokens))

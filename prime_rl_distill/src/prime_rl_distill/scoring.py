@@ -13,10 +13,10 @@ from prime_rl import ReferenceModel, Rollout
 async def sampled_logprobs(
     model: ReferenceModel, rollout: Rollout, prefix: Sequence[int] = ()
 ) -> np.ndarray:
-    """Log-probabilities of the trainable tokens, in order: [C].
+    """Logprobs of the C trainable tokens, in order: [C].
 
-    Every sample is scored whole, after ``prefix``, all of them at once; what belongs to the prefix
-    is sliced off. Raises ``EngineError`` if the model refuses.
+    All samples are scored concurrently and as a whole, each after ``prefix``, whose logprobs are
+    dropped. Raises ``EngineError`` if the model refuses.
     """
     columns = await asyncio.gather(
         *(

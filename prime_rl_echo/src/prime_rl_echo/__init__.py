@@ -1,4 +1,4 @@
-"""ECHO: GRPO on what the policy sampled, cross-entropy on what the environment answered."""
+"""ECHO: GRPO on the policy's tokens, cross-entropy on the environment's responses."""
 
 from prime_rl import Algorithm, hookimpl
 from prime_rl_echo.echo import Echo as Echo
@@ -7,5 +7,4 @@ from prime_rl_echo.echo import EchoConfig as EchoConfig
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    """Offer echo."""
     return [Echo]

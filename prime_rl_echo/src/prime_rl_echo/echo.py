@@ -1,20 +1,20 @@
-"""ECHO: GRPO, and a cross-entropy loss on what the environment answered (arXiv:2605.24517).
+"""ECHO: GRPO, and a cross-entropy loss on the environment's responses (arXiv:2605.24517).
 
     L = L_GRPO(sampled tokens) + sum_t alpha[role(t)] (-log pi(t)) / N_ce     t in the observations
 
 An observation is a token of a message that no model sampled, after the branch's first sampled
-token, of a role that is in ``roles``, on the message's body where the renderer tells body from
-scaffold, and kept by ``filter`` if there is one. So the initial prompt is never trained. alpha is
-the paper's lambda.
+token, of a role in ``roles``, in the message's body if the renderer separates body and template,
+and kept by ``filter`` if there is one. So the initial prompt is never trained. alpha is the paper's
+lambda.
 
-A rollout whose advantage is 0 trains by its observations alone: core takes it out of the tokens
-that L_GRPO is divided by (``stamp``), as grpo's filter ``zero_advantage`` drops it.
+A rollout whose advantage is 0 trains only with its observations: core excludes its tokens from the
+count that divides L_GRPO (``stamp``), just as grpo's filter ``zero_advantage`` drops the rollout.
 
-Changed from the paper: 1. N_ce is the number of such tokens in the whole optimizer step, not in
-one rollout: every observed token counts alike; 2. the paper trains terminal output alone, we any
-role of the table, each at its own weight; 3. the paper leaves warning lines out, we only if
-``filter`` says so; 4. an observation that reaches the policy in a re-rendered prompt, so that it
-starts a new branch, counts as that branch's initial prompt.
+Changed from the paper: 1. N_ce is the number of observations in the whole optimizer step, not in
+one rollout, so every observed token has the same weight; 2. the paper trains only terminal output,
+we train any role of the table with its own weight; 3. the paper excludes warning lines, we do so
+only with a ``filter``; 4. an observation that reaches the policy in a re-rendered prompt starts a
+new branch and counts as that branch's initial prompt.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class EchoConfig(GRPOConfig):
     """Message roles to train on (``system``, ``user``, ``assistant``, ``tool``), each a table with
     its weight ``alpha`` > 0. Setting any role replaces the whole table."""
     filter: TokenFilter | None = None
-    """A function that narrows the selection: ``import_path`` (``module.function``) and ``kwargs``.
-    It is called as ``function(rollout, **kwargs)`` and gives one list of booleans per sample, one
-    per token; False is never trained."""
+    """A function that restricts the selection: ``import_path`` (``module.function``) and
+    ``kwargs``. ``function(rollout, **kwargs)`` returns one list of booleans per sample, one per
+    token. Tokens with False are not trained."""
 
 
 class Echo(GRPO):
-    """GRPO's credit, and a ce weight on what the environment answered."""
+    """GRPO's credit, and ce weights on the environment's responses."""
 
     name = "echo"
     config_class = EchoConfig
@@ -59,7 +59,7 @@ class Echo(GRPO):
 
     @hookimpl
     def observation_weights(self, rollout: Rollout) -> list[FloatColumn | None]:
-        """Alpha on every observed token, 0.0 elsewhere: [T] per sample, None where all is 0.0."""
+        """Alpha on every observed token, 0.0 elsewhere: [T] per sample, None if all are 0.0."""
         pairs = zip(rollout.samples, rollout.sampled_paths, strict=True)
         weights = [self._weights(rollout, sample, sampled) for sample, (sampled, _) in pairs]
         if self.filter is not None:
@@ -71,8 +71,8 @@ class Echo(GRPO):
         if sample.roles is None:
             raise StreamError(
                 f"env {rollout.env!r}, group {rollout.group_id}: algo 'echo' selects tokens by the "
-                "role of their message, and a sample has no roles. Choose a renderer that gives "
-                "attribution (orchestrator.renderer.name), or a source whose samples carry roles."
+                "role of their message, but a sample has no roles. Choose a renderer with "
+                "attribution (orchestrator.renderer.name), or a source whose samples have roles."
             )
         messages = _messages(sample)
         observed = np.logical_or.accumulate(sampled) & ~np.isin(messages, messages[sampled])
@@ -82,11 +82,11 @@ class Echo(GRPO):
 
 
 def _messages(sample: Sample) -> npt.NDArray[np.integer]:
-    """Which message each token belongs to, [T]. A message with a sampled token is an action: what
-    the template wrote around it (the generation prompt) is no observation.
+    """The message of each token, [T]. A message with a sampled token is an action, so the template
+    around it (the generation prompt) is not an observation.
 
     Without ``node_ids``, each run of tokens of one role counts as a message. With ``is_content``,
-    which leaves out the template's own tokens, each token does.
+    which already excludes the template's tokens, each token does.
     """
     if sample.node_ids is not None:
         return sample.node_ids
@@ -96,7 +96,7 @@ def _messages(sample: Sample) -> npt.NDArray[np.integer]:
 
 
 def _move_to_trained(rollout: Rollout, weights: Sequence[FloatColumn]) -> None:
-    """Give a shared token the largest of its weights, in the sample that trains it; in place."""
+    """Move the largest weight of a shared token to the sample that trains it, in place."""
     for later, earlier, length in reversed([*rollout.shared_prefixes]):
         ours, theirs = weights[later][:length], weights[earlier][:length]
         np.maximum(ours, theirs, out=theirs)

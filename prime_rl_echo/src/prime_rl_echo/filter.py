@@ -1,4 +1,4 @@
-"""The table ``filter``: a function of the user's that narrows what is trained on."""
+"""The table ``filter``: a user's function that restricts which tokens are trained."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BoolColumn = npt.NDArray[np.bool_]
 
 
 class TokenFilter(PluginConfig):
-    """``function(rollout, **kwargs)`` gives one keep-mask per sample of ``rollout.samples``, each
-    as long as the sample's ``token_ids``."""
+    """``function(rollout, **kwargs)`` returns one keep-mask for each of ``rollout.samples``, as
+    long as the sample's ``token_ids``."""
 
     import_path: str
-    """``module.function`` or ``module:function``, of an installed package or of the working
-    directory."""
+    """``module.function`` or ``module:function``, in an installed package or the working directory.
+    """
     kwargs: dict[str, Any] = {}
-    """Passed by name, after the rollout."""
+    """Its keyword arguments after the rollout."""
 
     @model_validator(mode="after")
     def _check(self) -> TokenFilter:
@@ -34,8 +34,7 @@ class TokenFilter(PluginConfig):
         return import_function(self.import_path, self.kwargs, "rollout")
 
     def bound(self) -> Callable[[Rollout], list[BoolColumn]]:
-        """The function with its ``kwargs``; what it answers is checked, and a misfit raises
-        ``StreamError``."""
+        """The function with its ``kwargs``. It raises ``StreamError`` if a result is invalid."""
         function = self.function()
         return lambda rollout: self._checked(rollout, function(rollout, **self.kwargs))
 

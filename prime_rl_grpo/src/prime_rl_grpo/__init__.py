@@ -1,7 +1,7 @@
-"""Credit by comparison: grpo, max_rl, hierarchical_grpo, rae."""
+"""Credit by comparison with other rewards: grpo, max_rl, hierarchical_grpo, rae."""
 
 from prime_rl import Algorithm, hookimpl
-from prime_rl_grpo.centre import centred as centred
+from prime_rl_grpo.center import centered as centered
 from prime_rl_grpo.grpo import GRPO as GRPO
 from prime_rl_grpo.grpo import GRPOConfig as GRPOConfig
 from prime_rl_grpo.hierarchical import HierarchicalGRPO as HierarchicalGRPO
@@ -12,8 +12,10 @@ from prime_rl_grpo.rae import RAEConfig as RAEConfig
 from prime_rl_grpo.shaping import efficiency_shaped as efficiency_shaped
 from prime_rl_grpo.shaping import linear_shaped as linear_shaped
 
+centred = centered
+"""Another name of ``centered``, kept for plugins."""
+
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    """Offer the family."""
     return [GRPO, MaxRL, HierarchicalGRPO, RAE]

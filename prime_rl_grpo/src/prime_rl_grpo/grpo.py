@@ -2,17 +2,17 @@
 
     A_i = s_i - mean(s)          on every trainable token of rollout i
 
-where s is the reward r, or what ``length_penalty`` makes of it (``shaping.py``).
+where s is the reward r, or the reward shaped by ``length_penalty`` (``shaping.py``).
 
-Changed from the paper: 1. the mean is over the rollouts that survived, so a group with a failed
-member is a smaller group, and a lone survivor gets 0; 2. the loss divides by the step's token
+Changed from the paper: 1. the mean is over the rollouts that did not fail, so a group with a failed
+rollout is a smaller group, and a single rollout gets 0; 2. the loss divides by the step's token
 count, not by a constant length; 3. the length penalties are ours.
 """
 
 from __future__ import annotations
 
 from prime_rl import Algorithm, Group, PluginConfig, hookimpl
-from prime_rl_grpo.centre import centred
+from prime_rl_grpo.center import centered
 from prime_rl_grpo.length_penalty import LengthPenalty
 
 
@@ -20,14 +20,14 @@ class GRPOConfig(PluginConfig):
     """Settings of ``grpo``."""
 
     length_penalty: LengthPenalty | None = None
-    """A table whose ``type`` says what counts as long: ``tokens`` (``completion_weight``,
-    ``tool_response_weight``) and ``turns`` reward the cheaper of the best answers; ``linear``
-    (``output_weight``, ``input_weight``, ``turns_weight``) takes a share of the mean reward off
-    every answer. None: only the reward counts."""
+    """A table whose ``type`` selects the penalty. ``tokens`` (``completion_weight``,
+    ``tool_response_weight``) and ``turns`` give the cheaper of the best answers a higher reward.
+    ``linear`` (``output_weight``, ``input_weight``, ``turns_weight``) subtracts a share of the mean
+    reward from every answer. None: only the reward counts."""
 
 
 class GRPO(Algorithm):
-    """Credit is the reward above the group's mean."""
+    """Credit is the reward minus the group's mean."""
 
     name = "grpo"
     config_class = GRPOConfig
@@ -39,5 +39,5 @@ class GRPO(Algorithm):
         """Assign every rollout of the group its reward minus the group's mean."""
         penalty = self.config.length_penalty
         rewards = penalty.shaped(group) if penalty else [rollout.reward for rollout in group]
-        for rollout, advantage in zip(group, centred(rewards), strict=True):
+        for rollout, advantage in zip(group, centered(rewards), strict=True):
             rollout.assign_advantages(advantage)

@@ -1,7 +1,6 @@
-"""The tables ``length_penalty`` may hold: what of a rollout counts as its length.
+"""The tables for ``length_penalty``: three ways to count a rollout's length.
 
-A token is counted once: what a later sample of a rollout repeats of an earlier one is not counted
-again.
+Each token counts once: tokens that a later sample repeats from an earlier one do not count again.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from prime_rl import Group, PluginConfig, Rollout
 from prime_rl_grpo.shaping import efficiency_shaped, linear_shaped
 
 TOOL_RESPONSES = "_total_tool_response_tokens"
-"""End of the names of the rollout metrics that count tokens of tool responses."""
+"""Suffix of the rollout metrics that count tokens of tool responses."""
 
 
 class Penalty(PluginConfig):
-    """One way to count length."""
+    """Base class of the penalties."""
 
     def shaped(self, group: Group) -> list[float]:
-        """The group's rewards with length taken into account."""
+        """The group's rewards, shaped by length."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -31,8 +30,8 @@ class Penalty(PluginConfig):
         weights = {k: getattr(self, k) for k in type(self).model_fields if k.endswith("_weight")}
         if weights and not any(weights.values()):
             raise ValueError(
-                f"{', '.join(weights)} are all 0, so no length would count: raise one of them, or "
-                "leave length_penalty out"
+                f"{', '.join(weights)} are all 0, so length would not count: raise one of them, or "
+                "remove length_penalty"
             )
         return self
 
@@ -42,13 +41,13 @@ class TokensPenalty(Penalty):
 
     type: Literal["tokens"] = "tokens"
     completion_weight: NonNegativeFloat = 1.0
-    """Cost of a token the policy sampled."""
+    """Cost of a token that the policy sampled."""
     tool_response_weight: NonNegativeFloat = 1.0
-    """Cost of a token of a tool's response, as the rollout's metrics whose names end in
-    ``_total_tool_response_tokens`` count them; 0 tokens where there is none."""
+    """Cost of a token of a tool response. Their number is the sum of the rollout's metrics whose
+    names end in ``_total_tool_response_tokens``, 0 without such metrics."""
 
     def shaped(self, group: Group) -> list[float]:
-        """Reward the best answers with fewer tokens."""
+        """Raise the reward of the best answers with fewer tokens."""
         return efficiency_shaped([rollout.reward for rollout in group], [*map(self._cost, group)])
 
     def _cost(self, rollout: Rollout) -> float:
@@ -63,24 +62,24 @@ class TurnsPenalty(Penalty):
     type: Literal["turns"] = "turns"
 
     def shaped(self, group: Group) -> list[float]:
-        """Reward the best answers with fewer turns."""
+        """Raise the reward of the best answers with fewer turns."""
         turns = [rollout.num_turns for rollout in group]
         return efficiency_shaped([rollout.reward for rollout in group], turns)
 
 
 class LinearPenalty(Penalty):
-    """``type = "linear"``: a share of the mean reward off, in proportion to length."""
+    """``type = "linear"``: subtract a share of the mean reward in proportion to length."""
 
     type: Literal["linear"] = "linear"
     output_weight: NonNegativeFloat = 0.25
-    """Share taken off the rollout with the most sampled tokens."""
+    """Share subtracted from the rollout with the most sampled tokens."""
     input_weight: NonNegativeFloat = 0.1
-    """Share taken off the rollout with the most tokens that were not sampled."""
+    """Share subtracted from the rollout with the most tokens that were not sampled."""
     turns_weight: NonNegativeFloat = 0.1
-    """Share taken off the rollout with the most turns."""
+    """Share subtracted from the rollout with the most turns."""
 
     def shaped(self, group: Group) -> list[float]:
-        """Take the shares off every reward."""
+        """Subtract the shares from every reward."""
         costs: list[tuple[float, list[float]]] = [
             (self.output_weight, [rollout.num_trainable_tokens for rollout in group]),
             (self.input_weight, [_num_new_input_tokens(rollout) for rollout in group]),
@@ -102,7 +101,7 @@ PENALTIES: Mapping[str, type[Penalty]] = {
 
 
 def _by_type(value: Any) -> Any:
-    """Validate by the one class that ``type`` names, so that errors speak of that class alone."""
+    """Validate with the class of ``type``, so that errors mention only that class."""
     if isinstance(value, Penalty):
         return value
     names = ", ".join(f'"{name}"' for name in PENALTIES)
@@ -127,4 +126,4 @@ def _unknown(key: str, chosen: type[Penalty], kind: str) -> str:
 
 
 LengthPenalty = Annotated[TokensPenalty | TurnsPenalty | LinearPenalty, BeforeValidator(_by_type)]
-"""What a config field of an algorithm may hold."""
+"""The type of an algorithm's ``length_penalty`` field."""

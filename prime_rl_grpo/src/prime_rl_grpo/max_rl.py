@@ -1,13 +1,13 @@
-"""MaxRL: the centred reward over the group's mean (arXiv:2602.02710).
+"""MaxRL: the centered reward divided by the group's mean (arXiv:2602.02710).
 
-    A_i = (r_i - mean(r)) / mean(r)          0 where mean(r) <= 0
+    A_i = (r_i - mean(r)) / mean(r)          0 if mean(r) <= 0
 
-Up-weights hard examples like 1/p: an unbiased gradient of the maximum-likelihood objective,
-truncated at the group's size. It takes no ``length_penalty``: with shaped rewards the mean is no
-longer the rate of success, and the objective no longer the likelihood.
+It weights hard examples by 1/p: an unbiased gradient of the maximum-likelihood objective, truncated
+at the group's size. It has no ``length_penalty``: with shaped rewards the mean would not be the
+success rate, nor the objective the likelihood.
 
-Changed from the paper: 1. the group is the rollouts that survived, so the truncation is at their
-number.
+Changed from the paper: 1. the group is the rollouts that did not fail, so the truncation is at
+their number.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from __future__ import annotations
 from statistics import fmean
 
 from prime_rl import Algorithm, Group, hookimpl
-from prime_rl_grpo.centre import centred
+from prime_rl_grpo.center import centered
 
 
 class MaxRL(Algorithm):
-    """Credit is the reward above the group's mean, relative to that mean."""
+    """Credit is the reward minus the group's mean, divided by that mean."""
 
     name = "max_rl"
     group_relative = True
 
     @hookimpl
     def score_group(self, group: Group) -> None:
-        """Assign every rollout of the group its centred reward over the group's mean."""
+        """Assign every rollout of the group its centered reward divided by the group's mean."""
         rewards = [rollout.reward for rollout in group]
         mean = fmean(rewards)
-        for rollout, above in zip(group, centred(rewards), strict=True):
+        for rollout, above in zip(group, centered(rewards), strict=True):
             rollout.assign_advantages(above / mean if mean > 0 else 0.0)

@@ -4,13 +4,13 @@ arXiv:2506.24119).
     A   = r - b[agent]                       b starts at 0
     b[agent] <- d b[agent] + (1 - d) r       d = decay
 
-one rollout after the other, in the order of the group. No siblings are needed, so it learns with
-``group_size = 1``; and in a zero-sum game, where the mean over both seats says nothing, each seat
-is measured by its own returns.
+one rollout after the other, in the order of the group. It needs no siblings, so it learns with
+``group_size = 1``. In a zero-sum game, where the mean over both agents carries no information, each
+agent is compared with its own returns.
 
 Changed from the paper: 1. the paper updates the baseline first and subtracts the new one, so its
-advantage is d times ours; with the baseline from before, a rollout is not measured by itself;
-2. the paper keeps a baseline for each game and role, we for each env and agent.
+advantage is d times ours; our baseline does not contain the rollout's own reward; 2. the paper
+keeps a baseline per game and role, we keep one per env and agent.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pydantic import Field
 from prime_rl import Algorithm, ConfigError, Group, PluginConfig, hookimpl
 
 BASELINES = "baselines.json"
-"""Its file in a checkpoint."""
+"""The file in a checkpoint."""
 
 
 class RAEConfig(PluginConfig):
     """Settings of ``rae``."""
 
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """How much of an agent's baseline is left after one more of its rewards: 0.95 averages over
-    about 20 rollouts."""
+    """Weight of an agent's old baseline when a reward is added: 0.95 averages over about 20
+    rollouts."""
 
 
 class RAE(Algorithm):
-    """Credit is the reward above the running mean of the agent that earned it."""
+    """Credit is the reward minus the running mean of its agent."""
 
     name = "rae"
     config_class = RAEConfig
@@ -50,7 +50,7 @@ class RAE(Algorithm):
 
     @hookimpl
     def score_group(self, group: Group) -> None:
-        """Assign every rollout its reward minus its agent's baseline; then move the baseline."""
+        """Assign every rollout its reward minus its agent's baseline, then update the baseline."""
         decay = self.config.decay
         for rollout in group:
             baseline = self.baselines[rollout.agent]
@@ -58,11 +58,11 @@ class RAE(Algorithm):
             self.baselines[rollout.agent] = decay * baseline + (1 - decay) * rollout.reward
 
     def save(self, directory: Path) -> None:
-        """Write the baselines, exactly."""
+        """Write the exact baselines."""
         (directory / BASELINES).write_text(json.dumps(self.baselines))
 
     def load(self, directory: Path) -> None:
-        """Go on with saved baselines. Raises ``ConfigError``."""
+        """Restore saved baselines. Raises ``ConfigError``."""
         path = directory / BASELINES
         try:
             saved = {str(agent): float(b) for agent, b in json.loads(path.read_text()).items()}

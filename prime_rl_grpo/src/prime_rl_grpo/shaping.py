@@ -1,7 +1,7 @@
-"""Rewards that know what an answer cost. Pure functions over a group, one value a rollout.
+"""Rewards shaped by cost: pure functions over a group, one value per rollout.
 
-Both return shaped rewards; the advantage is what is left above their mean. Equal rewards at equal
-costs stay exactly equal.
+Both return shaped rewards, from which the algorithm then subtracts the mean. Equal rewards with
+equal costs stay exactly equal.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from statistics import fmean
 
 
 def efficiency_shaped(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
-    """Up to twice the reward for those of the best answers that cost less than their average.
+    """Up to twice the reward for best answers that cost less than the average best answer.
 
         best_i = r_i >= max(r)                 c = mean cost of the best
         s_i    = r_i (1 + best_i clamp(1 - cost_i / c, 0, 1))
 
-    Only the best are told apart, so a short wrong answer gains nothing. The rewards come back as
-    they are where nobody scored (max(r) <= 0) and where the best cost nothing (c <= 0).
+    Only the best answers change, so a short wrong answer gains nothing. The rewards do not change
+    if none is positive (max(r) <= 0) or the best cost nothing (c <= 0).
     """
     top = max(rewards)
     best = [reward >= top for reward in rewards]
@@ -34,13 +34,13 @@ def efficiency_shaped(rewards: Sequence[float], costs: Sequence[float]) -> list[
 def linear_shaped(
     rewards: Sequence[float], costs: Sequence[tuple[float, Sequence[float]]]
 ) -> list[float]:
-    """A share of the mean reward off every answer, for each of several costs.
+    """Subtract a share of the mean reward from every answer, for each of several costs.
 
         s_i = r_i - mean(r) sum_k w_k cost_ki / max(1, max(cost_k))
 
-    ``costs`` holds a weight ``w_k`` and one value a rollout for each ``k``. The penalty fades as
-    the group fails, so it never outweighs solving; below a mean reward of 0 its sign turns: keep
-    rewards from 0 up.
+    ``costs``: for each ``k``, a weight ``w_k`` and one value per rollout. The penalty shrinks with
+    the mean reward, so it never outweighs success. With a negative mean its sign flips, so rewards
+    should not be negative.
     """
     mean = fmean(rewards)
     shares = [0.0] * len(rewards)

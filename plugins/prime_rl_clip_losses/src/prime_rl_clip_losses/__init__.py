@@ -1,4 +1,4 @@
-"""Two clipped losses, as a third party would ship them. Importing this brings in no torch."""
+"""Two clipped losses, packaged like a third-party plugin. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,5 +9,4 @@ from prime_rl_clip_losses.ppo_clip import PPOClipLoss
 
 @hookimpl
 def register_losses() -> list[type[Loss]]:
-    """Offer ``ppo_clip`` and ``cispo``."""
     return [PPOClipLoss, CISPOLoss]

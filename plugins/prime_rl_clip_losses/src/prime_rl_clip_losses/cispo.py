@@ -6,12 +6,12 @@ Per token, t = trainer logprob, i = inference logprob, A = advantage, w = weight
     loss = sum over members of  -w * r * A * t
 
 Its gradient on t is -w * r * A: REINFORCE with a bounded importance weight. No token loses its
-gradient, the rare ones that carry a chain of thought included.
+gradient, including the rare ones that carry a chain of thought.
 
-What differs from the paper:
+Differences from the paper:
 
-1. The paper tunes the upper bound and states no number for it; ours is 4, so that r <= 5.
-2. It drops the lower bound by a large ``low``; here None does, which is the default.
+1. The paper tunes the upper bound but gives no number. Ours is 4, so r <= 5.
+2. The paper disables the lower bound with a large ``low``. Here None (the default) does.
 3. Summed, not averaged: the trainer divides by the step's member tokens.
 
 Shapes: T = tokens.
@@ -43,12 +43,12 @@ class CISPOLoss(Loss):
     token_wise = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens, with the share of clipped weights and the mean weight."""
+        """Sum over the member tokens. Metrics: the share of clipped weights and the mean weight."""
         import torch
 
         config = cast(CISPOConfig, self.config)
         member, zero = inputs.loss_mask, inputs.trainer_logprobs.new_zeros(())
-        # Where, not a product: off the mask anything may stand, and 0 * inf is NaN.
+        # torch.where, not a product: off the mask values may be infinite, and 0 * inf is NaN.
         logprobs = torch.where(member, inputs.trainer_logprobs, zero)
         low = 0.0 if config.clip_eps_low is None else 1 - config.clip_eps_low
         high = 1 + config.clip_eps_high

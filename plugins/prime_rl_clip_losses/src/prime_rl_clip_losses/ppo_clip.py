@@ -5,13 +5,13 @@ Per token, t = trainer logprob, i = inference logprob, A = advantage, w = weight
     ratio = exp(t - i)
     loss  = sum over members of  -w * min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)
 
-The minimum is the clipped term, a constant without gradient, where ratio > 1 + high under a
-positive advantage or ratio < 1 - low under a negative one.
+The minimum is the clipped term, a constant without gradient, where ratio > 1 + high with a positive
+advantage or ratio < 1 - low with a negative one.
 
-What differs from the paper:
+Differences from the paper:
 
-1. The two bounds may differ (``clip_eps_low``, ``clip_eps_high``); the paper has one, 0.2.
-2. The old policy is the one that sampled, as its engine reported it.
+1. The two bounds may differ (``clip_eps_low``, ``clip_eps_high``). The paper has one, 0.2.
+2. The old policy is the sampling policy, with the logprobs that the engine reported.
 3. Summed, not averaged: the trainer divides by the step's member tokens.
 
 Shapes: T = tokens.
@@ -46,8 +46,7 @@ class PPOClipLoss(Loss):
     token_wise = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens; ``is_masked`` is the share that the clip leaves without
-        gradient."""
+        """Sum over the member tokens. ``is_masked`` is the share that has no gradient."""
         import torch
 
         config = cast(PPOClipConfig, self.config)
@@ -62,7 +61,7 @@ class PPOClipLoss(Loss):
             clipped = too_high | too_low
             bound = ratio.clamp(low, high)
             constant = clipped | (advantages == 0)
-        # Where, not min: the branch not taken may be infinite, and its gradient is 0 * inf = NaN.
+        # torch.where, not min: the other branch may be infinite, and its gradient 0 * inf is NaN.
         ratio = torch.where(constant, bound, torch.where(constant, zero, log_ratio).exp())
         per_token = -ratio * torch.where(member, advantages, zero)
         if inputs.loss_weights is not None:
@@ -73,7 +72,7 @@ class PPOClipLoss(Loss):
 def _metrics(
     member: Tensor, clipped: Tensor, too_low: Tensor, too_high: Tensor
 ) -> dict[str, TokenMetric]:
-    """Shares of the member tokens. The trainer's token export knows these three by name."""
+    """Shares of the member tokens. The trainer's token export uses these three names."""
     return {
         "is_masked": TokenMetric(clipped.float(), member),
         "is_masked_low": TokenMetric(too_low.float(), member),

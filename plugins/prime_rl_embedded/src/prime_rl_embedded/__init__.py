@@ -1,8 +1,7 @@
 """The embedded engine: continuous batching over a Hugging Face model, in a server process of its
 own.
 
-This module only says how to start the server (``prime_rl_embedded.server``); it imports nothing
-heavy.
+This module only builds the command line of ``prime_rl_embedded.server``. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ class EmbeddedConfig(PluginConfig):
     """``[inference.embedded]``."""
 
     num_slots: PositiveInt = 128
-    """Requests that generate at the same time; more wait in a queue."""
+    """Requests that generate at the same time; the rest wait in a queue."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights and KV cache. CPUs without native bfloat16 run it ten times slower than float32.
+    """Dtype of weights and KV cache. bfloat16 is ten times slower on CPUs without native support.
     """
     device: str = "auto"
-    """``auto`` takes CUDA if there is one; else ``cpu``, ``cuda``, ``cuda:1``."""
+    """``auto`` (CUDA if available, else CPU), ``cpu``, ``cuda`` or ``cuda:1``."""
     num_threads: PositiveInt = 1
-    """Torch threads on CPU. One is fastest where the trainer runs beside it."""
+    """Torch threads on CPU. 1 is fastest if the trainer shares the machine."""
     max_prefill_tokens: PositiveInt | None = None
-    """Prompt tokens admitted in a step. None: 1,024 on CPU, for its caches' sake, else 8,192."""
+    """Prompt tokens admitted per step. None: 1,024 on CPU (fits its caches), else 8,192."""
     share_prefixes: bool = True
-    """Prefill prompts that are identical (a group's) once and copy their KV."""
+    """Prefill identical prompts (those of a group) once and copy their KV."""
     fused: bool = True
     """Use the fused forward for Llama-shaped models, if it reproduces the model's own logits."""
 
 
 class Embedded(Engine):
-    """Offers the server as an engine of prime-rl."""
+    """Starts ``prime_rl_embedded.server`` for a run."""
 
     name = "embedded"
     config_class = EmbeddedConfig
@@ -46,7 +45,7 @@ class Embedded(Engine):
         return cast(EmbeddedConfig, self.config).dtype
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """``python -m prime_rl_embedded.server ...``; the admin key goes by the environment."""
+        """``python -m prime_rl_embedded.server ...``; the environment carries the admin key."""
         config = cast(EmbeddedConfig, self.config)
         options = {
             "model": launch.model_path,
@@ -70,7 +69,7 @@ class Embedded(Engine):
             argv=argv,
             env={
                 "PRIME_RL_ADMIN_KEY": launch.admin_key,
-                # Set before torch starts: spinning OpenMP threads starve the trainer beside us.
+                # Set before torch starts: spinning OpenMP threads would starve the trainer.
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
                 "OMP_WAIT_POLICY": "PASSIVE",

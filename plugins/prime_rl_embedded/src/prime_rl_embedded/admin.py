@@ -1,4 +1,4 @@
-"""The routes of the run: pause, update, resume, sleep, wake up. They need its key."""
+"""The admin routes: pause, update, resume, sleep, wake up. They require the run's admin key."""
 
 from __future__ import annotations
 
@@ -21,34 +21,33 @@ from prime_rl_engine_kit.requests import UpdateBody, decode
 
 
 class Admin:
-    """Swaps weights under running requests, which keep their KV and go on with the new weights."""
+    """Swaps weights while requests run: they keep their KV and continue with the new weights."""
 
     def __init__(self, engine: EngineLoop, keys: Keys) -> None:
         self.engine = engine
         self._keys = keys
         self._updating = asyncio.Lock()
-        self._attendance = Member()
+        self._member = Member()
 
     def _check(self, http: HTTPRequest) -> None:
         self._keys.check_admin(http.headers.get("authorization", ""))
 
     async def pause(self, http: HTTPRequest) -> JSONResponse:
-        """Returns when no step is running. Requests in flight keep their place and their KV."""
+        """Answers when no step is running. Requests in flight keep their place and their KV."""
         self._check(http)
         if http.query_params.get("mode", "keep") != "keep":
             raise RequestError(
-                "mode: this engine keeps requests in flight; only mode=keep is offered"
+                "mode: this engine keeps requests in flight; it supports only mode=keep"
             )
         if http.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
-            raise RequestError("clear_cache: running requests keep their KV; only false is offered")
+            raise RequestError("clear_cache: running requests keep their KV; it must be false")
         await asyncio.wrap_future(self.engine.pause())
         return JSONResponse({"status": "paused"})
 
     async def resume(self, http: HTTPRequest) -> JSONResponse:
-        """Go on where ``pause`` stopped."""
         self._check(http)
         if self.engine.scheduler.asleep:
-            raise RequestError("the engine sleeps: POST /wake_up comes first", 409)
+            raise RequestError("the engine is asleep: POST /wake_up first", 409)
         await asyncio.wrap_future(self.engine.resume())
         return JSONResponse({"status": "resumed"})
 
@@ -57,19 +56,19 @@ class Admin:
         self._check(http)
         if http.query_params.get("level", "1") != "1":
             raise RequestError(
-                "level: this engine keeps its weights on the host; only 1 is offered"
+                "level: this engine keeps its weights on the host; it supports only level=1"
             )
         await asyncio.wrap_future(self.engine.sleep())
         return JSONResponse({"status": "asleep"})
 
     async def wake_up(self, http: HTTPRequest) -> JSONResponse:
-        """The memory is taken again; ``resume`` lets requests go on."""
+        """Take the memory back. Requests continue after ``resume``."""
         self._check(http)
         await asyncio.wrap_future(self.engine.wake())
         return JSONResponse({"status": "awake"})
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
-        """All or nothing: from a folder that is broken or does not fit, no tensor is taken."""
+        """All or nothing: weights that are broken or do not fit change no parameter."""
         self._check(http)
         body = decode(await read_body(http), UpdateBody)
         async with self._updating:
@@ -80,10 +79,10 @@ class Admin:
         scheduler = self.engine.scheduler
         module = scheduler.model.module
         try:
-            weights = await asyncio.to_thread(self._take, body, module)
+            weights = await asyncio.to_thread(self._load, body, module)
         except WeightsError as error:
             raise RequestError(
-                f"weights refused, version {scheduler.version} serves on: {error}"
+                f"weights refused, still serving version {scheduler.version}: {error}"
             ) from error
         new = scheduler.version + 1 if body.version is None else body.version
         swap = self.engine.call(
@@ -92,7 +91,7 @@ class Admin:
         await asyncio.wrap_future(swap)
         return new
 
-    def _take(self, body: UpdateBody, module: Any) -> dict[str, Tensor]:
+    def _load(self, body: UpdateBody, module: Any) -> dict[str, Tensor]:
         if body.meeting is None:
             return read_weights(Path(body.weight_dir), module)
-        return receive_weights(body.meeting, self._attendance, module)
+        return receive_weights(body.meeting, self._member, module)

@@ -1,4 +1,4 @@
-"""The HTTP surface. Each route is a few lines: read, validate, hand to the engine, answer."""
+"""The HTTP routes. Each one reads, validates, submits to the engine and answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 
 class Api:
-    """The routes of clients."""
+    """The routes that clients use."""
 
     def __init__(self, engine: EngineLoop, limits: Limits) -> None:
         self.engine, self.limits = engine, limits
@@ -61,7 +61,7 @@ class Api:
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:
-    """Every failure answers as JSON with its reason."""
+    """Answer every failure as JSON with its reason."""
 
     async def run(http: HTTPRequest) -> Response:
         try:
@@ -79,7 +79,7 @@ def guarded(endpoint: Endpoint) -> Endpoint:
 
 
 def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
-    """Needs the sampling key, if the engine was given one."""
+    """Require the sampling key, if the engine has one."""
 
     async def run(http: HTTPRequest) -> Response:
         keys.check_sampling(http.headers.get("authorization", ""))
@@ -89,7 +89,6 @@ def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
 
 
 def make_app(engine: EngineLoop, limits: Limits, chat: Chat, keys: Keys) -> Starlette:
-    """All routes of the engine."""
     api, admin = Api(engine, limits), Admin(engine, keys)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),
@@ -110,7 +109,6 @@ def make_app(engine: EngineLoop, limits: Limits, chat: Chat, keys: Keys) -> Star
 
 
 async def no_such_route(http: HTTPRequest, error: Exception) -> Response:
-    """An unknown path or method answers as JSON too."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    failure = RequestError(f"{http.method} {http.url.path}: no such route here", status)
+    failure = RequestError(f"{http.method} {http.url.path}: no such route", status)
     return JSONResponse(failure.body, status_code=status)

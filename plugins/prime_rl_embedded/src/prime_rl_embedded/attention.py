@@ -1,11 +1,11 @@
-"""Attention of one forward that mixes decoding rows and whole prompts.
+"""Attention for one forward that mixes decoding rows and whole prompts.
 
-A forward is flat: N tokens, of which the first ``num_decode`` are the newest token of rows 0, 1,
-... of the cache and the rest are prompts end to end. Decoding rows attend to their slot, prompts to
-themselves.
+A forward is flat: N tokens without padding. The first ``num_decode`` are the newest tokens of cache
+rows 0, 1, ...; the rest are prompts, one after the other. Each decoding token attends to its row of
+the cache, each prompt to itself.
 
 Shapes: N = tokens of one forward, R = decoding rows, H = query heads, G = key/value heads, D = head
-dimension, E = that of values where it differs.
+dimension of queries and keys, E = head dimension of values (often D).
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from transformers import AttentionInterface
 from prime_rl_embedded.kv import KVCache
 
 ATTENTION_NAME = "prime_rl_slots"
+# Decoding reads a multiple of 16 cache positions, so that its shapes change every 16 steps only.
 _LENGTH_BUCKET = 16
 _UNSUPPORTED = ("softcap", "s_aux")
-"""Score caps (Gemma2) and sinks (gpt-oss), as transformers passes them."""
+"""Keyword arguments of transformers for soft caps (Gemma2) and attention sinks (gpt-oss)."""
 
 
 @dataclass(frozen=True)
 class PromptRun:
-    """Consecutive prompts of equal length, which attend as one batch."""
+    """Consecutive prompts of equal length, computed as one batch without padding."""
 
     count: int
     length: int
@@ -42,17 +43,17 @@ class BatchPlan:
     """Where the tokens of one forward belong, shared by all its layers."""
 
     cache: KVCache | None
-    """None: nobody will decode after these prompts, so nothing is stored."""
+    """None: these prompts are only scored, so their keys and values are not stored."""
     num_decode: int
     positions: Tensor
     """[N] int64: each token's position in its own sequence."""
     rows: Tensor
     """[N] int64: each token's row of the cache."""
     context: int
-    """Cache positions that decoding rows look at: the longest row's length, rounded up."""
+    """Cache positions that decoding reads: the longest row's length, rounded up."""
     prompts: Sequence[PromptRun] = ()
     attended: set[nn.Module] = field(default_factory=set)
-    """Modules of transformers that computed their attention by this plan."""
+    """transformers modules that attended with this plan."""
     _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
     _write_indices: dict[int, Tensor] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ class BatchPlan:
         prompt_lengths: Sequence[int],
         device: torch.device,
     ) -> BatchPlan:
-        """Decode a token in rows 0..R-1, put prompts into the next; equal lengths in a run."""
+        """Decode one token in rows 0..R-1 and prefill the prompts into the rows after them."""
         rows = list(range(len(decode_positions)))
         positions = list(decode_positions)
         longest = max(decode_positions, default=-1) + 1
@@ -85,7 +86,7 @@ class BatchPlan:
 
     @classmethod
     def uncached(cls, prompt_lengths: Sequence[int], device: torch.device) -> BatchPlan:
-        """Prompts that only have to be read: they take no row and store nothing."""
+        """Prompts that are only scored: they take no row and store nothing."""
         positions = torch.cat([torch.arange(n, device=device) for n in prompt_lengths])
         return cls(
             cache=None,
@@ -97,7 +98,7 @@ class BatchPlan:
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Keep keys and values [N, G, D] for decoding, if there will be any."""
+        """Write keys [N, G, D] and values [N, G, E] to the cache, if there is one."""
         if self.cache is None:
             return
         heads = key.shape[1]
@@ -107,7 +108,8 @@ class BatchPlan:
         self.cache.write(layer, self._write_indices[heads], key, value)
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[R, 1, 1, context], to add: 0 up to the row's position, within the window; else -inf."""
+        """Additive mask [R, 1, 1, context]: 0 up to the row's position, within the window; else
+        -inf."""
         if (window, dtype) not in self._masks:
             here = self.positions[: self.num_decode, None]
             there = torch.arange(self.context, device=here.device)
@@ -138,11 +140,13 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Store, then attend. Query and key [N, H or G, D], value [N, G, E]; returns [N, H * E]."""
+    """Store keys and values, then attend. Query [N, H, D], key [N, G, D], value [N, G, E]; returns
+    [N, H * E]."""
     plan.store(layer, key, value)
     parts = []
     if plan.cache is not None and plan.num_decode:
         keys, values = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
+        # The cache pads the narrower of keys and values to a common width.
         cached = keys[..., : key.shape[-1]], values[..., : value.shape[-1]]
         parts.append(_attend_rows(plan, cached, query[: plan.num_decode], scale, window))
     start = plan.num_decode
@@ -161,9 +165,10 @@ def _attend_rows(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """One token a row against its slot. Cached: keys and values, [R, G, context, D or E].
+    """Each row's newest token attends to its cache row. Cached: [R, G, context, D or E] each.
 
-    The queries that share a key/value head form a query length, so keys are never repeated.
+    Grouped-query attention without repeating keys: the H / G query heads that share a key/value
+    head are laid along the query-length dimension, and every query sees the same positions.
     """
     keys, values = cached
     rows, num_kv_heads = query.shape[0], keys.shape[1]
@@ -181,7 +186,7 @@ def _attend_prompts(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention of equally long prompts among themselves."""
+    """Causal attention within each prompt of a run."""
     queries, keys, values = (
         x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
     )
@@ -206,8 +211,8 @@ _current: ContextVar[BatchPlan] = ContextVar("plan")
 
 @contextmanager
 def planned(plan: BatchPlan) -> Iterator[None]:
-    """Modules of transformers attend by this plan. Some of them do not pass keyword arguments on to
-    their attention (StableLM, Nemotron), so it does not travel as one."""
+    """Make ``slot_attention`` use this plan. It is a context variable because some models
+    (StableLM, Nemotron) do not pass keyword arguments on to their attention."""
     token = _current.set(plan)
     try:
         yield
@@ -226,9 +231,9 @@ def slot_attention(
     sliding_window: int | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """``attend`` behind transformers' ``AttentionInterface``: query [1, H, N, D] to [1, N, H, E].
+    """``attend`` as an ``AttentionInterface`` function: query [1, H, N, D] to [1, N, H, E].
 
-    Raises ``NotImplementedError`` for what changes the scores and isn't computed here.
+    Raises ``NotImplementedError`` for soft caps and sinks, which would change the scores.
     """
     if unsupported := [name for name in _UNSUPPORTED if extras.get(name) is not None]:
         raise NotImplementedError(

@@ -1,6 +1,6 @@
-"""``/v1/chat/completions`` for outside clients. Renders with the tokenizer's own chat template.
+"""``/v1/chat/completions`` for outside clients, with the tokenizer's own chat template.
 
-Text in, text out: tool calls aren't parsed from the answer. Rollouts don't come through here.
+Text in, text out: tool calls are not parsed. Rollouts use ``/inference/v1/generate`` instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from prime_rl_engine_kit.requests import SamplingFields, check_model, check_prom
 
 
 class ChatBody(SamplingFields, kw_only=True):
-    """``POST /v1/chat/completions``: OpenAI's keys, and vLLM's beside them."""
+    """``POST /v1/chat/completions``: OpenAI's keys plus vLLM's."""
 
     messages: list[dict[str, Any]]
     model: str | None = None
@@ -51,7 +51,7 @@ class ChatBody(SamplingFields, kw_only=True):
 
 @dataclass
 class Answer:
-    """A request and the text that grows out of it."""
+    """A request and its text so far."""
 
     index: int
     request: Request
@@ -63,7 +63,7 @@ class Answer:
 
 
 class Chat:
-    """Renders, runs and words the answer. The first request loads the tokenizer."""
+    """Renders the prompt, runs it and formats the answer. The first request loads the tokenizer."""
 
     def __init__(self, engine: EngineLoop, limits: Limits, model_path: Path) -> None:
         self.engine, self.limits = engine, limits
@@ -99,7 +99,7 @@ class Chat:
                 return_dict=False,
                 **(body.chat_template_kwargs or {}),
             )
-        except Exception as error:  # templates are programs: whatever one raises is about its input
+        except Exception as error:  # a template is a program and may raise anything
             raise RequestError(f"the chat template refused the messages: {error}") from error
         check_prompt(ids, self.limits)
         return list(ids)
@@ -117,7 +117,7 @@ class Chat:
         params = resolve_sampling(body, len(prompt), self.limits, top_logprobs=alternatives)
         stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
         if "" in stop:
-            raise RequestError("stop holds an empty string, which is everywhere")
+            raise RequestError("stop contains an empty string, which matches everywhere")
         request_id = body.request_id or f"chatcmpl-{uuid.uuid4().hex}"
         skip = body.skip_special_tokens is not False
         return [
@@ -132,7 +132,7 @@ class Chat:
     # -- running --------------------------------------------------------------------
 
     async def _run(self, http: HTTPRequest, answers: list[Answer]) -> None:
-        """To the end. Only stop strings need the text as it grows."""
+        """Run to the end. The text is decoded while it grows only if there are stop strings."""
         if answers[0].text.has_stops:
             await self._follow(http, answers)
             return
@@ -152,7 +152,7 @@ class Chat:
         await while_wanted(http, drain_all())
 
     async def _grow(self, answer: Answer) -> AsyncIterator[None]:
-        """Yields whenever the text may have grown, to the request's end or a stop string."""
+        """Yield whenever the text may have grown, until the request ends or a stop string."""
         request, seen = answer.request, 0
         tokens = stream_tokens(self.engine, request)
         try:
@@ -191,7 +191,7 @@ class Chat:
     async def _deltas(
         self, body: ChatBody, answer: Answer, events: asyncio.Queue[dict[str, Any] | None]
     ) -> None:
-        """One answer's chunks, then None. A failure is an event: the status line has gone out."""
+        """One answer's chunks, then None. A failure is an event: the 200 is already sent."""
         sent, counted = 0, 0
         events.put_nowait(_delta(answer, {"role": "assistant", "content": ""}))
         try:
@@ -212,7 +212,7 @@ class Chat:
         finally:
             events.put_nowait(None)
 
-    # -- wording the answer ---------------------------------------------------------
+    # -- from requests to JSON ------------------------------------------------------
 
     def _choice(self, body: ChatBody, answer: Answer) -> dict[str, Any]:
         request = answer.request

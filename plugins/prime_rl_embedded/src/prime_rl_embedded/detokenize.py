@@ -1,4 +1,4 @@
-"""Token ids into text as they come, and stop strings in it."""
+"""Incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _UNFINISHED = "\ufffd"
 
 
 class Tokenizer(Protocol):
-    """What chat needs of a transformers tokenizer."""
+    """The part of a transformers tokenizer that chat uses."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class TextStream:
-    """Grows ``text`` from tokens. Only a window of tokens is decoded again, so long answers stay
-    linear.
+    """Builds ``text`` from tokens. Only a window of recent tokens is decoded again, so the cost is
+    linear in the length.
 
-    A character split over several tokens is held back until it is whole, or until ``finish``.
+    A character split over several tokens is held back until it is complete, or until ``finish``.
     """
 
     def __init__(
@@ -26,19 +26,19 @@ class TextStream:
     ) -> None:
         self.text = ""
         self.stopped: str | None = None
-        """The stop string that ended the text; it isn't part of it."""
+        """The stop string that ended the text, which excludes it."""
         self._tokenizer, self._stop, self._skip = tokenizer, stop, skip_special_tokens
         self._window: list[int] = []
         self._settled = 0
 
     def push(self, token_ids: Sequence[int]) -> None:
-        """Append tokens, unless a stop string has been met."""
+        """Append tokens, unless a stop string has ended the text."""
         if self.stopped is None:
             self._window += token_ids
             self._extend(final=False)
 
     def finish(self) -> None:
-        """No token follows: show what is held back."""
+        """No token follows: release what is held back."""
         if self.stopped is None:
             self._extend(final=True)
 
@@ -48,7 +48,7 @@ class TextStream:
 
     @property
     def shown(self) -> int:
-        """Characters to stay: a tail that may begin a stop string isn't shown yet."""
+        """Characters that are final: a tail that may begin a stop string is held back."""
         if self.stopped is not None:
             return len(self.text)
         held = max((_overlap(self.text, s) for s in self._stop), default=0)
@@ -61,7 +61,7 @@ class TextStream:
             return
         start = len(self.text)
         self.text += after[len(before) :]
-        # Decoders look back a little (spaces, merges), so the newest settled tokens stay.
+        # Decoding depends on a few tokens before (spaces, merges), so the newest ones stay.
         self._window = self._window[self._settled :]
         self._settled = len(self._window)
         self._cut(start)

@@ -1,7 +1,7 @@
-"""From tokens to logits over slotted attention, in two halves: the layers, then the head.
+"""From tokens to logits over slot attention, in two halves: the layers, then the head.
 
-Logits of a long prompt over a large vocabulary dwarf everything else, so whoever needs many rows of
-them (``scoring.py``) takes the states once and asks for logits a few rows at a time.
+The logits of a long prompt need more memory than everything else, so ``scoring.py`` computes the
+states once and their logits a few rows at a time.
 
 Shapes: N = tokens of one forward, R = rows, E = hidden size, V = vocabulary.
 """
@@ -16,21 +16,21 @@ from prime_rl_embedded.attention import BatchPlan, planned
 
 
 class Forward(Protocol):
-    """What serves a model."""
+    """Computes a model's logits."""
 
     def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
         """Logits [R, V] of the tokens ``rows`` (None: all N). Ids: [N]."""
 
     def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
-        """What ``logits`` takes, one row for each of ``rows``."""
+        """The input of ``logits``, one row for each of ``rows``."""
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, V] of any rows of states."""
 
 
 class WholeForward:
-    """The module as it is. It may do to its logits what it likes (cap, scale), so they are made in
-    one piece: its states are logits already."""
+    """The module as it is. It may post-process its logits (cap, scale), so layers and head stay
+    together: its states are the logits."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -55,8 +55,8 @@ class WholeForward:
 
 
 class GeneralForward:
-    """The module's own layers, then its own head. Fits every model whose logits are the head's
-    output, which the check at start-up finds out."""
+    """The module's own layers, then its own head. Correct for models whose logits are the head's
+    output, which the start-up check verifies."""
 
     def __init__(self, module: Any) -> None:
         self.decoder, self.head = module.get_decoder(), module.get_output_embeddings()

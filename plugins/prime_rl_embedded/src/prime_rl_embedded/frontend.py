@@ -1,4 +1,4 @@
-"""Between the event loop and the engine's thread: awaiting requests, noticing who leaves."""
+"""Between the event loop and the engine's thread: await requests, abort those of lost clients."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from prime_rl_engine_kit.errors import RequestError
 
 
 def notify(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: object) -> None:
-    """Call ``function`` in the event loop, from any thread. A closed loop has nobody to tell."""
+    """Call ``function`` in the event loop, from any thread. Does nothing if the loop is closed."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *args)
 
 
 async def complete(engine: EngineLoop, http: HTTPRequest, requests: Sequence[Request]) -> None:
-    """Run requests to their end. Raises ``ClientGone``; ``RequestError`` if the engine failed."""
+    """Run requests to the end. Raises ``ClientGone``, or ``RequestError`` if the engine failed."""
     try:
         await while_wanted(http, _finish(engine, requests))
     finally:
@@ -49,7 +49,7 @@ def _submit(engine: EngineLoop, request: Request) -> asyncio.Future[None]:
 
 
 async def stream_tokens(engine: EngineLoop, request: Request) -> AsyncGenerator[int]:
-    """The number of tokens so far, each time it grows. Leaving the iteration aborts the request."""
+    """Yield the number of tokens whenever it grows. Leaving the iteration aborts the request."""
     loop = asyncio.get_running_loop()
     news: asyncio.Queue[int | None] = asyncio.Queue()
     request.on_token = lambda r: notify(loop, news.put_nowait, len(r.token_ids))

@@ -1,10 +1,9 @@
 """A fused forward for Llama-shaped models (Llama, Qwen2, Qwen3, Mistral ...): fewer, larger
 operations.
 
-It computes what transformers' modules compute, from the same storage: the projections of a layer
-are concatenated and the module's own parameters become views into that storage, so a weight update
-through the module reaches both. Whether it does compute the same is checked at start-up
-(``model.check_forward``); no architecture is trusted by name.
+It computes the same function as transformers' modules, from the same storage: the projections of a
+layer are concatenated, and the module's parameters become views into that storage, so a weight
+update through the module changes both. ``model.check_forward`` compares the logits at start-up.
 
 Shapes: N = tokens of one forward, E = hidden size, H = query heads, G = key/value heads, D = head
 dimension, I = intermediate size, V = vocabulary.
@@ -21,17 +20,18 @@ from torch import Tensor, nn
 
 from prime_rl_embedded.attention import BatchPlan, attend
 
-# Rotary embeddings that depend on the position alone; others change with the sequence's length.
+# Rotary embeddings that depend on the position only, so one table of cos and sin serves all
+# sequences. Other types change with the sequence's length.
 _STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class NotFusable(Exception):
-    """The model isn't shaped like Llama; the reason is the message."""
+    """The model is not shaped like Llama. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Weights of one decoder layer; projections as ``nn.Linear`` stores them, [out, in]."""
+    """Weights of one decoder layer. Projections are [out, in], as in ``nn.Linear``."""
 
     attention_norm: nn.Module
     qkv: Tensor
@@ -73,7 +73,8 @@ class FusedForward:
         half = self.head_dim // 2
         _demand(cos.shape[-1] == self.head_dim, "rotary embedding of a part of the head")
         self.cos = cos[0][:, None]
-        # rope(x) = x * cos + (-x2, x1) * sin. Rolling by half gives (x2, x1); the table signs it.
+        # rope(x) = x * cos + (-x2, x1) * sin with x = (x1, x2). Rolling x by half gives (x2, x1);
+        # the minus sign is in this table.
         self.sin = torch.cat((-sin[0][:, :half], sin[0][:, half:]), -1)[:, None]
 
     def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
@@ -81,7 +82,7 @@ class FusedForward:
         return self.logits(self.states(ids, plan, rows))
 
     def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
-        """What ``logits`` takes: [len(rows), E], before the last norm."""
+        """The input of ``logits``: [len(rows), E], before the last norm."""
         hidden = self.embedding(ids)
         cos, sin = self.cos[plan.positions], self.sin[plan.positions]
         for i, layer in enumerate(self.layers):
@@ -103,7 +104,7 @@ class FusedForward:
     def _attention(
         self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: BatchPlan
     ) -> Tensor:
-        """x: [N, E], already normed; cos, sin: [N, 1, D]. Returns [N, H * D]."""
+        """x: [N, E], normalized; cos, sin: [N, 1, D]. Returns [N, H * D]."""
         heads = self.num_heads + self.num_kv_heads
         qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
         qk, value = qkv[:, :heads], qkv[:, heads:]

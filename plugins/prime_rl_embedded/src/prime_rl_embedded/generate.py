@@ -1,4 +1,4 @@
-"""``/inference/v1/generate``: the reply, in the shape of vLLM's and renderers' JSON."""
+"""The reply of ``/inference/v1/generate``, in the JSON format of vLLM and renderers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from prime_rl_embedded.requests import Request, TokenScore
 
 MIN_LOGPROB = -9999.0
-"""Stands for -inf in ``prompt_logprobs``: JSON has no infinities."""
+"""Replaces -inf in ``prompt_logprobs``: JSON has no infinities."""
 
 
 class TokenEntry(msgspec.Struct, omit_defaults=True):
@@ -24,7 +24,7 @@ class TokenEntry(msgspec.Struct, omit_defaults=True):
 
 
 def generate_response(requests: Sequence[Request], model: str, with_logprobs: bool) -> bytes:
-    """The JSON of finished requests that share a prompt, one choice each."""
+    """The JSON for finished requests that share a prompt, one choice each."""
     first = requests[0]
     return msgspec.json.encode(
         {
@@ -51,7 +51,7 @@ def usage(requests: Sequence[Request]) -> dict[str, object]:
 
 
 def weight_versions(request: Request) -> list[dict[str, object]]:
-    """Which policy version sampled which tokens: spans [start, end) without gaps."""
+    """The policy version of each sampled token, as spans [start, end) without gaps."""
     return [
         {"version": str(version), "start": start, "end": end}
         for version, start, end in request.version_spans()
@@ -59,7 +59,7 @@ def weight_versions(request: Request) -> list[dict[str, object]]:
 
 
 def prompt_logprobs(request: Request) -> list[dict[str, dict[str, float]] | None] | None:
-    """Null for the first token, then entries by token id, the prompt's own token first."""
+    """None for the first token, then entries keyed by token id, the prompt's own token first."""
     if request.params.prompt_logprobs is None:
         return None
     return [

@@ -1,7 +1,7 @@
-"""The KV cache: one slot a running request, grown only as far as requests reach.
+"""The KV cache: one slot per running request, grown on demand.
 
 Shapes: S = slots, G = key/value heads, C = capacity in tokens, D = head dimension (the larger of
-keys' and values'), N = tokens of one forward. G and D may differ between layers.
+keys and values), N = tokens of one forward. G and D may differ between layers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _FIRST_CAPACITY = 128
 
 
 class KVCache:
-    """Keys and values of every layer, one ``[2, S, G, C, D]`` tensor a layer.
+    """Keys and values of every layer, one ``[2, S, G, C, D]`` tensor per layer.
 
-    Starts small and doubles, so that a large ``max_model_len`` costs memory only when a request
-    gets there. The ceiling is ``max_slots * max_len`` tokens. Fresh memory is zero: masked
-    positions must stay finite.
+    Starts small and doubles, up to ``max_slots * max_len`` tokens, so a large ``max_model_len``
+    costs memory only when a request is that long. New memory is zeroed, because attention reads
+    masked positions too and multiplies their values by 0: they must be finite.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> None:
-        """``shapes``: (G, D) by layer. A layer that is missing is added when it is written to."""
+        """``shapes``: (G, D) by layer. A missing layer is added at its first write."""
         self.dtype, self.device = dtype, device
         self.max_slots, self.max_len = max_slots, max_len
         self.slots = min(_FIRST_SLOTS, max_slots)
@@ -52,12 +52,13 @@ class KVCache:
 
     @property
     def max_bytes(self) -> int:
-        """Memory at the ceiling."""
+        """Memory at ``max_slots`` and ``max_len``."""
         now = sum(layer.numel() * layer.element_size() for layer in self.layers.values())
         return now * self.max_slots * self.max_len // (self.slots * self.capacity)
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for ``slots`` rows of ``length``. Layer by layer: the peak stays low."""
+        """Make room for ``slots`` rows of ``length``. Layer by layer, so that only one layer exists
+        twice."""
         slots, length = self._grown(slots, length)
         old_slots, old_length = self.slots, self.capacity
         if (slots, length) == (old_slots, old_length):
@@ -78,7 +79,8 @@ class KVCache:
         return new_slots, new_length
 
     def write_index(self, rows: Tensor, positions: Tensor, num_heads: int) -> Tensor:
-        """[N * G]: where keys go in ``layer[0].view(-1, D)``. Rows, positions: [N]."""
+        """[N * G]: indices of the tokens' keys in ``layer[0].view(-1, D)``. Rows, positions: [N].
+        The same indices address the values in ``layer[1]``."""
         heads = rows[:, None] * num_heads + torch.arange(num_heads, device=rows.device)
         return (heads * self.capacity + positions[:, None]).view(-1)
 
@@ -93,11 +95,11 @@ class KVCache:
             kept.view(-1, width).index_copy_(0, index, padded.reshape(-1, width))
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` tokens of one row over another's."""
+        """Copy the first ``length`` tokens of row ``source`` to row ``target``."""
         for layer in self.layers.values():
             layer[:, target, :, :length] = layer[:, source, :, :length]
 
     def clear_row(self, row: int) -> None:
-        """Zero a row with non-finite values, which would leak through masks: 0 * nan is nan."""
+        """Zero a row that has non-finite values: masking does not remove them (0 * nan is nan)."""
         for layer in self.layers.values():
             layer[:, row] = 0

@@ -1,4 +1,4 @@
-"""The engine's thread: it alone touches the scheduler; others use its inbox."""
+"""The engine's thread. It alone uses the scheduler; other threads put calls in its inbox."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 class EngineLoop:
-    """Steps the scheduler as long as there is work. Call its methods from any thread."""
+    """Steps the scheduler while there is work. Its methods may be called from any thread."""
 
     def __init__(self, scheduler: Scheduler, on_death: Callable[[BaseException], None]) -> None:
         self.scheduler = scheduler
         self.paused = False
         self.closed: str | None = None
-        """Why no request is taken any more."""
+        """Why the engine takes no more requests. None: it does."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._on_death = on_death
         self._stopping = False
@@ -38,7 +38,7 @@ class EngineLoop:
         self._inbox.put(lambda: self._submit(request))
 
     def abort(self, request: Request) -> None:
-        """End a request whose client has gone."""
+        """End a request whose client has disconnected."""
         self._inbox.put(lambda: self.scheduler.abort(request))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
@@ -55,15 +55,15 @@ class EngineLoop:
         return future
 
     def pause(self) -> Future[None]:
-        """Done when no step runs and none will before ``resume``. Requests keep their place."""
+        """Resolves when no step is running; none starts before ``resume``. Requests keep their
+        place."""
         return self.call(lambda: setattr(self, "paused", True))
 
     def resume(self) -> Future[None]:
-        """Go on stepping."""
         return self.call(lambda: setattr(self, "paused", False))
 
     def sleep(self) -> Future[None]:
-        """Pause, and give the accelerator's memory away."""
+        """Pause and free the accelerator's memory."""
 
         def fall_asleep() -> None:
             self.paused = True
@@ -72,16 +72,16 @@ class EngineLoop:
         return self.call(fall_asleep)
 
     def wake(self) -> Future[None]:
-        """Take the memory back. Still paused."""
+        """Take the memory back. The engine stays paused."""
         return self.call(self.scheduler.wake)
 
     def close(self, reason: str) -> None:
-        """Fail what is running and refuse what comes."""
+        """Fail all requests, running and future ones."""
         self.closed = reason
         self._inbox.put(lambda: self.scheduler.fail_all(reason))
 
     def stop(self, timeout: float = 0.5) -> None:
-        """End the thread, waiting for the step that is running."""
+        """End the thread after the current step; wait at most ``timeout`` seconds."""
         self._inbox.put(lambda: setattr(self, "_stopping", True))
         self._thread.join(timeout)
 
@@ -103,12 +103,12 @@ class EngineLoop:
                         self.scheduler.step()
         except BaseException as error:
             self.closed = f"the engine died: {type(error).__name__}: {error}"
-            with contextlib.suppress(Exception):  # the first error is the one to report
+            with contextlib.suppress(Exception):  # report the first error, not a later one
                 self.scheduler.fail_all(self.closed)
             self._on_death(error)
 
     def _take_inbox(self) -> None:
-        """Everything that has arrived; waits for something if there is nothing to do."""
+        """Run all calls that have arrived. Blocks for the first one if there is no work."""
         idle = self.paused or not self.scheduler.has_work
         try:
             self._inbox.get(block=idle)()

@@ -1,4 +1,4 @@
-"""``/metrics`` in Prometheus' text format, under vLLM's names where it has one."""
+"""``/metrics`` in Prometheus' text format, under vLLM's names where they exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FINISHED_LABELS = ("stop", "length", "abort", "error")
 
 @dataclass(frozen=True)
 class Sample:
-    """One value of a metric, and the metric's type."""
+    """One value of a metric, and its type."""
 
     name: str
     kind: str
@@ -25,11 +25,11 @@ class Sample:
 
 
 def collect(engine: EngineLoop) -> list[Sample]:
-    """Every metric now. Counters end in ``_total`` and never fall."""
+    """The current value of every metric. Counters end in ``_total`` and never decrease."""
     scheduler = engine.scheduler
     stats, cache = scheduler.stats, scheduler.cache
     waiting = scheduler.num_waiting
-    # Rows move while we read; a list copy is one operation under the GIL.
+    # The engine's thread changes the list meanwhile; copying it is atomic under the GIL.
     used = sum(len(r.prompt) + len(r.token_ids) for r in list(scheduler.active))
     room = scheduler.num_slots * scheduler.max_model_len
     config = {
@@ -69,10 +69,9 @@ def collect(engine: EngineLoop) -> list[Sample]:
 
 
 def render(engine: EngineLoop, model_name: str) -> str:
-    """The text that Prometheus scrapes."""
     families: dict[str, Metric] = {}
     for sample in collect(engine):
-        name = sample.name.removesuffix("_total")  # the exposition of a counter adds it
+        name = sample.name.removesuffix("_total")  # prometheus_client adds it to counters
         family = families.setdefault(name, Metric(name, "", sample.kind))
         family.add_sample(sample.name, {"model_name": model_name, **sample.labels}, sample.value)
     text: bytes = generate_latest(SimpleNamespace(collect=families.values))

@@ -1,8 +1,8 @@
-"""Loading a Hugging Face folder and choosing the forward that serves it.
+"""Load a Hugging Face folder and choose the forward that serves it.
 
-Whatever forward is chosen has to reproduce the model's own logits at start-up. An architecture that
-needs more than keys and values in slots is refused with the reason, instead of sampling from a
-different distribution: sinks, soft caps, attention of its own, layers that keep a recurrent state.
+The chosen forward must reproduce the model's own logits at start-up. An architecture that slot
+attention cannot compute (sinks, soft caps, custom attention, recurrent state) is refused with the
+reason, because it would sample from a different distribution.
 
 Shapes: N = tokens of one forward, V = vocabulary.
 """
@@ -29,7 +29,7 @@ from prime_rl_embedded.kv import KVCache
 
 log = logging.getLogger(__name__)
 
-# Largest allowed gap between our logits and the model's own, relative to the largest logit.
+# Largest allowed difference from the model's own logits, relative to the largest logit.
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}
 
 
@@ -38,7 +38,7 @@ class ServedModel:
     """A model ready to serve."""
 
     module: Any
-    """The transformers module; its parameters are what a weight update writes to."""
+    """The transformers module. A weight update writes to its parameters."""
     forward: Forward
     device: torch.device
     vocab_size: int
@@ -58,7 +58,7 @@ class ServedModel:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one. Raises ``EngineError`` for a device that isn't here."""
+    """``auto`` is CUDA if available. Raises ``EngineError`` if there is no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -73,9 +73,9 @@ def pick_device(name: str) -> torch.device:
 def load_model(
     path: Path, *, max_len: int, dtype: str = "float32", device: str = "auto", fused: bool = True
 ) -> ServedModel:
-    """Load a folder, or an id of the hub.
+    """Load a folder, or a model id of the Hugging Face hub.
 
-    Raises ``WeightsError`` if it is damaged, ``EngineError`` if it can't be served faithfully.
+    Raises ``WeightsError`` if it is damaged, ``EngineError`` if its logits cannot be reproduced.
     """
     target = pick_device(device)
     disable_progress_bar()
@@ -83,7 +83,7 @@ def load_model(
         module, info = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=getattr(torch, dtype),
-            attn_implementation="eager",  # the only one that never leaves anything out
+            attn_implementation="eager",  # the only one that omits nothing (soft caps, sinks)
             local_files_only=path.is_dir(),
             output_loading_info=True,
         )
@@ -115,13 +115,13 @@ def _check_length(module: Any, max_len: int) -> None:
 
 
 def _check_beyond_probe(served: ServedModel, max_len: int) -> None:
-    """What differs only at positions that the probe at start-up does not reach. Raises
+    """Refuse models that differ only at positions beyond the start-up probe's 24 tokens. Raises
     ``EngineError``."""
     config = served.module.config.get_text_config()
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal(served, "it attends within chunks of tokens")
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":  # of a batch, the longest sequence decides
+    if rope.get("rope_type") == "longrope":  # the longest sequence changes the whole batch
         length = rope["original_max_position_embeddings"]
         if max_len > length:
             raise _refusal(
@@ -132,7 +132,7 @@ def _check_beyond_probe(served: ServedModel, max_len: int) -> None:
 
 
 def _choose_forward(served: ServedModel, max_len: int, fused: bool) -> None:
-    """The first that fits and agrees: fused, transformers' layers and head, the whole module."""
+    """The first one whose logits agree: fused, transformers' layers and head, the whole module."""
     ids = _probe_ids(served, max_len)
     with torch.inference_mode():
         expected = served.module(input_ids=ids[None], use_cache=False).logits[0].float()
@@ -159,10 +159,11 @@ def _probe_ids(served: ServedModel, max_len: int) -> Tensor:
 
 @torch.inference_mode()
 def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: Tensor) -> None:
-    """Prefill all but the last token, decode that one, and compare; what it stored is the shape of
-    caches from now on. Raises ``EngineError`` if the forward does not fit, or on a gap.
+    """Prefill all but the last token, decode the last one, and compare the logits. The cache then
+    has the shapes of the model's keys and values, which ``kv_shapes`` keeps.
 
-    Ids: [N]; expected: [N, V], the model's own logits.
+    Ids: [N]; expected: [N, V], the model's own logits. Raises ``EngineError`` if the forward fails
+    or its logits differ.
     """
     cache = served.make_cache(1, len(ids))
     probes = [([], [len(ids) - 1], ids[:-1]), ([len(ids) - 1], [], ids[-1:])]
@@ -173,11 +174,11 @@ def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: 
             parts.append(forward(tokens, plan, None))
     except torch.OutOfMemoryError:
         raise
-    except NotImplementedError as error:  # of ``slot_attention``
+    except NotImplementedError as error:  # from ``slot_attention``
         raise _refusal(served, str(error)) from error
-    except Exception as error:  # code of the model, called in a way it may not know
+    except Exception as error:  # model code, called in a way that it may not support
         raise _refusal(served, f"its forward fails: {type(error).__name__}: {error}") from error
-    if not isinstance(forward, FusedForward):  # which computes the attention itself
+    if not isinstance(forward, FusedForward):  # it calls ``attend`` itself, for every layer
         _check_attended(served, plan.attended)
     gap = (torch.cat(parts).float() - expected).abs().max().item()
     limit = _TOLERANCE.get(served.module.dtype, 1e-3) * max(1.0, expected.abs().max().item())
@@ -191,8 +192,8 @@ def check_forward(served: ServedModel, forward: Forward, ids: Tensor, expected: 
 
 
 def _check_attended(served: ServedModel, attended: set[nn.Module]) -> None:
-    """Raises ``EngineError`` if a layer has something else than attention by our plan. Modules of
-    transformers that keep something about past tokens know the index of their layer."""
+    """Raises ``EngineError`` if a layer keeps state outside our cache. transformers modules with
+    per-layer state have a ``layer_idx``, so each such module must have attended with our plan."""
     indexed = [each for each in served.module.modules() if hasattr(each, "layer_idx")]
     others = {
         type(module).__name__
@@ -217,7 +218,7 @@ def _refusal(served: ServedModel, found: str) -> EngineError:
 
 
 def _eos_token_ids(module: Any) -> frozenset[int]:
-    """The checkpoint's end-of-sequence tokens: of its generation config, else of its config."""
+    """The checkpoint's end-of-sequence tokens: from its generation config, else its config."""
     for config in (module.generation_config, module.config):
         eos = getattr(config, "eos_token_id", None)
         if eos is not None:

@@ -1,4 +1,4 @@
-"""What the engine works on: sampling parameters, and a request from arrival to its last token."""
+"""The engine's own types: sampling parameters, and a request from arrival to its last token."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from typing import Literal, NamedTuple
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 GREEDY_BELOW = 1e-5
-"""Temperatures under this are greedy: dividing by them would only overflow."""
+"""Temperatures below this are greedy, because dividing the logits by them would overflow."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens. Already validated and complete: no field means "not given"."""
+    """How to choose tokens. Validated, with every default filled in."""
 
     max_tokens: int
-    """0 only where the prompt is scored: nothing is sampled."""
+    """0: sample nothing. Allowed only if the prompt is scored."""
     temperature: float = 1.0
-    """0 is greedy, and its logprobs are of the distribution at temperature 1."""
+    """0 is greedy; its logprobs are those of temperature 1."""
     top_p: float = 1.0
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end the completion; the one that does is part of it."""
+    """Tokens that end the completion. The completion includes the stop token."""
     min_tokens: int = 0
     """No stop token is sampled before this many tokens."""
     seed: int | None = None
-    """None: derived from the server's seed and the number of the arrival."""
+    """None: derived from the server's seed and the request's arrival number."""
     top_logprobs: int = 0
-    """Most likely alternatives to report a token."""
+    """Number of most likely alternatives to report per token."""
     prompt_logprobs: int | None = None
-    """None: don't score the prompt. k: the prompt's own tokens and the k most likely ones."""
+    """None: do not score the prompt. k: report its own tokens and the k most likely ones."""
 
     @property
     def greedy(self) -> bool:
@@ -42,12 +42,12 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Some tokens are excluded from sampling, which needs them sorted."""
+        """Whether top-k, min-p or top-p excludes tokens, which needs sorted logits."""
         return not self.greedy and bool(self.top_k or self.min_p or self.top_p < 1.0)
 
 
 class TokenScore(NamedTuple):
-    """A token that could have stood somewhere, and how likely it was."""
+    """A candidate token at a position, and its logprob."""
 
     token_id: int
     logprob: float
@@ -57,7 +57,7 @@ class TokenScore(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence. The engine's thread owns it from ``submit`` until ``on_finish``."""
+    """One sequence. The engine's thread owns it from ``submit`` to ``on_finish``."""
 
     prompt: list[int]
     params: SamplingParams
@@ -65,7 +65,7 @@ class Request:
     salt: str | None = None
     """Requests share KV only with requests of the same salt."""
     priority: int = 0
-    """Lower goes first."""
+    """Lower values go first."""
     on_token: Callable[[Request], None] | None = None
     """Called in the engine's thread after each token."""
     on_finish: Callable[[Request], None] | None = None
@@ -73,25 +73,24 @@ class Request:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """Of each sampled token under the distribution it was sampled from."""
+    """One per sampled token, under the distribution it was sampled from."""
     top_logprobs: list[list[TokenScore]] = field(default_factory=list)
     prompt_scores: list[list[TokenScore]] | None = None
-    """Of prompt tokens 1, 2, ...: the token itself, then the most likely ones, at temperature 1
-    whatever the request samples at."""
+    """For prompt tokens 1, 2, ...: the token itself, then the most likely ones. Always at
+    temperature 1."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(policy version, index of the first token it sampled), ascending."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
-    """The stop token that ended it."""
+    """The stop token that ended the completion."""
     error: str | None = None
     cached_tokens: int = 0
-    """Prompt tokens that were computed for another request and not again for this one."""
+    """Prompt tokens whose result was copied from another request."""
 
     next_token: int = -1
-    """The token to feed next: the last sampled one, or the prompt's last where its KV was copied.
-    """
+    """The next input token: the last sampled one, or the prompt's last if its KV was copied."""
     position: int = -1
-    """Where ``next_token`` stands in the sequence."""
+    """The position of ``next_token`` in the sequence."""
     rng: random.Random = field(default_factory=random.Random, repr=False)
 
     @property
@@ -100,7 +99,7 @@ class Request:
         return self.salt, tuple(self.prompt)
 
     def accept(self, token: int, logprob: float, version: int) -> None:
-        """Append a sampled token and see whether it is the last."""
+        """Append a sampled token. Sets ``finish_reason`` if it is the last."""
         if not self.versions or self.versions[-1][0] != version:
             self.versions.append((version, len(self.token_ids)))
         self.token_ids.append(token)

@@ -1,9 +1,9 @@
-"""Choosing tokens by inverse CDF, with one uniform a row, so that a row's draw doesn't depend on
-its neighbours.
+"""Sample tokens by inverse CDF, with one uniform per row from the request's own generator, so a
+row's token does not depend on the rest of the batch.
 
-The distribution of a row is softmax(logits / temperature), cut by top-k, min-p and top-p in that
-order (top-p over what the others leave), and renormalised. Reported logprobs are of that
-distribution; of greedy rows, at temperature 1.
+The distribution of a row is softmax(logits / temperature), truncated by top-k, min-p and top-p in
+that order (top-p over what the others keep), and renormalized. Reported logprobs are those of this
+distribution; for greedy rows, of the one at temperature 1.
 
 Shapes: R = rows, V = vocabulary, K = top alternatives.
 """
@@ -26,7 +26,7 @@ _UNIFORM_RANGE = float(1 << _UNIFORM_BITS)
 
 @dataclass(frozen=True)
 class Drawn:
-    """The outcome of one step, on the host."""
+    """The tokens of one step, on the host."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -35,7 +35,7 @@ class Drawn:
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
-    """Draw one token a row. Logits: [R, V], any float dtype; row i belongs to ``requests[i]``."""
+    """Draw one token per row. Logits: [R, V], any float dtype; row i belongs to ``requests[i]``."""
     params = [request.params for request in requests]
     logits = _without_early_stops(logits.float(), requests)
     logprobs = sampling_logprobs(logits, params)
@@ -50,7 +50,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
 
 
 def sampling_logprobs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Log of the distribution each row is drawn from. Logits: [R, V] float32; returns [R, V]."""
+    """Log of each row's sampling distribution. Logits: [R, V] float32; returns [R, V]."""
     if any(p.temperature != 1.0 for p in params):
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
@@ -64,9 +64,9 @@ def sampling_logprobs(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
 
 
 def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """-inf where top-k, min-p or top-p exclude a token.
+    """Set logits to -inf where top-k, min-p or top-p exclude the token.
 
-    The most likely token stays, and so do tokens exactly as likely as the last one kept.
+    The most likely token always stays, and so do ties with the last token kept.
     """
     device, size = logits.device, logits.shape[-1]
     ordered = _descending(logits)
@@ -74,17 +74,17 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     min_p = torch.tensor([p.min_p for p in params], device=device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], device=device)[:, None]
     dropped = torch.arange(size, device=device) >= top_k
-    # p < min_p * p_max, in logits. log(0) is -inf, which drops nothing.
+    # min-p drops p < min_p * p_max; here in log space. min_p = 0 gives -inf, which drops nothing.
     dropped |= ordered < ordered[:, :1] + min_p.log()
     kept = ordered.masked_fill(dropped, float("-inf")).softmax(-1)
-    # A token goes if those before it reach top_p. At 1.0 rounding must not drop a tail.
+    # top-p drops a token if those before it sum to top_p. At 1.0, rounding must not drop the tail.
     dropped |= (kept.cumsum(-1) - kept >= top_p) & (top_p < 1.0)
     last = (size - dropped.sum(-1, keepdim=True) - 1).clamp(min=0)
     return logits.masked_fill(logits < ordered.gather(-1, last), float("-inf"))
 
 
 def _descending(logits: Tensor) -> Tensor:
-    """Each row sorted. On CPU by NumPy, whose vectorised sort takes a fraction of torch's time."""
+    """Sort each row. On CPU with NumPy: its vectorized sort takes a fraction of torch's time."""
     if logits.device.type != "cpu":
         return logits.sort(dim=-1, descending=True).values
     return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
@@ -93,10 +93,11 @@ def _descending(logits: Tensor) -> Tensor:
 def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Token ids [R]: the first whose cumulative probability exceeds the row's uniform."""
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    # The scale makes rounding harmless: a uniform of 32 bits times the sum stays below the sum.
+    # Scaling by the row's sum makes rounding harmless: a 32-bit uniform is at most 1 - 2^-32, so
+    # the target stays below the sum.
     targets = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)[:, None]
     return torch.searchsorted(cumulative, targets * cumulative[:, -1:], right=True)[:, 0].clamp_(
-        max=logprobs.shape[-1] - 1  # only a row of nans gets here; the scheduler fails it
+        max=logprobs.shape[-1] - 1  # reached only by a row of NaNs, which the scheduler fails
     )
 
 
@@ -126,13 +127,13 @@ def top_scores(logprobs: Tensor, count: int) -> list[list[TokenScore]]:
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, num_alternatives: int) -> list[list[TokenScore]]:
-    """How likely given tokens were at temperature 1: each token itself, then the likeliest ones.
+    """Logprobs of given tokens at temperature 1: each token itself, then the most likely ones.
 
     Logits: [T, V]; tokens: [T].
     """
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, tokens[:, None])
-    # In 32 bits: CPUs add booleans up several times faster than in 64.
+    # int32: on CPU, summing booleans is several times faster than in int64.
     ranks = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
     own = zip(tokens.tolist(), chosen[:, 0].tolist(), ranks.tolist(), strict=True)
     if not num_alternatives:

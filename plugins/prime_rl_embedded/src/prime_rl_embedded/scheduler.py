@@ -1,14 +1,19 @@
-"""Continuous batching: which requests are in the batch, and one step of all of them.
+"""Continuous batching: admit requests to the batch, and run one step for all of them.
 
-Rows are compact: request ``active[i]`` owns row i of the KV cache, and a row that ends is filled by
-the last one. A step decodes one token of every active row and, in the same forward, prefills the
-prompts it admits.
+    add -> waiting  -> _admit -> leaders   -> prefilled in the forward of this step
+                              -> followers -> KV copied from a leader, decoded from the next step
+        -> unscored -> _score -> finished, or back to ``waiting``
 
-A prompt that equals a running one of the same salt, under the same weights, isn't prefilled: its KV
-is copied, and it joins the next step by feeding the prompt's last token again.
+Rows are compact: request ``active[i]`` owns row i of the KV cache, and the last row moves into the
+row of a request that ends. A step decodes one token for every active row and prefills the admitted
+prompts in the same forward.
 
-Requests that want their prompt scored wait in a queue of their own. A step ends with one batch of
-them (``scoring.py``), which takes no row; those that want more than a token then queue to generate.
+A follower's prompt equals that of a running request with the same salt under the same weights. It
+copies the KV of all prompt tokens but the last. Feeding the last token again gives it logits of its
+own in the next step.
+
+Requests whose prompt is scored wait in a separate queue. Each step ends with one batch of them
+(``scoring.py``), which takes no row. Those that want more than one token then queue to generate.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Stats:
-    """Counters since the start, read by other threads."""
+    """Counters since the start. Other threads read them."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -50,7 +55,7 @@ class Stats:
 
 
 class Scheduler:
-    """The state of the batch. Not thread-safe: one thread owns it (``loop.EngineLoop``)."""
+    """The state of the batch. Not thread-safe: the thread of ``loop.EngineLoop`` owns it."""
 
     def __init__(
         self,
@@ -73,17 +78,19 @@ class Scheduler:
         self.active: list[Request] = []
         self.waiting: list[tuple[int, int, Request]] = []
         self.unscored: list[tuple[int, int, Request]] = []
-        """Waiting for their prompt to be scored."""
+        """Requests that wait for prompt scores. Entries of both queues: (priority, arrival number,
+        request)."""
         self.stats = Stats()
         self.arrivals = 0
         self._prefixes: dict[object, Request] = {}
+        """The request whose row to copy, by prompt and salt."""
         self._offloaded: Offloaded | None = None
         self._on_waking: list[Callable[[], None]] = []
 
-    # -- what arrives ---------------------------------------------------------------
+    # -- arrivals -------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Queue a request; lower priority first, then by arrival."""
+        """Queue a request: lower priority values first, then by arrival."""
         seed = request.params.seed
         request.rng = random.Random(f"{self.seed}/{self.arrivals}" if seed is None else seed)
         queue = self.waiting if request.params.prompt_logprobs is None else self.unscored
@@ -91,7 +98,7 @@ class Scheduler:
         self.arrivals += 1
 
     def abort(self, request: Request) -> None:
-        """End a request early, wherever it is. No effect once it has finished."""
+        """End a request early, running or waiting. No effect if it has finished."""
         if request.finish_reason is not None:
             return
         request.finish_reason = "abort"
@@ -111,8 +118,8 @@ class Scheduler:
         self._fail(requests, reason)
 
     def swap_weights(self, apply: Callable[[], None], version: int) -> None:
-        """Run ``apply`` between two steps, or on waking. Active rows keep their KV, which nobody
-        may share."""
+        """Run ``apply`` between two steps, or on waking. Active rows keep their KV, but new
+        requests cannot share it: it comes from the old weights."""
         if self.asleep:
             self._on_waking.append(apply)
         else:
@@ -125,26 +132,25 @@ class Scheduler:
 
     @property
     def asleep(self) -> bool:
-        """Neither weights nor KV may be touched."""
+        """Whether weights and KV are on the host. Nothing may touch them then."""
         return self._offloaded is not None
 
     def sleep(self) -> None:
-        """Move weights and KV to the host; of an idle engine, forget the KV. On a CPU nothing
-        moves."""
+        """Move weights and KV to the host; an idle engine drops the KV. On CPU nothing moves."""
         if self.asleep:
             return
         self._offloaded, device = Offloaded(), self.model.device
         if device.type != "cpu":
-            self._offloaded.take(self.model.module.state_dict().values())
-            self._offloaded.take(self.cache.layers.values(), keep=bool(self.active))
+            self._offloaded.offload(self.model.module.state_dict().values())
+            self._offloaded.offload(self.cache.layers.values(), keep=bool(self.active))
             release_cached(device)
 
     def wake(self) -> None:
-        """Weights and KV are back, updates that came meanwhile are in place, and requests whose
-        clients have left are gone."""
+        """Restore weights and KV, apply the updates that arrived during sleep, and remove the
+        requests that were aborted."""
         if self._offloaded is None:
             return
-        self._offloaded.give_back()
+        self._offloaded.restore()
         self._offloaded = None
         while self._on_waking:
             self._on_waking.pop(0)()
@@ -156,14 +162,14 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that have not begun."""
+        """Requests in both queues."""
         return len(self.waiting) + len(self.unscored)
 
     # -- one step -------------------------------------------------------------------
 
     def step(self) -> None:
-        """One token for each active row and admitted prompt, then a batch of prompts to score. A
-        failure ends its requests."""
+        """One token for each active row and admitted prompt, then one batch of prompts to score.
+        A failure ends the requests it concerns."""
         if self.active or self.waiting:
             self._decode()
         if self.unscored:
@@ -176,14 +182,16 @@ class Scheduler:
             self._generate(leaders, followers)
         except Exception as error:
             log.exception("a step of %d rows failed", len(self.active) + len(leaders))
-            # Decoding again is harmless, so running rows survive if what was admitted is to blame.
+            # Running rows decode the same token again in the next step, so they survive a failure
+            # of a step that admitted requests: blame those. Otherwise all rows are to blame.
             blamed = leaders + followers or self.active
             self.active = [r for r in self.active if r not in blamed]
             self._fail(blamed, f"{type(error).__name__}: {error}")
         self._reap()
 
     def _admit(self) -> tuple[list[Request], list[Request]]:
-        """Requests to prefill, in order of length; and those that will copy KV."""
+        """Requests to prefill, and requests that copy KV. A prompt longer than the whole budget is
+        admitted alone. Leaders are sorted, so that equal lengths attend as one batch."""
         leaders: list[Request] = []
         followers: list[Request] = []
         budget = self.max_prefill_tokens
@@ -206,14 +214,14 @@ class Scheduler:
         if sampled:
             logits = self._forward(leaders)
             for row in self._emit(sampled, logits):
-                self.cache.clear_row(row)  # its values would leak through masks
+                self.cache.clear_row(row)  # another request will use the row
         self.active = sampled
         for follower in followers:
             self._copy_prefix(follower)
         self._count(leaders + followers)
 
     def _forward(self, leaders: Sequence[Request]) -> Tensor:
-        """Logits of active rows, then of each leader's last token."""
+        """Logits of the active rows, then of each leader's last token."""
         decoding = [request.position for request in self.active]
         lengths = [len(request.prompt) for request in leaders]
         device = self.model.device
@@ -226,10 +234,10 @@ class Scheduler:
         return self.model.forward(torch.tensor(ids, device=device), plan, keep)
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[int]:
-        """Sample a token a row. Returns the rows whose logits cannot be sampled from."""
+        """Sample one token per row. Returns the rows whose logits are not finite."""
         refused = []
         drawn = sample(logits, requests)
-        finite = math.isfinite(sum(drawn.logprobs))
+        finite = math.isfinite(sum(drawn.logprobs))  # one check instead of one per row
         for row, request in enumerate(requests):
             logprob = drawn.logprobs[row]
             if not finite and not math.isfinite(logprob):
@@ -247,15 +255,15 @@ class Scheduler:
     def _refuse_nonfinite(self, request: Request) -> None:
         request.finish_reason = "error"
         request.error = (
-            f"the model's logits are not finite at position {row_length(request)} "
-            f"under policy version {self.version}"
+            "the model's logits are not finite at position "
+            f"{len(request.prompt) + len(request.token_ids)} under policy version {self.version}"
         )
 
     def _copy_prefix(self, follower: Request) -> None:
         leader = self._prefixes[follower.prefix_key]
         length = len(follower.prompt)
         row = len(self.active)
-        if leader.finish_reason == "error":  # its row has been cleared: there is nothing to copy
+        if leader.finish_reason == "error":  # its row was cleared, so there is nothing to copy
             follower.finish_reason, follower.error = "error", leader.error
             self.active.append(follower)
             return
@@ -273,11 +281,11 @@ class Scheduler:
     # -- scoring --------------------------------------------------------------------
 
     def _score(self) -> None:
-        """Score a batch of prompts. Most want nothing else; the others queue to generate."""
+        """Score a batch of prompts. Requests that need more tokens then queue to generate."""
         batch = self._next_unscored()
         requests = [request for _, _, request in batch]
         try:
-            self._answer(requests)
+            self._score_batch(requests)
         except Exception as error:
             log.exception("scoring %d prompts failed", len(requests))
             self._fail(requests, f"{type(error).__name__}: {error}")
@@ -290,7 +298,7 @@ class Scheduler:
                 self._finish(entry[2])
 
     def _next_unscored(self) -> list[tuple[int, int, Request]]:
-        """As many as the prefill budget holds, equal prompts counted once; at least one."""
+        """As many as fit the prefill budget, at least one. Equal prompts count once."""
         batch: list[tuple[int, int, Request]] = []
         prompts: set[object] = set()
         budget = self.max_prefill_tokens
@@ -304,8 +312,9 @@ class Scheduler:
             batch.append(heapq.heappop(self.unscored))
         return batch
 
-    def _answer(self, requests: Sequence[Request]) -> None:
-        """Give each its scores, and the one token or none that ends it here."""
+    def _score_batch(self, requests: Sequence[Request]) -> None:
+        """Set the scores, and finish requests with ``max_tokens`` 0 or 1: their only token is
+        sampled from the logits at the prompt's end."""
         last = score_prompts(self.model, requests, share=self.share_prefixes)
         self.stats.shared_tokens += sum(request.cached_tokens for request in requests)
         for request in requests:
@@ -322,10 +331,10 @@ class Scheduler:
         if wanting:
             self._emit([requests[i] for i in wanting], last[wanting])
 
-    # -- what ends ------------------------------------------------------------------
+    # -- endings --------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Take finished requests out of the batch and close the gaps."""
+        """Remove finished requests from the batch and close the gaps with the last rows."""
         active, row, ended = self.active, 0, []
         while row < len(active):
             if active[row].finish_reason is None:
@@ -350,8 +359,3 @@ class Scheduler:
         self.stats.finished[str(request.finish_reason)] += 1
         if request.on_finish is not None:
             request.on_finish(request)
-
-
-def row_length(request: Request) -> int:
-    """Tokens of a sequence so far."""
-    return len(request.prompt) + len(request.token_ids)

@@ -1,4 +1,4 @@
-"""From the JSON that clients send to the engine's own types."""
+"""From a client's JSON to the engine's own types."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from prime_rl_engine_kit.requests import (
 
 @dataclass(frozen=True)
 class Limits(contract.Limits):
-    """What the served model can take, and what ends its answers."""
+    """The limits of the served model, and its end-of-sequence tokens."""
 
     eos_token_ids: frozenset[int]
 
@@ -33,7 +33,7 @@ def resolve_sampling(
     top_logprobs: int = 0,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Parameters with every default filled in. Raises ``RequestError``: the key and its value."""
+    """Parameters with every default filled in. Raises ``RequestError`` with the key and value."""
     room = max(limits.max_model_len - prompt_length, 1)
     check_sampling(fields, limits, top_logprobs, prompt_logprobs)
     _check_distribution(fields)
@@ -53,7 +53,7 @@ def resolve_sampling(
 
 
 def _check_distribution(fields: SamplingFields) -> None:
-    """One row a rule: key, value, does it hold, what was expected. NaN fails comparisons."""
+    """One rule per row: key, value, whether it is valid, expected range. NaN fails every rule."""
     temperature, top_k = given(fields.temperature, 1.0), fields.top_k
     rules = (
         ("temperature", temperature, 0 <= temperature < math.inf, "finite and at least 0"),
@@ -61,13 +61,13 @@ def _check_distribution(fields: SamplingFields) -> None:
         ("top_k", top_k, given(top_k, 0) >= -1, "at least 1, or 0 or -1 for off"),
         ("min_p", fields.min_p, 0 <= given(fields.min_p, 0.0) <= 1, "in [0, 1]"),
     )
-    for key, value, holds, expected in rules:
-        if not holds:
+    for key, value, valid, expected in rules:
+        if not valid:
             raise RequestError(f"{key} is {value}; it must be {expected}")
 
 
 def generate_requests(body: GenerateBody, limits: Limits) -> list[Request]:
-    """The ``n`` validated requests of a body. With a seed, choice i gets seed + i."""
+    """The ``n`` validated requests of a body."""
     check_generate(body, limits)
     fields = body.sampling_params
     wanted = given(fields.logprobs, 0)
@@ -91,7 +91,7 @@ def generate_requests(body: GenerateBody, limits: Limits) -> list[Request]:
 
 
 def choices_of(params: SamplingParams, count: int) -> list[SamplingParams]:
-    """``count`` copies that differ in their seed, if one is given."""
+    """``count`` copies. With a seed, copy i gets seed + i."""
     if params.seed is None:
         return [params] * count
     return [replace(params, seed=params.seed + i) for i in range(count)]

@@ -3,7 +3,7 @@
     supervisor -> argv, PRIME_RL_ADMIN_KEY -> [import torch | wait for the model | load | serve]
     asyncio thread: HTTP            engine thread: EngineLoop -> Scheduler -> forward -> sample
 
-Torch is imported while the model may still be in the making: ``--wait-for-model`` polls for its
+Torch is imported before the model needs to exist: ``--wait-for-model`` then polls for its
 ``.ready`` file.
 """
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("prime_rl_embedded.server")
 _STATUS_SECONDS = 1.0
 _POLL_SECONDS = 0.05
-# Longer than clients keep idle connections, or they send into one that we are closing.
+# Longer than clients keep idle connections: else they may send on one that the server is closing.
 _KEEP_ALIVE_SECONDS = 120
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. No key is on it: argument lists are public."""
+    """The command line. It carries no key, because other users can read argument lists."""
     parser = command_line("prime_rl_embedded.server", __doc__)
     parser.add_argument(
         "--settings", type=EmbeddedConfig.model_validate_json, default=EmbeddedConfig()
@@ -49,7 +49,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
+    """Serve until a signal. Returns the exit code."""
     return run_server(parse(argv), _serve)
 
 
@@ -96,7 +96,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
 
 
 def describe(scheduler: Scheduler, limits: Limits) -> str:
-    """One line for the log: what serves, by which forward, how much memory it may take."""
+    """One line for the log: model, forward, slots and the cache's maximum size."""
     model, cache = scheduler.model, scheduler.cache
     forward = type(model.forward).__name__
     return (
@@ -107,7 +107,7 @@ def describe(scheduler: Scheduler, limits: Limits) -> str:
 
 
 class EngineServer:
-    """HTTP in the main thread, the engine in its own; either one's end is the process's."""
+    """HTTP in the main thread, the engine in its own. The process ends when either one does."""
 
     def __init__(self, args: argparse.Namespace, limits: Limits, status: Status) -> None:
         self.args, self.limits, self.status = args, limits, status
@@ -115,7 +115,7 @@ class EngineServer:
         self._stop_serving: Callable[[], None] = lambda: None
 
     def run(self, engine: EngineLoop) -> int:
-        """Serve until a signal, or the engine's death, which it exits with 1."""
+        """Serve until a signal (0) or the end of the engine's thread (1). Returns the exit code."""
         try:
             asyncio.run(self._serve(engine))
         finally:
@@ -148,7 +148,7 @@ class EngineServer:
             reporting.cancel()
 
     async def _report(self, engine: EngineLoop, server: Server) -> None:
-        """What the engine is doing, once a second, from when it can be reached."""
+        """Report the engine's activity once a second, as soon as it accepts connections."""
         while not server.started:
             await asyncio.sleep(_POLL_SECONDS)
         before, then = 0, time.monotonic()
@@ -161,7 +161,6 @@ class EngineServer:
 
 
 def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float) -> None:
-    """One line of the live view."""
     scheduler = engine.scheduler
     running, waiting = len(scheduler.active), scheduler.num_waiting
     numbers: dict[str, Any] = {
@@ -184,7 +183,7 @@ def _make_http_server(app: Starlette, engine: EngineLoop, args: argparse.Namespa
     from uvicorn import Config, Server
 
     class ClosingServer(Server):
-        """Fails what is in flight when told to stop, so that nobody waits for long answers."""
+        """Fails requests in flight on a signal, so that shutdown does not wait for them."""
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             engine.close("the engine is shutting down")

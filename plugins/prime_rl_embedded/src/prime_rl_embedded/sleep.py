@@ -1,10 +1,10 @@
-"""Giving an accelerator's memory away and taking it back, under tensors that stay what they are.
+"""Free an accelerator's memory and restore it, without replacing any tensor.
 
-    sleep   storage -> host buffer; storage of no bytes
-    wake    storage of its old size <- host buffer
+    sleep   storage -> host buffer; storage resized to 0 bytes
+    wake    storage resized back <- host buffer
 
-Only storages are emptied, so every view into them (parameters into fused projections, tied names)
-is whole again after waking. Nobody may compute with them in between.
+The storages are emptied, not the tensors. So all views into them (parameters into fused
+projections, tied names) are valid again after waking. Computing with them in between is an error.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ class _Moved:
     size: int
     """Bytes."""
     host: Tensor | None
-    """None: nothing in it was wanted; it comes back as zeros."""
+    """None: the contents were dropped. The storage comes back as zeros."""
 
 
 @dataclass
 class Offloaded:
-    """Tensors whose storages are on the host for now."""
+    """Storages that are on the host."""
 
     _moved: list[_Moved] = field(default_factory=list)
 
-    def take(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
+    def offload(self, tensors: Iterable[Tensor], *, keep: bool = True) -> None:
         """Empty the storages of these tensors; with ``keep``, after copying them to the host."""
         taken = {moved.storage.data_ptr() for moved in self._moved}
         for tensor in tensors:
@@ -39,8 +39,8 @@ class Offloaded:
             if storage.nbytes() and storage.data_ptr() not in taken:
                 self._moved.append(_emptied(storage, keep))
 
-    def give_back(self) -> None:
-        """Every storage is again as it was."""
+    def restore(self) -> None:
+        """Restore every storage."""
         for moved in self._moved:
             moved.storage.resize_(moved.size)
             if moved.host is None:
@@ -58,11 +58,11 @@ def _emptied(storage: UntypedStorage, keep: bool) -> _Moved:
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:
-    """A view, [bytes]."""
+    """A uint8 view [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def release_cached(device: torch.device) -> None:
-    """Let other processes have what the allocator holds in reserve."""
+    """Return the memory that torch's allocator caches to the device."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -32,9 +32,9 @@ def write_model(
     config: str | None = None,
     **settings: Any,
 ) -> Path:
-    """A tiny random model of any architecture; weights wide enough for peaked distributions.
+    """A tiny random model of any architecture, with weights large enough for peaked distributions.
 
-    ``config``: the class of its config, where it is not named as the model's.
+    ``config``: the name of its config class, if not ``{architecture}Config``.
     """
     import torch
     import transformers
@@ -66,7 +66,7 @@ def write_model(
 
 @dataclass
 class Served:
-    """A running server and how to talk to it."""
+    """A running server and its client."""
 
     url: str
     process: subprocess.Popen[bytes]
@@ -77,7 +77,7 @@ class Served:
         return self.http.post(route, json=body, headers=headers)
 
     def generate(self, token_ids: list[int], **sampling: Any) -> dict[str, Any]:
-        """The whole reply of one generate request; logprobs on unless told otherwise."""
+        """The whole reply of one generate request, with logprobs by default."""
         body = {"token_ids": token_ids, "sampling_params": {"logprobs": 1} | sampling}
         answer = self.post("/inference/v1/generate", body)
         assert answer.status_code == 200, answer.text
@@ -90,7 +90,7 @@ class Served:
         )
 
     def metric(self, name: str, labels: str = "") -> float:
-        """A metric's value now, by its name and a part of its labels."""
+        """A metric's current value, by its name and a part of its labels."""
         pattern = rf"^{re.escape(name)}{{[^}}]*{re.escape(labels)}[^}}]*}} (\S+)$"
         found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
         assert found, f"no metric {name} {labels}"
@@ -121,7 +121,7 @@ def start(
     env: dict[str, str] | None = None,
     **settings: Any,
 ) -> subprocess.Popen[bytes]:
-    """Start the server as the supervisor does, by the plugin's own command."""
+    """Start the server with the plugin's own command, as the supervisor does."""
     launch = EngineLaunch(
         model_path=model,
         served_model_name="tiny",
@@ -138,7 +138,7 @@ def start(
 
 
 def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 600) -> None:
-    """Until ``/health`` answers 200."""
+    """Wait until ``/health`` answers 200."""
     deadline = time.monotonic() + seconds
     while True:
         assert process.poll() is None, f"the server ended with code {process.returncode}"
@@ -152,7 +152,7 @@ def wait_healthy(url: str, process: subprocess.Popen[Any], seconds: float = 600)
 
 @contextmanager
 def serve(model: Path, **options: Any) -> Iterator[Served]:
-    """A healthy server; stopped on leaving."""
+    """A healthy server, stopped at the end of the context."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     process = start(model, port, **options)

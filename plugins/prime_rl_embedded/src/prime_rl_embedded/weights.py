@@ -1,4 +1,4 @@
-"""Swapping weights: all is read and checked before the first parameter changes."""
+"""Weight updates: everything is read and checked before the first parameter changes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from prime_rl_broadcast.group import BroadcastGroup, Header
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
     """All tensors of ``module``, from safetensors, checked. Raises ``WeightsError``.
 
-    Of a folder with a LoRA adapter: those of the model that ``module`` was loaded from, read anew,
-    with the adapter added. What serves now does not matter, so nothing is ever added twice.
+    A LoRA adapter is added to the base model, which is read again from the folder that ``module``
+    was loaded from. The current parameters are not used, so no adapter is added twice.
     """
     if is_adapter(directory):
         merged = merged_tensors(_base(directory, module), directory)
-        return _fitted(directory, dict(merged), module)
+        return _checked(directory, dict(merged), module)
     tensors: dict[str, Tensor] = {}
     for path in _shards(directory):
         for name, tensor in _read_shard(path).items():
             if name in tensors:
-                raise WeightsError(f"{path}: tensor {name!r} is in another shard too")
+                raise WeightsError(f"{path}: tensor {name!r} is also in another shard")
             tensors[name] = tensor
-    return _fitted(directory, tensors, module)
+    return _checked(directory, tensors, module)
 
 
-def receive_weights(meeting: BroadcastGroup, attendance: Member, module: Any) -> dict[str, Tensor]:
-    """The same from the trainer's memory. What does not fit is refused before it comes. Raises
-    ``WeightsError``."""
+def receive_weights(meeting: BroadcastGroup, member: Member, module: Any) -> dict[str, Tensor]:
+    """All tensors of ``module``, from the trainer's memory. Names, shapes and kinds are checked
+    before any value is sent. Raises ``WeightsError``."""
     received: dict[str, Tensor] = {}
 
     def check(header: Header) -> str | None:
@@ -55,13 +55,14 @@ def receive_weights(meeting: BroadcastGroup, attendance: Member, module: Any) ->
         received.update(stream)
         _check_values("broadcast", received)
 
-    with attendance.join(meeting, module.device) as group:
+    with member.join(meeting, module.device) as group:
         group.receive(check, take)
     return received
 
 
 def apply_weights(weights: Mapping[str, Tensor], module: Any) -> None:
-    """Copy checked tensors into the parameters, in place: tied and fused storage follow."""
+    """Copy checked tensors into the parameters, in place, which also updates tied parameters and
+    fused projections."""
     state = module.state_dict()
     for name, tensor in weights.items():
         state[name].copy_(tensor)
@@ -72,7 +73,7 @@ def _base(directory: Path, module: Any) -> Path:
     base = Path(module.name_or_path)
     if not base.is_dir():
         raise WeightsError(
-            f"{directory}: holds an adapter, and its base {str(base)!r} is no folder here; start "
+            f"{directory}: contains an adapter, but its base {str(base)!r} is not a folder; start "
             "the engine from the folder of the model"
         )
     return base
@@ -105,8 +106,8 @@ def _read_shard(path: Path) -> dict[str, Tensor]:
         raise WeightsError(f"{path}: can't be read: {error}") from error
 
 
-def _fitted(directory: Path, tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
-    """Names, shapes, kinds and values checked against the module; tied duplicates dropped."""
+def _checked(directory: Path, tensors: dict[str, Tensor], module: Any) -> dict[str, Tensor]:
+    """Check names, shapes, kinds and values against the module; drop tied duplicates."""
     for copy, original in _tied(module).items():
         _untie(directory, tensors, copy, original)
     _check_layout(directory, tensors, module)
@@ -115,12 +116,12 @@ def _fitted(directory: Path, tensors: dict[str, Tensor], module: Any) -> dict[st
 
 
 def _tied(module: Any) -> Mapping[str, str]:
-    """Names that stand for another's parameter."""
+    """Parameter names that share the storage of another name, with that name."""
     return getattr(module, "all_tied_weights_keys", {}) or {}
 
 
 def _check_layout(where: Path | str, tensors: Mapping[str, Tensor], module: Any) -> None:
-    """``where`` the tensors come from. Their values do not matter."""
+    """Check names, shapes and kinds. ``where``: the source, for messages."""
     wanted: dict[str, Tensor] = module.state_dict()
     if missing := sorted(wanted.keys() - tensors.keys() - _tied(module).keys()):
         raise WeightsError(
@@ -135,11 +136,11 @@ def _check_layout(where: Path | str, tensors: Mapping[str, Tensor], module: Any)
 def _check_values(where: Path | str, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor.sum(dtype=torch.float64)):
-            raise WeightsError(f"{where}: {name!r} holds values that aren't finite")
+            raise WeightsError(f"{where}: {name!r} contains values that aren't finite")
 
 
 def _untie(directory: Path, tensors: dict[str, Tensor], copy: str, original: str) -> None:
-    """Keep one of two names of the same parameter. Different values would mean another model."""
+    """Drop the second name of a tied parameter. Different values mean a model without tying."""
     duplicate = tensors.pop(copy, None)
     if duplicate is None:
         return

@@ -1,10 +1,9 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""A lean HTTP client for ``/inference/v1/generate``, in place of the openai SDK on that one road.
+"""A fast HTTP client for ``/inference/v1/generate`` that replaces the openai SDK.
 
-``renderers.client.generate`` needs three things of an ``AsyncOpenAI``: ``base_url``, ``get`` and
-``post``. The SDK spends some 3 ms CPU on a request (building, retrying, decoding); aiohttp spends a
-tenth. And the reply passes by here raw, which is where the policy version of each token is still to
-be seen: renderers drops it.
+``renderers.client.generate`` uses three attributes of an ``AsyncOpenAI``: ``base_url``, ``get`` and
+``post``. The SDK spends some 3 ms CPU per request (building, retrying, decoding), aiohttp a tenth.
+The client also reads the policy version of each token from the raw reply; renderers drops it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,18 @@ Span = tuple[int, int, int]
 that version."""
 
 IDLE_SECONDS = 2.0
-"""Drop an idle connection before the engine does (uvicorn: after 5 s): a POST that meets a closing
+"""Close idle connections before the engine does (uvicorn: after 5 s), because a POST on a closing
 connection fails."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """The generate call under way."""
+    """The current generate call."""
 
     seed_offset: int
-    """Added to the rollout's seed: every turn of every run of every agent draws numbers of its
-    own."""
+    """Added to the rollout's seed, so that every turn of every run of every agent has its own."""
     spans: list[Span]
-    """Where the policy versions of its tokens go."""
+    """Collects the policy versions of the tokens."""
 
 
 _call: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -47,8 +45,8 @@ _call: ContextVar[Call | None] = ContextVar("call", default=None)
 
 @contextmanager
 def recorded_versions(agent: str, number: int, run: int = 0) -> Iterator[list[Span]]:
-    """Collects the spans of model call ``number`` of an agent's ``run`` in its episode, made
-    inside; empty if the engine does not tell."""
+    """Collect the spans of the model call made in this context: call ``number`` of an agent's
+    ``run`` in its episode. Empty if the engine does not report versions."""
     call = Call(seed_offset(agent, number, run), [])
     token = _call.set(call)
     try:
@@ -58,14 +56,14 @@ def recorded_versions(agent: str, number: int, run: int = 0) -> Iterator[list[Sp
 
 
 def seed_offset(agent: str, number: int, run: int = 0) -> int:
-    """0 for the first call of a plain env's one agent: its seed is the one asked for."""
+    """0 for the first call of a single-agent env, which uses the rollout's seed as it is."""
     if (agent, number, run) == ("agent", 0, 0):
         return 0
     return zlib.crc32(f"{agent}/{number}/{run}".encode() if run else f"{agent}/{number}".encode())
 
 
 def with_offset(body: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
-    """The request with its seed moved on, if it has one."""
+    """The request with ``offset`` added to its seed, if it has one."""
     parameters = body.get("sampling_params", {})
     if not offset or parameters.get("seed") is None:
         return body
@@ -84,7 +82,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Versions(msgspec.Struct):
-    """What we read of a reply: everything else is skipped without building it."""
+    """The part of a reply that is decoded; msgspec skips the rest without creating objects."""
 
     choices: list[_Choice]
 
@@ -93,17 +91,17 @@ _decoder = msgspec.json.Decoder(_Versions)
 
 
 def version_spans(reply: bytes) -> list[Span]:
-    """The policy versions of the first choice; empty where the engine does not number them."""
+    """The policy versions of the first choice. Empty if there are none, or no integers."""
     try:
         spans = _decoder.decode(reply).choices[0].weight_versions or []
         return [(int(span.version), span.start, span.end) for span in spans]
     except (msgspec.DecodeError, IndexError, ValueError):
-        return []  # a malformed reply is renderers' to refuse
+        return []  # renderers refuses malformed replies
 
 
 def with_token_names(reply: bytes) -> bytes:
-    """vLLM 0.32 writes ``token_id: 5`` where renderers 0.1.12 reads ``token: "token_id:5"``: add
-    what is missing."""
+    """Add the ``token: "token_id:5"`` that renderers 0.1.12 reads where vLLM 0.32 writes
+    ``token_id: 5``."""
     if b'"token"' in reply or b'"token_id"' not in reply:
         return reply
     decoded = json.loads(reply)
@@ -115,7 +113,7 @@ def with_token_names(reply: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Reply:
-    """What ``generate`` reads of an ``httpx.Response``."""
+    """The part of an ``httpx.Response`` that ``generate`` reads."""
 
     content: bytes
 
@@ -143,8 +141,8 @@ class EngineConnection:
     async def post(
         self, url: str, *, cast_to: Any, body: Any, options: Mapping[str, Any] | None = None
     ) -> Reply:
-        """POST JSON. Raises ``ProviderError`` with the engine's status and reason, or 503 if it
-        cannot be reached."""
+        """POST JSON. Raises ``ProviderError`` with the engine's status and reason, 503 if it cannot
+        be reached, 504 on a timeout."""
         headers = (options or {}).get("headers")
         call = _call.get()
         if call is not None:
@@ -189,7 +187,7 @@ class FastTrainClient(TrainClient):
 
     @classmethod
     def of(cls, client: TrainClient, stack: AsyncExitStack) -> FastTrainClient:
-        """The one fast client that stands in for ``client``; ``stack`` closes it with the
+        """The fast client that replaces ``client``, created once. ``stack`` closes it with the
         server."""
         if isinstance(client, cls):
             return client

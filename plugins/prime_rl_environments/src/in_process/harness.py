@@ -1,5 +1,5 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""The chat loop: ask the model, run the tools it calls, until it answers in text or is stopped."""
+"""The chat loop: query the model and run the tools it calls, until it answers in text or stops."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ class InProcessConfig(vf.HarnessConfig):
     """``harness = {id = "in-process", ...}``"""
 
     tools: list[str] = []
-    """Python tools, as ``module:function``. The function, sync or async, carries an OpenAI
-    function tool as its attribute ``schema``; what it returns is shown to the model as text, and
-    so is an exception it raises."""
+    """Python tools, as ``module:function``. The function, sync or async, has an OpenAI function
+    tool as its attribute ``schema``. The model gets its result or its exception as text."""
 
 
 class InProcessHarness(vf.Harness[InProcessConfig]):
-    """Runs a rollout's chat loop in this process. Stateless: one instance serves many rollouts
-    at once."""
+    """Runs a rollout's chat loop in this process. One stateless instance serves many rollouts at
+    once."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -52,8 +51,8 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """One segment: from the prompt in ``data`` to a reply in text, or to the turn verifiers
-        refuses."""
+        """One segment: from the prompt in ``data`` to a reply in text, or to the turn that
+        verifiers refuses."""
         driver = TurnDriver(secret, trace, ctx)
         request: Wire = {"model": ctx.model, "messages": self.opening(data)}
         if self.tools:
@@ -69,7 +68,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
             request["messages"] += [await self.call_tool(call) for call in reply["tool_calls"]]
 
     def opening(self, data: vf.TaskData) -> list[Wire]:
-        """The conversation the segment starts from."""
+        """The messages at the start of the segment."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Wire] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -77,28 +76,28 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
         return [*messages, *(message_to_wire(message) for message in prompt or [])]
 
     async def call_tool(self, call: Mapping[str, Any]) -> Wire:
-        """Run one tool call. Whatever goes wrong becomes the text the model reads."""
+        """Run one tool call. An exception becomes the text that the model reads."""
         name = call["function"]["name"]
         try:
             if name not in self.tools:
-                raise LookupError(f"no tool {name!r}; there are: {', '.join(self.tools)}")
+                raise LookupError(f"no tool {name!r}; available: {', '.join(self.tools)}")
             output = self.tools[name](**json.loads(call["function"]["arguments"]))
             text = str(await output if inspect.isawaitable(output) else output)
-        except Exception as error:  # the model is to read it and try again
+        except Exception as error:  # the model reads it and may try again
             text = f"error: {type(error).__name__}: {error}"
         return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}
 
 
 def load_tool(path: str) -> tuple[str, Callable[..., Any]]:
-    """``module:function`` to ``(name the model calls it by, function)``. Raises ``ConfigError``
-    if it is no tool."""
+    """``module:function`` to ``(the tool's name for the model, function)``. Raises ``ConfigError``
+    if it is not a tool."""
     module, _, name = path.partition(":")
     try:
         function = getattr(importlib.import_module(module), name)
         return function.schema["function"]["name"], function
     except (ImportError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"harness in-process: tools: {path!r} is no tool ({type(error).__name__}: {error}); "
-            'expected "module:function", the function with an OpenAI function tool as its '
+            f"harness in-process: tools: {path!r} is not a tool ({type(error).__name__}: {error}); "
+            'expected "module:function", where the function has an OpenAI function tool as its '
             "attribute `schema`."
         ) from error

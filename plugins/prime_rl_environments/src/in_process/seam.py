@@ -1,12 +1,12 @@
-"""Every name of verifiers that is not its public API, in one place, and the one attribute we wrap.
+"""All private names of verifiers that we use, and the one method that we wrap.
 
 verifiers serves a rollout's model calls from an HTTP server on loopback: it keeps one
-``RolloutSession`` a rollout under a secret, and ``InterceptionServer.handle_request`` runs a turn
+``RolloutSession`` per rollout under a secret, and ``InterceptionServer.handle_request`` runs a turn
 (limits, stops, hooks, the model call, the commit to the trace, the record of the call). A harness
-in the same process needs that turn, not the HTTP around it. What is missing is the way from the
-secret a harness is handed to the server that knows it; so ``register`` is wrapped to remember it.
+in the same process needs that turn without HTTP, but it gets only the secret, not the server. So
+``register`` is wrapped to remember the server of each secret.
 
-The server still listens, for tool servers and for harnesses of other kinds.
+The server still listens, for tool servers and other harnesses.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SUPPORTED_VERIFIERS = "0.4.0"
 
 
 def _check() -> None:
-    """Raise ``PluginError`` if this verifiers is not one whose insides we know."""
+    """Raise ``PluginError`` if this is another version of verifiers."""
     if (found := version("verifiers")) != SUPPORTED_VERIFIERS:
         raise PluginError(
-            f"harness in-process: found verifiers {found}, expected {SUPPORTED_VERIFIERS}: it "
-            f'stands on its insides. pip install "verifiers=={SUPPORTED_VERIFIERS}", or choose '
+            f"harness in-process: found verifiers {found}, expected {SUPPORTED_VERIFIERS}, because "
+            f'it uses private names. Run pip install "verifiers=={SUPPORTED_VERIFIERS}", or choose '
             "another harness."
         )
 
@@ -43,12 +43,13 @@ try:
     from verifiers.v1.session import RolloutSession as RolloutSession
 except ImportError as error:
     raise PluginError(
-        f"harness in-process: verifiers {SUPPORTED_VERIFIERS} lacks a name we stand on ({error}). "
+        f"harness in-process: verifiers {SUPPORTED_VERIFIERS} lacks a name that it uses ({error}). "
         "Reinstall verifiers, or choose another harness."
     ) from error
 
 METHODS = ("_handler_for", "acquire", "register", "unregister")
-"""What we use of ``InterceptionServer``, beside its attributes ``sessions`` and ``stack``."""
+"""Methods of ``InterceptionServer`` that we use, besides its attributes ``sessions`` and ``stack``.
+"""
 
 if missing := [name for name in METHODS if not hasattr(InterceptionServer, name)]:
     raise PluginError(
@@ -61,7 +62,7 @@ _servers: WeakValueDictionary[str, InterceptionServer] = WeakValueDictionary()
 
 
 def _remember_servers() -> None:
-    """Wrap ``register`` and ``unregister`` once: same behaviour, and ``_servers`` follows."""
+    """Wrap ``register`` and ``unregister`` once, to keep ``_servers`` up to date."""
     register, unregister = InterceptionServer.register, InterceptionServer.unregister
     if hasattr(register, "__wrapped__"):
         return
@@ -87,12 +88,12 @@ _remember_servers()
 
 
 def server_of(secret: str) -> InterceptionServer:
-    """The server that holds the session of this secret. Raises ``PluginError`` if the rollout is
-    not live here."""
+    """The server that has the session of this secret. Raises ``PluginError`` if the rollout does
+    not run in this process."""
     server = _servers.get(secret)
     if server is None:
         raise PluginError(
-            "harness in-process: the rollout's interception server is not in this process. "
-            "It runs where the environment runs; it cannot drive a remote interception."
+            "harness in-process: the rollout's interception server is not in this process. The "
+            "harness runs in the environment's process and cannot use a remote interception."
         )
     return server

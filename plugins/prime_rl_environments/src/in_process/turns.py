@@ -1,4 +1,4 @@
-"""One turn of a rollout, by function call instead of by HTTP."""
+"""One turn of a rollout, as a function call instead of an HTTP request."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PATH = "/v1/chat/completions"
 
 
 class Refused(Exception):
-    """verifiers did not serve the turn: a limit, a stop, or a failed model call. The text is its
-    JSON reply."""
+    """verifiers refused the turn: a limit, a stop, or a failed model call. The message is its JSON
+    reply."""
 
 
 class DirectRequest(dict[Any, Any]):
-    """The part of an aiohttp request that verifiers' handler reads; as a dict it holds the
-    handler's own notes."""
+    """The part of an aiohttp request that verifiers' handler reads. It is a dict, because the
+    handler stores values in the request."""
 
     path = PATH
 
@@ -38,12 +38,12 @@ class DirectRequest(dict[Any, Any]):
 
 
 _runs: dict[int, list[str]] = {}
-"""Traces of each live agent, in the order they began, by the ``id()`` of the agent's context."""
+"""Trace ids of each live agent in the order they began, by the ``id()`` of the agent's context."""
 
 
 def run_number(ctx: vf.ModelContext, trace: vf.Trace) -> int:
-    """How many runs the agent began in its episode before this one: verifiers makes a context an
-    agent and episode."""
+    """The number of runs that the agent began before this one in its episode. verifiers creates
+    one context per agent and episode."""
     if id(ctx) not in _runs:
         _runs[id(ctx)] = []
         weakref.finalize(ctx, _runs.pop, id(ctx), None)
@@ -67,11 +67,11 @@ class TurnDriver:
             session.client = FastTrainClient.of(session.client, server.stack)
 
     async def turn(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send one chat request; returns the assistant's message as JSON. Raises ``Refused``."""
+        """Send one chat request. Returns the assistant's message as JSON. Raises ``Refused``."""
         agent, number = self.trace.agent.name, len(self.trace.calls)
         with recorded_versions(agent, number, self.run) as versions:
-            # In a task of its own, as aiohttp would: verifiers cancels a session's handlers when
-            # its rollout ends.
+            # In a separate task, as in aiohttp: verifiers cancels the tasks of a session's handlers
+            # when its rollout ends.
             response = await asyncio.create_task(self.handler(DirectRequest(self.secret, request)))
         if response.status != 200:
             raise Refused(response.text)

@@ -1,13 +1,13 @@
-"""Environments that run anywhere: tiny policies made on this machine, and tasks without downloads.
+"""Environments that run anywhere: tiny policies created locally, and tasks without downloads.
 
 * ``[model] name = "tiny-reverse"`` or ``"tiny-chat"``: the policies (``tiny``).
 * ``[[orchestrator.train.env]] id = "reverse-text"`` (one turn), ``"reverse-retry"`` (user
   feedback), ``"word-lookup"`` (a tool), ``"reverse-relay"`` (a sub-agent), ``"propose-solve"`` (two
-  seats): the tasks, each a top-level module.
-* ``harness = {id = "in-process"}``: runs any chat taskset without a process or a port a rollout
+  agents): the tasks, each a top-level module.
+* ``harness = {id = "in-process"}``: runs any chat taskset without a process or port per rollout
   (top-level module ``in_process``).
 
-verifiers finds a taskset or a harness by importing a module of its id, hence the top-level names.
+verifiers imports a taskset or a harness as a top-level module named after its id.
 """
 
 from collections.abc import Iterable

@@ -1,6 +1,6 @@
-"""The rules of the tasks, as pure functions: what the user says, what the tool knows, what counts.
+"""The rules of the tasks as pure functions: feedback of the user, the tool's data, scores.
 
-The environments apply them and the warm-up of ``tiny-chat`` rehearses them, so they import nothing.
+Both the environments and the warm-up of ``tiny-chat`` use them, so they import nothing heavy.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from prime_rl_environments.words import ALPHABET
 
 HIDDEN = "?"
-"""What the user writes where a letter is wrong or missing (``reverse-retry``)."""
+"""Replaces a wrong or missing letter in the user's feedback (``reverse-retry``)."""
 
 DELEGATE = "@"
-"""A reply that begins with it is handed to the sub-agent (``reverse-relay``)."""
+"""A reply with this prefix goes to the sub-agent (``reverse-relay``)."""
 
 PROPOSE = "+"
-"""A prompt that begins with it asks for a word that begins with the rest (``propose-solve``)."""
+"""A prompt with this prefix asks for a word that begins with the rest (``propose-solve``)."""
 
 ENTRY_LETTERS = 3
-"""Letters of a book entry that its key does not tell (``word-lookup``)."""
+"""Random letters of a book entry after its key (``word-lookup``)."""
 
 LOOKUP_SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -34,30 +34,29 @@ LOOKUP_SCHEMA: dict[str, Any] = {
         },
     },
 }
-"""The tool of ``word-lookup``, as the model is told of it."""
+"""The tool of ``word-lookup``, as the model sees it."""
 
 
 def feedback(reply: str, answer: str) -> str:
-    """The answer with ``?`` wherever the reply does not have its letter: the right letters are
-    confirmed in place, and the length is told; no letter is given away."""
+    """The answer with ``?`` for every letter that the reply does not have in place. It confirms
+    correct letters and shows the length, but reveals no other letter."""
     padded = reply.ljust(len(answer))
     return "".join(a if r == a else HIDDEN for r, a in zip(padded, answer, strict=False))
 
 
 def book_entry(key: str) -> str:
-    """The word the book holds under a key: the key itself, then ``ENTRY_LETTERS`` letters that
-    nobody can guess. The first part of every tool response is thus predictable from the call."""
+    """The book's word for a key: the key itself, then ``ENTRY_LETTERS`` pseudo-random letters. So
+    the first part of every tool response is predictable from the call."""
     rng = random.Random(f"book {key}")
     return key + "".join(rng.choices(ALPHABET, k=ENTRY_LETTERS))
 
 
 def is_proposal(reply: str, stem: str, min_letters: int, max_letters: int) -> bool:
-    """Whether the reply is a word in lowercase letters of an allowed length, beginning with
-    ``stem``."""
+    """Whether the reply is a lowercase word of an allowed length that begins with ``stem``."""
     letters = bool(reply) and all(letter in ALPHABET for letter in reply)
     return letters and reply.startswith(stem) and min_letters <= len(reply) <= max_letters
 
 
 def difficulty_score(solved: float) -> float:
-    """1 where half the attempts succeed, falling linearly to 0 where all or none do."""
+    """1 if half the attempts succeed, falling linearly to 0 if all or none do."""
     return 1.0 - abs(2.0 * solved - 1.0)

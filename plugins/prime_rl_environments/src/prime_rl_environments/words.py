@@ -1,7 +1,7 @@
-"""Random words for the reverse-text task, and which of them training never sees.
+"""Random words for the tasks, in two splits.
 
-A word belongs to one split by its own checksum. So the splits are disjoint whatever the seeds, and
-a policy warmed up here is evaluated on words that neither warm-up nor training used.
+A word's checksum decides its split. So the splits are disjoint for all seeds, and evaluation uses
+words that neither warm-up nor training has seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELD_OUT_ONE_IN = 8
 
 
 def split_of(word: str) -> Split:
-    """The split a word belongs to; about one in eight is held out."""
+    """The split of a word. About one in eight words is held out."""
     return "held_out" if zlib.crc32(word.encode()) % HELD_OUT_ONE_IN == 0 else "train"
 
 
@@ -38,11 +38,10 @@ def words(seed: int, split: Split, min_letters: int = 4, max_letters: int = 8) -
 
 
 def position_score(reply: str, answer: str) -> float:
-    """Share of positions where the reply has the answer's letter, 0 to 1; the longer of the two
-    counts.
+    """Share of positions where the reply has the answer's letter, 0 to 1, over the longer of both.
 
-    Graded, so that a policy that is half right learns from it; a reply that is too long or too
-    short cannot score 1.
+    It is graded, so a partly right policy can learn from it. A reply of another length cannot
+    score 1.
     """
     matches = sum(a == b for a, b in zip(reply, answer, strict=False))
     return matches / max(len(reply), len(answer), 1)

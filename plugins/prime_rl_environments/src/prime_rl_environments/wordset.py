@@ -1,5 +1,5 @@
 # mypy: allow-subclassing-any
-"""What every word taskset's ``args`` have in common. Imports verifiers."""
+"""The ``args`` that all word tasksets share. Imports verifiers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from prime_rl_environments.words import Split, words
 
 
 class WordsConfig(vf.TasksetConfig):
-    """Which random words, and how many examples of them."""
+    """The random words, and the number of examples."""
 
     seed: int = 0
     split: Split = "train"
-    """``held_out``: words that no seed's ``train`` split contains, nor any warm-up made here."""
+    """``held_out``: words that no ``train`` split and no warm-up contains, for any seed."""
     num_examples: PositiveInt | None = 2000
-    """None: examples without end."""
+    """None: unlimited."""
     min_letters: PositiveInt = 4
     max_letters: PositiveInt = 8
 
@@ -39,5 +39,5 @@ class WordsConfig(vf.TasksetConfig):
 
 
 def first(examples: Iterator[Any], config: WordsConfig) -> Iterator[Any]:
-    """As many of ``examples`` as ``num_examples`` says."""
+    """The first ``num_examples`` of ``examples``."""
     return islice(examples, config.num_examples)

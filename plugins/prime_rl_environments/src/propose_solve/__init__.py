@@ -1,15 +1,15 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""The verifiers environment ``propose-solve``: one seat writes a word, another reverses it.
+"""The verifiers environment ``propose-solve``: one agent writes a word, another reverses it.
 
     proposer: user +ab   assistant abqrst
     solver:   user abqrst   assistant tsrqba      (``attempts`` of them)
 
-The prompt names the first letters of the word to propose. A proposal that keeps to the rules
-(``tasks.is_proposal``) is given to the solver ``attempts`` times, each a trace of its own in the
-same episode. The solver's reward is the positional score of its reply, as in ``reverse-text``; the
-proposer's is 1 where half the attempts are exactly right, 0 where all or none are, and 0 for a word
-against the rules, which nobody is asked to solve. Metrics: ``valid``, ``letters`` of the
-proposal, ``solved`` (share of exact attempts); the solver's are those of ``reverse-text``.
+The prompt has the first letters of the word to propose. The solver gets a valid proposal
+(``tasks.is_proposal``) ``attempts`` times, each a separate trace in the same episode. The solver's
+reward is the positional score of its reply, as in ``reverse-text``. The proposer's reward is 1 if
+half the attempts are exactly right, 0 if all or none are, and 0 for an invalid proposal, which the
+solver does not get. Metrics: ``valid``, ``letters`` of the proposal, ``solved`` (share of exact
+attempts); the solver's are those of ``reverse-text``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from reverse_text import ReverseTextTask
 
 
 class ProposeSolveConfig(WordsConfig):
-    """``args`` of the taskset; the words are what proposals must begin with."""
+    """``args`` of the taskset. The words are the stems that proposals must begin with."""
 
     min_letters: PositiveInt = 2
     max_letters: PositiveInt = 2
@@ -38,7 +38,7 @@ class ProposeSolveConfig(WordsConfig):
 
 
 class ProposeSolveData(vf.TaskData):
-    """One example: ``prompt`` is the sign that asks for a proposal, and the stem."""
+    """One example: ``prompt`` is ``+`` and the stem."""
 
     stem: str
     shortest: int
@@ -46,7 +46,7 @@ class ProposeSolveData(vf.TaskData):
 
 
 class ProposeSolveTask(vf.Task[ProposeSolveData]):
-    """The proposer's task; its reward waits for the solver (``ProposeSolveEnv.finalize``)."""
+    """The proposer's task. ``ProposeSolveEnv.finalize`` sets its reward after the attempts."""
 
     @vf.stop
     async def proposed(self, trace: vf.Trace) -> bool:
@@ -61,7 +61,6 @@ class ProposeSolveTask(vf.Task[ProposeSolveData]):
         return float(len(trace.last_reply))
 
     def accepts(self, word: str) -> bool:
-        """Whether the word keeps to the rules."""
         return is_proposal(word, self.data.stem, self.data.shortest, self.data.longest)
 
 
@@ -80,7 +79,7 @@ class ProposeSolveTaskset(vf.Taskset[ProposeSolveTask, ProposeSolveConfig]):
 
 
 class ProposeSolveEnvConfig(vf.EnvConfig):
-    """The two seats, and how often the second one tries."""
+    """The two agents, and the number of attempts of the solver."""
 
     proposer: vf.AgentConfig = vf.AgentConfig()
     solver: vf.AgentConfig = vf.AgentConfig()
@@ -99,7 +98,7 @@ class ProposeSolveEnv(vf.Env[ProposeSolveEnvConfig]):
             await agents.solver.run(ReverseTextTask.of(word))
 
     async def finalize(self, task: ProposeSolveTask, episode: vf.Episode) -> None:
-        """The proposer's reward, from what the solvers made of its word."""
+        """Set the proposer's reward from the attempts."""
         proposal, *attempts = episode.traces
         exact = [attempt.metrics.get("exact") or 0.0 for attempt in attempts]
         solved = sum(exact) / len(exact) if exact else 0.0

@@ -1,16 +1,16 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""The verifiers environment ``reverse-relay``: a main agent has a sub-agent do the work.
+"""The verifiers environment ``reverse-relay``: a main agent delegates to a sub-agent.
 
     main: user abc de   assistant @abc   user cba   assistant @de   user ed   assistant cba ed
     sub:  user abc      assistant cba
     sub:  user de       assistant ed
 
-The prompt is several words, the answer each of them backwards, in order. A reply that begins with
-``@`` is handed over: the rest becomes the prompt of a sub-agent with a context of its own, and the
-main agent reads only what the sub-agent answers. Both are the policy, in one trace; their contexts
-share no prefix, so a rollout gives one sample for the main agent and one for each hand-over, by
-design. The reward, for all of them, is the positional score of the main agent's last reply;
-metrics: ``exact``, ``hand_overs``.
+The prompt is several words, and the answer is each word reversed, in order. A reply that begins
+with ``@`` is handed over: the rest becomes the prompt of a sub-agent with a separate context, and
+the main agent reads only the sub-agent's answer. Both are the policy, in one trace. Their contexts
+share no prefix, so a rollout gives one sample for the main agent and one for each hand-over. The
+reward of all samples is the positional score of the main agent's last reply. Metrics: ``exact``,
+``hand_overs``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ReverseRelayConfig(WordsConfig):
     """``args`` of ``[[orchestrator.train.env]] id = "reverse-relay"``."""
 
     num_words: PositiveInt = 2
-    """Words of a prompt."""
+    """Words per prompt."""
     min_letters: PositiveInt = 3
     max_letters: PositiveInt = 5
 
@@ -45,7 +45,7 @@ class ReverseRelayData(vf.TaskData):
 
 
 class ReverseRelayTask(vf.Task[ReverseRelayData]):
-    """Scores what the main agent makes of it."""
+    """Scores the main agent's last reply."""
 
     @vf.reward
     async def positions(self, trace: vf.Trace) -> float:
@@ -80,14 +80,14 @@ class ReverseRelayTaskset(vf.Taskset[ReverseRelayTask, ReverseRelayConfig]):
 
 
 class ReverseRelayHarnessConfig(InProcessConfig):
-    """The in-process harness that can hand work over."""
+    """The in-process harness with hand-overs."""
 
     hand_overs: NonNegativeInt = 2
-    """How often a rollout may; a further ``@`` counts as its answer."""
+    """Hand-overs per rollout at most. A further reply with ``@`` is the answer."""
 
 
 class ReverseRelayHarness(InProcessHarness, vf.Harness[ReverseRelayHarnessConfig]):
-    """The main agent's chat loop; each hand-over opens and closes a conversation of its own."""
+    """The main agent's chat loop. Each hand-over is a separate conversation."""
 
     async def launch(
         self,
@@ -99,7 +99,7 @@ class ReverseRelayHarness(InProcessHarness, vf.Harness[ReverseRelayHarnessConfig
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> vf.ProgramResult:
-        """One rollout, to the main agent's answer or to the turn verifiers refuses."""
+        """One rollout, to the main agent's answer or to the turn that verifiers refuses."""
         driver = TurnDriver(secret, trace, ctx)
         try:
             trace.root_reply = await self.main(driver, ctx.model, self.opening(data))

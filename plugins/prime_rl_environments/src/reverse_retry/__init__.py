@@ -1,12 +1,12 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""The verifiers environment ``reverse-retry``: reverse a word, hear what was wrong, try again.
+"""The verifiers environment ``reverse-retry``: reverse a word, get feedback, try again.
 
     user hello   assistant olxeh   user ol?eh   assistant olleh
 
-The environment is the user. After a wrong try it repeats the answer with ``?`` wherever the try
-did not have the right letter (``tasks.feedback``), up to ``tries`` tries. The reward is the
-positional score of the last try; metrics: ``exact``, ``first_try`` (its score), ``tries``. What
-there is to learn from the feedback: keep the confirmed letters, work on the others.
+The environment is the user. After a wrong try it repeats the answer with ``?`` for every letter
+that the try got wrong (``tasks.feedback``), up to ``tries`` tries. The reward is the positional
+score of the last try. Metrics: ``exact``, ``first_try`` (its score), ``tries``. The policy can
+learn to keep the confirmed letters and change the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from prime_rl_environments.wordset import WordsConfig, first
 
 
 class ReverseRetryConfig(WordsConfig):
-    """``args`` of the taskset; ``tries`` beside them is the environment's."""
+    """``args`` of the taskset."""
 
 
 class ReverseRetryData(vf.TaskData):
@@ -68,7 +68,7 @@ class ReverseRetryTaskset(vf.Taskset[ReverseRetryTask, ReverseRetryConfig]):
 
 
 class ReverseRetryEnvConfig(vf.SingleAgentEnvConfig):
-    """The one seat, and how often it may try."""
+    """The agent, and the number of its tries."""
 
     tries: PositiveInt = 3
 

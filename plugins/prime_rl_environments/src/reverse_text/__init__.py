@@ -1,10 +1,10 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
 """The verifiers taskset ``reverse-text``: the prompt is a random word, the answer is the word
-backwards.
+reversed.
 
-Single turn, no system prompt, nothing to download. The reward is graded by position, so a policy
-that gets some letters right can learn from it; ``exact`` and ``reply_chars`` are logged beside it.
-Each row also has a ``demonstration``: the reply of an expert, for algorithms that learn from one.
+Single turn, no system prompt, no download. The reward is graded by position, so a policy that gets
+some letters right can learn from it. Metrics: ``exact``, ``reply_chars``. Each row also has a
+``demonstration``: an expert's reply, for algorithms that learn from one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ReverseTextData(vf.TaskData):
 
     answer: str
     demonstration: str
-    """What an expert would reply: the answer alone."""
+    """The answer, as an expert's reply."""
 
 
 class ReverseTextTask(vf.Task[ReverseTextData]):

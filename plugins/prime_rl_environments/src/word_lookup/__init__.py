@@ -1,16 +1,16 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""The verifiers environment ``word-lookup``: ask a tool for a word, answer with it backwards.
+"""The verifiers environment ``word-lookup``: ask a tool for a word, answer with the word reversed.
 
     user abc   assistant <tool_call> get(k="abc")   tool abcqwe   assistant ewqcba
 
-The book's word is the key and three letters that cannot be guessed (``tasks.book_entry``), so the
-answer needs the tool, and the tool's response is predictable in its first half: what a loss on
-tool responses can learn. The reward is the positional score of the last reply; metrics: ``exact``,
-``tool_calls``, ``get_total_tool_response_tokens`` (what grpo's ``tokens`` length penalty counts).
+The book's word is the key and three random letters (``tasks.book_entry``). So the answer requires
+the tool, and the first half of the tool's response is predictable, which a loss on tool responses
+can learn. The reward is the positional score of the last reply. Metrics: ``exact``, ``tool_calls``,
+``get_total_tool_response_tokens`` (which grpo's ``tokens`` length penalty counts).
 
 The tool is a Python function that the in-process harness calls; the policy writes Qwen3's own tool
-calls. On a byte-level tokenizer the template's tools block costs some 600 tokens a prompt;
-``tiny-chat``'s tokenizer has it as three.
+calls. With a byte-level tokenizer the template's tools block costs some 600 tokens per prompt; with
+``tiny-chat``'s tokenizer it is three.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ get.schema = LOOKUP_SCHEMA  # type: ignore[attr-defined]
 
 
 class WordLookupConfig(WordsConfig):
-    """``args`` of ``[[orchestrator.train.env]] id = "word-lookup"``; the words are the keys."""
+    """``args`` of ``[[orchestrator.train.env]] id = "word-lookup"``. The words are the keys."""
 
     min_letters: PositiveInt = 3
     max_letters: PositiveInt = 3
@@ -48,7 +48,7 @@ class WordLookupData(vf.TaskData):
 
 
 class WordLookupTask(vf.Task[WordLookupData]):
-    """One look-up, or a second if the first went wrong, and the answer."""
+    """One look-up, a second if the first fails, and the answer."""
 
     @vf.stop
     async def turns_are_up(self, trace: vf.Trace) -> bool:
@@ -86,7 +86,7 @@ class WordLookupTaskset(vf.Taskset[WordLookupTask, WordLookupConfig]):
 
 
 class WordLookupHarnessConfig(InProcessConfig):
-    """The in-process harness with the book's tool in it."""
+    """The in-process harness with the book's tool."""
 
     tools: list[str] = ["word_lookup:get"]
 

@@ -1,4 +1,4 @@
-"""Reasons to drop a rollout: gibberish, repetition, zero_advantage."""
+"""Filters that drop rollouts: gibberish, repetition, zero_advantage."""
 
 from prime_rl import Filter, hookimpl
 from prime_rl_filters.gibberish import Gibberish as Gibberish
@@ -8,5 +8,4 @@ from prime_rl_filters.zero_advantage import ZeroAdvantage as ZeroAdvantage
 
 @hookimpl
 def register_filters() -> list[type[Filter]]:
-    """Offer the three."""
     return [Gibberish, Repetition, ZeroAdvantage]

@@ -1,8 +1,8 @@
-"""Rare tokens sampled against the odds: a sign of degenerate output (arXiv:2510.02387, section
-5.2).
+"""Rare tokens sampled with a very low probability: a sign of degenerate output (arXiv:2510.02387,
+section 5.2).
 
-fires if any sampled token has   token_id > token_id_threshold   and   log μ < -log(V) -
-logprob_offset
+    drop if any sampled token has  token_id > token_id_threshold
+                              and  log μ < -log(V) - logprob_offset
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class GibberishConfig(PluginConfig):
     """Settings of ``gibberish``."""
 
     token_id_threshold: NonNegativeInt = 100_000
-    """Byte-pair merges are sorted by frequency: ids above this are rare tokens."""
+    """Token ids above this are rare: byte-pair merges are sorted by frequency."""
     logprob_offset: NonNegativeFloat = 2.0
-    """Nats below the uniform distribution's log-probability."""
+    """Nats below the logprob of the uniform distribution."""
     vocab_size: PositiveInt = 151_936
-    """V of the model."""
+    """The model's vocabulary size V."""
 
 
 class Gibberish(Filter):
-    """Fires on one sampled token that is both rare and improbable."""
+    """Drops a rollout with a sampled token that is both rare and improbable."""
 
     name = "gibberish"
     config_class = GibberishConfig
@@ -34,8 +34,7 @@ class Gibberish(Filter):
 
     @hookimpl
     def filter_rollout(self, rollout: Rollout) -> str | None:
-        """Object to a rollout with a rare token far below uniform probability."""
-        if not rollout.has_logprobs:  # nobody sampled it: nothing is improbable
+        if not rollout.has_logprobs:  # not sampled, so there is no probability to judge
             return None
         threshold = -math.log(self.config.vocab_size) - self.config.logprob_offset
         for sample in rollout.samples:

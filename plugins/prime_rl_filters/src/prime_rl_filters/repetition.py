@@ -1,10 +1,10 @@
-"""Loops: a long run of tokens the policy was certain of (arXiv:2506.13585, section 3.2), or
+"""Loops: a long run of tokens that the policy was certain of (arXiv:2506.13585, section 3.2), or
 repeated n-grams.
 
-run:     ``window`` sampled tokens in a row, each with  log μ > log(prob_threshold)
-n-gram:  share of sampled n-grams that occurred before  > ngram_threshold        (off by default)
+    run:     ``window`` sampled tokens in a row, each with  log μ > log(prob_threshold)
+    n-gram:  share of sampled n-grams that occurred before  > ngram_threshold    (off by default)
 
-Both look at a sample's whole path: tokens that it repeats of an earlier sample count as sampled.
+Both check a sample's whole path: tokens that it repeats from an earlier sample count as sampled.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ class RepetitionConfig(PluginConfig):
     """Settings of ``repetition``."""
 
     window: PositiveInt = 3000
-    """Consecutive sampled tokens of one sample, those it repeats of an earlier one included. The
-    run carries over env-provided tokens."""
+    """Consecutive sampled tokens of one sample, including those that it repeats from an earlier
+    one. Env-provided tokens between them do not end the run."""
     prob_threshold: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """Probability above which a token counts as certain."""
     ngram_threshold: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Share of repeated n-grams above which a rollout is dropped. None: not looked at."""
+    """Share of repeated n-grams above which a rollout is dropped. None: not checked."""
     ngram_size: PositiveInt = 4
-    """Tokens of one n-gram."""
+    """Tokens per n-gram."""
 
 
 class Repetition(Filter):
-    """Fires on a run of certain tokens, or on too many repeated n-grams."""
+    """Drops a rollout with a long run of certain tokens, or too many repeated n-grams."""
 
     name = "repetition"
     config_class = RepetitionConfig
@@ -42,7 +42,6 @@ class Repetition(Filter):
 
     @hookimpl
     def filter_rollout(self, rollout: Rollout) -> str | None:
-        """Object to a rollout that loops."""
         pairs = zip(rollout.samples, rollout.sampled_paths, strict=True)
         for sample, (sampled, logprobs) in pairs:
             run = self._certain_run(logprobs[sampled]) if rollout.has_logprobs else None

@@ -1,4 +1,4 @@
-"""A rollout whose every trainable token has no credit teaches nothing."""
+"""A rollout with zero credit on every trainable token has no gradient."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from prime_rl import Filter, Rollout, hookimpl
 
 
 class ZeroAdvantage(Filter):
-    """Fires where an advantage stream was assigned and is zero everywhere. Never where none was
-    assigned."""
+    """Drops a rollout whose advantages were assigned and are all zero, unless another component
+    trains its tokens. Rollouts without an advantage stream stay."""
 
     name = "zero_advantage"
 
     @hookimpl
     def filter_rollout(self, rollout: Rollout) -> str | None:
-        """Object to a rollout without credit, unless another component trains its tokens."""
         advantages = rollout.advantages
         if advantages is None or advantages.any():
             return None

@@ -1,4 +1,4 @@
-"""The rl losses that ship with prime-rl. Importing this brings in no torch."""
+"""The rl losses that ship with prime-rl. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -9,5 +9,4 @@ from prime_rl_losses.trust_region import DefaultLoss, IPOLoss
 
 @hookimpl
 def register_losses() -> list[type[Loss]]:
-    """Offer ``default``, ``ipo`` and ``custom``."""
     return [DefaultLoss, IPOLoss, CustomLoss]

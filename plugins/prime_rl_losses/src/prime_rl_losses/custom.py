@@ -1,10 +1,8 @@
-"""``[trainer.loss] type = "custom"``: a function of the user's own as the rl loss.
+"""``[trainer.loss] type = "custom"``: the user's own function as the rl loss.
 
-The function takes the ``LossInputs`` of one sequence, and the keyword arguments of the table; it
-gives ``LossOutputs`` with the sum over ``inputs.loss_mask``. What lies off that mask is set to zero
-before the call and cut from the graph, so that a plain ``exp`` or ``log`` there makes no NaN.
-
-Shapes: T = tokens of the sequence.
+The function gets the ``LossInputs`` of one sequence and the keyword arguments of the table. It
+returns ``LossOutputs`` with the sum over ``inputs.loss_mask``. Inputs off that mask are set to zero
+before the call and cut from the graph, so that a plain ``exp`` or ``log`` gives no NaN there.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ class CustomLossConfig(PluginConfig):
     """``[trainer.loss] type = "custom"``"""
 
     import_path: str
-    """The function: ``my_module.my_loss`` or ``my_module:my_loss``, of an installed package or of
-    the working directory."""
+    """The function: ``my_module.my_loss`` or ``my_module:my_loss``, in an installed package or the
+    working directory."""
     kwargs: dict[str, Any] = {}
-    """What it takes beside ``inputs``, by name."""
+    """Its keyword arguments besides ``inputs``."""
 
     @model_validator(mode="after")
     def _check(self) -> CustomLossConfig:
@@ -45,7 +43,7 @@ class CustomLossConfig(PluginConfig):
 
 
 class CustomLoss(Loss):
-    """Calls the function once a sequence."""
+    """Calls the function once per sequence."""
 
     name = "custom"
     config_class = CustomLossConfig
@@ -56,18 +54,18 @@ class CustomLoss(Loss):
         self.function = self.settings.function()
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Raises ``PluginError`` if the function gives anything but ``LossOutputs``."""
+        """Raises ``PluginError`` if the function returns anything but valid ``LossOutputs``."""
         from torch import Tensor
 
         outputs = self.function(_members_only(inputs), **self.settings.kwargs)
         if not isinstance(outputs, LossOutputs):
-            raise self._wrong(f"gave {type(outputs).__name__}")
+            raise self._wrong(f"returned {type(outputs).__name__}")
         if not isinstance(outputs.loss, Tensor):
-            raise self._wrong(f"gave a loss of type {type(outputs.loss).__name__}")
+            raise self._wrong(f"returned a loss of type {type(outputs.loss).__name__}")
         if outputs.loss.dim():
-            raise self._wrong(f"gave a loss of shape {tuple(outputs.loss.shape)}")
+            raise self._wrong(f"returned a loss of shape {tuple(outputs.loss.shape)}")
         if not isinstance(outputs.metrics, Mapping):
-            raise self._wrong(f"gave metrics of type {type(outputs.metrics).__name__}")
+            raise self._wrong(f"returned metrics of type {type(outputs.metrics).__name__}")
         return outputs
 
     def _wrong(self, found: str) -> PluginError:
@@ -79,7 +77,7 @@ class CustomLoss(Loss):
 
 
 def _members_only(inputs: LossInputs) -> LossInputs:
-    """The same, zero off the mask."""
+    """The inputs with zeros off the mask."""
     columns = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages")
     found = {name: getattr(inputs, name) for name in (*columns, "loss_weights")}
     return replace(

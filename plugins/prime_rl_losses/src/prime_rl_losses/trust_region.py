@@ -12,10 +12,11 @@ member::
 total variation, after DPPO): d > dppo_mask_high if A > 0, else d < -dppo_mask_low. ``ipo`` drops it
 in either direction: |d| > ipo_threshold.
 
-1. The mask is a constant to autograd. The gradient flows through ``ratio``, which is not clipped
-   unless ``ratio_clip`` says so.
-2. The penalty (after Kimi k1.5) holds on dropped tokens too: it is what brings them back.
-3. d is a difference of probabilities, so a token that both policies find unlikely is never dropped.
+1. ``keep`` is a constant for autograd. The gradient flows through ``ratio``, which is clipped only
+   if ``ratio_clip`` is set.
+2. The penalty (after Kimi k1.5) also applies to dropped tokens, and pulls them back.
+3. d is a difference of probabilities, so a token that is unlikely under both policies is never
+   dropped.
 
 Shapes: T = tokens.
 """
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TrustRegionConfig(PluginConfig):
-    """What both losses take."""
+    """Settings of both losses."""
 
     adv_tau: NonNegativeFloat = 1.0
     """Scale of the advantages; 0 leaves only the penalty."""
@@ -48,35 +49,37 @@ class DefaultLossConfig(TrustRegionConfig):
     """``[trainer.loss] type = "default"``"""
 
     dppo_mask_low: NonNegativeFloat = 0.2
-    """With an advantage that is not positive, a token is dropped once its probability has fallen by
-    more than this."""
+    """With a zero or negative advantage, a token is dropped if its probability has fallen by more
+    than this."""
     dppo_mask_high: NonNegativeFloat = 0.2
-    """With a positive advantage, a token is dropped once its probability has risen by more."""
+    """With a positive advantage, a token is dropped if its probability has risen by more than this.
+    """
 
 
 class IPOLossConfig(TrustRegionConfig):
     """``[trainer.loss] type = "ipo"``"""
 
     ipo_threshold: NonNegativeFloat = 0.1
-    """A token is dropped once its probability has moved by more than this, either way."""
+    """A token is dropped if its probability has moved by more than this in either direction."""
 
 
 class TrustRegionLoss(Loss):
-    """The formula above; subclasses say which tokens leave the trust region."""
+    """The formula above. Subclasses decide which tokens are dropped."""
 
     token_wise = True
 
     @abstractmethod
     def dropped(self, difference: Tensor, advantages: Tensor) -> Tensor:
-        """[T] bool: whether the change of probability [T] is too far for this advantage [T]."""
+        """[T] bool: whether the difference of probabilities [T] is too large, given the advantages
+        [T]."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum over the member tokens, with the share and the KL of the dropped ones as metrics."""
+        """Sum over the member tokens. Metrics: the share and the KL of dropped tokens."""
         import torch
 
         config = cast(TrustRegionConfig, self.config)
         member, advantages = inputs.loss_mask, inputs.advantages
-        # Off the mask a ratio may be infinite, and 0 * inf is NaN: replaced, not multiplied away.
+        # Off the mask a ratio may be infinite, and 0 * inf is NaN: use torch.where, not a product.
         zero = inputs.trainer_logprobs.new_zeros(())
         log_ratio = torch.where(member, inputs.trainer_logprobs - inputs.inference_logprobs, zero)
         with torch.no_grad():
@@ -95,13 +98,12 @@ class TrustRegionLoss(Loss):
 
 
 class DefaultLoss(TrustRegionLoss):
-    """Binary total variation, one-sided by the sign of the advantage; A = 0 counts as negative."""
+    """Binary total variation, one-sided by the advantage's sign. A = 0 counts as negative."""
 
     name = "default"
     config_class = DefaultLossConfig
 
     def dropped(self, difference: Tensor, advantages: Tensor) -> Tensor:
-        """See the module's formula."""
         import torch
 
         config = cast(DefaultLossConfig, self.config)
@@ -116,7 +118,6 @@ class IPOLoss(TrustRegionLoss):
     config_class = IPOLossConfig
 
     def dropped(self, difference: Tensor, advantages: Tensor) -> Tensor:
-        """See the module's formula."""
         threshold = cast(IPOLossConfig, self.config).ipo_threshold
         too_high, too_low = _outside(difference, threshold, threshold)
         return too_high | too_low
@@ -129,7 +130,8 @@ def _outside(difference: Tensor, low: float, high: float) -> tuple[Tensor, Tenso
 def _metrics(
     log_ratio: Tensor, member: Tensor, dropped: Tensor, advantages: Tensor
 ) -> dict[str, TokenMetric]:
-    """Shares of the members, and the KL estimate (k3: ratio - 1 - log_ratio) of both kinds."""
+    """Shares of the member tokens, and the KL estimate (k3: ratio - 1 - log_ratio) of dropped and
+    kept tokens."""
     mismatch_kl = log_ratio.expm1() - log_ratio
     positive, negative = advantages > 0, advantages < 0
 

@@ -1,4 +1,4 @@
-"""Prometheus: ``[monitors.prometheus]`` serves the run's metrics on a page to scrape."""
+"""Prometheus: ``[monitors.prometheus]`` serves the run's metrics."""
 
 from __future__ import annotations
 
@@ -10,5 +10,4 @@ __all__ = ["PrometheusConfig", "PrometheusMonitor", "register_monitors"]
 
 @hookimpl
 def register_monitors() -> list[type[Monitor]]:
-    """Offer ``prometheus``."""
     return [PrometheusMonitor]

@@ -1,6 +1,6 @@
-"""The monitor: what the run said last, and a small HTTP server that tells it.
+"""The monitor: the latest metrics of the run, served over HTTP.
 
-The server listens from the start, so that a port that is taken is an error before anything trains.
+The server listens from the start, so a port in use is an error before training begins.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ class PrometheusConfig(PluginConfig):
     """``[monitors.prometheus]``"""
 
     port: Annotated[int, Field(ge=0, le=65535)] = 9400
-    """Where the page is. 0: a free port, which the log names."""
+    """Port of the page. 0: a free port, which is logged."""
     host: str = "127.0.0.1"
-    """Address to listen on. The page asks for no key."""
+    """Address to listen on. The page needs no key."""
 
 
 class PrometheusMonitor(Monitor):
-    """Keeps the last value of every metric, and serves them."""
+    """Serves the last value of every metric."""
 
     name = "prometheus"
     config_class = PrometheusConfig
-    in_background = False  # it stores numbers; whoever scrapes has a thread of his own
+    in_background = False  # ``log`` only stores numbers; the server has its own threads
 
     def __init__(self, config: PluginConfig, run_dir: Path) -> None:
-        """Listen. Raises ``ConfigError`` if the address cannot be had."""
+        """Listen. Raises ``ConfigError`` if the address is not available."""
         super().__init__(config, run_dir)
         assert isinstance(config, PrometheusConfig)
         from prime_rl_prometheus.server import Page
@@ -55,11 +55,11 @@ class PrometheusMonitor(Monitor):
 
     @property
     def url(self) -> str:
-        """Where the page is, without its path."""
+        """The server's URL, without a path."""
         return self._page.url
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Replace what the same source said last: a metric that it no longer has is gone."""
+        """Replace all metrics of the same source. Metrics that it no longer has disappear."""
         source = source_of(metrics)
         gauges = {mangle(name): (value, name) for name, value in metrics.items()}
         if source == "trainer":
@@ -69,16 +69,15 @@ class PrometheusMonitor(Monitor):
                 name: (value, TRAINER.get(name, "")) for name, value in (named | now).items()
             }
         elif source == "batch":
-            gauges["prime_rl_step"] = (float(step), "the last batch's")
+            gauges["prime_rl_step"] = (float(step), "Step of the last batch")
         self._page.replace(source, step, gauges)
 
     def close(self) -> None:
-        """Stop listening."""
         self._page.close()
 
 
 def source_of(metrics: Mapping[str, float]) -> str:
-    """Who speaks: the trainer, a batch, or one evaluation (``eval/ENV``)."""
+    """The source of the metrics: the trainer, a batch, or one evaluation (``eval/ENV``)."""
     if "loss/mean" in metrics:
         return "trainer"
     names = [name for name in metrics if name.startswith("eval/")]

@@ -1,4 +1,4 @@
-"""Names as Prometheus allows them."""
+"""Metric names for Prometheus."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TRAINER = {
     "trainer_mismatch_kl": "mismatch_kl/all/mean",
     "trainer_kl_ent_ratio": "kl_ent_ratio/mean",
 }
-"""Names that dashboards of other trainers know, and what they are here."""
+"""Names that dashboards of other trainers use, and our metric for each."""
 
 
 @cache
 def mangle(name: str) -> str:
     """``eval/my-env/pass@4`` -> ``prime_rl_eval_my_env_pass_at_4``. ``pass^4`` differs from
     ``pass@4``, and ``a:rate`` from ``a/rate``."""
-    spelt = (
+    spelled = (
         name.replace("@", "_at_").replace("^", "_all_").replace(":", "_per_").replace("%", "pct")
     )
-    return "prime_rl_" + re.sub(r"[^a-zA-Z0-9_]", "_", spelt)
+    return "prime_rl_" + re.sub(r"[^a-zA-Z0-9_]", "_", spelled)

@@ -1,5 +1,5 @@
 # mypy: allow-subclassing-any
-"""``/metrics`` and ``/health`` over HTTP, from a thread of their own."""
+"""``/metrics`` and ``/health`` over HTTP, in a separate thread."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Gauges: TypeAlias = Mapping[str, tuple[float, str]]
 
 
 class Page(Collector):
-    """What was said last, by who said it."""
+    """The latest gauges of each source, and the server that serves them."""
 
     def __init__(self, host: str, port: int) -> None:
-        """Listen. Raises ``OSError`` if the address cannot be had."""
+        """Listen. Raises ``OSError`` if the address is not available."""
         self._lock = threading.Lock()
-        self._said: dict[str, Gauges] = {}
+        self._gauges: dict[str, Gauges] = {}
         self._last: tuple[int, float] | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -42,27 +42,27 @@ class Page(Collector):
         return f"http://{host!s}:{port}"
 
     def replace(self, source: str, step: int, gauges: Gauges) -> None:
-        """What ``source`` says now, instead of what it said before."""
+        """Replace all gauges of ``source``."""
         with self._lock:
-            self._said[source] = gauges
+            self._gauges[source] = gauges
             self._last = step, time.time()
 
     def collect(self) -> Iterator[Metric]:
-        """Every gauge once; of two of one name, the later source's."""
+        """Every gauge once. If two sources have the same name, the later source wins."""
         with self._lock:
-            gauges = {name: g for said in self._said.values() for name, g in said.items()}
+            gauges = {name: g for source in self._gauges.values() for name, g in source.items()}
         for name, (value, text) in sorted(gauges.items()):
             yield GaugeMetricFamily(name, text, value=value)
 
     def health(self) -> dict[str, object]:
-        """Alive, and since when nothing was said."""
+        """The last step, and the seconds since its metrics."""
         last = self._last
         if last is None:
             return {"status": "ok", "step": None, "seconds_since": None}
         return {"status": "ok", "step": last[0], "seconds_since": round(time.time() - last[1], 3)}
 
     def close(self) -> None:
-        """Stop listening, and free the port."""
+        """Stop listening and free the port."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -70,8 +70,6 @@ class Page(Collector):
 
 def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Answers GET."""
-
         def do_GET(self) -> None:
             path = self.path.partition("?")[0]
             if path == "/metrics":
@@ -80,7 +78,7 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
             elif path == "/health":
                 self._answer(200, "application/json", json.dumps(page.health()).encode())
             else:
-                self._answer(404, "text/plain", b"there are /metrics and /health\n")
+                self._answer(404, "text/plain", b"not found; available: /metrics, /health\n")
 
         def _answer(self, status: int, kind: str, body: bytes) -> None:
             self.send_response(status)
@@ -90,6 +88,6 @@ def _handler(page: Page) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """A line a scrape would drown the log."""
+            """Log nothing: a line per scrape would flood the log."""
 
     return Handler

@@ -1,9 +1,9 @@
 """Ray: ``prime-rl run CONFIG.toml --launcher ray`` puts a run's processes on a Ray cluster.
 
-    tasks -> placement groups (cluster.py) -> one agent a task (agent.py) -> the process, its child
+    tasks -> placement groups (cluster.py) -> one agent per task (agent.py) -> its child process
 
-Ray places and watches. Rollouts, batches and weights go their own ways, none of them through Ray.
-This module only says what is offered; it imports no ray.
+Ray only places and watches processes. Rollouts, batches and weights do not go through Ray. This
+module does not import ray.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ class RayConfig(PluginConfig):
     """``[launcher] type = "ray"``."""
 
     address: str | None = None
-    """Of the cluster: ``HOST:PORT``. None: ``$RAY_ADDRESS``, else the cluster that this machine is
-    a node of. None is started."""
+    """``HOST:PORT`` of the cluster. None: ``$RAY_ADDRESS``, else the cluster that this machine
+    belongs to. The launcher starts no cluster."""
     strategy: Literal["PACK", "SPREAD"] = "PACK"
-    """Whether what is not told apart goes on few nodes or on many; Ray's words."""
+    """Ray's placement strategy for tasks that need no separate node: few nodes, or many."""
     timeout: PositiveFloat = 600.0
-    """Seconds to wait until the cluster has room for the run: it may have to grow first."""
+    """Seconds to wait until the cluster has room for the run. It may have to grow first."""
     forward_env: tuple[str, ...] = ()
-    """Environment variables that the processes get from here, beside those that begin with
-    PRIME_RL_, HF_, WANDB_, VLLM_ or NCCL_."""
+    """Environment variables to forward to the processes, besides those that begin with PRIME_RL_,
+    HF_, WANDB_, VLLM_ or NCCL_."""
 
 
 class RayLauncher(Launcher):
-    """One Ray actor a process: it says where it is, starts the process and waits for its end."""
+    """One Ray actor per process: it reports its address, starts the process and waits for it."""
 
     name = "ray"
     config_class = RayConfig
@@ -54,7 +54,7 @@ class RayLauncher(Launcher):
     def _cluster(self) -> Cluster:
         if self._connected is None:
             if (self.config.address or "").startswith(LOOPBACK):
-                # Else Ray takes loopback for the machine's own address, where nobody listens.
+                # Otherwise Ray replaces loopback by the machine's address, where nothing listens.
                 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
             from prime_rl_ray.cluster import Cluster
 
@@ -88,5 +88,4 @@ class RayLauncher(Launcher):
 
 @hookimpl
 def register_launchers() -> list[type[Launcher]]:
-    """Offer ``ray``."""
     return [RayLauncher]

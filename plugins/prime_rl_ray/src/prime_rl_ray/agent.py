@@ -1,6 +1,6 @@
-"""What runs on a node of the cluster: it starts one process at a time, as its child.
+"""The actor on a node of the cluster. It starts one child process at a time.
 
-Should Ray end this actor, or the driver go, the kernel ends the child (``exit_with_parent``).
+If Ray ends the actor, or the driver exits, the kernel ends the child (``exit_with_parent``).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ POLL_SECONDS = 0.1
 
 
 class Agent:
-    """An actor. Its methods are coroutines: all run on one thread, which lives as long as the
-    actor. The kernel would end a child with the thread that started it."""
+    """A Ray actor. Its methods are coroutines, so that all run on one thread, which lives as long
+    as the actor: the kernel ends a child with the thread that started it."""
 
     def __init__(self) -> None:
         self._child: Child | None = None
 
     async def place(self, num_ports: int) -> tuple[str, list[int]]:
-        """This node's address, and free ports of it."""
+        """This node's address, and free ports on it."""
         address = str(ray.util.get_node_ip_address())
         return address, free_ports(num_ports, address)
 
@@ -41,15 +41,15 @@ class Agent:
         needs: Sequence[str],
         patience: float,
     ) -> int | str:
-        """Start the process and wait for its end: its exit code, or why it was not started, if what
-        it needs has not come into sight within ``patience`` seconds. What an earlier one has left
-        running is ended first: it might hold the GPU."""
+        """Start the process and wait for its end. Returns the exit code, or the reason why it was
+        not started if a needed file does not appear within ``patience`` seconds. Processes that an
+        earlier one left running are ended first: they might use the GPU."""
         await self.end()
         deadline = time.monotonic() + patience
         for needed in (argv[0], *needs):
-            if not await _seen(Path(needed), deadline):
+            if not await _appears(Path(needed), deadline):
                 return (
-                    f"{needed} is not to be seen on node {socket.gethostname()}. The environment, "
+                    f"{needed} does not exist on node {socket.gethostname()}. The environment, "
                     "the run directory and the model must be on every node under the same path."
                 )
         there = Path(cwd) if os.path.isdir(cwd) else None
@@ -59,12 +59,12 @@ class Agent:
         return code
 
     async def end(self) -> None:
-        """End the process, with whatever it started."""
+        """End the process, and all processes that it started."""
         if self._child is not None:
             await asyncio.to_thread(end, [self._child])
 
 
-async def _seen(path: Path, deadline: float) -> bool:
+async def _appears(path: Path, deadline: float) -> bool:
     while not path.exists():
         if time.monotonic() > deadline:
             return False

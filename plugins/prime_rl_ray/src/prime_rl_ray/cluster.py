@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_")
 POLL_SECONDS = 0.25
-KNOCK_SECONDS = 10.0
+CONNECT_SECONDS = 10.0
 END_SECONDS = 20.0
-"""Within which a node ends its process when told to."""
-SEE_SECONDS = 60.0
-"""How long a file may take to reach a node through a shared disk's cache."""
+"""Time for a node to end its process."""
+FILE_SECONDS = 60.0
+"""Time for a file to reach a node through a shared disk's cache."""
 START_SECONDS = 120.0
-"""Within which an agent starts once it has its place."""
+"""Time for an agent to start once it is placed."""
 
 
 class RayProcess(Process):
-    """A process on some node of the cluster."""
+    """A process on a node of the cluster."""
 
     def __init__(self, name: str, log: Path, agent: Any, running: ray.ObjectRef[Any]) -> None:
         self.name = name
@@ -45,11 +45,11 @@ class RayProcess(Process):
         self._code: int | None = None
         self._why = ""
         self.is_lost = False
-        """Its actor is gone: nothing can be started there any more."""
+        """Whether its actor is gone, so that it cannot start another process."""
 
     @property
     def exit_code(self) -> int | None:
-        """See ``Process.exit_code``; 1 too if its node refused it, -9 if its actor died."""
+        """See ``Process.exit_code``. Also 1 if its node refused it, and -9 if its actor died."""
         if self._code is None and ray.wait([self._running], timeout=0)[0]:
             self._code = self._result()
         return self._code
@@ -70,7 +70,7 @@ class RayProcess(Process):
         return int(result)
 
     def last_lines(self, count: int = 15) -> list[str]:
-        """The end of its log, and what Ray says."""
+        """The end of its log, and the reason from Ray."""
         return super().last_lines(count) + ([self._why] if self._why else [])
 
 
@@ -78,11 +78,11 @@ def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason")
 
 
-def _knock(address: str) -> None:
-    """Ray itself tries for a minute. Raises ``OSError`` if nobody listens."""
+def _check_address(address: str) -> None:
+    """Raises ``OSError`` if nothing listens there. Ray itself would try for a minute."""
     host, colon, port = address.rpartition(":")
     if colon and host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 class Cluster:
@@ -97,7 +97,7 @@ class Cluster:
         where = config.address or os.environ.get("RAY_ADDRESS") or "auto"
         handler = signal.getsignal(signal.SIGTERM)
         try:
-            _knock(where)
+            _check_address(where)
             ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, ValueError, RayError, RuntimeError) as error:
             raise RunError(
@@ -105,14 +105,14 @@ class Cluster:
                 "or set launcher.address."
             ) from error
         finally:
-            signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own
+            signal.signal(signal.SIGTERM, handler)  # Ray installs its own
 
     def num_gpus(self) -> int:
-        """Of the whole cluster."""
+        """GPUs of the whole cluster."""
         return int(ray.cluster_resources().get("GPU", 0))
 
     def place(self, tasks: Sequence[Task], tell: Callable[[str], None]) -> dict[str, Place]:
-        """Room for every task, and an agent there."""
+        """Reserve room for every task and start an agent there."""
         apart = [task for task in tasks if task.apart]
         others = [task for task in tasks if not task.apart]
         rooms: list[tuple[PlacementGroup, list[Task]]] = []
@@ -155,7 +155,8 @@ class Cluster:
         }
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
-        """Have a task's agent start it; a new one, if the agent was lost with what ran before."""
+        """Start the task's process through its agent. If the agent died with the previous process,
+        start a new agent in the same place."""
         before = self._started.get(task.name)
         if before is not None and before.is_lost:
             self._agents[task.name] = _agent(*self._rooms[task.name], task)
@@ -164,7 +165,7 @@ class Cluster:
         env = self._forwarded() | dict(command.env)
         running = agent.run.remote(
             *(task.name, list(command.argv), env, str(command.log)),
-            *(os.getcwd(), needs, SEE_SECONDS),
+            *(os.getcwd(), needs, FILE_SECONDS),
         )
         self._started[task.name] = RayProcess(task.name, command.log, agent, running)
         return self._started[task.name]
@@ -185,7 +186,7 @@ class Cluster:
             ray.wait(asked, num_returns=len(asked), timeout=END_SECONDS)
 
     def close(self) -> None:
-        """Give all room back and leave."""
+        """End the agents, release their room and disconnect."""
         with suppress(RayError, ConnectionError):
             for agent in self._agents.values():
                 ray.kill(agent)
@@ -218,7 +219,7 @@ def _no_room(tasks: Sequence[Task], seconds: float) -> str:
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     has = [{name: each.get(name, 0.0) for name in ("CPU", "GPU")} for each in nodes]
     free = {name: ray.available_resources().get(name, 0.0) for name in ("CPU", "GPU")}
-    apart = ", each on a node of its own" if any(task.apart for task in tasks) else ""
+    apart = ", each on a separate node" if any(task.apart for task in tasks) else ""
     return (
         f"the Ray cluster had no room for {wanted}{apart} within {seconds:.0f} s "
         f"(launcher.timeout). Its nodes have {has}, of which {free} are free."

@@ -1,4 +1,4 @@
-"""What is sampled next, and what need not be sampled: difficulty pools, demonstrations, replay."""
+"""The sampler ``difficulty_pools`` and the sources ``dataset`` and ``replay``."""
 
 from prime_rl import Sampler, Source, hookimpl
 from prime_rl_samplers.dataset import Dataset as Dataset
@@ -8,11 +8,9 @@ from prime_rl_samplers.replay import Replay as Replay
 
 @hookimpl
 def register_samplers() -> list[type[Sampler]]:
-    """Offer ``difficulty_pools``."""
     return [DifficultyPools]
 
 
 @hookimpl
 def register_sources() -> list[type[Source]]:
-    """Offer both sources."""
     return [Dataset, Replay]

@@ -1,13 +1,13 @@
-"""``dataset``: supervised tokens from demonstrations, so that warm-up is an ordinary run.
+"""``dataset``: supervised tokens from demonstrations, so that a warm-up is an ordinary run.
 
     loss = mean over demonstrated tokens of -log pi(token)        (the ce component)
 
-A group is one rollout of one demonstration. Demonstrations come from a file, or from a field of the
-env's own tasks; the sampler chooses among them in their order.
+A group is one rollout of one demonstration, from a file or from a field of the env's own tasks. The
+sampler chooses them in order.
 
-Nobody sampled a demonstration: its rollout says so (``has_logprobs`` is False), and nobody scored
-it. A reward must be a finite number, so it is 0.0, which means nothing: ``source`` is ``dataset``,
-``rewards`` is empty, and whoever averages rewards should leave out what is not from a model.
+A demonstration was neither sampled (``has_logprobs`` is False) nor scored. A reward must be a
+finite number, so it is a meaningless 0.0. ``source`` is ``dataset`` and ``rewards`` is empty;
+averages of rewards should exclude rollouts that are not from a model.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from prime_rl_samplers.messages import Demonstration, demonstration, read_demons
 
 
 class DatasetConfig(PluginConfig):
-    """Settings of ``dataset``. One of the two keys is needed."""
+    """Settings of ``dataset``. Exactly one of the two keys is required."""
 
     path: Path | None = None
     """A JSON-lines file, relative to the working directory. A line is ``{"messages": [...]}``, or
-    ``{"prompt": ..., "completion": ...}`` of text or messages; further keys go along in the
-    rollout's ``task``."""
+    ``{"prompt": ..., "completion": ...}`` of text or messages. The rollout's ``task`` has all other
+    keys."""
     demo_key: str | None = None
     """A field of the env's tasks that answers their prompt: text or messages."""
 
@@ -41,7 +41,7 @@ class DatasetConfig(PluginConfig):
 
 
 class Dataset(Source):
-    """Hands out demonstrations."""
+    """Returns demonstrations as rollouts."""
 
     name = "dataset"
     config_class = DatasetConfig
@@ -53,8 +53,8 @@ class Dataset(Source):
         self._lines: list[Demonstration] = []
 
     async def setup(self, host: Host) -> None:
-        """Read the file whole, and render one demonstration. Raises ``ConfigError`` naming the env,
-        and the line or example."""
+        """Read the whole file, and render one demonstration as a check. Raises ``ConfigError`` with
+        the env, and the line or example."""
         self._host = host
         if self.config.path is not None:
             self._lines = read_demonstrations(self.config.path, self._where("path"))
@@ -62,11 +62,11 @@ class Dataset(Source):
 
     @property
     def num_examples(self) -> int | None:
-        """Demonstrations. None: the env's tasks are without end."""
+        """Number of demonstrations. None: the env's tasks are unlimited."""
         return len(self._lines) if self.config.path is not None else self._host.num_examples
 
     def task(self, example_id: int) -> Mapping[str, Any]:
-        """The fields of one demonstration, ``prompt`` among them."""
+        """The fields of one demonstration, including ``prompt``."""
         return self._demonstration(example_id).fields
 
     async def group(self, request: SourceRequest) -> Sequence[Rollout]:

@@ -1,5 +1,4 @@
-"""Demonstrations as conversations: read, checked, and told apart into what is asked and what is
-shown."""
+"""Demonstrations: read, check, and split into a prompt and the answer to learn."""
 
 from __future__ import annotations
 
@@ -23,9 +22,9 @@ class Demonstration:
 
     messages: Sequence[Message]
     fields: Mapping[str, Any]
-    """What is known of the example, ``prompt`` among it."""
+    """The example's fields, including ``prompt``."""
     where: str
-    """For messages to users: the file and line, or the env's example."""
+    """For error messages: the file and line, or the env's example."""
 
     @property
     def num_turns(self) -> int:
@@ -33,8 +32,8 @@ class Demonstration:
 
 
 def read_demonstrations(path: Path, where: str) -> list[Demonstration]:
-    """The demonstrations of a JSON-lines file; blank lines are skipped. ``where`` begins every
-    error: the env and the key. Raises ``ConfigError`` naming the file and the line."""
+    """The demonstrations of a JSON-lines file, without blank lines. ``where`` (the env and the key)
+    begins every error. Raises ``ConfigError`` with the file and the line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -69,9 +68,9 @@ def _from_line(line: bytes, where: str) -> Demonstration:
 
 
 def demonstration(fields: Mapping[str, Any], key: str, where: str) -> Demonstration:
-    """The demonstration that an example's fields hold: its ``prompt``, answered by ``key``.
+    """The demonstration in an example's fields: its ``prompt``, and the answer in ``key``.
 
-    Raises ``ConfigError`` if either is missing or no conversation.
+    Raises ``ConfigError`` if either is missing or not a conversation.
     """
     for needed in ("prompt", key):
         if needed not in fields:
@@ -84,8 +83,8 @@ def demonstration(fields: Mapping[str, Any], key: str, where: str) -> Demonstrat
 
 
 def conversation(value: Any, role: str, where: str) -> list[Message]:
-    """Text as one message of ``role``; a message, or a list of them, as it is. Raises
-    ``ConfigError``."""
+    """A list of messages from a text (one message of ``role``), a message or a list of messages.
+    Raises ``ConfigError``."""
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     messages = [value] if isinstance(value, Mapping) else value
@@ -120,6 +119,6 @@ def _checked(messages: list[Message], fields: Mapping[str, Any], where: str) -> 
 
 
 def _shown(value: Any) -> str:
-    """A value cut to fit a line."""
+    """A value's type and text, truncated to a line."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

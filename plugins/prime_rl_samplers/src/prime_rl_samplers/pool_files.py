@@ -1,13 +1,13 @@
-"""Difficulty pools on disk: three JSON-lines files, found again by what the examples say.
+"""Difficulty pools on disk: three JSON-lines files. Examples are identified by their content.
 
-    easy_examples.jsonl, hard_examples.jsonl    one retired example a line
-    rollout_buffer.jsonl                        first the sampler's own state (random numbers, the
-                                                keys hashed), then one env a line (how far it is in
-                                                its examples, what came back since the last step)
+    easy_examples.jsonl, hard_examples.jsonl    one retired example per line
+    rollout_buffer.jsonl                        first the sampler's own state (random state, hash
+                                                keys), then one env per line (position in its
+                                                examples, counts since the last step)
 
-An example is known by the sha256 of the JSON of its ``hash_keys``, so the pools fit although the
-examples' order has changed. Of examples that hash alike, the one of the same env and index is taken
-first: nothing moves when nothing has changed.
+The sha256 of the JSON of its ``hash_keys`` identifies an example, so the pools stay valid if the
+order of the examples changes. Among examples with equal hashes, the one with the same env and index
+comes first, so nothing moves if nothing has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from prime_rl import ConfigError, SampledEnv
 from prime_rl_samplers.rotation import POOLS, Pool
 
 ENV_NAME = "env_name"
-"""The hash key that stands for the env's label; every other is a field of its tasks."""
+"""The hash key for the env's label. All other keys are fields of its tasks."""
 
 STATE_FILE = "rollout_buffer.jsonl"
 
@@ -33,29 +33,28 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Row:
-    """One retired example as a file holds it."""
+    """One retired example, as a line of a file."""
 
     hash: str
     env_name: str
     example_id: int
     fields: Mapping[str, Any]
-    """The values hashed, by key: for whoever reads the file."""
+    """The hashed values by key, for human readers of the file."""
 
 
 def pool_file(directory: Path, pool: Pool) -> Path:
-    """Where one pool is kept."""
     return directory / f"{pool}_examples.jsonl"
 
 
 def row_of(env: SampledEnv, example: int, keys: Sequence[str]) -> Row:
-    """What is written of one example. Raises ``ConfigError`` if its task lacks a key, and
-    ``IndexError`` beyond the env's end."""
+    """The row of one example. Raises ``ConfigError`` if its task lacks a key, and ``IndexError``
+    beyond the env's end."""
     known = {**env.task(example), ENV_NAME: env.name}
     if missing := [key for key in keys if key not in known]:
         raise ConfigError(
             f"orchestrator.buffer.hash_keys: env {env.name!r}, example {example}: got no field "
-            f"{missing[0]!r}, expected one of {', '.join(sorted(known))}. List fields that tell "
-            "its examples apart."
+            f"{missing[0]!r}, expected one of {', '.join(sorted(known))}. List fields that "
+            "distinguish its examples."
         )
     fields = {key: known[key] for key in keys}
     try:
@@ -63,29 +62,29 @@ def row_of(env: SampledEnv, example: int, keys: Sequence[str]) -> Row:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"orchestrator.buffer.hash_keys: env {env.name!r}, example {example}: expected fields "
-            f"that JSON can hold, got {error}. List other fields."
+            f"that JSON can encode, got {error}. List other fields."
         ) from error
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return Row(digest, env.name, example, json.loads(text))
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """One pool, one example a line."""
+    """Write one pool, one example per line."""
     write_lines(path, (asdict(row) for row in rows))
 
 
 def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 def read_pools(directory: Path) -> dict[Pool, list[Row]]:
-    """Both pools. Raises ``ConfigError`` naming the file and the line."""
+    """Both pools. Raises ``ConfigError`` with the file and the line."""
     return {pool: _read_rows(pool_file(directory, pool)) for pool in POOLS}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file. Raises ``ConfigError`` naming the file and the line."""
+    """The JSON objects of a file. Raises ``ConfigError`` with the file and the line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -122,7 +121,7 @@ def _read_rows(path: Path) -> list[Row]:
 def find(
     pools: Mapping[Pool, Sequence[Row]], envs: Sequence[SampledEnv], keys: Sequence[str]
 ) -> tuple[list[tuple[Place, Pool]], int]:
-    """Where the saved examples are now, each place at most once, and how many are nowhere."""
+    """The current places of the saved examples, each at most once, and how many are missing."""
     free = _places(envs, keys) if any(pools.values()) else {}
     indices = {env.name: index for index, env in enumerate(envs)}
     found: list[tuple[Place, Pool]] = []
@@ -148,14 +147,14 @@ def find(
 
 
 def _places(envs: Sequence[SampledEnv], keys: Sequence[str]) -> dict[str, dict[Place, None]]:
-    """Every example that can be retired, by its hash; a dict of places is an ordered set."""
+    """All examples that can be retired, by hash. The inner dict is an ordered set of places."""
     places: dict[str, dict[Place, None]] = {}
     for index, env in enumerate(envs):
         for example in range(env.num_examples or 0):
             try:
                 row = row_of(env, example, keys)
             except IndexError:
-                # A source may hold more demonstrations than its env has tasks: never retired.
+                # A source may have more demonstrations than its env has tasks. They never retire.
                 break
             places.setdefault(row.hash, {})[index, example] = None
     return places

@@ -1,4 +1,4 @@
-"""Settings of ``difficulty_pools``, and what they ask of the envs."""
+"""Settings of ``difficulty_pools``, and their requirements on the envs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class DifficultyPoolsConfig(PluginConfig):
     """Settings of ``difficulty_pools``: the table ``[orchestrator.buffer]``."""
 
     seed: int | None = None
-    """Seeds the choice of envs and of the examples lifted back. None: the run's seed."""
+    """Seed for the choice of envs and of the examples to sample again. None: the run's seed."""
     easy_threshold: float | None = None
-    """Mean reward of a group at or above which its example is retired as easy. None: none is."""
+    """An example is retired as easy if its group's mean reward is at or above this. None: never."""
     hard_threshold: float | None = None
-    """Mean reward of a group at or below which its example is retired as hard. None: none is."""
+    """An example is retired as hard if its group's mean reward is at or below this. None: never."""
     easy_fraction: Fraction = 0.0
     """Share of the easy pool that is sampled again after a resume or a ``load_from``."""
     hard_fraction: Fraction = 0.0
@@ -31,9 +31,9 @@ class DifficultyPoolsConfig(PluginConfig):
     online_difficulty_filtering: bool = False
     """Reject groups whose mean reward is exactly 0.0 or 1.0."""
     hash_keys: Annotated[tuple[str, ...], Field(min_length=1)] = ("env_name", "prompt")
-    """What an example is known by in the files: ``env_name``, and fields of its task."""
+    """Keys that identify an example in the files: ``env_name``, and fields of its task."""
     load_from: Path | None = None
-    """Start with the pools of another run: a folder this sampler saved
+    """Start with the pools of another run: a folder that this sampler saved
     (``checkpoints/step_N/orchestrator``), relative to the working directory."""
 
     @model_validator(mode="after")
@@ -42,38 +42,38 @@ class DifficultyPoolsConfig(PluginConfig):
         if easy is not None and hard is not None and easy <= hard:
             raise ValueError(
                 f"easy_threshold must exceed hard_threshold, got {easy} and {hard}: an example "
-                "between them would be both"
+                "could be both easy and hard"
             )
         for pool in POOLS:
             unread = getattr(self, f"{pool}_threshold") is None and self.load_from is None
             if unread and getattr(self, f"{pool}_fraction"):
                 raise ValueError(
-                    f"{pool}_fraction lifts examples out of the {pool} pool, and nothing goes "
-                    f"there: set {pool}_threshold or load_from"
+                    f"{pool}_fraction returns examples from the {pool} pool, which is always "
+                    f"empty: set {pool}_threshold or load_from"
                 )
         return self
 
     @property
     def uses_pools(self) -> bool:
-        """Examples can be retired."""
+        """Whether examples can be retired."""
         settings = (self.easy_threshold, self.hard_threshold, self.load_from)
         return any(setting is not None for setting in settings)
 
 
 def check_envs(config: DifficultyPoolsConfig, envs: Sequence[SampledEnv]) -> None:
-    """Raises ``ConfigError`` where pools cannot work on these envs."""
+    """Raises ``ConfigError`` if pools cannot work with these envs."""
     endless = [env.name for env in envs if env.num_examples is None]
     if len(endless) == len(envs):
         raise ConfigError(
-            "orchestrator.buffer: difficulty pools retire examples, and every env generates its "
-            f"examples without end ({', '.join(map(repr, endless))}): each is seen once. Remove "
+            "orchestrator.buffer: difficulty pools retire examples, but every env has unlimited "
+            f"examples ({', '.join(map(repr, endless))}) and shows each one once. Remove "
             "easy_threshold, hard_threshold and load_from; online_difficulty_filtering works "
             "without them."
         )
     if endless and all(env.ratio is None for env in envs):
         raise ConfigError(
-            f"orchestrator.buffer: env {endless[0]!r} generates examples without end, and without "
-            "ratios an env's share is the number of examples it has left. Set a ratio on each "
+            f"orchestrator.buffer: env {endless[0]!r} has unlimited examples, but without ratios "
+            "an env's share is its number of remaining examples. Set a ratio on each "
             "[[orchestrator.train.env]]."
         )
     for env in envs:

@@ -1,23 +1,20 @@
-"""``replay``: finished groups of another env of the run, to train on again.
+"""``replay``: train again on finished groups of another env of the run.
 
-    on a group of ``env``    keep a copy of it, without credit
-    when asked               hand out a kept group; this env's algorithm credits it afresh
+    group of ``env`` finished    store a copy, without credit
+    group requested              return a stored group; this env's algorithm assigns new credit
 
-The promise on staleness: let v be the version a group was started under, and V the policy's version
-now. A group with V - v > ``max_staleness`` is evicted and never handed out. What was handed out
-ages no further in the orchestrator's books, but waits for its batch like any rollout: it trains up
-to that wait later.
+Staleness: let v be the policy version at a group's start, and V the current version. A group with
+V - v > ``max_staleness`` is evicted and never returned. A returned group then waits for its batch
+like any rollout, so it may train up to that wait later.
 
-Why it may feed ``rl`` and ``ref_kl``: ``inference_logprobs`` stay those of the policy μ that
-sampled the tokens, so the trainer's ratio π / μ is that of the current policy to the true sampler,
-however old. The limits of that:
+It may feed ``rl`` and ``ref_kl``: ``inference_logprobs`` stay those of the policy μ that sampled
+the tokens, so the trainer's ratio π / μ is correct at any age. The limits are:
 
-1. The ratio corrects each token given its prefix; the prefixes are still as μ sampled them.
+1. The ratio corrects each token given its prefix; the prefixes are still samples of μ.
 2. The further π is from μ, the more tokens the loss masks or clips: a large ``max_staleness`` may
    train on fewer tokens, not on more.
-3. Group-relative credit compares siblings as μ sampled them.
-4. The reward is the one that the env gave. What a plugin makes of it (shaping) is made of it
-   afresh, once.
+3. Group-relative credit compares siblings that μ sampled.
+4. The reward is the env's original one. Plugins that shape rewards shape it again, once.
 """
 
 from __future__ import annotations
@@ -45,34 +42,34 @@ class ReplayConfig(PluginConfig):
     """Settings of ``replay``."""
 
     env: str
-    """Label of the env whose groups are kept; it must sample from the policy."""
+    """Label of the env whose groups are stored. It must sample from the policy."""
     capacity: PositiveInt = 256
-    """Groups kept; the oldest leaves for a new one. They take 15 bytes a token and their example's
-    text, in memory and in every checkpoint."""
+    """Maximum number of stored groups; a new one replaces the oldest. A group takes 15 bytes per
+    token plus its example's text, in memory and in every checkpoint."""
     min_staleness: NonNegativeInt = 2
-    """Policy versions that lie between a group and the present one at least: with 2, the optimizer
-    step that it first trained in is over, and no token is twice in one step."""
+    """Minimum age of a returned group in policy versions. With 2, the optimizer step that it first
+    trained in is over, and no token occurs twice in one step."""
     max_staleness: NonNegativeInt = 8
-    """Versions between the policy that started a group and the policy when it is handed out."""
+    """Maximum age of a returned group: policy versions since the group's start."""
     max_reuse: PositiveInt = 1
-    """How often one group is handed out."""
+    """How often one group is returned."""
     order: Literal["uniform", "newest", "oldest"] = "uniform"
-    """Which kept group is handed out next, by when it was kept."""
+    """Which stored group is returned next, by the time of storing."""
     seed: int = 0
-    """Seeds the order ``uniform``."""
+    """Seed of the order ``uniform``."""
 
     @model_validator(mode="after")
     def _leaves_time(self) -> ReplayConfig:
         if self.min_staleness > self.max_staleness:
             raise ValueError(
                 f"min_staleness {self.min_staleness} is more than max_staleness "
-                f"{self.max_staleness}: no group could ever be handed out"
+                f"{self.max_staleness}: no group could ever be returned"
             )
         return self
 
 
 class State(msgspec.Struct):
-    """What ``save`` writes."""
+    """The contents of the state file."""
 
     env: str
     kept: list[Kept]
@@ -83,7 +80,7 @@ class State(msgspec.Struct):
 
 
 class Replay(Source):
-    """Hands out groups that trained before."""
+    """Returns stored groups."""
 
     name = "replay"
     config_class = ReplayConfig
@@ -100,12 +97,12 @@ class Replay(Source):
         self._staleness: list[int] = []
 
     async def setup(self, host: Host) -> None:
-        """Raises ``ConfigError`` if it would replay itself, or an env the run does not have."""
+        """Raises ``ConfigError`` if ``env`` is this env, or not an env of the run."""
         self._label = host.env
         if self.config.env == host.env:
             raise ConfigError(
-                f"env {host.env!r}: algo.sampling.source.env: got the env itself, which samples "
-                "nothing to replay; expected the label of another [[orchestrator.train.env]]"
+                f"env {host.env!r}: algo.sampling.source.env: got the env itself, which does not "
+                "sample; expected the label of another [[orchestrator.train.env]]"
             )
         if self.config.env not in host.envs:
             raise ConfigError(
@@ -115,19 +112,18 @@ class Replay(Source):
 
     @property
     def num_examples(self) -> int | None:
-        """None: whichever example is asked for, it hands out what it has."""
+        """None: it ignores the requested example and returns any stored group."""
         return None
 
     @property
     def is_ready(self) -> bool:
-        """Whether a group is kept that is old enough and fresh enough, as far as the version is
-        known."""
+        """Whether a group is stored whose age is within the bounds, at the last known version."""
         return bool(self._ripe())
 
     # -- in and out -----------------------------------------------------------------------------
 
     def observe(self, group: Group) -> None:
-        """Keep a group of ``env``. Raises ``ConfigError`` if the policy did not sample it."""
+        """Store a group of ``env``. Raises ``ConfigError`` if the policy did not sample it."""
         if group[0].env == self.config.env:
             for rollout in group:
                 self._check(rollout)
@@ -136,8 +132,8 @@ class Replay(Source):
         self._make_room()
 
     async def group(self, request: SourceRequest) -> Sequence[Rollout]:
-        """A kept group under the request's id and this env's label; its example, task, versions and
-        log-probabilities are the original's. Empty if another request took the last one."""
+        """A stored group with the request's id and this env's label. Example, task, versions and
+        logprobs are the original ones. Empty if another request took the last group."""
         self._advance(request.policy_version)
         if not (ripe := self._ripe()):
             return []
@@ -148,10 +144,10 @@ class Replay(Source):
             del self._kept[index]
             self._evictions["max_reuse"] += 1
         self._staleness.append(request.policy_version - kept.policy_version)
-        return [self._relabelled(rollout, request) for rollout in restore(kept)]
+        return [self._relabeled(rollout, request) for rollout in restore(kept)]
 
     def _ripe(self) -> list[int]:
-        """Which groups may be handed out."""
+        """Indices of the groups that may be returned."""
         newest = self._version - self.config.min_staleness
         return [i for i, kept in enumerate(self._kept) if kept.policy_version <= newest]
 
@@ -160,7 +156,7 @@ class Replay(Source):
             return ripe[self._random.randrange(len(ripe))]
         return ripe[0 if self.config.order == "oldest" else -1]
 
-    def _relabelled(self, rollout: Rollout, request: SourceRequest) -> Rollout:
+    def _relabeled(self, rollout: Rollout, request: SourceRequest) -> Rollout:
         rollout.info["replayed"] = {"env": rollout.env, "group_id": rollout.group_id}
         rollout.env, rollout.group_id = self._label, request.group_id
         rollout.source = self.name
@@ -169,7 +165,7 @@ class Replay(Source):
     # -- staleness ------------------------------------------------------------------------------
 
     def _advance(self, version: int) -> None:
-        """Evict what is too old for the newest version anyone spoke of."""
+        """Evict groups that are too old at the newest known version."""
         self._version = max(self._version, version)
         oldest = self._version - self.config.max_staleness
         fresh = [kept for kept in self._kept if kept.policy_version >= oldest]
@@ -177,7 +173,7 @@ class Replay(Source):
         self._kept = fresh
 
     def _make_room(self) -> None:
-        """Evict the oldest of what is too much."""
+        """Evict the oldest groups beyond the capacity."""
         surplus = max(0, len(self._kept) - self.config.capacity)
         del self._kept[:surplus]
         self._evictions["capacity"] += surplus
@@ -197,8 +193,8 @@ class Replay(Source):
     # -- metrics and checkpoint -----------------------------------------------------------------
 
     def metrics(self) -> Mapping[str, float]:
-        """``size`` in groups; since the last call, ``evictions/<reason>`` in groups and
-        ``staleness/{mean,max}`` of what was handed out, if anything was."""
+        """``size`` in groups; and, since the last call, ``evictions/<reason>`` in groups and
+        ``staleness/{mean,max}`` of returned groups, if any."""
         metrics = {"size": float(len(self._kept)), "drawn": float(len(self._staleness))}
         for reason in ("capacity", "stale", "max_reuse"):
             metrics[f"evictions/{reason}"] = float(self._evictions[reason])
@@ -209,7 +205,7 @@ class Replay(Source):
         return metrics
 
     def save(self, directory: Path) -> None:
-        """Write the groups and where the draws stand."""
+        """Write the groups and the random state."""
         state = State(
             env=self.config.env,
             kept=self._kept,
@@ -221,7 +217,7 @@ class Replay(Source):
         (directory / STATE_FILE).write_bytes(msgspec.msgpack.encode(state))
 
     def load(self, directory: Path) -> None:
-        """Go on from what ``save`` wrote; what the bounds of now do not allow is evicted. Raises
+        """Restore the state of ``save``, and evict groups beyond the current bounds. Raises
         ``ConfigError`` if it is not of this env's replay."""
         path = directory / STATE_FILE
         try:
@@ -233,7 +229,7 @@ class Replay(Source):
             ) from error
         if state.env != self.config.env:
             raise ConfigError(
-                f"env {self._label!r}: {path} holds groups of env {state.env!r}, and "
+                f"env {self._label!r}: {path} contains groups of env {state.env!r}, but "
                 f"algo.sampling.source.env is {self.config.env!r}. Set it back, or start a new run."
             )
         self._kept = [kept for kept in state.kept if kept.uses < self.config.max_reuse]

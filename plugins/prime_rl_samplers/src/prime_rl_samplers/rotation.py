@@ -1,6 +1,6 @@
-"""One env's examples in order, without those that left: the state a curriculum turns on.
+"""One env's examples in order, without the retired ones.
 
-A retired example is in exactly one pool; every other is normal.
+A retired example is in exactly one pool. All other examples are normal.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ POOLS: tuple[Pool, ...] = ("easy", "hard")
 
 @dataclass
 class Tally:
-    """What came back from one env since the metrics were last read."""
+    """Counts of one env since the metrics were last read."""
 
     groups: int = 0
     rollouts: int = 0
     evicted: Counter[str] = field(default_factory=Counter)
-    """Examples, by the pool they went to."""
+    """Retired examples, by pool."""
     filtered: Counter[str] = field(default_factory=Counter)
     """Rollouts that online difficulty filtering rejected, by kind."""
 
     def as_metrics(self, env: str) -> dict[str, float]:
         """``evicted_examples/...`` are shares of the env's groups, ``filtered_rollouts/...`` of its
-        rollouts; 0.0 where nothing came back."""
+        rollouts; 0.0 if there are none."""
         metrics = {}
         for pool in POOLS:
             metrics[f"evicted_examples/{env}/{pool}"] = self.evicted[pool] / max(self.groups, 1)
@@ -38,22 +38,22 @@ class Tally:
 
 @dataclass
 class Rotation:
-    """Which example of one env comes next, and which never comes again."""
+    """The next example of one env, and its retired examples."""
 
     size: int | None
-    """Examples of the env. None: without end, and nothing can be retired."""
+    """Number of the env's examples. None: unlimited, so none can be retired."""
     cursor: int = 0
-    """The first example of the order that was not handed out since it was last at the start."""
+    """The next example in order, unless it is retired."""
     retired: dict[int, Pool] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
 
     @property
     def num_normal(self) -> int | None:
-        """Examples left. None: without end."""
+        """Number of examples left. None: unlimited."""
         return None if self.size is None else self.size - len(self.retired)
 
     def next(self) -> int:
-        """The next normal example, starting over at the end. There must be one left."""
+        """The next normal example, starting over at the end. At least one must be left."""
         while self.cursor in self.retired:
             self._advance()
         example = self.cursor
@@ -61,25 +61,25 @@ class Rotation:
         return example
 
     def retire(self, example: int, pool: Pool) -> None:
-        """Take a normal example out. One that is retired already stays in the pool it is in: the
-        first verdict counts, and a late group of the same example changes nothing."""
+        """Retire a normal example. A retired example stays in its pool: a late group of the same
+        example changes nothing."""
         if example not in self.retired:
             self.retired[example] = pool
             self.tally.evicted[pool] += 1
 
     def in_pool(self, pool: Pool) -> list[int]:
-        """The examples of one pool, as they came into it."""
+        """The examples of one pool, in the order of retirement."""
         return [example for example, where in self.retired.items() if where == pool]
 
     def state(self) -> dict[str, Any]:
-        """All of it but the pools, as plain data."""
+        """Everything except the pools, as plain data."""
         tally = self.tally
         counts = {"groups": tally.groups, "rollouts": tally.rollouts}
         kinds = {"evicted": dict(tally.evicted), "filtered": dict(tally.filtered)}
         return {"cursor": self.cursor, **counts, **kinds}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Undo ``state``. A cursor beyond the end (the env has fewer examples now) starts over."""
+        """Load a ``state``. A cursor beyond the end (the env has fewer examples now) becomes 0."""
         cursor = int(state["cursor"])
         self.cursor = cursor if self.size is None or cursor < self.size else 0
         evicted, filtered = Counter(state["evicted"]), Counter(state["filtered"])
@@ -90,7 +90,7 @@ class Rotation:
 
 
 def shares_of(name: str, rotations: Sequence[Rotation]) -> dict[str, float]:
-    """Easy, normal and hard examples as shares of all that these envs have."""
+    """Easy, normal and hard examples as shares of all examples of these envs."""
     total = sum(rotation.size or 0 for rotation in rotations)
     easy, hard = (sum(len(r.in_pool(pool)) for r in rotations) for pool in POOLS)
     counts = {"easy": easy, "normal": total - easy - hard, "hard": hard}

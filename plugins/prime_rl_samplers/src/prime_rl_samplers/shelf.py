@@ -1,9 +1,9 @@
-"""Groups kept for later, as bytes: what comes out is new, and equal to what went in.
+"""Groups stored as bytes, and restored as new equal objects.
 
-Kept is everything a rollout says but the credit (an algorithm assigns it afresh), what a plugin
-made of the env's reward (it will do so again) and the env framework's own trace. Floats, token ids
-and log-probabilities are exact; numpy values in ``info`` and the like come back as plain ones,
-tuples as lists, and what msgpack has no type for as text.
+All of a rollout is stored except its credit (an algorithm assigns it again), a plugin's changes of
+the env's reward (it will repeat them) and the env framework's own trace. Floats, token ids and
+logprobs are exact. In ``info`` and the like, numpy values become plain ones, tuples become lists,
+and types that msgpack does not have become text.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in CREDIT)
 
 @dataclass
 class Kept:
-    """One group on the shelf."""
+    """One stored group."""
 
     record: bytes
     policy_version: int
-    """The oldest version among its rollouts: staleness counts from here."""
+    """The oldest version among its rollouts, from which staleness counts."""
     uses: int = 0
-    """How often it was handed out."""
+    """How often it was returned."""
 
 
 def keep(group: Group) -> Kept:
-    """A copy of a group."""
+    """Store a copy of a group."""
     record = [_rollout_record(rollout) for rollout in group]
     version = min(rollout.policy_version for rollout in group)
     return Kept(msgspec.msgpack.encode(record, enc_hook=_plain), version)
 
 
 def restore(kept: Kept) -> list[Rollout]:
-    """The group as new rollouts of new samples, whose columns may be written."""
+    """The group as new rollouts with new samples, whose columns are writable."""
     return [_rollout(record) for record in msgspec.msgpack.decode(kept.record)]
 
 

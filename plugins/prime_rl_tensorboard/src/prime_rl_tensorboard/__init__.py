@@ -17,11 +17,11 @@ class TensorBoardConfig(PluginConfig):
     """``[monitors.tensorboard]``"""
 
     folder: Annotated[str, Field(pattern=r"^[\w.-]+$")] = "tensorboard"
-    """Where the event files go, inside the run directory."""
+    """Folder of the event files, inside the run directory."""
 
 
 class TensorBoardMonitor(Monitor):
-    """One scalar a metric, at the step it belongs to."""
+    """One scalar per metric, at its own step."""
 
     name = "tensorboard"
     config_class = TensorBoardConfig
@@ -32,16 +32,14 @@ class TensorBoardMonitor(Monitor):
         self._file = EventFile(run_dir / config.folder)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one event; what is not finite is left out."""
+        """Write one event, without values that are not finite."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self._file.write(step, finite)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 @hookimpl
 def register_monitors() -> list[type[Monitor]]:
-    """Offer ``tensorboard``."""
     return [TensorBoardMonitor]

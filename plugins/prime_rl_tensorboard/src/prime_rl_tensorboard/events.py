@@ -34,7 +34,7 @@ _CRC = _table()
 
 
 class EventFile:
-    """One ``events.out.tfevents...`` file; each write is on disk when it returns."""
+    """One ``events.out.tfevents...`` file, unbuffered: a reader sees each write at once."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,31 +43,30 @@ class EventFile:
         self._file.write(frame(_double(1, time.time()) + _bytes(3, b"brain.Event:2")))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Every metric as a scalar of one step."""
+        """Write every metric as a scalar of one step."""
         values = b"".join(_bytes(1, scalar(name, value)) for name, value in metrics.items())
         event = _double(1, time.time()) + _varint_field(2, step) + _bytes(5, values)
         self._file.write(frame(event))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
 def scalar(tag: str, value: float) -> bytes:
-    """``Summary.Value``; a float32, like all TensorBoard's scalars."""
+    """``Summary.Value`` with a float32, like all scalars of TensorBoard."""
     return _bytes(1, tag.encode()) + _key(2, FLOAT) + struct.pack("<f", _float32(value))
 
 
 def frame(record: bytes) -> bytes:
-    """A record as it lies in the file."""
+    """A record with its length and checksums."""
     length = struct.pack("<Q", len(record))
     checksums = (struct.pack("<I", masked_crc(part)) for part in (length, record))
     return length + next(checksums) + record + next(checksums)
 
 
 def masked_crc(data: bytes) -> int:
-    """CRC-32C, rotated right by 15 bits, plus a constant: so that a checksum of data that holds
-    checksums stays sound."""
+    """CRC-32C, rotated right by 15 bits, plus a constant: a CRC of data that contains CRCs would be
+    weak."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC[(crc ^ byte) & 0xFF]
@@ -76,7 +75,7 @@ def masked_crc(data: bytes) -> int:
 
 
 def _float32(value: float) -> float:
-    """Within a float32's range: what lies beyond becomes its largest."""
+    """Clip to the range of float32."""
     largest = 3.4028234663852886e38
     return max(-largest, min(largest, value))
 

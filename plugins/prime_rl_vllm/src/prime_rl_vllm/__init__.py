@@ -1,7 +1,7 @@
 """vLLM's own server as an engine of prime-rl.
 
-This module only says how to start the server (``prime_rl_vllm.server``), which may run under
-another interpreter than ours; it imports nothing heavy.
+This module only builds the command line of ``prime_rl_vllm.server``, which may run in another
+Python environment. It imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from prime_rl_vllm.arguments import check_keys
 from prime_rl_vllm.interpreter import check_interpreter
 
 PARALLEL = ("tensor", "pipeline", "data")
-"""The ways in which one server spreads over GPUs."""
+"""The kinds of parallelism by which one server uses several GPUs."""
 
 
 class VllmConfig(PluginConfig):
     """``[inference.vllm]``: any argument of vLLM's server, with underscores.
 
     ``gpu_memory_utilization = 0.8``, ``enforce_eager = true``, ``compilation_config = { level = 0
-    }``. Their names and values are vLLM's to check, which it does when the server starts; keys that
-    prime-rl sets itself are refused here.
+    }``. vLLM checks names and values when the server starts. Keys that prime-rl sets are refused.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     dtype: str = "auto"
-    """Of weights and computation. ``auto`` is vLLM's choice; ``float32`` leaves the smallest
-    mismatch between engine and trainer, and is the quick one on CPUs without native bfloat16."""
+    """Dtype of weights and computation. ``auto`` is vLLM's choice. ``float32`` gives the smallest
+    mismatch between engine and trainer, and is fast on CPUs without native bfloat16."""
 
     @model_validator(mode="after")
-    def _keys_are_the_users(self) -> VllmConfig:
+    def _check_keys(self) -> VllmConfig:
         check_keys(self.model_extra or {})
         return self
 
@@ -48,29 +47,29 @@ class VllmConfig(PluginConfig):
 
 
 class Vllm(Engine):
-    """Offers the server as an engine of prime-rl."""
+    """Starts ``prime_rl_vllm.server`` for a run."""
 
     name = "vllm"
     config_class = VllmConfig
 
     def check(self, python: Path | None) -> None:
-        """vLLM and this package are installed where the server will run. Raises ``ConfigError``."""
+        """Check that ``python`` has vLLM and this package. Raises ``ConfigError``."""
         check_interpreter(python)
 
     @property
     def num_gpus(self) -> int:
-        """Tensor, pipeline and data parallelism multiply."""
+        """The product of tensor, pipeline and data parallelism."""
         arguments = cast(VllmConfig, self.config).arguments
         return math.prod(int(arguments.get(f"{kind}_parallel_size", 1)) for kind in PARALLEL)
 
     @property
     def dtype(self) -> str | None:
-        """vLLM has other names for two of them; ``auto`` is up to the model and the device."""
+        """The dtype under torch's name. None for ``auto``: it depends on model and device."""
         named = cast(VllmConfig, self.config).dtype
         return {"auto": None, "half": "float16", "float": "float32"}.get(named, named)
 
     def command(self, launch: EngineLaunch) -> EngineCommand:
-        """``python -m prime_rl_vllm.server ...``; the admin key goes by the environment."""
+        """``python -m prime_rl_vllm.server ...``; the environment carries the admin key."""
         options = {
             "model": launch.model_path,
             "served-model-name": launch.served_model_name,
@@ -93,7 +92,7 @@ class Vllm(Engine):
 def _environment(launch: EngineLaunch) -> dict[str, str]:
     return {
         "PRIME_RL_ADMIN_KEY": launch.admin_key,
-        # Without byte code each of vLLM's processes compiles it anew: a minute of start-up.
+        # Without byte code, each of vLLM's processes compiles its modules: a minute of start-up.
         "PYTHONDONTWRITEBYTECODE": "",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

@@ -1,10 +1,10 @@
-"""The routes that need the run's key: pause, new weights, resume; sleep and wake up.
+"""The admin routes: pause, new weights, resume; sleep and wake up.
 
     /pause -> /update_weights -> /resume      requests keep their place and their KV
-    /pause -> /sleep ... /wake_up -> (/update_weights) -> /resume       one GPU for two
+    /pause -> /sleep ... /wake_up -> (/update_weights) -> /resume       the trainer uses the GPU
 
-On a GPU, sleeping gives the memory of weights and KV away, and requests are computed anew when
-they go on. On a CPU, or without ``enable_sleep_mode``, there is nothing to give: requests wait.
+On a GPU, sleeping frees the memory of weights and KV, and requests are recomputed when they
+continue. On a CPU, or without ``enable_sleep_mode``, sleeping frees nothing: requests only wait.
 """
 
 from __future__ import annotations
@@ -32,37 +32,38 @@ log = logging.getLogger(__name__)
 
 
 class Admin:
-    """One request at a time. The keys have been checked."""
+    """Handles one request at a time. ``Front`` has checked the admin key."""
 
     def __init__(self, state: State) -> None:
         self._state = state
 
     async def pause(self, http: HTTPRequest) -> JSONResponse:
-        """Returns when no step is running."""
+        """Answers when no step is running."""
         if http.query_params.get("mode", "keep") != "keep":
             raise RequestError(
-                "mode: this engine keeps requests in flight; only mode=keep is offered"
+                "mode: this engine keeps requests in flight; it supports only mode=keep"
             )
         if http.query_params.get("clear_cache", "false").lower() not in ("false", "0"):
-            raise RequestError("clear_cache: running requests keep their KV; only false is offered")
+            raise RequestError("clear_cache: running requests keep their KV; it must be false")
         async with self._state.admin:
             await self._hold()
             self._state.paused = True
         return JSONResponse({"status": "paused"})
 
     async def resume(self, _: HTTPRequest) -> JSONResponse:
-        """Go on where ``pause`` stopped."""
         async with self._state.admin:
             if self._state.asleep:
-                raise RequestError("the engine sleeps: POST /wake_up comes first", 409)
+                raise RequestError("the engine is asleep: POST /wake_up first", 409)
             self._state.paused = False
             await self._let_go()
         return JSONResponse({"status": "resumed"})
 
     async def sleep(self, http: HTTPRequest) -> JSONResponse:
-        """Pause, and give the accelerator's memory away if that was set up."""
+        """Pause, and free the accelerator's memory if ``enable_sleep_mode`` is set."""
         if http.query_params.get("level", "1") != "1":
-            raise RequestError("level: the weights are kept on the host; only 1 is offered")
+            raise RequestError(
+                "level: this engine keeps its weights on the host; it supports only level=1"
+            )
         state = self._state
         async with state.admin:
             if not state.asleep and self._can_sleep():
@@ -73,22 +74,24 @@ class Admin:
         return JSONResponse({"status": "asleep"})
 
     async def wake_up(self, _: HTTPRequest) -> JSONResponse:
-        """Take the memory back. Still paused."""
+        """Take the memory back. The engine stays paused."""
         state = self._state
         async with state.admin:
             if state.asleep and self._can_sleep():
                 await state.engine.wake_up()
-                await self._hold()  # waking up resumes
+                await self._hold()  # vLLM resumes on waking
             state.asleep = False
         return JSONResponse({"status": "awake"})
 
     async def update_weights(self, http: HTTPRequest) -> JSONResponse:
-        """All or nothing: from a folder that is broken or does not fit, no tensor is taken."""
+        """All or nothing: weights that are broken or do not fit change no parameter."""
         body = decode(await read_body(http), UpdateBody)
         state, start = self._state, time.perf_counter()
         async with state.admin:
             if state.asleep and self._can_sleep():
-                raise RequestError("the engine sleeps and has no weights: POST /wake_up first", 409)
+                raise RequestError(
+                    "the engine is asleep, without weights: POST /wake_up first", 409
+                )
             new = state.version + 1 if body.version is None else body.version
             if body.meeting is None:
                 await self._stage(body.weight_dir)
@@ -109,14 +112,14 @@ class Admin:
 
     async def _hold(self) -> None:
         await self._state.engine.pause_generation(mode="keep", clear_cache=False)
-        self._state.pauses += 1  # from here on nothing is computed under the present weights
+        self._state.pauses += 1  # new salt: later requests may run under the next weights
 
     async def _let_go(self) -> None:
         if not self._state.paused:
             await self._state.engine.resume_generation()
 
     async def _stage(self, weight_dir: str) -> None:
-        """Every worker has read and checked the folder. Raises ``RequestError``."""
+        """Let every worker read and check the folder. Raises ``RequestError``."""
         problems = await self._rpc("prime_rl_stage", weight_dir)
         refused = [problem for problem in problems if problem is not None]
         if refused:
@@ -124,16 +127,15 @@ class Admin:
             raise self._refusal(refused[0])
 
     async def _load(self, version: int) -> None:
-        """Requests wait meanwhile."""
         async with self._for_good(version):
             await self._rpc("prime_rl_load")
 
     async def _receive(self, meeting: BroadcastGroup, version: int) -> None:
-        """The same from the trainer's memory. Raises ``RequestError`` if it is refused."""
+        """Load weights from the trainer's memory. Raises ``RequestError`` if they are refused."""
         async with self._for_good(version):
             problems = await self._rpc("prime_rl_receive", msgspec.to_builtins(meeting))
             refused = [problem for problem in problems if problem is not None]
-            if refused and len(refused) < len(problems):  # the others have new weights
+            if refused and len(refused) < len(problems):  # the other workers have the new weights
                 raise WeightsError(f"one of {len(problems)} workers: {refused[0]}")
             if refused:
                 await self._let_go()
@@ -141,7 +143,7 @@ class Admin:
 
     @asynccontextmanager
     async def _for_good(self, version: int) -> AsyncIterator[None]:
-        """The model has ``version`` then. A failure leaves no model to go on with: it ends us."""
+        """Set ``version`` at the end. After a failure the model is unusable, so the server ends."""
         state = self._state
         try:
             yield
@@ -158,7 +160,9 @@ class Admin:
         state.weight_updates += 1
 
     def _refusal(self, problem: str) -> RequestError:
-        return RequestError(f"weights refused, version {self._state.version} serves on: {problem}")
+        return RequestError(
+            f"weights refused, still serving version {self._state.version}: {problem}"
+        )
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         answers: list[Any] = await self._state.engine.collective_rpc(method, args=args)

@@ -1,5 +1,4 @@
-"""``[inference.vllm]`` and vLLM's command line: which keys are whose, and how one becomes the
-other."""
+"""From ``[inference.vllm]`` to vLLM's command line, and the keys that prime-rl sets itself."""
 
 from __future__ import annotations
 
@@ -19,51 +18,52 @@ OWNED = {
     "port": "set inference.port",
     "max_model_len": "set inference.max_model_len",
     "seed": "set the run's seed",
-    "api_key": "the key comes by the environment variable PRIME_RL_ENGINE_API_KEY",
-    "logprobs_mode": "training needs processed_logprobs, those of the distribution sampled from",
-    "worker_extension_cls": "prime-rl's own loads new weights",
-    "middleware": "prime-rl's own answers its routes and checks its keys",
+    "api_key": "the key is the environment variable PRIME_RL_ENGINE_API_KEY",
+    "logprobs_mode": "training needs processed_logprobs, those of the sampling distribution",
+    "worker_extension_cls": "prime-rl sets an extension that loads new weights",
+    "middleware": "prime-rl sets a middleware that answers its routes and checks its keys",
     "enable_lora": "adapters are merged into the weights as they are published",
     "lora_modules": "adapters are merged into the weights as they are published",
     "runner": "the engine samples tokens",
     "convert": "the engine samples tokens",
     "config": "write its keys into this table",
-    "headless": "the process has to serve HTTP",
-    "uds": "the orchestrator speaks TCP",
-    "ssl_keyfile": "the orchestrator speaks plain HTTP",
-    "ssl_certfile": "the orchestrator speaks plain HTTP",
-    "root_path": "the orchestrator asks at the root",
-    "api_server_count": "weight updates need the one process that all requests pass",
+    "headless": "the process must serve HTTP",
+    "uds": "the orchestrator connects over TCP",
+    "ssl_keyfile": "the orchestrator uses plain HTTP",
+    "ssl_certfile": "the orchestrator uses plain HTTP",
+    "root_path": "the orchestrator expects the routes at the root",
+    "api_server_count": "weight updates need a single API process",
     "tokens_only": "chat needs text",
 }
-"""Arguments of vLLM that prime-rl sets, or that would break its contract, and why."""
+"""Arguments of vLLM that the user cannot set, and why: prime-rl sets them, or they would break the
+engine contract."""
 
 DEFAULTS: dict[str, Any] = {
-    # Of OpenAI's routes: else the model folder's own temperature and top_p slip in.
+    # Otherwise OpenAI's routes default to the temperature and top_p in the model folder.
     "generation_config": "vllm",
     "enable_prompt_tokens_details": True,
     "disable_uvicorn_access_log": True,
     "disable_fastapi_docs": True,
 }
-"""What we set unless the table says otherwise."""
+"""Our defaults for vLLM's arguments."""
 
 
 def check_keys(arguments: Mapping[str, Any]) -> None:
-    """Raises ``ConfigError`` for a key that isn't the user's to set."""
+    """Raises ``ConfigError`` for a key that the user cannot set, or that is misspelled."""
     for key in arguments:
         name = key.replace("-", "_")
         if name != key:
             raise ConfigError(f"inference.vllm.{key}: write it with underscores: {name}")
         if name in OWNED:
-            raise ConfigError(f"inference.vllm.{key}: not to be set here: {OWNED[name]}")
+            raise ConfigError(f"inference.vllm.{key}: cannot be set here: {OWNED[name]}")
         if name.startswith("no_"):
             raise ConfigError(f"inference.vllm.{key}: write {name[3:]} = false")
 
 
 def to_flags(arguments: Mapping[str, Any], parser: argparse.ArgumentParser) -> list[str]:
-    """The command line of a table, as vLLM's own parser wants each argument.
+    """The command line for a table, in the form that ``parser`` (vLLM's own) expects.
 
-    Raises ``ConfigError`` for an argument that this vLLM does not have.
+    Raises ``ConfigError`` for an argument that this version of vLLM does not have.
     """
     flags = _flags(parser)
     return [
@@ -89,7 +89,7 @@ def _flag(key: str, flags: Mapping[str, argparse.Action]) -> argparse.Action:
 
 
 def _words(key: str, value: Any, action: argparse.Action) -> Iterator[str]:
-    """``--key value``; switches take no value, lists become words where the parser takes many."""
+    """``--key=value``. A switch has no value; a list may become several words."""
     option = f"--{key.replace('_', '-')}"
     if action.nargs == 0 or isinstance(action, argparse.BooleanOptionalAction):
         yield from _switch(key, option, value, action)

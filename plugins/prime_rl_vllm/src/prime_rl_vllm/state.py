@@ -1,4 +1,4 @@
-"""What the routes share: the engine's client, and what they know of it."""
+"""The state that all routes share: the engine's client, version, pause and sleep."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from prime_rl_engine_kit.keys import Keys
 
 @dataclass
 class State:
-    """One server. ``engine`` is vLLM's ``AsyncLLM``, there once the application starts."""
+    """One server. ``engine`` is vLLM's ``AsyncLLM``, set when the application starts."""
 
     model_name: str
     model_dir: str
     max_model_len: int
-    """Prompt and completion, in tokens."""
+    """Tokens of prompt and completion."""
     keys: Keys
     status: Status
     version: int = 0
-    """Of the weights that sample now."""
+    """Policy version of the current weights."""
     engine: Any = None
     ending: bool = False
     died: bool = False
-    """The engine ended by itself."""
+    """Whether the engine ended before it was shut down."""
     paused: bool = False
     asleep: bool = False
     pauses: int = 0
-    """So far. What comes after one may be computed under the next weights."""
+    """Number of pauses, which is part of the cache's salt: weights change only during a pause."""
     running: int = 0
     """Requests of our own generate route."""
     generated_tokens: int = 0
     weight_updates: int = 0
     weight_update_seconds: float = 0.0
-    """What the last update took, from the request to the answer."""
+    """Duration of the last update, from request to answer."""
     reporting: asyncio.Task[None] | None = None
     admin: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One admin request at a time."""
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the model's embedding: ids go up to one less."""
+        """Rows of the model's embedding."""
         return int(self.engine.model_config.get_vocab_size())
 
     @property
     def receives(self) -> dict[str, Any] | None:
-        """How many workers take weights from the trainer's memory, and by what. With several
-        engine processes behind one address, none can."""
+        """The number of workers that can receive weights from the trainer's memory, and their
+        backends. None with data parallelism: several engine processes share one address."""
         parallel = self.engine.vllm_config.parallel_config
         if parallel.data_parallel_size > 1:
             return None
@@ -57,10 +57,11 @@ class State:
         return {"workers": parallel.world_size, "backends": backends(on_gpu)}
 
     def salt(self, client: str | None) -> str:
-        """The prefix cache's salt: what old weights computed is never found by new requests,
-        those that come while weights are swapped included, whatever salt a client brings."""
+        """The prefix cache's salt. It changes at every pause, so no request reuses KV that older
+        weights computed, including requests that arrive during an update."""
         return f"{self.pauses}:{client or ''}"
 
 
 current: State | None = None
-"""This process's server: vLLM builds the middleware itself, from its name alone."""
+"""This process's server. Global, because vLLM creates the middleware from its name, without
+arguments."""

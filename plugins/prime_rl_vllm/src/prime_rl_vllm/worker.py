@@ -1,8 +1,8 @@
-"""What vLLM's workers learn from us (``--worker-extension-cls``): to load a published folder.
+"""The extension of vLLM's workers (``--worker-extension-cls``) that loads new weights.
 
-vLLM's own ``reload_weights`` does the loading. On its own it takes a checkpoint that lacks a
-tensor without a word, leaves the engine in pieces when it fails half-way, and on a CPU leaves a
-tied head as it was; so here the folder is checked first and the head is refreshed after.
+vLLM's own ``reload_weights`` does the loading. By itself it silently accepts a checkpoint that
+lacks a tensor, leaves the model half loaded after a failure, and on a CPU does not update a tied
+head. So the weights are checked before, and the head is refreshed after.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from prime_rl_vllm.checkpoint import Announced, Staged, check_layout
 
 
 class WeightExtension:
-    """Mixed into the worker's class: ``self`` is the worker. Results travel to the server, so they
-    are plain values, and a refusal is one too."""
+    """Mixed into the worker's class: ``self`` is the worker. Results are sent to the server
+    process, so they are plain values. A refusal is a string."""
 
     _prime_rl_base: ModelFiles
-    _prime_rl_attendance: Member
+    _prime_rl_member: Member
     _prime_rl_staged: Staged | None = None
 
     def prime_rl_remember(self, base_dir: str) -> str | None:
-        """Note which tensors the model has. Returns what is wrong with the folder, or None."""
+        """Read the model's tensor names and shapes. Returns a fault of the folder, or None."""
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
-            self._prime_rl_attendance = Member()
+            self._prime_rl_member = Member()
         except WeightsError as error:
             return str(error)
         return None
@@ -44,7 +44,7 @@ class WeightExtension:
     def prime_rl_stage(self: Any, weight_dir: str) -> str | None:
         """Read and check a folder; nothing is loaded. Returns the reason to refuse it, or None.
 
-        The first worker of all reads every value; to the others the files are the same.
+        Only the first worker reads every value, because all workers see the same files.
         """
         self.prime_rl_drop()
         try:
@@ -52,12 +52,12 @@ class WeightExtension:
             self._prime_rl_staged = Staged(Path(weight_dir), base, look_inside=first)
         except WeightsError as error:
             return str(error)
-        except Exception as error:  # nothing has been touched yet, so nothing needs to end
+        except Exception as error:  # nothing is loaded yet, so the engine can continue
             return f"{weight_dir}: {type(error).__name__}: {error}"
         return None
 
     def prime_rl_load(self: Any) -> float:
-        """Load what is staged, in place. Returns the seconds it took."""
+        """Load the staged weights in place. Returns the seconds it took."""
         start, staged = time.perf_counter(), self._prime_rl_staged
         try:
             self._prime_rl_reload(staged.tensors())
@@ -66,8 +66,8 @@ class WeightExtension:
         return time.perf_counter() - start
 
     def prime_rl_receive(self: Any, meeting: dict[str, Any]) -> str | None:
-        """Load what the trainer passes on from its memory, as it comes. Returns the reason to
-        refuse it, or None; raises if some of it has been loaded and the rest will not come."""
+        """Load weights from the trainer's memory as they arrive. Returns the reason to refuse them,
+        or None. Raises if the broadcast fails once loading has begun."""
         begun = False
 
         def check(header: Header) -> str | None:
@@ -84,7 +84,7 @@ class WeightExtension:
 
         try:
             own = msgspec.convert(meeting, BroadcastGroup).for_worker(self.rank)
-            with self._prime_rl_attendance.join(own, self.device) as group:
+            with self._prime_rl_member.join(own, self.device) as group:
                 group.receive(check, load)
         except WeightsError as error:
             if begun:
@@ -98,18 +98,18 @@ class WeightExtension:
             refresh_packed_heads(self.model_runner.get_model())
 
     def prime_rl_drop(self) -> None:
-        """Forget what is staged."""
+        """Close and forget the staged weights."""
         if self._prime_rl_staged is not None:
             self._prime_rl_staged.close()
             self._prime_rl_staged = None
 
 
 def refresh_packed_heads(model: torch.nn.Module) -> None:
-    """On a CPU: pack the head's matrix anew (vLLM 0.32, 0.33).
+    """On a CPU, repack the head's matrix (vLLM 0.32, 0.33).
 
-    There the head multiplies by a copy that oneDNN packed at start-up. A tied head's own weight is
-    the embedding's, which a reload does change, but the copy it leaves alone: body new, head old.
-    On a GPU there is no copy and nothing to do.
+    There the head multiplies by a copy that oneDNN packed at start-up. A reload changes the weight
+    that a tied head shares with the embedding, but not this copy: new body, old head. On a GPU
+    there is no copy.
     """
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):

@@ -10,5 +10,4 @@ __all__ = ["WandbConfig", "WandbMonitor", "register_monitors"]
 
 @hookimpl
 def register_monitors() -> list[type[Monitor]]:
-    """Offer ``wandb``."""
     return [WandbMonitor]

@@ -1,5 +1,5 @@
-"""The monitor. wandb is imported, and connected to, when the first metrics come: in the monitor's
-own thread, so that the run starts without waiting for it."""
+"""The monitor. It imports wandb and connects at the first metrics, in the monitor's own thread, so
+that the run starts without waiting for it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ class WandbConfig(PluginConfig):
     project: Annotated[str, Field(min_length=1)] = "prime-rl"
     """The W&B project."""
     entity: str | None = None
-    """User or team it belongs to. None: W&B's default."""
+    """User or team of the project. None: W&B's default."""
     name: str | None = None
     """Name of the W&B run. None: the run directory's."""
     group: str | None = None
-    """Runs of a group are shown together."""
+    """W&B shows the runs of a group together."""
     tags: tuple[str, ...] = ()
-    """Labels to find the run by."""
+    """Labels of the run."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """``offline`` writes below ``<run>/wandb``, for ``wandb sync``; ``disabled`` nothing."""
+    """``offline`` writes below ``<run>/wandb``, for ``wandb sync``; ``disabled`` writes nothing."""
     table_interval: NonNegativeInt = 10
     """Steps between two tables of rollouts. 0: none."""
     table_rows: PositiveInt = 32
-    """Rollouts a table, the first of the batch."""
+    """Rollouts per table, from the start of the batch."""
 
 
 class WandbMonitor(Monitor):
-    """Logs every line as a row whose x axis is its ``step``."""
+    """Logs every line as a row with ``step`` as its x axis."""
 
     name = "wandb"
     config_class = WandbConfig
@@ -51,13 +51,12 @@ class WandbMonitor(Monitor):
         self._failure: Exception | None = None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of the history; what is not finite is left out, for charts know no such
-        point."""
+        """One row of the history, without values that are not finite: charts cannot show them."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.run().log({"step": step, **finite})
 
     def wants_rollouts(self, step: int) -> bool:
-        """Every ``table_interval`` steps, from the first."""
+        """Every ``table_interval`` steps, beginning with the first."""
         interval = self.settings.table_interval
         return interval > 0 and (step - 1) % interval == 0
 
@@ -73,16 +72,16 @@ class WandbMonitor(Monitor):
         self.run().log({"step": step, "rollouts": table})
 
     def close(self) -> None:
-        """Write what is held and end the W&B run."""
+        """Flush and end the W&B run."""
         if self._run is not None:
             import wandb
 
             self._run.finish()
-            wandb.teardown()  # waits for W&B's own process, which may not have written it all
+            wandb.teardown()  # waits until W&B's own process has written everything
 
     def run(self) -> Any:
-        """The W&B run, begun at the first call. Raises what W&B raised then, at every call: it is
-        not asked again."""
+        """The W&B run, created at the first call. If that fails, every later call raises without
+        another attempt."""
         if self._failure is not None:
             raise self._failure
         if self._run is None:
@@ -115,7 +114,7 @@ class WandbMonitor(Monitor):
         return run
 
     def _run_id(self) -> str:
-        """The same for every attempt at a run, so that a resumed one goes on in its charts."""
+        """The same id after each resume, so that the charts continue."""
         path = self.run_dir / "wandb" / "run_id"
         if not path.exists():
             path.parent.mkdir(exist_ok=True)
@@ -123,7 +122,7 @@ class WandbMonitor(Monitor):
         return path.read_text()
 
     def _run_config(self) -> dict[str, Any]:
-        """The resolved config; it names environment variables, and holds no secret."""
+        """The resolved config. It contains no secrets, only names of environment variables."""
         path = self.run_dir / "configs" / "run.json"
         config: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return config

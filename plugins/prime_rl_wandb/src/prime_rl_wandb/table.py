@@ -1,5 +1,4 @@
-"""One rollout as a row of the table: what was said, what it earned, and which credit its tokens
-got."""
+"""One rollout as a row of the table: conversation, reward, and the credit of its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ COLUMNS = (
     *("credit", "prompt", "conversation"),
 )
 MAX_TEXT = 4000
-"""Characters of a prompt or conversation; the rest is in the run's own files."""
+"""Characters of a prompt or conversation. The run's own files have the rest."""
 MAX_CREDIT = 400
 """Characters of the credit column."""
 
@@ -36,14 +35,13 @@ def table_row(step: int, rollout: Rollout, dropped_by: str | None) -> list[Any]:
 
 
 def credit_text(advantages: list[float]) -> str:
-    """Advantages of the trainable tokens in order, equal neighbours together: ``+0.250 x12,
-    -0.100 x3``."""
+    """Advantages of the trainable tokens, run-length encoded: ``+0.250 x12, -0.100 x3``."""
     runs = [(value, len(list(group))) for value, group in groupby(advantages)]
     return _cut(", ".join(f"{value:+.3f} x{count}" for value, count in runs), MAX_CREDIT)
 
 
 def conversation(rollout: Rollout) -> str:
-    """What was said, as far as the environment's record tells; empty for what nobody sampled."""
+    """The messages of the environment's trace. Empty for a rollout that was not sampled."""
     messages = getattr(rollout.trace, "messages", None) or ()
     lines = [f"[{message.role}] {message.content or ''}" for message in messages]
     return "\n".join(lines)

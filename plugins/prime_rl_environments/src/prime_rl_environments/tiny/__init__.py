@@ -1,12 +1,11 @@
-"""``tiny-reverse`` and ``tiny-chat``: policies of 0.4M parameters that half know their tasks.
+"""``tiny-reverse`` and ``tiny-chat``: policies of 0.4M parameters that can partly do their tasks.
 
-Made here in seconds: a byte-level tokenizer, a Qwen3 model, and supervised steps until just past
-the point where reversal "clicks" (a phase transition, 0 to 0.7 exact within some 30 steps). From
-there a positional reward has a gradient to follow. Before it, sampling almost never gets a letter
-right and RL learns nothing.
+Created in seconds: a byte-level tokenizer, a Qwen3 model, and supervised steps until just past the
+phase transition of reversal (0 to 0.7 exact within some 30 steps). From there a positional reward
+gives RL a gradient. Before it, sampled letters are almost never right and RL learns nothing.
 
-``tiny-reverse`` knows ``reverse-text`` alone and is made in 5 CPU seconds. ``tiny-chat`` knows
-every task of this distribution (``lessons``).
+``tiny-reverse`` learns ``reverse-text`` only, in 5 CPU seconds. ``tiny-chat`` learns every task of
+this distribution (``lessons``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class TinyConfig(PluginConfig):
-    """What every tiny policy has in common: its architecture, its optimizer."""
+    """Settings of every tiny policy: architecture and optimizer."""
 
     hidden_size: PositiveInt = 128
     """Width of the residual stream."""
@@ -42,39 +41,39 @@ class TinyConfig(PluginConfig):
     max_position_embeddings: PositiveInt = 2048
     """Longest context, in tokens."""
     warmup_batch_size: PositiveInt = 64
-    """Conversations a supervised step."""
+    """Conversations per supervised step."""
     warmup_lr: PositiveFloat = 2e-3
     """Peak learning rate of the supervised steps (AdamW)."""
     warmup_ramp_steps: NonNegativeInt = 20
     """Steps over which the learning rate rises to its peak."""
     warmup_max_steps: PositiveInt = 1000
-    """Give up after so many steps."""
+    """Fail after this many steps."""
 
 
 class TinyReverseConfig(TinyConfig):
-    """``[model] name = "tiny-reverse"``: its architecture and its warm-up, some 60 steps."""
+    """``[model] name = "tiny-reverse"``: architecture and warm-up, some 60 steps."""
 
     min_letters: PositiveInt = 4
     """Shortest word of the warm-up."""
     max_letters: PositiveInt = 8
     """Longest word of the warm-up."""
     warmup_exact: Share = 0.15
-    """Stop the warm-up when greedy decoding would reverse this share of fresh words exactly.
-    0: an untrained model, after a handful of steps. 0.9: a teacher, after some 250 steps."""
+    """Stop the warm-up when greedy decoding would reverse this share of unseen words exactly.
+    0: an untrained model, after a few steps. 0.9: a teacher, after some 250 steps."""
 
 
 class TinyReverse(ModelMaker):
-    """Makes the folder of a tiny Qwen3 policy, warmed up on reversing words."""
+    """Creates the folder of a tiny Qwen3 policy, warmed up on reversing words."""
 
     name = "tiny-reverse"
     config_class = TinyReverseConfig
     config: TinyReverseConfig
 
     def make(self, directory: Path, seed: int, progress: Callable[[str, float], None]) -> None:
-        """Write the model folder, and ``.ready`` in it last. Some 5 CPU seconds after importing
+        """Write the model folder, and ``.ready`` last. Takes some 5 CPU seconds after importing
         torch.
 
-        Raises ``RunError`` if the warm-up does not get there within ``warmup_max_steps``.
+        Raises ``RunError`` if the warm-up misses its target within ``warmup_max_steps``.
         """
         with lasting_imports():
             from prime_rl_environments.tiny.make import make_model
@@ -83,31 +82,31 @@ class TinyReverse(ModelMaker):
 
 
 class TinyChatConfig(TinyConfig):
-    """``[model] name = "tiny-chat"``: its architecture and what it is warmed up on."""
+    """``[model] name = "tiny-chat"``: architecture and warm-up."""
 
     lessons: Annotated[list[Lesson], Field(min_length=1)] = [
         lesson for lesson in LESSONS if lesson != "hint"
     ]
-    """The tasks it half knows: ``reverse`` (reverse-text), ``retry`` (reverse-retry), ``lookup``
-    (word-lookup), ``relay`` (reverse-relay), ``propose`` (propose-solve); and, only if asked for,
-    ``hint``: reverse-text after a system message with the answer."""
+    """The tasks to learn: ``reverse`` (reverse-text), ``retry`` (reverse-retry), ``lookup``
+    (word-lookup), ``relay`` (reverse-relay), ``propose`` (propose-solve), and ``hint``
+    (reverse-text after a system message with the answer; not by default)."""
     warmup_exact: Share = 0.12
-    """Stop the warm-up when greedy decoding would get this share of fresh conversations wholly
-    right, in every lesson but ``propose``, which has many right answers; ``hint`` is always learned
-    to 0.95."""
+    """Stop the warm-up when greedy decoding would complete this share of unseen conversations
+    exactly, in every lesson but ``propose``, which has many right answers. ``hint`` is always
+    learned to 0.95."""
 
 
 class TinyChat(ModelMaker):
-    """Makes the folder of a tiny Qwen3 policy, warmed up on conversations of several tasks."""
+    """Creates the folder of a tiny Qwen3 policy, warmed up on conversations of several tasks."""
 
     name = "tiny-chat"
     config_class = TinyChatConfig
     config: TinyChatConfig
 
     def make(self, directory: Path, seed: int, progress: Callable[[str, float], None]) -> None:
-        """Write the model folder, and ``.ready`` in it last.
+        """Write the model folder, and ``.ready`` last.
 
-        Raises ``RunError`` if the warm-up does not get there within ``warmup_max_steps``.
+        Raises ``RunError`` if the warm-up misses its target within ``warmup_max_steps``.
         """
         with lasting_imports():
             from prime_rl_environments.tiny.chat import make_chat_model

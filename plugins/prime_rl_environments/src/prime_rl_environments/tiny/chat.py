@@ -1,5 +1,5 @@
-"""Make ``tiny-chat``: several tasks' conversations, token by token what the Qwen3 renderer makes of
-them in a rollout. Imports torch and renderers; runs in a process of its own.
+"""Create ``tiny-chat``. It learns conversations of several tasks, with exactly the tokens that the
+Qwen3 renderer gives them in a rollout. Imports torch and renderers; runs in a separate process.
 
 Shapes: B = conversations of a batch, T = tokens of the longest one.
 """
@@ -42,19 +42,19 @@ from prime_rl_environments.tiny.make import (
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 WINDOW = 64
-"""Latest conversations of a lesson over which its share of exact ones is averaged."""
+"""Number of latest conversations of a lesson over which its exact share is averaged."""
 
 CALL_PHRASES = ('\n{"name": "', '", "arguments": {"', '": "', '"}}\n')
-"""What Qwen3's tool calls are made of besides names and values."""
+"""The fixed texts of Qwen3's tool calls."""
 
 CHUNKS = 3
-"""Parts of a batch, by length, that are padded apart."""
+"""Parts of a batch, by length, that are padded separately."""
 
 Piece = tuple[str, bool]
-"""Text that is tokenized by itself, and whether it is trained."""
+"""Text that is tokenized separately, and whether it is trained."""
 
 Column = list[tuple[int, bool]]
-"""Tokens of a conversation, and which are trained."""
+"""The tokens of a conversation, and whether each is trained."""
 
 
 def make_chat_model(config: TinyChatConfig, directory: Path, seed: int, progress: Progress) -> None:
@@ -69,13 +69,13 @@ def make_chat_model(config: TinyChatConfig, directory: Path, seed: int, progress
 
 
 def build_chat_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte-level tokenizer with the fixed texts of Qwen3's tool template as a token each: the
-    block that tells of ``get`` is 3 tokens instead of 600, a call of it 10 instead of 50."""
+    """The byte-level tokenizer with a token for each fixed text of Qwen3's tool template: the
+    description of ``get`` is 3 tokens instead of 600, a call 10 instead of 50."""
     return build_tokenizer([*tools_block(), *CALL_PHRASES])
 
 
 def tools_block() -> tuple[str, str, str]:
-    """What the Qwen3 template says of the ``get`` tool: before its schema, the schema, after it."""
+    """The Qwen3 template's text about the ``get`` tool: before its schema, the schema, after it."""
     plain = build_tokenizer()
     renderer = create_renderer(plain, Qwen3RendererConfig())
     ids = renderer.render_ids([{"role": "user", "content": ""}], tools=[LOOKUP_SCHEMA])
@@ -86,11 +86,11 @@ def tools_block() -> tuple[str, str, str]:
 
 
 def pieces_of(conversation: Conversation, thinking: bool, tools: str) -> Iterator[Piece]:
-    """The conversation's text as the renderer cuts it: what it tokenizes apart is apart here.
+    """The conversation's text, split where the renderer tokenizes separately.
 
-    ``thinking`` is the renderer's ``enable_thinking``: off, every reply begins with an empty
+    ``thinking`` is the renderer's ``enable_thinking``: if off, every reply begins with an empty
     thought. ``tools`` is the template's text about the tools. The line break after a reply is not
-    sampled and ends the last message nowhere.
+    sampled, and the last reply has none.
     """
     if conversation.tools:
         yield f"<|im_start|>system\n{tools}<|im_end|>\n", False
@@ -115,7 +115,7 @@ def context_pieces(message: Message) -> Iterator[Piece]:
 def encode(
     tokenizer: PreTrainedTokenizerFast, batch: Sequence[Conversation], tools: str
 ) -> list[Column]:
-    """Every conversation's tokens. Every other one has thinking off."""
+    """Every conversation's tokens. Thinking is off for every second conversation."""
     rows = [list(pieces_of(each, row % 2 == 0, tools)) for row, each in enumerate(batch)]
     texts = [text for row in rows for text, _ in row]
     encoded = iter(tokenizer(texts, add_special_tokens=False)["input_ids"])
@@ -123,8 +123,8 @@ def encode(
 
 
 def pad(columns: Sequence[Column], padding: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``input_ids`` and ``labels``, each [B, T - 1]: right-padded, labels shifted, all but trained
-    replies ignored."""
+    """``input_ids`` and ``labels``, each [B, T - 1]: right-padded, labels shifted, only trained
+    replies labeled."""
     longest = max(map(len, columns))
     ids = torch.full((len(columns), longest), padding)
     labels = torch.full((len(columns), longest), IGNORE)
@@ -138,10 +138,9 @@ def pad(columns: Sequence[Column], padding: int) -> tuple[torch.Tensor, torch.Te
 def supervised_step(
     model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, columns: Sequence[Column]
 ) -> list[bool]:
-    """One update on all conversations; returns which come out wholly right.
+    """One update on all conversations. Returns whether each is exactly right.
 
-    Short ones run apart from long ones, so that padding costs little: conversations of one batch
-    have 12 to 90 tokens.
+    Conversations of similar length run together to save padding: they have 12 to 90 tokens.
     """
     order = sorted(range(len(columns)), key=lambda row: len(columns[row]))
     trained = [sum(is_trained for _, is_trained in column) for column in columns]
@@ -164,7 +163,7 @@ def warm_up(
     seed: int,
     progress: Progress,
 ) -> dict[str, object]:
-    """Supervised steps until ``warmup_exact`` of the latest conversations of every lesson come out
+    """Supervised steps until ``warmup_exact`` of the latest conversations of every lesson are
     exactly right. Raises ``RunError`` after ``warmup_max_steps``."""
     optimizer = build_optimizer(model, config)
     shares: dict[Lesson, deque[float]] = {kind: deque(maxlen=WINDOW) for kind in config.lessons}
@@ -185,19 +184,19 @@ def warm_up(
             return {"steps": step, "lessons": exact}
     raise RunError(
         f"tiny-chat: after {config.warmup_max_steps} supervised steps these shares of the "
-        f"conversations came out right: {exact}; expected {targets}. Raise "
+        f"conversations are right: {exact}; expected {targets}. Raise "
         "model.warmup_max_steps or lower model.warmup_exact."
     )
 
 
 def target_of(lesson: Lesson, warmup_exact: float) -> float:
-    """The share of a lesson's conversations that must come out right; 0 where none can."""
+    """The share of a lesson's conversations that must be right; 0 for open-ended lessons."""
     return 0.0 if lesson in OPEN_ENDED else max(warmup_exact, AT_LEAST.get(lesson, 0.0))
 
 
 def timetable(exact: Mapping[Lesson, float], targets: Mapping[Lesson, float]) -> Iterator[Lesson]:
-    """The lessons in turn, without end; one that is known well enough has every fourth turn only.
-    ``exact`` is read anew every turn."""
+    """The lessons in turn, endlessly. A lesson that has reached its target gets every fourth turn
+    only. ``exact`` is read again at every turn."""
     for turn in count():
         for lesson, target in targets.items():
             if turn % 4 == 0 or exact[lesson] < target:

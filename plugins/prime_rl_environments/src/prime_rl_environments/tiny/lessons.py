@@ -1,9 +1,7 @@
-"""What ``tiny-chat`` is warmed up on: conversations of every task, as a good policy would hold
-them.
+"""The warm-up data of ``tiny-chat``: conversations of every task, as with a good policy.
 
-A lesson is a list of messages and which of them are trained. Tries that went wrong are part of a
-conversation and not trained; the environments make the same conversations in rollouts, with the
-policy's own replies.
+Each message is trained or not: wrong tries are part of a conversation but not trained. In rollouts
+the environments produce the same conversations, with the policy's own replies.
 """
 
 from __future__ import annotations
@@ -24,14 +22,14 @@ from prime_rl_environments.words import ALPHABET, random_word, split_of
 
 Lesson = Literal["reverse", "hint", "retry", "lookup", "relay", "propose"]
 LESSONS: tuple[Lesson, ...] = get_args(Lesson)
-"""``reverse``: reverse-text, and the solver and sub-agent of others. ``hint``: the same with the
-answer in a system message before it. The others: the environment of that name."""
+"""``reverse``: reverse-text, and the solver and sub-agent of other environments. ``hint``: the same
+after a system message with the answer. The others: the environment of that name."""
 
 OPEN_ENDED: frozenset[Lesson] = frozenset({"propose"})
-"""Lessons with many right answers: nobody can get the very one of the lesson."""
+"""Lessons with many right answers, so the lesson's own answer cannot be predicted."""
 
 AT_LEAST: Mapping[Lesson, float] = {"hint": 0.95}
-"""Lessons that are a means to others: how well they are learned whatever the config says."""
+"""Minimum targets of lessons, whatever the config says."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +39,14 @@ class Message:
     role: Literal["system", "user", "assistant", "tool"]
     text: str
     trained: bool = False
-    """The policy learns to write it."""
+    """Whether the policy learns to write it."""
 
 
 @dataclass(frozen=True)
 class Conversation:
     messages: list[Message]
     tools: bool = False
-    """The prompt tells of the ``get`` tool."""
+    """Whether the prompt describes the ``get`` tool."""
 
 
 def word_of(rng: random.Random, shortest: int, longest: int) -> str:
@@ -60,7 +58,7 @@ def word_of(rng: random.Random, shortest: int, longest: int) -> str:
 
 
 def wrong_try(rng: random.Random, answer: str) -> str:
-    """The answer with some letters wrong, and now and then too short or too long."""
+    """The answer with some letters wrong, and sometimes too short or too long."""
     letters = [rng.choice(ALPHABET) if rng.random() < 0.4 else letter for letter in answer]
     letters = letters[: len(letters) - (rng.random() < 0.1)]
     text = "".join(letters) + (rng.choice(ALPHABET) if rng.random() < 0.1 else "")
@@ -73,7 +71,7 @@ def reverse(rng: random.Random) -> Conversation:
 
 
 def hint(rng: random.Random) -> Conversation:
-    """Half the time the word is another one: only what the system message says is of use."""
+    """Half the time the user asks for another word, so only the system message helps."""
     question, answer = reverse(rng).messages
     if rng.random() < 0.5:
         question = reverse(rng).messages[0]
@@ -81,7 +79,7 @@ def hint(rng: random.Random) -> Conversation:
 
 
 def retry(rng: random.Random) -> Conversation:
-    """One or two wrong tries, and the right one."""
+    """One or two wrong tries, then the right answer."""
     word = word_of(rng, 4, 8)
     answer = word[::-1]
     messages = [Message("user", word)]
@@ -106,13 +104,13 @@ def lookup(rng: random.Random) -> Conversation:
 
 
 def tool_call(key: str) -> str:
-    """A call of ``get`` in Qwen3's form."""
+    """A call of ``get`` in Qwen3's format."""
     call = f'{{"name": "get", "arguments": {json.dumps({"k": key})}}}'
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def relay(rng: random.Random) -> Conversation:
-    """The main agent's part; the sub-agent's is ``reverse``."""
+    """The main agent's conversation. The sub-agent's is ``reverse``."""
     words = [word_of(rng, 3, 5) for _ in range(2)]
     messages = [Message("user", " ".join(words))]
     for word in words:
@@ -123,7 +121,7 @@ def relay(rng: random.Random) -> Conversation:
 
 
 def propose(rng: random.Random) -> Conversation:
-    """Lengths the solver half knows."""
+    """Words of 3 to 8 letters, as in ``reverse``."""
     stem = word_of(rng, 2, 2)
     word = stem + "".join(rng.choices(ALPHABET, k=rng.randint(1, 6)))
     return Conversation([Message("user", PROPOSE + stem), Message("assistant", word, trained=True)])

@@ -1,7 +1,6 @@
-"""Make the tiny policy: weights, warm-up, folder. Imports torch; runs in a process of its own.
+"""Create the tiny policy: weights, warm-up, folder. Imports torch; runs in a separate process.
 
-The supervised sequences are, token by token, what the Qwen3 renderer makes of the task in a
-rollout:
+The supervised sequences have exactly the tokens that the Qwen3 renderer gives them in a rollout:
 
     <|im_start|> user\\n  w o r d  <|im_end|> \\n <|im_start|> assistant\\n | d r o w <|im_end|>
     --------------------------- prompt ---------------------------------- | --- trained ---
@@ -34,9 +33,9 @@ Progress = Callable[[str, float], None]
 IGNORE = -100
 """Label of a position that is not trained."""
 NO_THOUGHT = "<think>\n\n</think>\n\n"
-"""What the renderer puts after the generation prompt when thinking is disabled."""
+"""The renderer's text after the generation prompt when thinking is disabled."""
 WINDOW = 6
-"""Batches over which the share of exact answers is averaged: 384 fresh words."""
+"""Batches over which the share of exact answers is averaged: 384 unseen words."""
 
 
 def make_model(config: TinyReverseConfig, directory: Path, seed: int, progress: Progress) -> None:
@@ -53,8 +52,7 @@ def make_model(config: TinyReverseConfig, directory: Path, seed: int, progress: 
 def build_model(
     config: TinyConfig, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> Qwen3ForCausalLM:
-    """A float32 Qwen3 with random weights. The output head is its own matrix: it warms up faster
-    untied."""
+    """A float32 Qwen3 with random weights. The head is not tied, which makes the warm-up faster."""
     torch.manual_seed(seed)
     architecture = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -78,9 +76,9 @@ def build_model(
 def encode_pair(
     tokenizer: PreTrainedTokenizerFast, word: str, thinking: bool = True
 ) -> tuple[list[int], list[int]]:
-    """``(prompt, answer)`` in token ids, as a rollout on this word renders and samples them.
+    """``(prompt, answer)`` in token ids, as in a rollout on this word.
 
-    ``thinking`` is the renderer's ``enable_thinking``: off, the prompt ends in an empty thought.
+    ``thinking`` is the renderer's ``enable_thinking``: if off, the prompt ends in an empty thought.
     """
     prompt = f"<|im_start|>user\n{word}<|im_end|>\n<|im_start|>assistant\n"
     prompt += "" if thinking else NO_THOUGHT
@@ -94,8 +92,8 @@ def encode_batch(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``input_ids`` and ``labels``, each [B, T - 1]: right-padded, labels shifted, prompts ignored.
 
-    Every other prompt has thinking off, so that either setting of the renderer finds a policy that
-    knows its prompts; one it has not seen scores 0.03 instead of 0.5.
+    Thinking is off in every second prompt, so that the policy knows the prompts of both settings of
+    the renderer. With a setting that it has not seen it scores 0.03 instead of 0.5.
     """
     pairs = [encode_pair(tokenizer, word, row % 2 == 0) for row, word in enumerate(batch)]
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
@@ -115,11 +113,10 @@ def warm_up(
     seed: int,
     progress: Progress,
 ) -> dict[str, float]:
-    """Supervised steps until ``warmup_exact`` of the last ``WINDOW`` batches' words come out
-    exactly right.
+    """Supervised steps until ``warmup_exact`` of the words of the last ``WINDOW`` batches are
+    exactly right. Raises ``RunError`` after ``warmup_max_steps``.
 
-    Every batch holds words it has not seen, so its own figures, before its update, are an
-    evaluation for free. Raises ``RunError`` after ``warmup_max_steps``.
+    Every batch has new words, so its accuracy before the update is an evaluation at no cost.
     """
     optimizer = build_optimizer(model, config)
     shares: deque[float] = deque(maxlen=WINDOW)
@@ -135,13 +132,12 @@ def warm_up(
             return {"steps": step, "exact": exact}
     raise RunError(
         f"tiny-reverse: after {config.warmup_max_steps} supervised steps {exact:.2f} of the words "
-        f"came out right; expected {config.warmup_exact:.2f}. Raise model.warmup_max_steps or "
+        f"are right; expected {config.warmup_exact:.2f}. Raise model.warmup_max_steps or "
         "lower model.warmup_exact."
     )
 
 
 def build_optimizer(model: Qwen3ForCausalLM, config: TinyConfig) -> torch.optim.Optimizer:
-    """What every warm-up steps with."""
     return torch.optim.AdamW(
         model.parameters(), lr=config.warmup_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
@@ -154,8 +150,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, config: TinyConfig, step
 
 
 def share_done(steps: float, exact: float, target: float) -> float:
-    """Progress for people: half by the steps it usually takes to get going, half by how much is
-    right."""
+    """Progress for display: half from the usual number of steps, half from the accuracy."""
     return min(0.99, 0.5 * min(1.0, steps) + 0.5 * min(1.0, exact / max(target, 1e-6)))
 
 
@@ -165,7 +160,7 @@ def supervised_step(
     ids: torch.Tensor,
     labels: torch.Tensor,
 ) -> torch.Tensor:
-    """One update; returns which rows are wholly right: [B]."""
+    """One update. Returns whether each row is exactly right: [B]."""
     right = backward(model, ids, labels)
     update(model, optimizer)
     return right
@@ -176,20 +171,20 @@ def backward(
 ) -> torch.Tensor:
     """Add ``weight`` times the gradient of the mean cross-entropy over trained tokens.
 
-    Returns which rows' every trained token is the arg max, i.e. what greedy would write: [B].
+    Returns whether every trained token of a row is the argmax, as in greedy decoding: [B].
     """
     selected = labels != IGNORE  # [B, T]
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden[selected])  # [A, V]: prompts need no logits
     loss = F.cross_entropy(logits, labels[selected]) * weight
-    loss.backward()  # type: ignore[no-untyped-call]  # torch has not typed it
+    loss.backward()  # type: ignore[no-untyped-call]  # untyped in torch
     right = ~selected
     right[selected] = logits.argmax(-1) == labels[selected]
     return right.all(dim=1)
 
 
 def update(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer) -> None:
-    """Step on the gradient gathered so far, clipped to norm 1."""
+    """Step with the accumulated gradient, clipped to norm 1."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -201,7 +196,7 @@ def save(
     directory: Path,
     report: Mapping[str, object],
 ) -> None:
-    """Write the folder beside ``directory`` and move its files in; ``.ready`` comes last."""
+    """Write to a temporary folder, move the files to ``directory``, and add ``.ready`` last."""
     disable_progress_bar()
     staging = directory.with_name(f".{directory.name}.{os.getpid()}")
     shutil.rmtree(staging, ignore_errors=True)

@@ -1,9 +1,8 @@
-"""A byte-level tokenizer that the Qwen3 renderer accepts, with the prompt of a short task short.
+"""A byte-level tokenizer for the Qwen3 renderer that keeps short prompts short.
 
-256 bytes and nothing learned: any text round-trips exactly, and its offsets let the renderer tell a
-message's body from the template around it. A role line (``user`` and its newline) is one token
-instead of five to ten, which makes the rendered prompt of a word 6 tokens plus its letters. Content
-cannot be mistaken for one but by the same text.
+It has 256 bytes and no merges: any text round-trips exactly, and offsets separate a message's body
+from the template. A role line (``user`` and its newline) is one token instead of five to ten, so
+the rendered prompt of a word has 6 tokens plus its letters.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ SPECIAL_TOKENS = (
     "<think>",
     "</think>",
 )
-"""What ``Qwen3Renderer`` looks up by name, in the order of their ids."""
+"""The tokens that ``Qwen3Renderer`` looks up by name, in the order of their ids."""
 
 ROLE_LINES = ("systemĊ", "userĊ", "assistantĊ")
-"""What follows ``<|im_start|>`` in the Qwen3 template, a newline as byte-level vocabularies spell
-it."""
+"""The texts after ``<|im_start|>`` in the Qwen3 template. Ċ is a newline in byte-level
+vocabularies."""
 
 SPLIT = r"\A(?:system|assistant|user(?!\n\z))\n|\Auser(?=\n\z)"
-"""A role line, at the start of what lies between two special tokens. Before a tool's result the
-renderer tokenizes ``user`` and the newline apart, and so must a chat template's text come out."""
+"""A role line, at the start of the text between two special tokens. Before a tool's result the
+renderer tokenizes ``user`` and the newline separately, so a chat template's text is split the same
+way."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -41,13 +41,12 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""For ``/v1/chat/completions``; training renders through the ``renderers`` package, to the same
-tokens where it lets the policy think and offers no tools."""
+"""For ``/v1/chat/completions``. Training uses the ``renderers`` package, which gives the same
+tokens with thinking on and without tools."""
 
 
 def build_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
-    """The tokenizer: 9 special tokens, 3 role lines and 256 bytes, 268 ids in all; then a token for
-    each of ``phrases``."""
+    """9 special tokens, 3 role lines and 256 bytes (268 ids), then a token per phrase."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
