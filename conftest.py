@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,19 @@ def model_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     first."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "models"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs a distribution of one module, for the processes that a test starts."""
+    folder = tmp_path / "site"
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+
+    def install(name: str, entry_points: str, code: str = "") -> None:
+        info = folder / f"{name}-0.1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        (info / "entry_points.txt").write_text(entry_points)
+        (folder / f"{name}.py").write_text(code)
+
+    return install

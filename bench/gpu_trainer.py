@@ -29,11 +29,10 @@ from bench.train_step import PolicyGradient
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer.attention import NAMES, register
-from prime_rl.trainer.device import choose_device, peak_memory
-from prime_rl.trainer.flops import model_cost, peak_flops, perf_metrics
+from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
+from prime_rl_observers.device_usage import mfu, model_cost, peak_flops, peak_memory
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -118,13 +117,14 @@ def measure(
     batch = [make_micro_batch(mix, tokens, vocab, seed) for seed in range(MICRO_BATCHES)]
     cost = model_cost(model)
     assert cost is not None
-    flops = sum(cost.of(make_row(each, device, share=trainer.share_prompts)) for each in batch)
+    with torch.no_grad():
+        flops = sum(cost.of(trainer.forward(each)[0]) for each in batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds = [timed(trainer, step, batch) for step in range(1, warmup + steps + 1)][warmup:]
     median, num_tokens = statistics.median(seconds), tokens * MICRO_BATCHES
-    found = perf_metrics(num_tokens, flops, median, 1, peak_flops(device, "bfloat16"))
-    return found | {
+    return mfu(flops, median, peak_flops(device, "bfloat16")) | {
+        "perf/throughput": num_tokens / median,
         "step_seconds": median,
         "slowest_over_median": max(seconds) / median,
         "tflops": flops / median / 1e12,

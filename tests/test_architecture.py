@@ -53,6 +53,14 @@ FOR_TRANSPORTS = {
 
 HAS_TRANSPORT = {"prime_rl_broadcast"}
 
+FOR_OBSERVERS = {
+    *("prime_rl.rollout", "prime_rl.trainer", "prime_rl.weights.versions"),
+    "prime_rl.wire.micro_batch",
+}
+"""Further modules and folders for an observer of the trainer that is released with core."""
+
+HAS_OBSERVERS = {"prime_rl_observers"}
+
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
 OF_CORE = {"prime_rl_devkit", "prime_rl_evals", "prime_rl_tools"}
@@ -152,10 +160,13 @@ def test_every_trainer_load_of_plugins_names_the_trainer_group() -> None:
     assert all(call.startswith("load_plugins(TRAINER_GROUP") for call in calls), calls
 
 
-def test_losses_and_weight_transports_are_offered_to_the_trainer() -> None:
+def test_losses_transports_and_observers_are_offered_to_the_trainer() -> None:
     groups = {folder.name: pyproject(folder).get("entry-points", {}) for folder in PLUGINS}
     offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
-    assert offering == ["prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_losses"]
+    assert offering == [
+        *("prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_losses"),
+        "prime_rl_observers",
+    ]
 
 
 # -- 4: plugins ----------------------------------------------------------------------------------
@@ -170,6 +181,8 @@ def test_a_plugin_imports_of_core_what_is_public(folder: Path) -> None:
         for each in imports(file):
             if folder.name in OF_CORE:
                 assert not each.inside("prime_rl.trainer"), str(each)
+            elif folder.name in HAS_OBSERVERS and each.inside(*FOR_OBSERVERS):
+                continue
             elif each.inside("prime_rl"):
                 assert each.module in allowed, str(each)
                 if each.module == "prime_rl":

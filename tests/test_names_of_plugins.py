@@ -15,9 +15,6 @@ OTHER_MEANINGS = {
     ("trainer/logprobs.py", "auto"),
     ("trainer/parallel.py", "gloo"),  # the process group of torch
     ("trainer/lora.py", "default"),  # peft's name of the first adapter
-    ("orchestrator/chat_template.py", "default"),  # transformers' name of a chat template
-    ("cli/plugin_tables.py", "default"),  # the default of a setting
-    ("cli/plugin_facts.py", "default"),
     ("run/resolve.py", "evals"),  # the observer that [orchestrator.eval] asks for
     ("run/resolve.py", "save_rollouts"),  # the key that asks for the observer of this name
 }

@@ -44,6 +44,7 @@ FOLDERS = {
     "prime_rl_devkit": "plugins/prime_rl_devkit",
     "prime_rl_engine_kit": "plugins/prime_rl_engine_kit",
     "prime_rl_broadcast": "plugins/prime_rl_broadcast",
+    "prime_rl_observers": "plugins/prime_rl_observers",
 }
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {

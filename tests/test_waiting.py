@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from loopback import listening
-from waiting import LIMIT, Clock, eventually, skipping
-
-from prime_rl.rundir.control import exists
+from waiting import LIMIT, Clock, eventually, exists, skipping
 
 BUSY = Path(__file__).with_name("busy.py")
 

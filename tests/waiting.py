@@ -52,6 +52,13 @@ class Clock:
         self.now += seconds
 
 
+def exists(pid: int) -> bool:
+    """Whether a process with this id runs; a zombie does not."""
+    from prime_rl.rundir.control import start_of
+
+    return start_of(pid) is not None
+
+
 def skipping(clock: Clock, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run ``main`` in an event loop that waits for no timer: the clock jumps to the next one. For
     what has neither sockets nor threads, since it would not wait for those either."""

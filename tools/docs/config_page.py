@@ -14,11 +14,11 @@ from typing import Any
 from pydantic import BaseModel
 from tools.docs.markdown import GENERATED, one_line, plain, table
 
-from prime_rl.cli.plugin_facts import Schema, toml, type_name
 from prime_rl.config.load import installed_defaults
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.manager import GROUPS, load_plugins
 from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
+from prime_rl_devkit.facts import Schema, toml, type_name
 
 META = "prime-rl"
 """The distribution whose requirements are documented; what else is installed is not ours to say."""
@@ -36,6 +36,7 @@ TABLES = {
     "launcher": '[launcher] type = "{}"',
     "view": '[view] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
+    "trainer_observer": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',
 }
 """The table that holds an offer's settings, by kind."""

@@ -41,6 +41,7 @@ from prime_rl.plugins.sampler import SampledEnv as SampledEnv
 from prime_rl.plugins.sampler import Sampler as Sampler
 from prime_rl.plugins.sampler import Source as Source
 from prime_rl.plugins.sampler import SourceRequest as SourceRequest
+from prime_rl.plugins.trainer_observer import TrainerObserver as TrainerObserver
 from prime_rl.plugins.view import RunView as RunView
 from prime_rl.plugins.weight_transports import Header as Header
 from prime_rl.plugins.weight_transports import ReceivingEngine as ReceivingEngine
@@ -54,3 +55,4 @@ from prime_rl.rollout import Group as Group
 from prime_rl.rollout import LossComponent as LossComponent
 from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample
+from prime_rl.rundir.chat_template import ChatTemplate as ChatTemplate

@@ -10,7 +10,7 @@ from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.sampler import Sampler
 from prime_rl.plugins.view import RunView
-from prime_rl.run.local import LocalLauncher
+from prime_rl.run.children import LocalLauncher
 
 
 @hookimpl

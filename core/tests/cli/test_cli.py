@@ -1,22 +1,18 @@
 """The command line, through the real entry point and through typer's runner."""
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import warm
+from commandline import prime_rl
 from typer.testing import CliRunner
-from waiting import LIMIT
 
 from prime_rl.cli import main
 from prime_rl.cli.app import app
 from prime_rl.cli.run import split_arguments
 from prime_rl.config.run import RunConfig
 
-BIN = Path(sys.executable).with_name("prime-rl")
 CONFIG = """
 max_steps = 3
 [model]
@@ -36,13 +32,6 @@ def toml(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(CONFIG + '[run]\nname = "mine"\n[inference]\nport = 1234\n')
     return path
-
-
-def prime_rl(*arguments, cwd):
-    command = [sys.executable, "-c", "from prime_rl.cli import main; main()", *map(str, arguments)]
-    if "PYTHONPATH" in os.environ:  # a fork does not load the plugins that ``site`` installs
-        return subprocess.run(command, cwd=cwd, timeout=LIMIT, capture_output=True, text=True)
-    return warm.run(command, cwd=cwd, timeout=LIMIT)
 
 
 def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(tmp_path, toml):
@@ -89,63 +78,12 @@ def test_a_forgotten_launcher_is_an_error_of_the_launcher(tmp_path, toml):
     )
 
 
-@pytest.fixture
-def site(tmp_path, monkeypatch):
-    """Installs a distribution of one module, for the processes that a test starts."""
-    folder = tmp_path / "site"
-    monkeypatch.setenv("PYTHONPATH", str(folder))
-
-    def install(name, entry_points, code=""):
-        info = folder / f"{name}-0.1.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
-        (info / "entry_points.txt").write_text(entry_points)
-        (folder / f"{name}.py").write_text(code)
-
-    return install
-
-
 def test_a_plugin_error_is_one_message_too(tmp_path, toml, site):
     site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
     done = prime_rl("run", toml, "--dry-run", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: plugin 'bad' (bad 0.1) failed to import: ModuleNotFound")
     assert done.stderr.count("\n") == 1
-
-
-def test_a_broken_plugin_is_listed_with_the_reason_beside_the_others(tmp_path, site):
-    site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
-    done = prime_rl("plugins", "list", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    text = " ".join(done.stdout.split())
-    assert "prime-rl-grpo" in text and "broken: plugin 'bad' (bad" in text
-    rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
-    assert [row["plugin"] for row in rows if row["error"]] == ["bad"]
-
-
-def test_a_broken_plugin_is_shown_with_the_reason(tmp_path, site):
-    code = "from prime_rl import hookimpl\n@hookimpl\ndef register_algorithms(): return [1]\n"
-    site("bad", "[prime_rl]\nbad = bad\n", code)
-    (row,) = json.loads(prime_rl("plugins", "show", "bad", "--json", cwd=tmp_path).stdout)
-    assert (row["version"], row["entry_point"], row["offers"]) == ("0.1", "bad", [])
-    assert row["error"] == (
-        "plugin 'bad' (bad 0.1): register_algorithms must give subclasses of Algorithm, got 1"
-    )
-    assert "broken" in prime_rl("plugins", "show", "bad", cwd=tmp_path).stdout
-    other = prime_rl("plugins", "show", "grpo", cwd=tmp_path)
-    assert other.returncode == 0 and "broken" not in other.stdout
-
-
-def test_two_plugins_of_one_name_are_listed_with_the_reason(tmp_path, site):
-    site("second", "[prime_rl]\nzz = second\n")
-    site("first", "[prime_rl]\nzz = first\n")
-    rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
-    ((first, second),) = [[row for row in rows if row["plugin"] == "zz"]]
-    assert first["error"] is None
-    assert second["error"] == (
-        f"plugin 'zz' is also brought by plugin 'zz' ({first['distribution']} 0.1). Uninstall one, "
-        "or list its plugin under plugins.disabled."
-    )
 
 
 # -- commands of plugins ------------------------------------------------------------------------
@@ -198,264 +136,6 @@ def test_a_broken_plugin_hides_no_command_of_the_others(tmp_path, site):
     assert "failed to import" in prime_rl("walk", cwd=tmp_path).stderr
 
 
-# -- plugins list and show ----------------------------------------------------------------------
-
-
-def test_the_inventory_as_json_through_the_real_command(tmp_path):
-    command = [BIN, "plugins", "list", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = {row["plugin"]: row for row in json.loads(done.stdout)}
-    assert rows["core"]["offers"] == {
-        "samplers": ["standard"],
-        "monitors": ["file"],
-        "launchers": ["local"],
-        "views": ["lines"],
-    }
-    assert rows["grpo"]["distribution"] == "prime-rl-grpo"
-    assert rows["grpo"]["offers"] == {"algorithms": ["grpo", "hierarchical_grpo", "max_rl", "rae"]}
-    assert rows["filters"]["offers"] == {"filters": ["gibberish", "repetition", "zero_advantage"]}
-    assert rows["losses"]["group"] == "prime_rl.trainer"
-
-
-def test_the_table_names_plugin_distribution_and_offers():
-    shown = CliRunner().invoke(app, ["plugins", "list"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0
-    (line,) = [line for line in shown.stdout.splitlines() if "prime-rl-grpo" in line]
-    assert (
-        "grpo" in line
-        and "0.1.0" in line
-        and "algorithms: grpo, hierarchical_grpo, max_rl, rae" in line
-    )
-
-
-def test_hooks_that_a_plugin_implements_and_wraps_are_listed(tmp_path, site):
-    code = """
-from prime_rl import hookimpl
-
-@hookimpl
-def step_finished(step): ...
-
-@hookimpl(wrapper=True)
-def score_group(group):
-    return (yield)
-"""
-    site("watch", "[prime_rl]\nw = watch\n", code)
-    rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
-    assert [row for row in rows if row["plugin"] == "w"] == [
-        {"plugin": "w", "distribution": "watch", "version": "0.1", "group": "prime_rl",
-         "offers": {}, "implements": ["step_finished"], "wraps": ["score_group"], "error": None}
-    ]  # fmt: skip
-
-
-def shown(*arguments, columns=80):
-    return CliRunner().invoke(app, ["plugins", *arguments], env={"COLUMNS": str(columns)})
-
-
-def test_the_table_fits_80_columns_and_breaks_no_name():
-    lines = shown("list").stdout.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any("hierarchical_grpo" in line for line in lines)
-
-
-@pytest.mark.parametrize("name", ["grpo", "prime-rl-grpo", "prime_rl_grpo"])
-def test_a_plugin_is_shown_by_its_name_or_its_distribution(name):
-    text = shown("show", name).stdout
-    assert max(map(len, text.splitlines())) <= 80
-    for fact in (
-        "plugin grpo",
-        "prime-rl-grpo 0.1.0",
-        "prime-rl-core<0.2,>=0.1",
-        "version 1",
-        "prime_rl: grpo = prime_rl_grpo",
-        "algorithm grpo",
-        'algo.type = "max_rl"',
-        "group_relative = True",
-        "score_group",
-        "float >= 0, < 1",
-    ):
-        assert fact in text, fact
-    assert "__init__.py" in "".join(text.split())  # a path may take two lines
-
-
-def test_one_offer_is_shown_alone():
-    text = shown("show", "max_rl").stdout
-    assert "algorithm max_rl" in text and "algorithm grpo" not in text
-
-
-def test_a_plugin_as_json_has_its_settings_with_defaults_and_docs():
-    (row,) = json.loads(shown("show", "rae", "--json").stdout)
-    assert (row["plugin"], row["group"], row["contract"]) == ("grpo", "prime_rl", 1)
-    assert row["file"].endswith("prime_rl_grpo/__init__.py")
-    (offer,) = row["offers"]
-    assert offer["class"] == "prime_rl_grpo.rae.RAE"
-    (decay,) = [each for each in offer["settings"] if each["key"] == "decay"]
-    assert (decay["type"], decay["default"]) == ("float >= 0, < 1", 0.95)
-    assert decay["doc"].startswith("How much of an agent's baseline is left")
-
-
-def test_a_required_setting_says_so():
-    (row,) = json.loads(shown("show", "opd", "--json").stdout)
-    (teacher,) = [each for each in row["offers"][0]["settings"] if each["key"] == "teacher"]
-    assert teacher["required"] and teacher["default"] is None
-    assert "required" in shown("show", "opd").stdout
-
-
-def test_a_plugin_of_the_trainer_is_shown_with_its_group():
-    (row,) = json.loads(shown("show", "losses", "--json").stdout)
-    assert row["group"] == "prime_rl.trainer"
-    assert {offer["kind"] for offer in row["offers"]} == {"loss"}
-
-
-def test_an_unknown_plugin_is_an_error_with_what_is_close(tmp_path):
-    done = prime_rl("plugins", "show", "max_lr", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "error: no installed plugin is called 'max_lr' or offers anything of that name. "
-        "Did you mean 'max_rl'?\n"
-    )
-
-
-def test_a_sound_algorithm_passes_the_check_with_code_0():
-    done = shown("check", "max_rl")
-    assert done.exit_code == 0, done.stdout
-    assert done.stdout.startswith("algorithm max_rl  15 passed, 1 skipped\n")
-    assert "permutation" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 80
-
-
-def test_a_plugin_is_checked_by_the_import_name_of_its_distribution():
-    done = shown("check", "prime_rl_filters")
-    assert done.exit_code == 0 and done.stdout.startswith("plugin filters  3 passed\n")
-
-
-def test_settings_are_given_as_in_toml():
-    teacher = ['teacher.name="t"', 'teacher.base_url="http://127.0.0.1:1/v1"']
-    done = shown("check", "opd", "--set", teacher[0], "--set", teacher[1])
-    assert done.exit_code == 0 and "algorithm opd  16 passed" in done.stdout
-    done = shown("check", "opd", "--json")
-    (report,) = json.loads(done.stdout)["reports"]
-    (outcome,) = report["checks"]
-    assert outcome["status"] == "skipped" and "teacher: required" in outcome["message"]
-
-
-def test_a_setting_that_is_no_toml_is_an_error(tmp_path):
-    done = prime_rl("plugins", "check", "grpo", "--set", "limit=many", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: --set: expected KEY=VALUE with a value as TOML writes it")
-
-
-def test_a_setting_that_no_checked_class_has_is_an_error(tmp_path):
-    done = prime_rl("plugins", "check", "rae", "--set", "decya=0.5", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "error: --set: decya: unknown key; did you mean 'decay'?\n"
-
-
-BROKEN = """
-from prime_rl import Algorithm, PluginConfig, hookimpl
-
-
-class Config(PluginConfig):
-    scale: float = 1.0
-
-
-class Odd(Algorithm):
-    name = "odd"
-    config_class = Config
-
-    @hookimpl
-    def score_group(self, group):
-        for index, rollout in enumerate(group):
-            rollout.assign_advantages(rollout.reward + index * self.config.scale)
-
-
-@hookimpl
-def register_algorithms():
-    return [Odd]
-"""
-PROJECT = """
-[project]
-name = "odd-one"
-version = "3.1"
-[project.entry-points.prime_rl]
-odd = "odd_one"
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A package folder that is not installed."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "src").mkdir()
-    (tmp_path / "pyproject.toml").write_text(PROJECT)
-    (tmp_path / "src/odd_one.py").write_text(BROKEN)
-    yield tmp_path
-    sys.modules.pop("odd_one", None)
-
-
-def test_a_folder_is_checked_without_being_installed(folder):
-    done = shown("check", str(folder), "--json")
-    assert done.exit_code == 1
-    answer = json.loads(done.stdout)
-    assert answer["ok"] is False
-    package, algorithm = answer["reports"]
-    assert (package["kind"], package["name"]) == ("plugin", "odd")
-    failed = [each for each in package["checks"] if each["status"] == "failed"]
-    assert [each["check"] for each in failed] == ["documented"]
-    assert failed[0]["message"] == "no docstring: class Odd, Config.scale. Put a string below it."
-    failed = [each["check"] for each in algorithm["checks"] if each["status"] == "failed"]
-    assert failed == ["tied_group", "permutation"]
-
-
-def test_settings_change_what_is_checked(folder):
-    done = shown("check", str(folder), "--json", "--set", "scale=0.0")
-    _, algorithm = json.loads(done.stdout)["reports"]
-    assert algorithm["ok"] is True
-
-
-def test_a_heavy_import_is_found(folder):
-    with (folder / "src/odd_one.py").open("a") as file:
-        file.write("import verifiers\n")
-    (folder / "src/verifiers.py").write_text("")
-    done = shown("check", str(folder), "--json")
-    (message,) = [
-        each["message"]
-        for each in json.loads(done.stdout)["reports"][0]["checks"]
-        if each["check"] == "light_import"
-    ]
-    sys.modules.pop("verifiers", None)
-    assert message == (
-        "importing odd_one imports verifiers. Import it inside the function that needs it."
-    )
-
-
-def test_a_plugin_that_breaks_the_contract_fails_to_load(folder):
-    with (folder / "src/odd_one.py").open("a") as file:
-        file.write("\n@hookimpl\ndef scor_group(group): ...\n")
-    done = shown("check", str(folder))
-    assert done.exit_code == 1
-    assert "'scor_group' is not a hook; did you mean 'score_group'?" in " ".join(
-        done.stdout.split()
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [("[project]\nname = 'x'\n", "no entry points under 'prime_rl' or 'prime_rl.trainer'"),
-     ("[project", "pyproject.toml: ")],
-)  # fmt: skip
-def test_a_folder_that_is_no_plugin_is_an_error(tmp_path, text, says):
-    (tmp_path / "pyproject.toml").write_text(text)
-    done = prime_rl("plugins", "check", tmp_path, cwd=tmp_path)
-    assert done.returncode == 2 and says in done.stderr
-
-
-def test_a_folder_without_a_project_is_an_error(tmp_path):
-    done = prime_rl("plugins", "check", f"{tmp_path}/", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "expected a package folder with a pyproject.toml, found none" in done.stderr
-
-
 def test_files_first_then_overrides():
     assert split_arguments(["a.toml", "b.toml", "--seed", "3"]) == (
         ["a.toml", "b.toml"],
@@ -467,6 +147,19 @@ def test_files_first_then_overrides():
 def test_help_shows_the_commands():
     shown = CliRunner().invoke(app, ["--help"])
     assert shown.exit_code == 0 and "run" in shown.stdout and "plugins" in shown.stdout
+
+
+def test_core_alone_has_the_command_run_and_no_other(tmp_path):
+    alone = "import importlib.metadata as m; m.entry_points = lambda **_: ()"
+    code = f"{alone}; import sys; from prime_rl.cli import main; main()"
+
+    def typed(*words):
+        command = [sys.executable, "-c", code, *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    shown = typed("--help")
+    assert shown.returncode == 0 and "run" in shown.stdout and "report" not in shown.stdout
+    assert "No such command 'list'" in typed("plugins", "list").stderr
 
 
 def test_the_help_loads_no_plugin_without_commands():

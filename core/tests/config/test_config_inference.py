@@ -4,9 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl import ConfigError
-from prime_rl.config.deployment import DeploymentConfig
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.plugins.manager import Hooks
 from prime_rl.run.resolve import check_engine
 

@@ -137,6 +137,7 @@ def message(toml, text, overrides=()):
         ("--sede=8", "sede: unknown key; did you mean 'seed'?"),
         ("--trainer.optim.qqq=8", "trainer.optim.qqq: unknown key; known here: beta1, beta2, eps, "
          "lr, max_norm, momentum, nesterov, ns_steps, type, weight_decay"),
+        ("--trainer.dtyp=bfloat16", "trainer.dtyp: unknown key; did you mean 'dtype'?"),
         ("--max_steps=0", "max_steps: Input should be greater than 0 (got 0)"),
         ("--trainer.dtype=fp16",
          "trainer.dtype: Input should be 'float32' or 'bfloat16' (got 'fp16')"),

@@ -92,7 +92,7 @@ def test_offers_compare_by_identity():
 
 
 def test_every_kind_has_a_hook_of_its_own():
-    assert len({kind.hook for kind in KINDS}) == len(KINDS) == 13
+    assert len({kind.hook for kind in KINDS}) == len(KINDS) == 14
     assert [kind.plural for kind in KINDS if kind.name == "loss"] == ["losses"]
 
 
@@ -110,7 +110,9 @@ def test_the_contract_is_torch_free(tmp_path):
 
     code = (
         "import sys, prime_rl, prime_rl.testing, prime_rl.cli.app, prime_rl.run.resolve\n"
-        "from prime_rl.cli.plugin_facts import inventory; assert inventory()\n"
+        "from prime_rl.plugins.manager import GROUPS, load_plugins\n"
+        "from prime_rl.plugins.offers import KINDS, collect\n"
+        "assert [collect(load_plugins(g), kind) for g in GROUPS for kind in KINDS]\n"
         "heavy = {'torch', 'transformers', 'verifiers', 'renderers', 'matplotlib', 'zmq'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )

@@ -16,7 +16,7 @@ from prime_rl.errors import EngineGone
 from prime_rl.inference import engine as engine_module
 from prime_rl.inference import fleet as fleet_module
 from prime_rl.inference import pool as pool_module
-from prime_rl.inference import stragglers, timing
+from prime_rl.inference import timing
 from prime_rl.inference.client import EngineFailed
 from prime_rl.inference.engine import EngineState
 from prime_rl.inference.pool import GivenUp
@@ -513,7 +513,7 @@ def test_a_straggler_takes_ten_times_what_the_slowest_success_took_and_failures_
 ):
     clock = Clock()
     monkeypatch.setattr(timing, "STRAGGLER_SECONDS", 0.0)
-    monkeypatch.setattr(stragglers, "time", clock)
+    monkeypatch.setattr(fleet_module, "time", clock)
 
     async def failing():
         raise EngineError("no")
@@ -521,7 +521,7 @@ def test_a_straggler_takes_ten_times_what_the_slowest_success_took_and_failures_
     async def waited(*tasks):
         began = clock.now
         tasks = [asyncio.ensure_future(task) for task in tasks]
-        await stragglers.all_but_stragglers(tasks)
+        await fleet_module.all_but_stragglers(tasks)
         done = [task.done() for task in tasks]
         for task in tasks:
             task.cancel()

@@ -13,7 +13,6 @@ from prime_rl.monitor.metrics import (
     Progress,
     batch_metrics,
     describe,
-    group_metrics,
     off_policy_metrics,
     outcome_metrics,
     rollout_metrics,
@@ -69,13 +68,14 @@ def test_no_rollouts_give_no_metrics():
 
 
 def test_groups_by_what_they_solved():
-    groups = [[0, 0], [1, 1], [1, 0], [0.5, 1.0]]
-    assert group_metrics(groups, "t") == {
-        "t/solved_none": 0.25,
-        "t/solved_all": 0.25,
-        "t/solved_some": 0.5,
+    groups = [("a", each) for each in ([0, 0], [1, 1], [1, 0], [0.5, 1.0])]
+    shares = {"none": 0.25, "all": 0.25, "some": 0.5}
+    assert solved_metrics(groups) == {
+        f"train/{env}/all/solved_{kind}": share
+        for env in ("agg", "a")
+        for kind, share in shares.items()
     }
-    assert group_metrics([], "t") == {}
+    assert solved_metrics([]) == {}
 
 
 def test_groups_by_what_they_solved_in_each_env():

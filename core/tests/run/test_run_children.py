@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT, eventually
+from waiting import LIMIT, eventually, exists
 
 from prime_rl.run.children import (
     end,
@@ -18,7 +18,6 @@ from prime_rl.run.children import (
     sigterm_is_ctrl_c,
     uninterrupted,
 )
-from prime_rl.rundir.control import exists
 
 FOREVER = "import time; time.sleep(600)"
 

@@ -7,8 +7,8 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
 from prime_rl.config.load import load_config
+from prime_rl.run.children import LocalLauncher
 from prime_rl.run.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks, visible_gpus
-from prime_rl.run.local import LocalLauncher
 from prime_rl.run.placement import _engine_tasks, _trainer_tasks
 
 

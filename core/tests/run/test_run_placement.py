@@ -11,8 +11,8 @@ from prime_rl import ConfigError, Launcher, Place, PluginConfig
 from prime_rl.cli.app import app
 from prime_rl.config.load import load_config
 from prime_rl.run import supervisor
+from prime_rl.run.children import LocalLauncher
 from prime_rl.run.commands import Keys
-from prime_rl.run.local import LocalLauncher
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE, read_status

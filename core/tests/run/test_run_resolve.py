@@ -140,6 +140,16 @@ def test_filters_by_slot():
         ({"inference": {"engine": "x"}}, "inference.engine: no installed plugin offers the engine"),
         ({"trainer": {"loss": {"type": "x"}}}, "trainer.loss: no installed plugin offers the loss"),
         ({"trainer": {"loss": {"zz": 1}}}, "trainer.loss (loss 'default').zz: unknown key"),
+        ({"trainer": {"optm": {}}}, "trainer.optm: unknown key; did you mean 'optim'?"),
+        ({"trainer": {"token_exprot": {}}},
+         "trainer.token_exprot: no installed plugin offers the trainer_observer 'token_exprot' "
+         "(installed: bad_steps, device_usage, disk, slow_steps, token_export). Did you mean"),
+        ({"trainer": {"token_export": {"zz": 1}}},
+         "trainer.token_export (trainer_observer 'token_export').zz: unknown key"),
+        ({"trainer": {"token_export": {"enabled": True}},
+          "plugins": {"disabled": ["observers"]}},
+         "trainer.token_export: no installed plugin offers the trainer_observer 'token_export' "
+         "(installed: none). Install the package that brings it: pip install prime-rl-observers"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
         ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),

@@ -8,17 +8,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from waiting import LIMIT, Clock, eventually, until
+from waiting import LIMIT, Clock, eventually, exists, until
 
 from prime_rl import PluginConfig
 from prime_rl.inference.engine import EngineState
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.engines import EnginesStatus
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.run.children import end, free_ports
-from prime_rl.run.local import LocalLauncher
+from prime_rl.run.children import LocalLauncher, end, free_ports
 from prime_rl.run.restarts import Restarts
-from prime_rl.rundir.control import exists
 from prime_rl.rundir.status import Status, read_status
 from prime_rl.weights.versions import Weights
 
@@ -188,7 +186,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, monkeypatch):
     """SIGSTOP: it lives, the kernel takes connections for it, and it answers nothing."""
-    monkeypatch.setattr("prime_rl.run.local.end", partial(end, grace=0.2))
+    monkeypatch.setattr("prime_rl.run.children.end", partial(end, grace=0.2))
     monkeypatch.setattr("prime_rl.inference.timing.HEALTH_SECONDS", 0.2)
     clock = Clock()
     for module in ("fleet", "pool", "engine"):

@@ -4,9 +4,10 @@ import os
 import socket
 
 import pytest
+from waiting import exists
 
 from prime_rl import RunError
-from prime_rl.rundir.control import Supervisor, exists, start_of, supervised
+from prime_rl.rundir.control import Supervisor, start_of, supervised
 
 
 def test_a_run_records_its_outcome(tmp_path):

@@ -22,6 +22,9 @@ from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Samp
 from prime_rl.config.ckpt import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import pack_ranks
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_observers
 from prime_rl.rundir.checkpoints import Checkpoint, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import STORE, Rank
@@ -119,7 +122,6 @@ def do(job: dict[str, Any]) -> None:
     from prime_rl.trainer.checkpoint import Checkpointer, restore
     from prime_rl.trainer.loop import Trainer, finish, train
     from prime_rl.trainer.model import load_model
-    from prime_rl.trainer.token_export import make_token_export
 
     run_dir, rank = Path(job["run_dir"]), Rank(parallel.rank(), parallel.num_ranks())
     config = TrainerConfig.model_validate(
@@ -131,8 +133,8 @@ def do(job: dict[str, Any]) -> None:
     model_dir = resume.weights if resume else Path(job["model"])
     torch.manual_seed(0)  # an adapter begins with random numbers: else other ones in every process
     model = load_model(model_dir, config)
-    export = make_token_export(config.token_export, run_dir)
-    trainer = Trainer(model, Ratio(PluginConfig()), config, LAST, export)
+    observers = make_observers(config.settings, load_plugins(TRAINER_GROUP))
+    trainer = Trainer(model, Ratio(PluginConfig()), config, LAST, observers)
     if resume:
         restore(trainer, resume)
     first = resume.step + 1 if resume else 1

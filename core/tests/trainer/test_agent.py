@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 import warm
-from waiting import LIMIT, eventually
+from waiting import LIMIT, eventually, exists
 
 from prime_rl import ConfigError
 from prime_rl.run.commands import trainer_command
-from prime_rl.rundir.control import exists
 from prime_rl.rundir.launch import Launch
 from prime_rl.trainer import agent
 from prime_rl.trainer.rank import STORE, Rank

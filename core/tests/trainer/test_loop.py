@@ -15,7 +15,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, WireError
+from prime_rl import (
+    Loss,
+    LossInputs,
+    LossOutputs,
+    PluginConfig,
+    RunError,
+    TrainerObserver,
+    WireError,
+)
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.logprobs import token_logprobs
@@ -82,8 +90,13 @@ def test_metrics_add_up_over_micro_batches(
 ) -> None:
     rows = [on_policy(trainer.model, pack(random_documents([n], seed=n)), by=b)
             for n, b in ((5, 0.1), (9, 0.3))]  # fmt: skip
-    shares: list[float] = []
-    metrics = trainer.train_step(1, rows, shares.append)
+    shares: list[float | None] = []
+
+    class Reports(Status):
+        def report(self, state: str, *, progress: float | None = None, **detail: Any) -> None:
+            shares.append(progress)
+
+    metrics = trainer.train_step(1, rows, Reports(None))
     assert shares == [0.0, 0.5]
     first, second = (np.exp(b) - b - 1 for b in (0.1, 0.3))
     assert metrics["mismatch_kl/all/mean"] == pytest.approx((4 * first + 8 * second) / 12, abs=1e-5)
@@ -214,17 +227,29 @@ class OneFrame:
     def close(self) -> None: ...
 
 
+class Waiting(TrainerObserver):
+    """Keeps the steps it waits for."""
+
+    name = "waiting"
+
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self.steps: list[int] = []
+
+    def waiting(self, step: int, seconds: float) -> None:
+        self.steps.append(step)
+
+
 def test_another_steps_batch_is_refused(pack: Any) -> None:
     status = Status(None)
     receiver = OneFrame(encode_batch(5, [pack([[1, 2]])]))
     with pytest.raises(WireError, match="batches of step 5, expected step 4"):
         wait_for_batch(receiver, 4, status)
     assert status.last.waiting_for == "orchestrator (batch 4)"
-    waited: list[float] = []
-    found = wait_for_batch(
-        OneFrame(encode_batch(4, [pack([[1, 2]])])), 4, status, waited=waited.append
-    )
-    assert len(found) == len(waited) == 1
+    observer = Waiting(PluginConfig())
+    receiver = OneFrame(encode_batch(4, [pack([[1, 2]])]))
+    found = wait_for_batch(receiver, 4, status, observers=[observer])
+    assert len(found) == 1 and observer.steps == [4]
 
 
 def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(

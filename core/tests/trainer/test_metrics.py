@@ -16,7 +16,7 @@ import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl.trainer.loss import Counts, count_members, row_loss
-from prime_rl.trainer.metrics import StepMetrics, console_line, disk_metrics, statistics
+from prime_rl.trainer.metrics import StepMetrics, console_line, statistics
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
 
@@ -176,14 +176,6 @@ def test_statistics_of_what_is_not_finite_are_not_finite_and_of_nothing_are_none
     assert math.isnan(statistics(np.array([1.0, math.nan]), "x")["x/median"])
 
 
-def test_the_disk_under_a_folder(tmp_path: Path) -> None:
-    found = disk_metrics(tmp_path)
-    free, used, total = (found[f"system/ckpt_disk_{k}_gib"] for k in ("free", "used", "total"))
-    assert 0 < free < total and used <= total
-    assert found["system/ckpt_disk_free_ratio"] == pytest.approx(free / total)
-    assert disk_metrics(tmp_path / "nowhere") == {}
-
-
 def test_the_console_line() -> None:
     metrics = {
         "time/step": 9.512, "loss/mean": -0.0123, "entropy/all/mean": 0.5,
@@ -195,6 +187,8 @@ def test_the_console_line() -> None:
         "0.2500 | LR 1.00e-06 | Throughput 1234 tokens/s | "
     )
     assert console_line(3, 20, metrics) == line + "Peak Mem. 3.2 GiB"
+    known = {name: value for name, value in metrics.items() if name != "perf/peak_memory"}
+    assert f"{console_line(3, 20, known)} | " == line
     assert console_line(3, 20, metrics | {"perf/mfu": 41.5}) == (
         line + "MFU 41.5% | Peak Mem. 3.2 GiB"
     )

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import Header, TensorInfo, WeightSender, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.rundir.chat_template import ChatTemplate
+from prime_rl.rundir.chat_template import ChatTemplate, write_chat_template
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import publish
 from prime_rl.trainer.export import export
@@ -128,10 +128,10 @@ def test_the_exported_folder_has_the_chat_template_of_the_run(
 ) -> None:
     (model_dir / "chat_template.jinja").write_text("the model's own")
     (tmp_path / "configs").mkdir()
-    ChatTemplate("the run's", None).write(tmp_path)
+    write_chat_template(tmp_path, ChatTemplate("the run's", None))
     export(make_model(), model_dir, tmp_path / "weights")
     assert (tmp_path / "weights/chat_template.jinja").read_text() == "the run's"
-    ChatTemplate(None, None).write(tmp_path)
+    write_chat_template(tmp_path, ChatTemplate(None, None))
     export(make_model(), model_dir, tmp_path / "again")
     assert (tmp_path / "again/chat_template.jinja").read_text() == "the model's own"
 

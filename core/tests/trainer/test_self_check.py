@@ -298,7 +298,7 @@ def test_the_trainer_takes_a_step_on_a_model_loaded_from_files(
     with torch.no_grad():
         expected = -float(alone(make("Falcon"), row).sum() / len(row.targets))
     metrics = trainer.train_step(1, [batch])
-    assert trainer.policy.packing == Packing("apart", "prime_rl_sdpa") and not trainer.share_prompts
+    assert trainer.policy.packing == Packing("apart", "prime_rl_sdpa")
     assert metrics["loss/mean"] == pytest.approx(expected, rel=1e-5)
 
 

@@ -14,10 +14,9 @@ from typing import Any
 
 import httpx
 import pytest
-from waiting import LIMIT, eventually
+from waiting import LIMIT, eventually, exists
 
 from prime_rl import Engine, EngineLaunch
-from prime_rl.rundir.control import exists
 from prime_rl_embedded import Embedded, EmbeddedConfig, register_engines, server
 from prime_rl_embedded.scheduler import Scheduler
 from prime_rl_embedded.server import parse
@@ -106,7 +105,6 @@ def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = f"""
 import os, time
 from pathlib import Path
-from prime_rl.rundir.control import exists
 from prime_rl_embedded.testing import start
 start(Path({str(tmp_path)!r}), 1, status_path=Path({str(status)!r}), wait_for_model=True,
       env={{"PRIME_RL_PARENT_PID": str(os.getpid())}})

@@ -156,15 +156,12 @@ def test_what_stands_off_the_mask_is_no_nan_even_in_a_careless_function(module: 
         ("my_module.neds", {}, "'my_module' has no 'neds', .*Did you mean 'needs'"),
         ("my_module.zzz", {}, "'my_module' has no 'zzz', .*Functions there: no_parameter, by_name"),
         ("my_module.number", {}, "found a int, expected a function. Name the function itself"),
-        ("my_module.no_parameter", {}, r"has the signature \(\), expected fn\(inputs, \*\*kwargs"),
-        ("my_module.by_name_only", {}, r"has the signature \(\*, inputs\), expected"),
+        ("my_module.no_parameter", {}, r"signature \(\), .* fn\(inputs, \*\*kwargs\) does not fit"),
+        ("my_module.by_name_only", {}, r"has the signature \(\*, inputs\), .*too many positional"),
         ("my_module.later", {}, "the function is async .*Write it with 'def'"),
-        ("my_module.takes", {"clip_ep": 1}, "takes no 'clip_ep', which kwargs gives. Did you mean "
-                                            "'clip_eps'"),
-        ("my_module.takes", {"x": 1}, "takes no 'x', which kwargs gives. It takes: clip_eps, tau"),
-        ("my_module.takes", {"inputs": 1}, "takes no 'inputs', which kwargs gives"),
-        ("my_module.needs", {"tau": 1}, "needs 'clip_eps', which kwargs does not give. Add it"),
-        ("my_module.needs", {}, "needs 'clip_eps', 'tau', which kwargs"),
+        ("my_module.takes", {"clip_ep": 1}, "clip_eps=0.2, .*unexpected keyword .*'clip_ep'"),
+        ("my_module.takes", {"inputs": 1}, "multiple values for argument 'inputs'"),
+        ("my_module.needs", {"tau": 1}, "missing a required .*'clip_eps'. Change kwargs"),
     ],
 )  # fmt: skip
 def test_a_path_that_cannot_work_is_refused_with_the_config(

@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 from pydantic import ValidationError
-from waiting import LIMIT, eventually
+from waiting import LIMIT, eventually, exists
 
 from prime_rl import RunError, Task
-from prime_rl.rundir.control import exists
 from prime_rl_ray import RayConfig, RayLauncher, register_launchers
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -9,11 +9,11 @@ import time
 
 import pytest
 from typer.testing import CliRunner
-from waiting import LIMIT, Clock, eventually
+from waiting import LIMIT, Clock, eventually, exists
 
 from prime_rl import ConfigError, RunError
 from prime_rl.cli.app import app
-from prime_rl.rundir.control import Supervisor, exists
+from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.status import Status
 from prime_rl_tools import runs
 from prime_rl_tools.commands.runs import age

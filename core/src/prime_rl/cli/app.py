@@ -1,4 +1,4 @@
-"""The command tree: ``run`` and ``plugins`` are core's, every other command is a plugin's.
+"""The command tree: ``run`` is core's, every other command is a plugin's.
 
 The help loads only the plugins of the entry-point group ``prime_rl.commands``, because loading all
 plugins takes longer than everything else. A command that none of them registers is looked for in
@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from prime_rl.cli import plugins, run
+from prime_rl.cli import run
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.plugins.manager import Hooks, add_entry, installed_entries, source_of
@@ -33,7 +33,7 @@ class Commands(TyperGroup):
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in self.commands:
             broken = add_commands(PROJECT)
-            here, path = (app, name) if ctx.parent is None else (plugins.app, f"plugins.{name}")
+            here, path = (app, name) if ctx.parent is None else (plugins, f"plugins.{name}")
             self.commands.update(get_group(here).commands)
             if name not in self.commands and (package := bringer("command", path)):
                 ctx.fail(f"no command {name!r} is installed. Run: pip install {package}")
@@ -49,6 +49,7 @@ app = typer.Typer(
     add_completion=False,
     cls=Commands,
 )
+plugins = typer.Typer(help="Installed plugins.", no_args_is_help=True)
 
 
 def _version(asked: bool) -> None:
@@ -78,7 +79,7 @@ def add_commands(group: str) -> list[PluginError]:
             add_entry(hooks, entry, source_of(entry))
         except PluginError as error:
             broken.append(error)
-    hooks.hook.register_commands(cli=app, plugins=plugins.app)
+    hooks.hook.register_commands(cli=app, plugins=plugins)
     return broken
 
 
@@ -87,6 +88,6 @@ def _missing(broken: list[PluginError]) -> str:
 
 
 app.command("run", context_settings=run.CONTEXT)(run.run)
-app.add_typer(plugins.app, name="plugins", cls=Commands)
+app.add_typer(plugins, name="plugins", cls=Commands)
 if errors := add_commands(COMMANDS):
     app.info.epilog = _missing(errors)

@@ -35,8 +35,9 @@ def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> 
 def _line(problem: Any, model: type[BaseModel], where: str) -> str:
     location = tuple(part for part in problem["loc"] if part not in TAGS)
     place = ".".join(map(str, (where, *location) if where else location)) or "configuration"
-    if problem["type"] == "extra_forbidden":
-        known = sorted(_fields_at(model, location[:-1]))
+    known = sorted(_fields_at(model, location[:-1]))
+    is_value = problem["type"] == "dict_type"  # where unknown keys must be tables of plugins
+    if problem["type"] == "extra_forbidden" or (is_value and known and location[-1] not in known):
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
         here = f"known here: {', '.join(known) or 'none'}"
         return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
@@ -51,7 +52,6 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
 
 
 def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
-    """The field names of the table at ``location``."""
     current: type[BaseModel] | None = model
     for part in location:
         if isinstance(part, int):

@@ -107,8 +107,3 @@ class InferenceConfig(Settings):
         """The engine's own table."""
         table = (self.model_extra or {}).get(self.engine, {})
         return dict(table) if isinstance(table, dict) else table
-
-    @property
-    def unread(self) -> list[str]:
-        """Keys that belong neither to this table nor to the engine."""
-        return [key for key in self.model_extra or {} if key != self.engine]

@@ -277,7 +277,6 @@ class OrchestratorConfig(Settings):
 
     @property
     def max_inflight(self) -> int:
-        """Maximum of rollouts sampled at once."""
         return self.max_inflight_rollouts or int(self.batch_size * self.oversampling_factor)
 
     @property

@@ -15,12 +15,13 @@ from pydantic import (
 
 from prime_rl.config.base import PluginTable, Settings
 from prime_rl.config.ckpt import CkptConfig
-from prime_rl.config.deployment import DeploymentConfig, LauncherConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
 
 FILES = "filesystem"
+
+GpuList = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
 
 
 class ModelConfig(PluginTable):
@@ -65,6 +66,29 @@ class WeightBroadcastConfig(PluginTable):
             found = ", ".join(sorted(self.settings))
             raise ValueError(f"unknown key {found}; type 'filesystem' takes no other settings")
         return self
+
+
+class LauncherConfig(PluginTable):
+    """``[launcher]``: starts the processes of a run. Its other keys belong to the launcher."""
+
+    type: str = "local"
+    """Name of an installed launcher. ``prime-rl run --launcher NAME`` sets it too."""
+
+
+class DeploymentConfig(Settings):
+    """``[deployment]``: GPUs of engines and trainer, and machines of the trainer. With no GPU, or
+    with one that is assigned to neither, every process sees what there is."""
+
+    colocated: bool = False
+    """Engine and trainer share the same GPUs and take turns in their memory."""
+    inference_gpus: GpuList | None = None
+    """GPU numbers of the engines, among those in ``CUDA_VISIBLE_DEVICES``. Replicas get equal
+    shares, in order. None: all that the trainer does not have."""
+    trainer_gpus: GpuList | None = None
+    """GPU numbers of the trainer, one per rank. None: the last ``trainer.num_ranks``, or one; all
+    the others if ``inference_gpus`` is set or the engines run elsewhere."""
+    trainer_nodes: PositiveInt = 1
+    """Machines the trainer's ranks are spread over; the launcher must support that many."""
 
 
 class ViewConfig(PluginTable):

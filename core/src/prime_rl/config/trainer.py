@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     Field,
@@ -115,27 +115,6 @@ class LossConfig(PluginTable):
     each env's own tokens for that env's part, so no env dilutes another."""
 
 
-class TokenExportConfig(Settings):
-    """``[trainer.token_export]``: every trained token with its streams, logprobs and mask reasons,
-    in ``<run>/token_exports``."""
-
-    enabled: bool = False
-    """Write them. Costs time and disk: some hundred bytes per token as JSON."""
-    format: Literal["jsonl", "parquet"] = "jsonl"
-    """``parquet`` needs pyarrow: ``pip install "prime-rl-core[parquet]"``."""
-    interval: PositiveInt = 1
-    """Steps between exports."""
-
-    @model_validator(mode="after")
-    def _needs_pyarrow(self) -> TokenExportConfig:
-        if self.enabled and self.format == "parquet" and find_spec("pyarrow") is None:
-            raise ConfigError(
-                'format is "parquet", but pyarrow is not installed. Install it '
-                '(pip install "prime-rl-core[parquet]") or set format = "jsonl".'
-            )
-        return self
-
-
 class LoraConfig(Settings):
     """``[trainer.lora]``: train small matrices beside the frozen weights (LoRA). Adapters are
     published; the final export is merged. Needs ``pip install "prime-rl-core[lora]"``."""
@@ -168,13 +147,15 @@ class LoraConfig(Settings):
         return self
 
 
-class TrainerConfig(Settings):
-    """``[trainer]``"""
+class TrainerConfig(PluginTable):
+    """``[trainer]``. A table ``[trainer.<name>]`` that is no key below belongs to the trainer
+    observer of that name."""
+
+    __pydantic_extra__: dict[str, dict[str, Any]]
 
     optim: OptimConfig = OptimConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
-    token_export: TokenExportConfig = TokenExportConfig()
     lora: LoraConfig | None = None
     """None: all weights train."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -194,7 +194,6 @@ class EngineClient:
         return None
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     async def _pause(self) -> None:

@@ -97,7 +97,6 @@ class Engine:
 
     @property
     def reason(self) -> str:
-        """The problem in words."""
         return "" if self.problem is None else str(self.problem)
 
     def serve(self) -> float | None:

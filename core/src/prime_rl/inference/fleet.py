@@ -21,7 +21,6 @@ from prime_rl.inference import timing
 from prime_rl.inference.client import EngineClient, EngineRefused, EngineSilent, Health, OtherModel
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.pool import EnginePool, end
-from prime_rl.inference.stragglers import all_but_stragglers
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.plugins.weight_transports import WeightDelivery
 from prime_rl.weights.versions import Weights, only_in_memory, wait_for_files
@@ -280,3 +279,28 @@ class Fleet(EnginePool):
             for name, value in engine.take_metrics().items():
                 metrics[f"inference/{engine.number}/{name}"] = value
         return metrics
+
+
+async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Return when all are done, or when some have succeeded and the rest are stragglers: they take
+    much longer than the others, and continue. A failure sets no pace: while no task has succeeded,
+    only their own timeouts apply. Cancelling this cancels the tasks."""
+    started, pace, pending = time.monotonic(), None, set(tasks)
+    try:
+        while pending:
+            left = None
+            if pace is not None:
+                limit = max(timing.STRAGGLER_SECONDS, timing.STRAGGLER_FACTOR * pace)
+                left = started + limit - time.monotonic()
+                if left <= 0:
+                    return
+            done, pending = await asyncio.wait(
+                pending, timeout=left, return_when=asyncio.FIRST_COMPLETED
+            )
+            if any(not task.cancelled() and task.exception() is None for task in done):
+                pace = time.monotonic() - started
+    except BaseException:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        raise

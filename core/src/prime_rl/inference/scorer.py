@@ -77,7 +77,6 @@ class PromptScorer:
             return await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
 
     async def _score(self, engine: Engine, ids: list[int]) -> FloatColumn:
-        """One attempt."""
         client, limit = engine.client, engine.client.health.max_model_len
         if limit is not None and len(ids) > limit:
             raise OverlongError(

@@ -47,7 +47,6 @@ class Background(Monitor):
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one line."""
         if self._calls.qsize() < self._max_waiting:
             self._calls.put((f"step {step}", partial(self._monitor.log, step, metrics)))
             return

@@ -35,5 +35,4 @@ class FileMonitor(Monitor):
             raise OSError(errno.ENOSPC, "no room for a line", self._file.name)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

@@ -120,22 +120,18 @@ def outcome_metrics(
 
 
 def solved_metrics(groups: Sequence[tuple[str, Sequence[float]]], subset: str = "all") -> Reduced:
-    """``group_metrics`` of ``(env, rewards)``, over all envs and per env."""
+    """Fractions of groups, ``(env, rewards)``, whose rewards are all zero, all one, or neither:
+    over all envs and per env."""
     metrics: Reduced = {}
     for label, members in by_label(groups):
-        metrics |= group_metrics(members, f"train/{label}/{subset}")
+        kinds = Counter(
+            "none" if not any(rewards) else "all" if min(rewards) >= 1 else "some"
+            for rewards in members
+        )
+        if kinds:
+            for kind in ("none", "all", "some"):
+                metrics[f"train/{label}/{subset}/solved_{kind}"] = kinds[kind] / kinds.total()
     return metrics
-
-
-def group_metrics(groups: Iterable[Sequence[float]], name: str) -> Reduced:
-    """Fractions of groups whose rewards are all zero, all one, or neither."""
-    kinds = Counter(
-        "none" if not any(rewards) else "all" if min(rewards) >= 1 else "some" for rewards in groups
-    )
-    if not kinds:
-        return {}
-    share = {kind: kinds[kind] / kinds.total() for kind in ("none", "all", "some")}
-    return {f"{name}/solved_{kind}": value for kind, value in share.items()}
 
 
 def off_policy_metrics(staleness: Sequence[int], in_flight: Sequence[int | None] = ()) -> Reduced:

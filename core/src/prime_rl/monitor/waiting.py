@@ -38,7 +38,6 @@ class EventLoopLag:
         self._lags: list[float] = []
 
     async def run(self) -> None:
-        """Sample until cancelled."""
         while True:
             due = time.perf_counter() + LAG_SECONDS
             await asyncio.sleep(LAG_SECONDS)

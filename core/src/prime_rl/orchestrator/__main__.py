@@ -11,16 +11,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from prime_rl.config.run import RunConfig
+from prime_rl.env.rendering import load_tokenizer
 from prime_rl.errors import PrimeRLError
 from prime_rl.orchestrator import build
-from prime_rl.orchestrator.chat_template import write_chat_template
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
 from prime_rl.plugins.manager import load_plugins, write_versions
+from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.launch import Launch, wait_for_model
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status
@@ -144,7 +145,7 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     engines = build.build_engines(run)
     stack.push_async_callback(engines.fleet.close)
     shared = build.build_shared(run, engines)
-    write_chat_template(run, shared.renderer)
+    _choose_chat_template(run, shared.renderer)
     envs = build.build_train_envs(shared)
     for env in envs:
         await stack.enter_async_context(env.environment)
@@ -165,6 +166,15 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
         await observer.setup()
     await _wait_for_models(stack, run, engines, envs)
     return orchestrator
+
+
+def _choose_chat_template(run: RunContext, renderer: Any) -> None:
+    """Write the chat template of the run's model folders, with a warning if none is exact."""
+    tokenizer = load_tokenizer(Path(run.launch.model_path))
+    chosen = build.renderer_offer(run.config, run.hooks).chat_template(tokenizer, renderer)
+    write_chat_template(run.run_dir, chosen)
+    if chosen.warning is not None:
+        log.warning("renderer %r: %s", renderer.name, chosen.warning)
 
 
 async def _wait_for_models(

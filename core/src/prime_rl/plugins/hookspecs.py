@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from prime_rl.plugins.monitor import Monitor
     from prime_rl.plugins.observer import Observer
     from prime_rl.plugins.sampler import Sampler, Source
+    from prime_rl.plugins.trainer_observer import TrainerObserver
     from prime_rl.plugins.view import RunView
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
@@ -122,6 +123,14 @@ def register_commands(cli: typer.Typer, plugins: typer.Typer) -> None:
 @hookspec
 def register_losses() -> Iterable[type[Loss]]:
     """Offer losses of the rl component, selected by ``trainer.loss.type``.
+
+    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
+    """
+
+
+@hookspec
+def register_trainer_observers() -> Iterable[type[TrainerObserver]]:
+    """Offer observers of the trainer. All are active; ``[trainer.<name>]`` has their settings.
 
     Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
     """

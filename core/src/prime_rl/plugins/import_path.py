@@ -7,17 +7,10 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prime_rl.errors import ConfigError
-
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callable[..., Any]:
@@ -35,9 +28,11 @@ def import_function(path: str, kwargs: Mapping[str, Any], first: str) -> Callabl
     for part in attribute.split("."):
         if not hasattr(found, part):
             functions = [n for n, each in vars(found).items() if inspect.isroutine(each)]
+            close = difflib.get_close_matches(part, functions, n=1)
+            there = f"Functions there: {', '.join(functions) or 'none'}."
             raise ConfigError(
                 f"import_path {path!r}: module {module_name!r} has no {attribute!r}, expected a "
-                f"function of that name. {_suggest(part, functions, 'Functions there')}"
+                f"function of that name. {f'Did you mean {close[0]!r}?' if close else there}"
             )
         found = getattr(found, part)
     if not callable(found):
@@ -61,26 +56,13 @@ def _check_call(
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return  # compiled code may have no signature: the first call will show
-    parameters = list(signature.parameters.values())
-    if not parameters or parameters[0].kind not in _POSITIONAL:
+    try:
+        signature.bind(None, **kwargs)
+    except TypeError as error:
         raise ConfigError(
-            f"import_path {path!r}: the function has the signature {signature}, expected "
-            f"fn({first}, **kwargs). Give it a first parameter for the {first}."
-        )
-    by_name = {each.name: each for each in parameters[1:] if each.kind in _BY_NAME}
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-    for name in kwargs:
-        if name not in by_name and not takes_any:
-            raise ConfigError(
-                f"import_path {path!r}: the function takes no {name!r}, which kwargs gives. "
-                f"{_suggest(name, by_name, 'It takes')}"
-            )
-    required = [name for name, each in by_name.items() if each.default is each.empty]
-    if missing := [name for name in required if name not in kwargs]:
-        raise ConfigError(
-            f"import_path {path!r}: the function needs {', '.join(map(repr, missing))}, which "
-            "kwargs does not give. Add it to kwargs, or give the parameter a default."
-        )
+            f"import_path {path!r}: the function has the signature {signature}, and the call "
+            f"fn({first}, **kwargs) does not fit it: {error}. Change kwargs, or the function."
+        ) from error
 
 
 def _import(path: str, module: str) -> Any:
@@ -104,10 +86,3 @@ def _import(path: str, module: str) -> Any:
         ) from error
     finally:
         sys.path.remove(here)
-
-
-def _suggest(name: str, known: Iterable[str], what: str) -> str:
-    known = list(known)
-    if close := difflib.get_close_matches(name, known, n=1):
-        return f"Did you mean {close[0]!r}?"
-    return f"{what}: {', '.join(known) or 'none'}."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -23,10 +24,11 @@ from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.checks import check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.trace import trace_calls, wanted
 from prime_rl.rollout import Group, Rollout, Sample
 
-UNKNOWN = "unknown distribution"
+TRACE = "PRIME_RL_TRACE"
+"""Environment variable: print every hook call, by the function in the entry-point group
+``prime_rl.tracers``."""
 
 PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
 """Distributions whose version may decide what a run does."""
@@ -66,8 +68,11 @@ class Hooks(pluggy.PluginManager):
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
-        if registered is not None and wanted():
-            trace_calls(self, registered, self.label)
+        if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
+            if not (tracers := entry_points(group="prime_rl.tracers")):
+                raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
+            for entry in tracers:
+                entry.load()(self, registered, self.label)
         return registered
 
     async def score_rollout(self, rollout: Rollout) -> None:
@@ -166,9 +171,8 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
 
 
 def source_of(entry: EntryPoint) -> Origin:
-    """The distribution of an entry point."""
     if entry.dist is None:
-        return Origin(entry.name, UNKNOWN, "")
+        return Origin(entry.name, "unknown distribution", "")
     return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prime_rl.plugins.base import Offer
+from prime_rl.rundir.chat_template import ChatTemplate
 
 
 class ModelMaker(Offer):
@@ -41,8 +42,16 @@ class RendererOffer(Offer):
         fits."""
         raise NotImplementedError
 
+    def chat_template(self, tokenizer: Any, renderer: Any) -> ChatTemplate:
+        """The chat template that a run writes into its exported models: it gives the tokens that
+        ``renderer`` (from ``build``) gives. ``tokenizer`` is that of the run's model.
+
+        With another template, a served model gets other prompts than those it was trained on.
+        Without an override the model keeps its own template, and the run warns."""
+        difference = f"Renderer {self.name!r} compares no template with its own output"
+        return ChatTemplate(None, difference)
+
     def chat_templates(self, own: str | None, renderer: Any) -> Sequence[str]:
-        """Jinja chat templates that may render like ``renderer`` (from ``build``), the best first.
-        A run writes the first that does into its exported models. ``own`` is the template of the
-        run's model."""
+        """Candidates for ``chat_template``, the best first: Jinja templates that may render like
+        ``renderer``. ``own`` is the template of the run's model."""
         return [] if own is None else [own]

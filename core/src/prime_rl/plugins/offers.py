@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
@@ -23,6 +24,7 @@ from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler, Source
+from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
 
@@ -65,11 +67,12 @@ MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
 VIEW = Kind("view", RunView, "view.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
+TRAINER_OBSERVER = Kind("trainer_observer", TrainerObserver, "trainer.<name>")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
     *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, OBSERVER, MODEL, LAUNCHER),
-    *(VIEW, LOSS, WEIGHT_TRANSPORT),
+    *(VIEW, LOSS, TRAINER_OBSERVER, WEIGHT_TRANSPORT),
 )
 
 
@@ -173,6 +176,21 @@ def settings_of(
     except ValidationError as error:
         place = f"{where} ({kind.name} {cls.name!r})"
         raise ConfigError(explain(error, cls.config_class, place)) from error
+
+
+def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObserver]:
+    """Every installed observer of the trainer, with the settings of its table. Raises
+    ``ConfigError``, also for a table of an observer that is not installed."""
+    offers = collect(hooks, TRAINER_OBSERVER)
+    for name in tables:
+        close = difflib.get_close_matches(name, TrainerConfig.model_fields, n=1)
+        if close and name not in offers:
+            raise ConfigError(f"trainer.{name}: unknown key; did you mean {close[0]!r}?")
+        select(TRAINER_OBSERVER, name, offers, f"trainer.{name}")
+    return [
+        each.cls(settings_of(each.cls, TRAINER_OBSERVER, tables.get(name, {}), f"trainer.{name}"))
+        for name, each in offers.items()
+    ]
 
 
 def bringer(kind: str, name: str) -> str | None:

@@ -1,4 +1,5 @@
-"""The processes of a run: started with their own log and session, watched, and ended together."""
+"""The processes of a run: started with their own log and session, watched, and ended together; and
+the launcher ``local``, whose processes are children of this one."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import ClassVar, cast
 
-from prime_rl.plugins.launchers import Process
+from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
+from prime_rl.run.gpus import VISIBLE, visible_gpus
 from prime_rl.rundir.launch import PARENT_PID
 
 QUIET_CPU = {
@@ -162,3 +166,41 @@ def _handled_by(
     finally:
         for number in heard:
             signal.signal(number, before[number])
+
+
+class LocalLauncher(Launcher):
+    """``[launcher] type = "local"``: children of ``prime-rl run``, on loopback."""
+
+    name = "local"
+    is_remote: ClassVar[bool] = False
+
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self._children: dict[str, Child] = {}
+
+    def num_gpus(self) -> int:
+        return len(visible_gpus())
+
+    def place(
+        self, tasks: Sequence[Task], run_dir: Path, tell: Callable[[str], None]
+    ) -> Mapping[str, Place]:
+        ports = iter(free_ports(sum(task.num_ports for task in tasks)))
+        return {
+            task.name: Place(None, tuple(next(ports) for _ in range(task.num_ports)))
+            for task in tasks
+        }
+
+    def start(self, task: Task, command: ProcessCommand) -> Process:
+        if task.name in self._children:  # what a dead engine left behind holds its GPU memory
+            end([self._children[task.name]])
+        env = dict(command.env)
+        if task.gpus is not None:
+            devices = visible_gpus()
+            env[VISIBLE] = ",".join(devices[number] for number in task.gpus)
+            if VISIBLE not in os.environ:  # nvidia-smi orders by bus, CUDA by speed
+                env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        self._children[task.name] = start(task.name, command.argv, env, command.log)
+        return self._children[task.name]
+
+    def end(self, processes: Sequence[Process]) -> None:
+        end(cast(Sequence[Child], processes))

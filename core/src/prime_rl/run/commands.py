@@ -108,7 +108,6 @@ def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
 def engine_launch(
     config: RunConfig, launch: Launch, run_dir: Path, admin_key: str, number: int = 0
 ) -> EngineLaunch:
-    """The launch settings of one engine."""
     host, _, port = launch.engine_urls[number].removeprefix("http://").rpartition(":")
     name = process_name("inference", number)
     return EngineLaunch(

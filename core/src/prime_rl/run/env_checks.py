@@ -94,9 +94,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
         cls, _ = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         _check_env(where, cls, env, config)
-        _check_source(where, cls, algo, hooks)
-        if isinstance(algo.sampling.source, SourceTable):
-            _check_unsampled(where, env)
+        _check_source(where, cls, env, algo, hooks)
         renderer = config.orchestrator.renderer.name
         if cls.needs_attribution:
             rendering = select(RENDERER, renderer, collect(hooks, RENDERER), RENDERER.key)
@@ -124,7 +122,9 @@ def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConf
         )
 
 
-def _check_source(where: str, cls: type[Algorithm], algo: AlgoConfig, hooks: Hooks) -> None:
+def _check_source(
+    where: str, cls: type[Algorithm], env: EnvConfig, algo: AlgoConfig, hooks: Hooks
+) -> None:
     """Refuse a sampling source that the algorithm's component cannot train on."""
     sampling, component = algo.sampling, cls.action_loss
     source = sampling.source
@@ -159,16 +159,12 @@ def _check_source(where: str, cls: type[Algorithm], algo: AlgoConfig, hooks: Hoo
                 f"{', '.join(sorted(offered.feeds))} only: its tokens were not sampled from "
                 "the policy. Use an algorithm that feeds ce, such as sft, or another source."
             )
-
-
-def _check_unsampled(where: str, env: EnvConfig) -> None:
-    """An env with a source samples nothing, so these keys would have no effect."""
-    for key in ("group_size", "sampling", "max_turns", "harness"):
-        if getattr(env, key) is not None:
-            raise ConfigError(
-                f"{where}: {key} is set, and this env samples nothing: its rollouts come from "
-                "sampling.source. Leave it out."
-            )
+        for unread in ("group_size", "sampling", "max_turns", "harness"):
+            if getattr(env, unread) is not None:
+                raise ConfigError(
+                    f"{where}: {unread} is set, and this env samples nothing: its rollouts come "
+                    "from sampling.source. Leave it out."
+                )
 
 
 def check_tasksets(config: RunConfig, hooks: Hooks) -> None:

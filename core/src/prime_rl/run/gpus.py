@@ -8,8 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from functools import cache
 
-from prime_rl.config.deployment import DeploymentConfig
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import Launcher
 

@@ -95,7 +95,6 @@ def plan(
     places: Mapping[str, Place],
     checkpoint: Checkpoint | None = None,
 ) -> Launch:
-    """The launch facts for the chosen places."""
     inference, transport = config.inference, config.rollout_transport
     engines = [places[task.name] for task in layout.of("inference")]
     engine_ports = _ports(inference.port, [each.ports[0] for each in engines])

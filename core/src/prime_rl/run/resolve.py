@@ -25,6 +25,7 @@ from prime_rl.plugins.offers import (
     SAMPLER,
     VIEW,
     collect,
+    make_observers,
     select,
     settings_of,
 )
@@ -58,6 +59,7 @@ def check(config: RunConfig) -> Hooks:
     _check_deployment(config, hooks)
     _check_broadcast(config, hooks, trainer)
     choose(LOSS, loss.type, loss.settings, trainer, "trainer.loss")
+    make_observers(config.trainer.settings, trainer)
     check_tasksets(config, hooks)
     return hooks
 
@@ -70,10 +72,9 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
         return Engine(PluginConfig())
     cls = select(ENGINE, inference.engine, collect(hooks, ENGINE), "inference.engine")
     where = f"inference.{inference.engine}"
-    if inference.unread:
+    if unread := [key for key in inference.model_extra or {} if key != inference.engine]:
         raise ConfigError(
-            f"inference.{inference.unread[0]}: unknown key; the engine's own settings go into "
-            f"[{where}]"
+            f"inference.{unread[0]}: unknown key; the engine's own settings go into [{where}]"
         )
     return cls(settings_of(cls, ENGINE, inference.settings, where))
 

@@ -30,7 +30,6 @@ class Restarts:
         """State of an engine when it was last restarted or given up."""
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
-        """Start a process for the first time."""
         if task.part == "inference":
             self._engines[task.name] = (task, command)
         return self._launcher.start(task, command)

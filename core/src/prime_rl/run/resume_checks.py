@@ -106,7 +106,6 @@ def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: 
 
 
 def _kind(optim: Mapping[str, Any]) -> str:
-    """The kind of optimizer state."""
     kind = str(optim.get("type", "adamw"))
     return "sgd with momentum" if kind == "sgd" and optim.get("momentum") else kind
 

@@ -1,7 +1,7 @@
 """The chat template of the model folders that a run writes: it renders as the run's renderer does.
 
-The orchestrator chooses it before the first batch (``prime_rl.orchestrator.chat_template``). Code
-that writes a folder with a tokenizer calls ``put_chat_template``.
+The renderer's plugin chooses it before the first batch (``RendererOffer.chat_template``). Code that
+writes a folder with a tokenizer calls ``put_chat_template``.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class ChatTemplate:
             f"{self.difference}. `prime-rl eval RUN` prompts as the run does"
         )
 
-    def write(self, run_dir: Path) -> None:
-        """Save it in the run directory, for the trainer and the report."""
-        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
-        replace_text(run_dir / CHOICE, text)
+
+def write_chat_template(run_dir: Path, chosen: ChatTemplate) -> None:
+    """Save the choice in the run directory, for the trainer and the report."""
+    replace_text(run_dir / CHOICE, json.dumps(asdict(chosen), indent=2, ensure_ascii=False))
 
 
 def read_chat_template(run_dir: Path) -> ChatTemplate | None:
-    """The orchestrator's choice; None before it has chosen."""
+    """The run's choice; None before it is made."""
     path = run_dir / CHOICE
     return ChatTemplate(**json.loads(path.read_text())) if path.exists() else None
 

@@ -40,7 +40,6 @@ class Checkpoint:
 
     @property
     def run_dir(self) -> Path:
-        """The run that the checkpoint belongs to."""
         return self.directory.parent.parent
 
     @property
@@ -68,7 +67,6 @@ class Checkpoint:
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
-    """The folder of a run's checkpoints."""
     return run_dir / "checkpoints"
 
 
@@ -103,7 +101,6 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
 
 
 def flush(*paths: Path) -> None:
-    """Flush files and folders to the disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -38,7 +38,6 @@ class Supervisor:
         return here and self.started is not None and self.started == start_of(self.pid)
 
     def write(self, run_dir: Path) -> None:
-        """Replace the record of the run."""
         (run_dir / "status").mkdir(parents=True, exist_ok=True)
         replace_text(run_dir / RECORD, json.dumps(asdict(self)))
 
@@ -80,8 +79,3 @@ def start_of(pid: int) -> float | None:
         return round(float(process.create_time() - psutil.boot_time()), 2)
     except psutil.NoSuchProcess:
         return None
-
-
-def exists(pid: int) -> bool:
-    """Whether a process with this id runs."""
-    return start_of(pid) is not None

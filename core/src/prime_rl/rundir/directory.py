@@ -126,7 +126,6 @@ def _stem(config: RunConfig) -> str:
 
 
 def log_dir(run_dir: Path) -> Path:
-    """The folder of the newest attempt's logs."""
     return run_dir / "logs" / f"attempt_{_newest_attempt(run_dir)}"
 
 

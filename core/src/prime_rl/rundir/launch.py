@@ -73,14 +73,12 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         return int(json.loads(first.read_text()).get("first_step", 1)) - 1
 
     def write(self, run_dir: Path) -> None:
-        """Save it in the run directory."""
         (run_dir / "configs" / "launch.json").write_bytes(
             msgspec.json.format(msgspec.json.encode(self), indent=2)
         )
 
     @classmethod
     def read(cls, run_dir: Path) -> Launch:
-        """Load what ``write`` saved."""
         return msgspec.json.decode((run_dir / "configs" / "launch.json").read_bytes(), type=cls)
 
 

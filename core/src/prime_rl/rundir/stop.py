@@ -65,6 +65,5 @@ def report_stopped(status: Status, last_step: int) -> None:
 
 
 async def stop_asked(run_dir: Path) -> None:
-    """Return when a stop is requested."""
     while not (run_dir / STOP).exists():
         await asyncio.sleep(POLL_SECONDS)

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,7 +28,8 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import LOSS, collect, select, settings_of
+from prime_rl.plugins.offers import LOSS, collect, make_observers, select, settings_of
+from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
@@ -102,6 +104,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     loss = make_loss(config, hooks)  # before the slow import: a wrong table is an error at once
+    observers = make_observers(config.trainer.settings, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
@@ -117,7 +120,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     model_path = model_folder(launch, status)
     status.report("loading weights")
     with parallel.joined(rank, choose_device(config.trainer.device, rank)):
-        train_here(config, launch, loss, model_path, run_dir, status, transport)
+        train_here(config, launch, loss, observers, transport, model_path, run_dir, status)
     status.report(DONE)
 
 
@@ -125,30 +128,23 @@ def train_here(
     config: RunConfig,
     launch: Launch,
     loss: Loss,
+    observers: Sequence[TrainerObserver],
+    transport: WeightTransport | None,
     model_path: Path,
     run_dir: Path,
     status: Status,
-    transport: WeightTransport | None = None,
 ) -> None:
     """From the loaded model to the exported one."""
     from prime_rl.trainer import parallel
     from prime_rl.trainer.checkpoint import Checkpointer, restore
     from prime_rl.trainer.loop import Trainer, finish, train
     from prime_rl.trainer.model import check_positions, load_model
-    from prime_rl.trainer.token_export import make_token_export
     from prime_rl.wire.transport import make_receiver
 
     colocated = config.deployment.colocated
     model = load_model(model_path, config.trainer, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
-    trainer = Trainer(
-        model,
-        loss,
-        config.trainer,
-        config.max_steps,
-        make_token_export(config.trainer.token_export, run_dir),
-        colocated,
-    )
+    trainer = Trainer(model, loss, config.trainer, config.max_steps, observers, colocated)
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
     resumed = None
     if launch.checkpoint is not None:

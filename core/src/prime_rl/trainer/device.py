@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import resource
-import sys
 import time
 from collections.abc import Iterator, MutableMapping
 from typing import Any, Literal
@@ -48,14 +46,6 @@ def to_device(column: npt.NDArray[Any], dtype: type, device: torch.device) -> Te
     # A copy from ordinary memory waits until the device has finished all its work. A copy from
     # pinned memory is queued, and the host goes on.
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def peak_memory(device: torch.device) -> float:
-    """Most memory used so far, in GiB: on the device, or by this process on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
 
 
 class Offload:

@@ -24,29 +24,28 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import RunError, WireError
 from prime_rl.plugins.loss import Loss
+from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
-from prime_rl.trainer.device import Offload, choose_device, peak_memory
-from prime_rl.trainer.diagnostics import SlowSteps, worst_samples
+from prime_rl.trainer.device import Offload, choose_device
 from prime_rl.trainer.export import export
-from prime_rl.trainer.flops import model_cost, peak_flops, perf_metrics
 from prime_rl.trainer.loss import Counts, count_members, row_loss
-from prime_rl.trainer.metrics import StepMetrics, append_metrics, console_line, disk_metrics
+from prime_rl.trainer.metrics import StepMetrics, append_metrics, console_line
 from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
-from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import packings
 from prime_rl.trainer.publish import Broadcaster, Publisher, retry
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.self_check import find_packing
-from prime_rl.trainer.token_export import TokenExport
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl.wire.transport import Receiver
 
@@ -63,7 +62,7 @@ class Trainer:
     loss: Loss
     config: TrainerConfig
     max_steps: int
-    token_export: TokenExport | None = None
+    observers: Sequence[TrainerObserver] = ()
     colocated: bool = False
     """It holds the device only while it takes a step (``Offload``)."""
 
@@ -78,7 +77,6 @@ class Trainer:
         self.num_bad_steps = 0
         """In a row."""
         self.optimizer = make_optimizer(self.model, self.config.optim)
-        self.cost, self.peak = model_cost(self.model), peak_flops(self.device, self.config.dtype)
         self.learning_rate = make_schedule(
             self.config.scheduler, self.config.optim.lr, self.max_steps
         )
@@ -98,19 +96,13 @@ class Trainer:
                 find_packing(self.policy, packings(self.config, self.device), self.device, half)
             self.checked = True
 
-    @property
-    def share_prompts(self) -> bool:
-        """Whether a prompt that several samples of a row start from is computed once."""
-        return self.policy.packing.name == "shared"
-
     def train_step(
         self,
         step: int,
         micro_batches: Sequence[MicroBatch],
-        progress: Callable[[float], None] = lambda share: None,
+        status: Status | None = None,
     ) -> dict[str, float]:
-        """One optimizer step; its metrics. ``progress`` is called with the share done before each
-        row.
+        """One optimizer step; its metrics. ``status`` gets the share done before each row.
 
         A batch that trains nothing runs forward and backward too, so that ranks stay aligned, and
         leaves the weights alone. So does one whose loss or gradient is not finite: raises
@@ -119,13 +111,19 @@ class Trainer:
         self.self_check()
         started = time.perf_counter()
         counts = count_members(micro_batches)
-        sums, own_flops = self.forward_backward(step, micro_batches, counts, progress)
+        sums = self.forward_backward(step, micro_batches, counts, status)
         norm = float(
             parallel.full(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
         )
         seconds = time.perf_counter() - started  # the norm has waited for the device
-        metrics = sums.result()
-        flops, memory = zip(*parallel.gather((own_flops, peak_memory(self.device))), strict=True)
+        metrics = sums.result() | {
+            "optim/grad_norm": norm,
+            "perf/throughput": counts.num_tokens / seconds,
+            "perf/throughput_per_gpu": counts.num_tokens / seconds / parallel.num_ranks(),
+            "time/forward_backward": seconds,
+        }
+        for observer in self.observers:
+            metrics |= observer.step_trained(step, metrics)
         bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
         self.num_bad_steps = self.num_bad_steps + 1 if bad else 0
         skipped = bad or not counts.members
@@ -143,60 +141,58 @@ class Trainer:
                 group["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return metrics | {
-            "optim/lr": rate,
-            "optim/grad_norm": norm,
-            "optim/skipped": float(skipped),
-            **perf_metrics(counts.num_tokens, sum(flops), seconds, parallel.num_ranks(), self.peak),
-            "perf/peak_memory": max(memory),
-            "time/forward_backward": seconds,
-        }
+        return metrics | {"optim/lr": rate, "optim/skipped": float(skipped)}
 
     def forward_backward(
         self,
         step: int,
         micro_batches: Sequence[MicroBatch],
         counts: Counts,
-        progress: Callable[[float], None],
-    ) -> tuple[StepMetrics, float]:
-        """Accumulate the gradients of the step's loss; its metrics and this rank's operations."""
-        metrics, flops = StepMetrics(counts), 0.0
-        export = self.token_export and self.token_export.begin(step)
+        status: Status | None,
+    ) -> StepMetrics:
+        """Accumulate the gradients of the step's loss; its metrics."""
+        metrics = StepMetrics(counts)
         for number, micro_batch in enumerate(micro_batches):
-            progress(number / len(micro_batches))
-            row = make_row(micro_batch, self.device, share=self.share_prompts)
-            with self.autocast():
-                logprobs, entropies = self.policy(row)
+            if status is not None:
+                status.report("training", progress=number / len(micro_batches), step=step)
+            row, logprobs, entropies = self.forward(micro_batch)
             loss = row_loss(row, logprobs, self.loss, counts, self.config.loss.normalize_by)
             parallel.begin_backward(self.policy, last=number == len(micro_batches) - 1)
             torch.autograd.backward(loss.loss)
-            metrics.observe(row, logprobs.detach(), entropies, loss)
-            if self.cost is not None:
-                flops += self.cost.of(row)
-            if export:
-                export.add(micro_batch, row, logprobs.detach(), entropies, loss.calls)
-        if export:
-            export.finish()
-        return metrics, flops
+            logprobs = logprobs.detach()
+            metrics.observe(row, logprobs, entropies, loss)
+            for observer in self.observers:
+                observer.row_trained(
+                    step,
+                    micro_batch=micro_batch,
+                    row=row,
+                    logprobs=logprobs,
+                    entropies=entropies,
+                    calls=loss.calls,
+                )
+        return metrics
 
-    def autocast(self) -> torch.autocast:
-        """Products in ``trainer.dtype``. Without autocast's cache, which would keep a rounded copy
-        of every weight until the forward pass ends, other ranks' shards included."""
-        return torch.autocast(
+    def forward(self, micro_batch: MicroBatch) -> tuple[PackedRow, Tensor, Tensor]:
+        """The row, and the logprobs and entropies [T] of its tokens, in ``trainer.dtype``."""
+        row = make_row(micro_batch, self.device, share=self.policy.packing.name == "shared")
+        # Autocast's cache would keep a rounded copy of every weight until the forward pass ends,
+        # other ranks' shards included.
+        with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
-        )
+        ):
+            logprobs, entropies = self.policy(row)
+        return row, logprobs, entropies
 
     def report_bad_step(
         self, step: int, micro_batches: Sequence[MicroBatch], loss: float, norm: float
     ) -> None:
-        """Log the samples that stand out in a step that is not finite. Raises ``RunError`` at the
-        ``max_bad_steps``-th of them in a row."""
+        """Log a step that is not finite, with what observers find out about it. Raises
+        ``RunError`` at the ``max_bad_steps``-th of them in a row."""
         self.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
-        worst = "; ".join(map(str, worst_samples(self, micro_batches)))
-        reason = (
-            f"step {step}: the gradient norm is {norm}, the loss {loss}. "
-            f"Most conspicuous: {worst}. "
-        )
+        reason = f"step {step}: the gradient norm is {norm}, the loss {loss}. "
+        for observer in self.observers:
+            if found := observer.bad_step(step, micro_batches):
+                reason += f"{found} "
         if self.num_bad_steps >= self.config.max_bad_steps:
             raise RunError(
                 f"{reason}That was the {self.num_bad_steps}. step in a row that is not finite "
@@ -224,20 +220,22 @@ def train(
     publisher = Publisher(run_dir / "broadcasts", config.keep_broadcasts, config.publish_dtype)
     sender = None if transport is None else transport.sender(trainer.device)
     broadcaster = Broadcaster(trainer.model, publisher, sender, status)
-    slow, due = SlowSteps(), False
+    due = False
     saving = passing_on = 0.0  # of the step before, and reported with the next
+    for observer in trainer.observers:
+        observer.started(trainer, run_dir)
     trainer.memory.unload()
     for step in range(first_step, trainer.max_steps + 1):
         started = time.perf_counter()
         micro_batches = wait_for_batch(
-            receiver, step, status, broadcaster.all_have, partial(slow.waiting, step)
+            receiver, step, status, broadcaster.all_have, trainer.observers
         )
         if not micro_batches:
             _end_early(trainer, step - 1, broadcaster, None if due else checkpointer, status)
             break
         received = time.perf_counter()
         moving = trainer.memory.load()
-        metrics = trainer.train_step(step, micro_batches, partial(_report_training, status, step))
+        metrics = trainer.train_step(step, micro_batches, status)
         trained = time.perf_counter()
         status.report("publishing weights", step=step)
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
@@ -252,7 +250,6 @@ def train(
             "time/save_ckpt": saving,
             "time/offload": moving,
             "perf/broadcast_mib": broadcaster.size(step),
-            **disk_metrics(run_dir),
         }
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
@@ -263,7 +260,8 @@ def train(
         if checkpointer is not None and due:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)
         saving = time.perf_counter() - announced
-        slow.observe(step, metrics, saving)
+        for observer in trainer.observers:
+            observer.step_done(step, metrics | {"time/save_ckpt": saving})
     if checkpointer is not None:
         checkpointer.wait(status)
 
@@ -283,28 +281,24 @@ def _end_early(
         checkpointer.save(trainer, step, published, status)
 
 
-def _report_training(status: Status, step: int, share: float) -> None:
-    status.report("training", progress=share, step=step)
-
-
 def wait_for_batch(
     receiver: Receiver,
     step: int,
     status: Status,
     all_have: Callable[[bool], bool] = bool,
-    waited: Callable[[float], None] = lambda seconds: None,
+    observers: Sequence[TrainerObserver] = (),
 ) -> list[MicroBatch]:
     """The micro batches of step ``step``; none if the run ends before it.
 
     ``all_have`` is called repeatedly with whether this rank has its batch, and returns whether
-    every rank has; ``waited`` is called with the seconds so far. Raises ``WireError`` if the batch
-    is of another step.
+    every rank has. Raises ``WireError`` if the batch is of another step.
     """
     started = time.perf_counter()
     status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
     frame = receiver.receive(WAIT_SECONDS)
     while not all_have(frame is not None) or frame is None:
-        waited(time.perf_counter() - started)
+        for observer in observers:
+            observer.waiting(step, time.perf_counter() - started)
         frame = receiver.receive(WAIT_SECONDS) if frame is None else frame
     found, micro_batches = decode_batch(frame)
     if found != step:

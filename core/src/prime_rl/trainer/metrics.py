@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,22 +211,9 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
     return {f"{name}/{key}": float(value) for key, value in found.items()}
 
 
-def disk_metrics(folder: Path) -> dict[str, float]:
-    """``system/ckpt_disk_...`` of the disk that weights and checkpoints are written to, in GiB;
-    nothing if it cannot be asked."""
-    try:
-        usage = shutil.disk_usage(folder)
-    except OSError:
-        return {}
-    name = "system/ckpt_disk"
-    sizes = {"free": usage.free, "used": usage.used, "total": usage.total}
-    found = {f"{name}_{key}_gib": size / 2**30 for key, size in sizes.items()}
-    return found | {f"{name}_free_ratio": usage.free / usage.total if usage.total else 0.0}
-
-
 def console_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
     """``Step 3/180 | 0.71s | Loss ...``: one step for the trainer's log."""
-    mfu = metrics.get("perf/mfu")
+    mfu, memory = metrics.get("perf/mfu"), metrics.get("perf/peak_memory")
     return " | ".join(
         [
             f"Step {step}/{max_steps}",
@@ -239,7 +225,7 @@ def console_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str
             f"LR {metrics['optim/lr']:.2e}",
             f"Throughput {metrics['perf/throughput']:.0f} tokens/s",
             *([] if mfu is None else [f"MFU {mfu:.1f}%"]),
-            f"Peak Mem. {metrics['perf/peak_memory']:.1f} GiB",
+            *([] if memory is None else [f"Peak Mem. {memory:.1f} GiB"]),
         ]
     )
 

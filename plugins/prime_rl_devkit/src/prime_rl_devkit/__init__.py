@@ -1,4 +1,4 @@
-"""For authors of plugins: ``plugins new``, ``plugins check``, the suite for inference engines."""
+"""For authors of plugins: the commands ``plugins ...``, and the suite for inference engines."""
 
 import typer
 
@@ -7,8 +7,10 @@ from prime_rl import hookimpl
 
 @hookimpl
 def register_commands(plugins: typer.Typer) -> None:
-    """Add ``check`` and ``new``."""
+    """Add ``list``, ``show``, ``check`` and ``new``."""
     from prime_rl_devkit import commands
 
+    plugins.command("list")(commands.list_plugins)
+    plugins.command("show")(commands.show)
     plugins.command("check")(commands.check)
     plugins.command("new")(commands.new)

@@ -12,13 +12,13 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-from prime_rl.cli.plugin_facts import described, offers_by_plugin
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins import manager
 from prime_rl.plugins.manager import GROUPS, Hooks, Origin, add_entry, installed_entries
 from prime_rl.plugins.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
 from prime_rl.testing.conformance import conformance
 from prime_rl.testing.report import Outcome, Report, Status
+from prime_rl_devkit.facts import described, offers_by_plugin
 from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 HEAVY = ("torch", "transformers", "verifiers", "renderers")

@@ -1,7 +1,8 @@
-"""``prime-rl plugins check`` and ``prime-rl plugins new``."""
+"""``prime-rl plugins list``, ``show``, ``check`` and ``new``."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,6 +13,35 @@ if TYPE_CHECKING:
     from prime_rl.testing.report import Report
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def list_plugins(as_json: AsJson = False) -> None:
+    """Every installed plugin: distribution, version, offers, and the hooks it implements and
+    wraps; for a broken one, the reason."""
+    from prime_rl_devkit.facts import inventory
+    from prime_rl_devkit.tables import print_inventory
+
+    print_answer = print_json if as_json else print_inventory
+    print_answer(inventory())
+
+
+def show(
+    name: Annotated[str, typer.Argument(help="A plugin, a distribution, or the name of an offer.")],
+    as_json: AsJson = False,
+) -> None:
+    """One plugin in full: its origin, its offers, and every setting with its default."""
+    from prime_rl_devkit.facts import described
+    from prime_rl_devkit.tables import print_described
+
+    print_answer = print_json if as_json else print_described
+    print_answer(described(name))
+
+
+def print_json(value: Any) -> None:
+    """Print plain values as JSON."""
+    typer.echo(json.dumps(value, indent=2, default=str))
 
 
 def check(
@@ -30,10 +60,9 @@ def check(
             "--set", metavar="KEY=VALUE", help="A setting of the checked class; VALUE as in TOML."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run the conformance checks of plugins; the exit code is 1 if one fails."""
-    from prime_rl.cli.plugins import print_json
     from prime_rl_devkit.check import check as run_checks
 
     reports = run_checks(target, read_settings(settings or []))

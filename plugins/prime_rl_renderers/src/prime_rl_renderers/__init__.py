@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from prime_rl import ConfigError, PluginConfig, RendererOffer, hookimpl
+from prime_rl import ChatTemplate, ConfigError, PluginConfig, RendererOffer, hookimpl
 
 NAMES = (
     "custom",
@@ -58,6 +58,19 @@ class PackageRenderer(RendererOffer):
     """What all renderers of the package share."""
 
     config_class = RendererSettings
+
+    def chat_template(self, tokenizer: Any, renderer: Any) -> ChatTemplate:
+        """The first of ``chat_templates`` that gives the renderer's tokens on example
+        conversations, else the closest one."""
+        from renderers import create_renderer
+
+        from prime_rl_renderers.chat_template import choose
+
+        found = tokenizer.chat_template  # several by name, or one
+        own = found.get("default") if isinstance(found, dict) else found
+        candidates = self.chat_templates(own, renderer)
+        chosen, difference = choose(tokenizer, create_renderer(tokenizer, renderer), candidates)
+        return ChatTemplate(None if chosen == found else chosen, difference)
 
     def chat_templates(self, own: str | None, renderer: Any) -> Sequence[str]:
         """The model's own; the same with the renderer's settings as defaults; a template made for

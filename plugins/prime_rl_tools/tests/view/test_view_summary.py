@@ -6,8 +6,8 @@ import json
 import pytest
 from rich.console import Console
 
-from prime_rl import PluginConfig
-from prime_rl.rundir.chat_template import ChatTemplate
+from prime_rl import ChatTemplate, PluginConfig
+from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.checkpoints import STABLE, finished
 from prime_rl_tools.view.live import TerminalView
 from prime_rl_tools.view.summary import read_curve, running_mean
@@ -190,7 +190,7 @@ def test_markup_in_a_reply_is_shown_unchanged(tmp_path):
 def test_a_warning_about_the_chat_template_is_printed(tmp_path):
     (tmp_path / "configs").mkdir()
     chosen = ChatTemplate("x", "First difference, 'one turn': from token 3")
-    chosen.write(tmp_path)
+    write_chat_template(tmp_path, chosen)
     text = " ".join(printed(tmp_path).split())
     assert f"WARNING {chosen.warning}" in text
 

@@ -4,7 +4,8 @@
     [hook 4242] score_group 'reverse-text' clip 0.342 ms (wraps)
 
 A line is printed when the call ends, so wrapped calls come before their wrapper, and its time
-includes theirs. The variable is read when a plugin registers: unset, it costs nothing.
+includes theirs. Core reads the variable when a plugin registers (entry-point group
+``prime_rl.tracers``): unset, it costs nothing.
 """
 
 from __future__ import annotations
@@ -19,13 +20,6 @@ from functools import partial, wraps
 from typing import Any
 
 import pluggy
-
-VARIABLE = "PRIME_RL_TRACE"
-
-
-def wanted() -> bool:
-    """Whether this process prints its hook calls."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
 
 
 def trace_calls(manager: pluggy.PluginManager, plugin: str, scope: str) -> None:

@@ -1,4 +1,4 @@
-"""Bad steps are skipped, explained and limited; slow steps are reported."""
+"""Bad steps are skipped, explained and limited."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError
-from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer.diagnostics import SlowSteps, worst_samples
+from prime_rl import Loss, LossInputs, LossOutputs, RunError
 from prime_rl.trainer.loop import Trainer
+from prime_rl_observers.bad_steps import worst_samples
 
 
 class Ratio(Loss):
@@ -29,9 +27,9 @@ class Ratio(Loss):
 
 
 @pytest.fixture
-def trainer(make_model: Callable[..., PreTrainedModel]) -> Trainer:
-    config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
-    return Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=20)
+def trainer(make_trainer: Callable[..., Trainer]) -> Trainer:
+    made: Trainer = make_trainer(Ratio, {"optim": {"lr": 1e-2}})
+    return made
 
 
 def bad_row(pack: Any) -> Any:
@@ -89,44 +87,3 @@ def test_the_worst_sample_comes_first_with_its_figures(trainer: Trainer, pack: A
     assert [(each.env, each.sequence) for each in worst] == [("math", 2), ("code", 1), ("math", 0)]
     assert [each.num_nonfinite for each in worst] == [1, 0, 0]
     assert worst[1].advantage == 7 and worst[0].num_tokens == 3
-
-
-def test_a_step_of_ten_times_the_median_says_where_the_time_went(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    slow = SlowSteps()
-
-    def step(number: int, waited: float, trained: float, saving: float = 0.0) -> None:
-        parts = {"time/wait_for_batch": waited, "time/forward_backward": trained}
-        slow.observe(number, parts | {"time/step": waited + trained}, saving)
-
-    step(1, 90.0, 1.0)  # nothing to compare with yet
-    for number in range(2, 7):
-        step(number, 0.5, 0.5)
-    step(7, 8.0, 1.0)
-    assert not caplog.records
-    step(8, 27.0, 1.0, saving=2.0)
-    assert caplog.messages == [
-        "step 8 took 30.0 s, the median is 1.0 s: 27.0 s waiting for the orchestrator's batch, "
-        "2.0 s handing over a checkpoint, 1.0 s forward and backward, 0.0 s publishing the weights"
-    ]
-
-
-def test_a_missing_batch_is_reported_once_while_it_is_awaited(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    slow = SlowSteps()
-    slow.waiting(1, 90.0)  # nothing to compare with yet
-    for step in range(1, 6):
-        slow.observe(step, {"time/step": 2.0})
-    for seconds in (1.0, 19.0):
-        slow.waiting(6, seconds)
-    assert not caplog.records
-    for seconds in (20.0, 21.0, 300.0):
-        slow.waiting(6, seconds)
-    assert caplog.messages == [
-        "step 6: waiting for the orchestrator's batch for 20.0 s, and a step takes 2.0 s (median). "
-        "Its status and log say what it waits for."
-    ]
-    slow.waiting(7, 25.0)
-    assert len(caplog.records) == 2

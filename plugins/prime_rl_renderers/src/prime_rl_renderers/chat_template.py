@@ -1,21 +1,12 @@
 """Choose the chat template of a run's model folders: the first that renders example conversations
-to the tokens of the run's renderer.
-
-With another template, a served model gets other prompts than those that the policy was trained on.
-"""
+to the tokens of the run's renderer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from prime_rl.env.rendering import load_tokenizer
-from prime_rl.orchestrator.build import renderer_offer
-from prime_rl.orchestrator.context import RunContext
-from prime_rl.rundir.chat_template import ChatTemplate
 
 log = logging.getLogger(__name__)
 
@@ -75,23 +66,6 @@ EXAMPLES = (
     Example("a tool's result after a thought", [ASK, CALL | THOUGHT, RESULT], TOOLS),
     Example("a turn after a tool's result", [ASK, CALL, RESULT, REPLY, AGAIN], TOOLS),
 )
-
-
-def write_chat_template(run: RunContext, renderer: Any) -> ChatTemplate:
-    """Write the run's template into its directory, with a warning if none matches. ``renderer`` is
-    a config object of the ``renderers`` package."""
-    from renderers import create_renderer
-
-    tokenizer = load_tokenizer(Path(run.launch.model_path))
-    found = tokenizer.chat_template  # several by name, or one
-    own = found.get("default") if isinstance(found, dict) else found
-    candidates = renderer_offer(run.config, run.hooks).chat_templates(own, renderer)
-    chosen, difference = choose(tokenizer, create_renderer(tokenizer, renderer), candidates)
-    result = ChatTemplate(None if chosen == found else chosen, difference)
-    result.write(run.run_dir)
-    if result.warning is not None:
-        log.warning("renderer %r: %s", renderer.name, result.warning)
-    return result
 
 
 def choose(

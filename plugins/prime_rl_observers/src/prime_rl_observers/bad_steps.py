@@ -1,79 +1,40 @@
-"""What went wrong in a step: the samples of a bad one, and the time of a slow one."""
+"""Bad steps: the samples that may be the reason for a loss or gradient that is not finite."""
 
 from __future__ import annotations
 
-import logging
-import math
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from statistics import median
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from prime_rl.trainer import parallel
-from prime_rl.trainer.packed_row import PackedRow, make_row
+from prime_rl import TrainerObserver
 from prime_rl.wire.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
+    import torch
+
     from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.packed_row import PackedRow
 
-logger = logging.getLogger(__name__)
-
-SLOW_FACTOR = 10.0
-"""A step is slow from this multiple of the median on."""
-WINDOW = 50
-"""Steps of the median."""
-MIN_STEPS = 5
-"""Without as many steps there is no median."""
 NUM_NAMED = 3
 """Samples that a bad step names."""
 
-PARTS = {
-    "time/wait_for_batch": "waiting for the orchestrator's batch",
-    "time/forward_backward": "forward and backward",
-    "time/broadcast_weights": "publishing the weights",
-    "time/save_ckpt": "handing over a checkpoint",
-}
-"""Parts of a step's time. A checkpoint waits for the one before it."""
 
+class BadSteps(TrainerObserver):
+    """Names the samples of a bad step that stand out most."""
 
-class SlowSteps:
-    """Warns of steps that take much longer than usual."""
+    name = "bad_steps"
 
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=WINDOW)
-        self._warned = 0
+    def started(self, trainer: Trainer, run_dir: Path) -> None:
+        """Keep the trainer."""
+        self._trainer = trainer
 
-    def observe(self, step: int, metrics: Mapping[str, float], saving: float = 0.0) -> None:
-        """After a step, which the checkpoint at its end made ``saving`` seconds longer."""
-        seconds, usual = metrics["time/step"] + saving, self._usual
-        self._seconds.append(seconds)
-        if seconds < SLOW_FACTOR * usual:
-            return
-        spent = dict(metrics) | {"time/save_ckpt": saving}
-        parts = sorted(((spent.get(name, 0.0), text) for name, text in PARTS.items()), reverse=True)
-        logger.warning(
-            "step %d took %.1f s, the median is %.1f s: %s",
-            *(step, seconds, usual, ", ".join(f"{took:.1f} s {text}" for took, text in parts)),
-        )
-
-    def waiting(self, step: int, seconds: float) -> None:
-        """While the batch of ``step`` is awaited: warns once, as the wait may never end."""
-        if seconds < SLOW_FACTOR * self._usual or self._warned == step:
-            return
-        self._warned = step
-        logger.warning(
-            "step %d: waiting for the orchestrator's batch for %.1f s, and a step takes %.1f s "
-            "(median). Its status and log say what it waits for.",
-            *(step, seconds, self._usual),
-        )
-
-    @property
-    def _usual(self) -> float:
-        return median(self._seconds) if len(self._seconds) >= MIN_STEPS else math.inf
+    def bad_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> str:
+        """The samples, over all ranks."""
+        worst = worst_samples(self._trainer, micro_batches)
+        return f"Most conspicuous: {'; '.join(map(str, worst))}."
 
 
 @dataclass(frozen=True)
@@ -81,7 +42,8 @@ class Offender:
     """A sample that may be the reason for a loss or gradient that is not finite."""
 
     env: str
-    rank: int
+    rank: int | None
+    """None: there is only one."""
     micro_batch: int
     sequence: int
     num_tokens: int
@@ -98,7 +60,7 @@ class Offender:
 
     def __str__(self) -> str:
         where = f"micro batch {self.micro_batch}"
-        if parallel.several_ranks():
+        if self.rank is not None:
             where = f"rank {self.rank}, {where}"
         return (
             f"env {self.env!r}, {where}, sequence {self.sequence} "
@@ -109,12 +71,16 @@ class Offender:
 
 def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list[Offender]:
     """The samples of a bad step that stand out most, over all ranks. Repeats the forward pass."""
+    import torch
+
+    from prime_rl.trainer import parallel
+
+    rank = parallel.rank() if parallel.several_ranks() else None
     found: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
-        row = make_row(micro_batch, trainer.device, share=trainer.share_prompts)
-        with torch.no_grad(), trainer.autocast():
-            logprobs, _ = trainer.policy(row)
-        found += _offenders(number, row, logprobs, micro_batch)
+        with torch.no_grad():
+            row, logprobs, _ = trainer.forward(micro_batch)
+        found += _offenders(rank, number, row, logprobs, micro_batch)
     parallel.reshard(trainer.policy)
     gathered = parallel.gather([asdict(offender) for offender in _worst(found)])
     return _worst([Offender(**fields) for part in gathered for fields in part])
@@ -125,7 +91,7 @@ def _worst(found: Sequence[Offender]) -> list[Offender]:
 
 
 def _offenders(
-    number: int, row: PackedRow, logprobs: torch.Tensor, micro_batch: MicroBatch
+    rank: int | None, number: int, row: PackedRow, logprobs: torch.Tensor, micro_batch: MicroBatch
 ) -> list[Offender]:
     """Of each sequence that trains anything. Columns are in the micro batch's own order."""
     pi, mu = np.empty(len(micro_batch), np.float32), micro_batch.inference_logprobs
@@ -151,7 +117,7 @@ def _offenders(
             found.append(
                 Offender(
                     env=micro_batch.envs[env],
-                    rank=parallel.rank(),
+                    rank=rank,
                     micro_batch=number,
                     sequence=sequence,
                     num_tokens=int(end - start),

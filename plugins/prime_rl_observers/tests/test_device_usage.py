@@ -17,11 +17,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from prime_rl import Loss, LossInputs, LossOutputs
 from prime_rl.config.trainer import LoraConfig
 from prime_rl.trainer.attention import Continuation, Documents
-from prime_rl.trainer.flops import model_cost, num_pairs, peak_flops, peak_of, perf_metrics
+from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.lora import add_lora
 from prime_rl.trainer.packed_row import make_row
+from prime_rl_observers.device_usage import mfu, model_cost, num_pairs, peak_flops, peak_of
 
 CPU = torch.device("cpu")
 BLOCK = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8 + 3 * 32 * 64
@@ -200,16 +202,35 @@ def test_upstreams_published_mfu_comes_out() -> None:
     pairs = num_pairs(Documents((16_384,), CPU), None)
     per_token = cost.per_token + cost.per_target + per_pair * pairs / 16_384
     assert per_token == pytest.approx(9.21e9, rel=1e-3)
-    found = perf_metrics(11_896, 11_896 * per_token, 1.0, 1, 989e12)
+    found = mfu(11_896 * per_token, 1.0, 989e12)
     assert found["perf/mfu"] == pytest.approx(11.1, abs=0.05)
 
 
-def test_throughput_counts_all_ranks_and_one() -> None:
-    found = perf_metrics(6000, 8e12, 2.0, 4, 10e12)
-    assert found == {
-        "perf/throughput": 3000,
-        "perf/throughput_per_gpu": 750,
-        "perf/mfu": pytest.approx(10),
-    }
-    assert "perf/mfu" not in perf_metrics(6000, 8e12, 2.0, 4, None)
-    assert "perf/mfu" not in perf_metrics(6000, 0.0, 2.0, 4, 10e12)
+def test_mfu_is_left_out_where_it_is_unknown() -> None:
+    assert mfu(8e12, 2.0 * 4, 10e12) == {"perf/mfu": pytest.approx(10)}
+    assert mfu(8e12, 2.0 * 4, None) == mfu(0.0, 2.0 * 4, 10e12) == {}
+
+
+class Silent(Loss):
+    """Trains nothing."""
+
+    name = "silent"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        return LossOutputs(inputs.trainer_logprobs.sum() * 0.0, {})
+
+
+def test_each_step_counts_its_own_operations(
+    make_trainer: Callable[..., Trainer], pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prime_rl_observers.device_usage.peak_flops", lambda *_: 1e12)
+    trainer = make_trainer(Silent, {})
+    cost = model_cost(trainer.model)
+    assert cost is not None
+    for step, rows in ((1, 2), (2, 1)):
+        metrics = trainer.train_step(step, [pack([[1, 2, 3]])] * rows)
+        flops = rows * cost.of(make_row(pack([[1, 2, 3]]), CPU))
+        share = flops / (metrics["time/forward_backward"] * 1e12)
+        assert metrics["perf/mfu"] == pytest.approx(100 * share)
+        assert 0 < metrics["perf/peak_memory"] < 1000

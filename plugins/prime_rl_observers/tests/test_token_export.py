@@ -7,23 +7,22 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl.config.trainer import TokenExportConfig, TrainerConfig
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
-from prime_rl.trainer.token_export import JsonLines, make_token_export
 from prime_rl.wire import MicroBatch
+from prime_rl_observers.token_export import JsonLines, TokenExport, TokenExportConfig
 
 CPU = torch.device("cpu")
+ON = {"token_export": {"enabled": True}}
 FIELDS = [
     *("schema_version", "step", "rank", "micro_step", "micro_sequence_idx", "export_sequence_idx"),
     *("env_name", "token_ids", "position_ids", "loss_mask", "advantages", "inference_logprobs"),
@@ -79,21 +78,27 @@ def export(
     **table: Any,
 ) -> list[dict[str, Any]]:
     """Through the exporter with these logprobs and entropies, in the micro batches' own order."""
-    made = make_token_export(TokenExportConfig(enabled=True, **table), tmp_path)
-    assert made is not None
-    step = made.begin(3)
-    assert step is not None
+    observer, trainer = TokenExport(TokenExportConfig(enabled=True, **table)), cast(Any, None)
+    observer.started(trainer, tmp_path)
     counts = count_members(micro_batches)
     for micro_batch, pi, entropy in zip(micro_batches, logprobs, entropies, strict=True):
         row = make_row(micro_batch, CPU)
         ours = torch.tensor(np.asarray(pi, np.float32)[row.origins])
         result = row_loss(row, ours, rl(PluginConfig()), counts)
         uncertain = torch.tensor(np.asarray(entropy, np.float32)[row.origins])
-        step.add(micro_batch, row, ours, uncertain, result.calls)
-    assert not (step.path.parent / "STABLE").exists()
-    step.finish()
-    assert (step.path.parent / "STABLE").exists()
-    return rows_of(step.path)
+        observer.row_trained(
+            3,
+            micro_batch=micro_batch,
+            row=row,
+            logprobs=ours,
+            entropies=uncertain,
+            calls=result.calls,
+        )
+    directory = tmp_path / "token_exports/step_3"
+    assert not (directory / "STABLE").exists()
+    observer.step_trained(3, {})
+    assert (directory / "STABLE").exists()
+    return rows_of(next(directory.glob("rank_0.*")))
 
 
 def mixed(pack: Any) -> MicroBatch:
@@ -198,22 +203,10 @@ def test_what_does_not_exist_is_null(format: str, tmp_path: Path, pack: Any) -> 
     assert second["entropy"] == [None, None]
 
 
-@pytest.fixture
-def make_trainer(
-    make_model: Callable[..., PreTrainedModel], tmp_path: Path
-) -> Callable[..., Trainer]:
-    def make(**table: Any) -> Trainer:
-        config = TrainerConfig.model_validate({"device": "cpu", "token_export": table})
-        exporter = make_token_export(config.token_export, tmp_path)
-        return Trainer(make_model(), Masking(PluginConfig()), config, 20, exporter)
-
-    return make
-
-
 def test_a_step_exports_the_logprobs_it_trained_on(
     make_trainer: Callable[..., Trainer], tmp_path: Path, pack: Any, random_documents: Any
 ) -> None:
-    trainer = make_trainer(enabled=True)
+    trainer = make_trainer(Masking, ON)
     batches = [pack(random_documents([4, 9, 6])), pack(random_documents([5], seed=1))]
     expected = []
     with torch.no_grad():
@@ -242,9 +235,9 @@ def test_only_every_interval_and_only_where_it_is_on(
     make_trainer: Callable[..., Trainer], tmp_path: Path, pack: Any
 ) -> None:
     batch = [pack([[1, 2, 3]])]
-    make_trainer().train_step(1, batch)
+    make_trainer(Masking, {}).train_step(1, batch)
     assert not (tmp_path / "token_exports").exists()
-    trainer = make_trainer(enabled=True, interval=2)
+    trainer = make_trainer(Masking, {"token_export": {"enabled": True, "interval": 2}})
     for step in (1, 2, 3, 4):
         trainer.train_step(step, batch)
     found = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("rank_0.jsonl"))
@@ -254,7 +247,7 @@ def test_only_every_interval_and_only_where_it_is_on(
 def test_a_step_done_again_starts_anew_and_one_that_trains_nothing_is_empty(
     make_trainer: Callable[..., Trainer], tmp_path: Path, pack: Any
 ) -> None:
-    trainer = make_trainer(enabled=True)
+    trainer = make_trainer(Masking, ON)
     trainer.train_step(1, [pack([[1, 2, 3]])])
     trainer.train_step(1, [pack([[1, 2], [4, 5]])])
     assert len(rows_of(tmp_path / "token_exports/step_1/rank_0.jsonl")) == 2
@@ -270,7 +263,7 @@ def test_a_full_disk_costs_the_export_of_that_step_and_not_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trainer, batch = make_trainer(enabled=True), [pack([[1, 2]]), pack([[3, 4]])]
+    trainer, batch = make_trainer(Masking, ON), [pack([[1, 2]]), pack([[3, 4]])]
     (tmp_path / "token_exports").write_text("a file where a folder should be")
     assert "optim/grad_norm" in trainer.train_step(1, batch)
     (tmp_path / "token_exports").unlink()
@@ -294,8 +287,10 @@ def test_a_full_disk_costs_the_export_of_that_step_and_not_the_run(
 def test_parquet_without_pyarrow_is_refused_with_the_config(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("prime_rl.config.trainer.find_spec", lambda name: None)
+    monkeypatch.setattr("prime_rl_observers.token_export.find_spec", lambda name: None)
     TokenExportConfig(enabled=True)
     TokenExportConfig(format="parquet")  # off: nothing to refuse
-    with pytest.raises(ValueError, match=r"pyarrow is not installed.*prime-rl-core\[parquet\]"):
+    with pytest.raises(
+        ValueError, match=r"pyarrow is not installed.*prime-rl-observers\[parquet\]"
+    ):
         TokenExportConfig(enabled=True, format="parquet")

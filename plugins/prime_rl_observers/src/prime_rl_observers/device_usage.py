@@ -1,4 +1,4 @@
-"""Floating-point operations of a row, and the share of the device's peak that the trainer reaches.
+"""How well the trainer uses its devices: operations of a row, share of the peak, memory.
 
 The count is the work that the row's gradient needs: a shared prompt once; backward twice the
 forward, or once for a frozen matrix, which needs no gradient of its own. Work that is repeated to
@@ -19,18 +19,25 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
+import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from torch import nn
-from transformers import PreTrainedModel
+from prime_rl import PluginConfig, TrainerObserver
 
-from prime_rl.trainer.attention import Documents
-from prime_rl.trainer.packed_row import PackedRow
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+    from prime_rl.trainer.attention import Documents
+    from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.packed_row import PackedRow
+
+logger = logging.getLogger("prime_rl.trainer.flops")
 
 PEAK_FLOPS: dict[str, float] = {
     "B200": 2250e12,
@@ -52,6 +59,38 @@ PEAK_FLOPS: dict[str, float] = {
 }
 """Dense bfloat16 operations per second, sums in float32, by words of the device's name; the first
 match counts. From the makers' data sheets."""
+
+
+class DeviceUsage(TrainerObserver):
+    """Reports ``perf/mfu``, the share of the devices' peak that the step's operations reach, in
+    percent (left out where it is unknown), and ``perf/peak_memory`` in GiB."""
+
+    name = "device_usage"
+
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self._flops = 0.0
+        """Of this rank's rows in the step."""
+
+    def started(self, trainer: Trainer, run_dir: Path) -> None:
+        """Look up the model's operations and the device's peak."""
+        self._device, self._cost = trainer.device, model_cost(trainer.model)
+        self._peak = peak_flops(trainer.device, trainer.config.dtype)
+
+    def row_trained(self, step: int, *, row: PackedRow, **_: object) -> None:
+        """Add the row's operations."""
+        if self._cost is not None:
+            self._flops += self._cost.of(row)
+
+    def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Over all ranks: the sum of the operations, and the largest memory."""
+        from prime_rl.trainer import parallel
+
+        own = (self._flops, peak_memory(self._device))
+        flops, memory = zip(*parallel.gather(own), strict=True)
+        self._flops = 0.0
+        seconds = metrics["time/forward_backward"] * parallel.num_ranks()
+        return mfu(sum(flops), seconds, self._peak) | {"perf/peak_memory": max(memory)}
 
 
 @dataclass(frozen=True)
@@ -86,6 +125,8 @@ def model_cost(model: PreTrainedModel) -> Cost | None:
 
 
 def _cost(model: PreTrainedModel) -> Cost:
+    from torch import nn
+
     config: Any = model.config
     experts = ("num_experts", "num_local_experts", "n_routed_experts")
     if any(getattr(config, name, None) for name in experts):
@@ -155,6 +196,8 @@ def peak_flops(device: torch.device, dtype: Literal["float32", "bfloat16"]) -> f
     """The device's peak in operations per second; None if it is unknown."""
     if device.type != "cuda" or dtype != "bfloat16":
         return None
+    import torch
+
     return peak_of(torch.cuda.get_device_name(device))
 
 
@@ -166,15 +209,16 @@ def peak_of(name: str) -> float | None:
     return next(found, None)
 
 
-def perf_metrics(
-    num_tokens: int, flops: float, seconds: float, num_ranks: int, peak: float | None
-) -> dict[str, float]:
-    """``perf/throughput`` (tokens per second of forward, backward and clipping, over all ranks),
-    the same per rank, and ``perf/mfu`` in percent of the peak, if both are known."""
-    metrics = {
-        "perf/throughput": num_tokens / seconds,
-        "perf/throughput_per_gpu": num_tokens / seconds / num_ranks,
-    }
-    if peak and flops:
-        metrics["perf/mfu"] = 100 * flops / (seconds * num_ranks * peak)
-    return metrics
+def mfu(flops: float, seconds: float, peak: float | None) -> dict[str, float]:
+    """``perf/mfu`` in percent of the peak, if both are known. ``seconds``: of all devices."""
+    return {"perf/mfu": 100 * flops / (seconds * peak)} if peak and flops else {}
+
+
+def peak_memory(device: torch.device) -> float:
+    """Most memory used so far, in GiB: on the device, or by this process on CPU."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20

@@ -17,26 +17,29 @@ import importlib
 import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
+from pydantic import PositiveInt, model_validator
 
-from prime_rl.config.trainer import TokenExportConfig
-from prime_rl.plugins.loss import TokenMetric
+from prime_rl import ConfigError, PluginConfig, TokenMetric, TrainerObserver
 from prime_rl.rollout import COMPONENTS, members
-from prime_rl.trainer import parallel
-from prime_rl.trainer.loss_metrics import Call
-from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.weights.versions import STABLE
 from prime_rl.wire.micro_batch import MicroBatch
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.loss_metrics import Call
+    from prime_rl.trainer.packed_row import PackedRow
+
+logger = logging.getLogger("prime_rl.trainer.token_export")
 
 SCHEMA_VERSION = 1
 
@@ -64,23 +67,67 @@ COLUMNS: dict[str, Kind] = {
 """Columns of every token, in order; a float that is not finite, as a bool too, is null."""
 
 
-def make_token_export(config: TokenExportConfig, run_dir: Path) -> TokenExport | None:
-    """None: it is off."""
-    return TokenExport(config, run_dir / "token_exports") if config.enabled else None
+class TokenExportConfig(PluginConfig):
+    """``[trainer.token_export]``: every trained token with its streams, logprobs and mask reasons,
+    in ``<run>/token_exports``."""
+
+    enabled: bool = False
+    """Write them. Costs time and disk: some hundred bytes per token as JSON."""
+    format: Literal["jsonl", "parquet"] = "jsonl"
+    """``parquet`` needs pyarrow: ``pip install "prime-rl-observers[parquet]"``."""
+    interval: PositiveInt = 1
+    """Steps between exports."""
+
+    @model_validator(mode="after")
+    def _needs_pyarrow(self) -> TokenExportConfig:
+        if self.enabled and self.format == "parquet" and find_spec("pyarrow") is None:
+            raise ConfigError(
+                'format is "parquet", but pyarrow is not installed. Install it '
+                '(pip install "prime-rl-observers[parquet]") or set format = "jsonl".'
+            )
+        return self
 
 
-@dataclass(frozen=True)
-class TokenExport:
-    """The export of a run."""
+class TokenExport(TrainerObserver):
+    """Writes every trained token as the loss saw it to ``<run>/token_exports``."""
 
+    name = "token_export"
+    config_class = TokenExportConfig
     config: TokenExportConfig
-    directory: Path
 
-    def begin(self, step: int) -> StepExport | None:
-        """A step's file, made anew; None: the step is not exported."""
-        if step % self.config.interval:
-            return None
-        rank, directory = parallel.rank(), self.directory / f"step_{step}"
+    def started(self, trainer: Trainer, run_dir: Path) -> None:
+        """Where the steps go."""
+        self._directory = run_dir / "token_exports"
+        self._export: StepExport | None = None
+
+    def row_trained(
+        self,
+        step: int,
+        *,
+        micro_batch: MicroBatch,
+        row: PackedRow,
+        logprobs: Tensor,
+        entropies: Tensor,
+        calls: Sequence[Call],
+    ) -> None:
+        """Export the row; before a step's first, make its file anew."""
+        if not self.config.enabled or step % self.config.interval:
+            return
+        if self._export is None:
+            self._export = self._begin(step)
+        self._export.add(micro_batch, token_columns(micro_batch, row, logprobs, entropies, calls))
+
+    def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Complete the step's file."""
+        if self._export is not None:
+            self._export.finish()
+            self._export = None
+        return {}
+
+    def _begin(self, step: int) -> StepExport:
+        from prime_rl.trainer import parallel
+
+        rank, directory = parallel.rank(), self._directory / f"step_{step}"
         # An earlier attempt at the step may have left files, of this rank or another.
         parallel.on_main(partial(shutil.rmtree, directory, ignore_errors=True))
         return StepExport(step, rank, directory / f"rank_{rank}.{self.config.format}")
@@ -97,16 +144,8 @@ class StepExport:
         self._num_sequences = 0
         self._try(self._open)
 
-    def add(
-        self,
-        micro_batch: MicroBatch,
-        row: PackedRow,
-        logprobs: Tensor,
-        entropies: Tensor,
-        calls: Sequence[Call],
-    ) -> None:
+    def add(self, micro_batch: MicroBatch, columns: Mapping[str, Column | None]) -> None:
         """Export the sequences of one micro batch that have a member of any component."""
-        columns = token_columns(micro_batch, row, logprobs, entropies, calls)
         lists = {
             name: None if column is None else _nullable(column, COLUMNS[name])
             for name, column in columns.items()
@@ -133,6 +172,8 @@ class StepExport:
 
     def finish(self) -> None:
         """Close the file, and mark the step as complete once every rank has."""
+        from prime_rl.trainer import parallel
+
         self._try(lambda: self._writer.close())
         errors = [each for each in parallel.gather(self._error) if each is not None]
         if self.rank == 0 and not errors:

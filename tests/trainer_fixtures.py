@@ -1,0 +1,110 @@
+"""A tiny Qwen3 with random weights, and micro batches to feed it.
+
+Tests are imported without a package, so what they share comes as fixtures that are functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+
+from prime_rl.trainer.attention import NAMES, register
+from prime_rl.wire import MicroBatch
+
+VOCAB = 61
+
+
+def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
+    """Two layers of 32, with weights large enough that context matters."""
+    settings: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(Qwen3Config(**(settings | changes))).eval()
+
+
+@pytest.fixture(scope="session")
+def make_qwen3() -> Callable[..., Qwen3ForCausalLM]:
+    """The tiny model as Hugging Face has it, seeded."""
+    return tiny_qwen3
+
+
+@pytest.fixture
+def make_model() -> Callable[..., PreTrainedModel]:
+    """The tiny model with the trainer's attention, in double precision for exact comparisons."""
+    register()
+
+    def make(attention: str = "varlen", **changes: Any) -> PreTrainedModel:
+        tiny = tiny_qwen3(**changes).double()
+        names: dict[str, str] = {"sdpa": "sdpa", "varlen": NAMES["varlen"], "mask": NAMES["mask"]}
+        tiny.set_attn_implementation(names[attention])
+        return tiny
+
+    return make
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """The tiny model as a complete folder."""
+    directory = tmp_path / "model"
+    tiny_qwen3().save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def _pack(
+    documents: Sequence[Sequence[int]],
+    *,
+    prompt: int = 1,
+    temperatures: Sequence[float] | None = None,
+    envs: Sequence[str] = ("a",),
+    env_ids: Sequence[int] | None = None,
+    **streams: Any,
+) -> MicroBatch:
+    """Documents end to end; each one's tokens after its first ``prompt`` were sampled."""
+    lengths = np.array([len(document) for document in documents], np.int32)
+    mask = np.concatenate([np.arange(length) >= prompt for length in lengths])
+    given = {name: np.asarray(column, np.float32) for name, column in streams.items()}
+    return MicroBatch(
+        token_ids=np.concatenate([np.asarray(d, np.int32) for d in documents]),
+        loss_mask=mask,
+        inference_logprobs=given.pop("inference_logprobs", np.where(mask, -1.5, 0).astype("f4")),
+        sequence_lengths=lengths,
+        temperatures=np.asarray(temperatures or [1.0] * len(documents), np.float32),
+        env_ids=np.asarray(env_ids or [0] * len(documents), np.uint16),
+        envs=tuple(envs),
+        **({"advantages": mask.astype(np.float32)} | given),
+    )
+
+
+def _random_documents(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random token ids."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, VOCAB, length).tolist() for length in lengths]
+
+
+@pytest.fixture
+def pack() -> Callable[..., MicroBatch]:
+    """Documents to a micro batch."""
+    return _pack
+
+
+@pytest.fixture
+def random_documents() -> Callable[..., list[list[int]]]:
+    """Lengths to documents of random tokens."""
+    return _random_documents
