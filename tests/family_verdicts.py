@@ -47,7 +47,7 @@ def trainer_verdict(folder: Path) -> str:
     except PrimeRLError as error:
         return _refused(error)
     documents = _documents()
-    row = make_row(_pack(documents), CPU, share=trainer.share_prompts)
+    row = make_row(_pack(documents), CPU, share=trainer.policy.packing.name == "shared")
     logprobs, _ = trainer.policy(row)
     trained = logprobs[row.targets]
     (trained * _weights(len(trained))).sum().backward()

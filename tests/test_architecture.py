@@ -89,7 +89,7 @@ def test_core_names_no_algorithm() -> None:
 
 # -- 2: the two sides ----------------------------------------------------------------------------
 
-TORCH_FREE = ("weights/__init__.py", "weights/versions.py", "weights/transports.py")
+TORCH_FREE = ("weights/__init__.py", "weights/versions.py")
 SHARED = ("wire", "config", "rollout.py", "plugins", *TORCH_FREE)
 ORCHESTRATOR_SIDE = (
     "orchestrator",

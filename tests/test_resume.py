@@ -31,7 +31,10 @@ from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import pack, truncate
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import RolloutRequest
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import LOSS, make
 from prime_rl.rollout import Rollout
 from prime_rl.run.children import Child, end, free_ports, start
 from prime_rl.run.commands import engine_launch
@@ -39,7 +42,6 @@ from prime_rl.run.resolve import build_engine
 from prime_rl.rundir.checkpoints import finished, whole_steps
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status
-from prime_rl.trainer.__main__ import make_loss
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Publisher
@@ -285,12 +287,17 @@ def train_on(trainer: Trainer, step: int, batch: Sequence[Rollout], config: RunC
     trainer.train_step(step, decode_batch(memoryview(encode_batch(step, rows)))[1])
 
 
+def loss_of(config: RunConfig) -> Loss:
+    table, hooks = config.trainer.loss, load_plugins(TRAINER_GROUP)
+    return make(LOSS, table.type, table.settings, hooks, "trainer.loss")
+
+
 async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> None:
     """Sample a batch, score it, train on it, load the weights; again."""
     hooks = load_plugins()
     trainer = Trainer(
         load_model(Path(launch.model_path), config.trainer),
-        make_loss(config),
+        loss_of(config),
         config.trainer,
         config.max_steps,
     )

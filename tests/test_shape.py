@@ -13,7 +13,7 @@ SHIPPED = [
     for file in sorted(ROOT.glob(f"{folder}/src/**/*.py"))
 ]
 
-MOST_LINES_OF_CORE = 18_150
+MOST_LINES_OF_CORE = 18_000
 """The goal is 18,000."""
 MOST_LINES_OF_THE_LOOP = 200
 MOST_LINES_OF_A_FILE = 400

@@ -11,8 +11,8 @@ from waiting import LIMIT
 
 from prime_rl import Monitor, PluginConfig
 from prime_rl.monitor.background import MAX_WAITING_ROLLOUTS, Background, in_background
-from prime_rl.monitor.console import Console
 from prime_rl.monitor.file import FileMonitor
+from prime_rl.orchestrator.reporter import Console
 from prime_rl.testing import make_rollout
 
 

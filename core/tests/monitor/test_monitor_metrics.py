@@ -1,8 +1,5 @@
 """Metric names and reductions, worked out manually."""
 
-import asyncio
-import time
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +16,7 @@ from prime_rl.monitor.metrics import (
     solved_metrics,
     timing_metrics,
 )
-from prime_rl.monitor.waiting import LAG_SECONDS, EventLoopLag, Stopwatch
+from prime_rl.orchestrator.context import Stopwatch
 from prime_rl.testing import make_rollout
 from prime_rl.testing.rollouts import make_sample
 
@@ -190,22 +187,9 @@ def test_progress_counts_each_example_once():
 
 
 def test_seconds_waited_are_taken_and_the_name_stays(monkeypatch):
-    monkeypatch.setattr("prime_rl.monitor.waiting.time", clock := Clock())
+    monkeypatch.setattr("prime_rl.orchestrator.context.time", clock := Clock())
     watch = Stopwatch()
     watch.add("wait/orchestrator/trainer", clock.now - 2.0)
     watch.add("wait/orchestrator/trainer", clock.now - 1.0)
     assert watch.take()["wait/orchestrator/trainer"] == 3.0
     assert watch.take() == {"wait/orchestrator/trainer": 0.0}
-
-
-async def test_blocking_the_event_loop_shows_as_lag():
-    lag = EventLoopLag()
-    task = asyncio.create_task(lag.run())
-    await asyncio.sleep(0)
-    time.sleep(LAG_SECONDS + 0.2)  # blocks the event loop
-    await asyncio.sleep(0.01)
-    task.cancel()
-    found = lag.take()
-    assert found["event_loop_lag/max"] >= 0.19
-    assert found["event_loop_lag/n"] >= 1
-    assert lag.take() == {}

@@ -16,7 +16,7 @@ from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.engines import EnginesStatus
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.run.children import LocalLauncher, end, free_ports
-from prime_rl.run.restarts import Restarts
+from prime_rl.run.supervisor import Restarts
 from prime_rl.rundir.status import Status, read_status
 from prime_rl.weights.versions import Weights
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.run import CkptConfig
 from prime_rl.rundir import checkpoints
 from prime_rl.rundir.checkpoints import (
     Checkpoint,

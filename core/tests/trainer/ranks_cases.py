@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
-from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import pack_ranks
 from prime_rl.plugins.hookspecs import TRAINER_GROUP

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, WeightsError
-from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.checkpoints import finished, unfinished, whole_steps
 from prime_rl.rundir.status import Status

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl import ConfigError, PluginConfig
 from prime_rl.adapter import is_adapter, merged_tensors
-from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
 from prime_rl.model_files import ModelFiles
 from prime_rl.rundir.checkpoints import finished, unfinished

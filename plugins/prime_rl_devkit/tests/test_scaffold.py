@@ -145,6 +145,7 @@ SOURCES = {
     "prime-rl-core": "core/src/prime_rl",
     "prime-rl-devkit": "plugins/prime_rl_devkit/src/prime_rl_devkit",
     "prime-rl-broadcast": "plugins/prime_rl_broadcast/src/prime_rl_broadcast",
+    "prime-rl-engine-kit": "plugins/prime_rl_engine_kit/src/prime_rl_engine_kit",
 }
 """Where the packages are of which only the metadata is installed here."""
 

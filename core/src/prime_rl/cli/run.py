@@ -97,14 +97,14 @@ def _train(
     config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
 ) -> None:
     from prime_rl.errors import RunError
-    from prime_rl.plugins.offers import VIEW
+    from prime_rl.plugins.offers import VIEW, make
     from prime_rl.run import supervisor
-    from prime_rl.run.env_checks import choose
     from prime_rl.rundir.control import supervised
     from prime_rl.rundir.stop import Stopped
 
-    cls, settings = choose(VIEW, config.view.type, config.view.settings, hooks, "view")
-    view = cls(settings, run_dir, config.max_steps)
+    view = make(
+        *(VIEW, config.view.type, config.view.settings, hooks, "view"), run_dir, config.max_steps
+    )
     try:
         with supervised(run_dir):
             with view:

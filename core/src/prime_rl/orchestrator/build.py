@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,15 +49,13 @@ from prime_rl.plugins.offers import (
     RENDERER,
     SAMPLER,
     SOURCE,
-    Kind,
     collect,
-    select,
-    settings_of,
+    make,
+    make_transport,
 )
 from prime_rl.plugins.sampler import SampledEnv, Sampler
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import ENGINES, Status, process_name
-from prime_rl.weights.transports import make_transport
 from prime_rl.weights.versions import Weights
 from prime_rl.wire.transport import Sender
 
@@ -106,7 +104,7 @@ def build_observers(run: RunContext, host: ObserverHost) -> list[Observer]:
     """Every installed observer, by name."""
     tables, names = run.config.observers, collect(run.hooks, OBSERVER)
     return [
-        _make(run.hooks, OBSERVER, name, tables.get(name, {}), f"observers.{name}", host)
+        make(OBSERVER, name, tables.get(name, {}), run.hooks, f"observers.{name}", host)
         for name in names
     ]
 
@@ -163,20 +161,11 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
     )
 
 
-def _make(
-    hooks: Hooks, kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], where: str, *more: Any
-) -> AnyOffer:
-    """The installed component called ``name``, with the settings of ``table``. Raises
-    ``ConfigError``."""
-    cls = select(kind, name, collect(hooks, kind), where)
-    return cls(settings_of(cls, kind, table, where), *more)
-
-
 def renderer_offer(config: RunConfig, hooks: Hooks, name: str | None = None) -> RendererOffer:
     """The component that ``[orchestrator.renderer]`` names, or ``name`` with its defaults."""
     table = config.orchestrator.renderer
     settings = table.settings if name is None else {}
-    return _make(hooks, RENDERER, name or table.name, settings, "orchestrator.renderer")
+    return make(RENDERER, name or table.name, settings, hooks, "orchestrator.renderer")
 
 
 def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> Any:
@@ -193,7 +182,7 @@ def build_train_envs(shared: Shared) -> list[TrainEnv]:
 def _train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
     config, hooks = shared.run.config.orchestrator, shared.run.hooks
     algo = env.algo or config.algo
-    algorithm = _make(hooks, ALGORITHM, algo.type, algo.settings, f"env {env.label!r}: algo")
+    algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
     environment = _environment(shared, env, config.train.harness)
     source = build_source(shared, env, environment)
     return TrainEnv(
@@ -214,7 +203,7 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
     source, where = table.source, f"env {env.label!r}: algo.sampling.source"
     sampling = train_sampling(env.sampling or config.train.sampling)
     if isinstance(source, SourceTable):
-        built = _make(shared.run.hooks, SOURCE, source.type, source.settings, where)
+        built = make(SOURCE, source.type, source.settings, shared.run.hooks, where)
         return ExternalSource(env.label, environment, built)
     if isinstance(source, FrozenModel):
         return SampledFrozen(
@@ -268,7 +257,7 @@ def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> 
         )
         for env, configured in zip(envs, config.orchestrator.train.env, strict=True)
     ]
-    return _make(hooks, SAMPLER, table.type, table.settings, where, known, config.seed)
+    return make(SAMPLER, table.type, table.settings, hooks, where, known, config.seed)
 
 
 def build_buffer(run: RunContext) -> Buffer:
@@ -290,13 +279,13 @@ def build_filters(
 ) -> list[tuple[Filter, bool]]:
     """The filters of one slot with their ``enforce`` flags. Raises ``ConfigError``."""
     where = f"orchestrator.{slot}"
-    return [(_make(hooks, FILTER, c.type, c.settings, where), c.enforce) for c in configs]
+    return [(make(FILTER, c.type, c.settings, hooks, where), c.enforce) for c in configs]
 
 
 def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monitor]:
     """Every monitor that has a table, and ``file``, which the live view and the summary read."""
     tables: dict[str, dict[str, Any]] = {"file": {}} | config.monitors
     return [
-        in_background(_make(hooks, MONITOR, name, table, f"monitors.{name}", run_dir))
+        in_background(make(MONITOR, name, table, hooks, f"monitors.{name}", run_dir))
         for name, table in tables.items()
     ]

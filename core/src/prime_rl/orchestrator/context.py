@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,6 @@ from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.frozen import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
-from prime_rl.monitor.waiting import Stopwatch
 from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
@@ -25,6 +25,23 @@ from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Sample
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
+
+
+class Stopwatch:
+    """Seconds by name since the last ``take``."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    def add(self, name: str, started: float) -> None:
+        """Add the time since ``started`` (``time.perf_counter``)."""
+        elapsed = time.perf_counter() - started
+        self._seconds[name] = self._seconds.get(name, 0.0) + elapsed
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of every name and reset them to 0."""
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return taken
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import Counter, defaultdict
@@ -13,7 +14,6 @@ from functools import partial
 from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import timing_of
 from prime_rl.monitor.background import Failures
-from prime_rl.monitor.console import Console
 from prime_rl.monitor.metrics import (
     Progress,
     batch_metrics,
@@ -23,7 +23,6 @@ from prime_rl.monitor.metrics import (
     solved_metrics,
     timing_metrics,
 )
-from prime_rl.monitor.waiting import EventLoopLag
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.dispatcher import OpenGroup
 from prime_rl.plugins.manager import Hooks
@@ -64,12 +63,7 @@ class Reporter(Observer):
         self._progress = Progress()
         self._arrived: dict[int, int] = {}
         self._failures = Failures()
-        self.lag = EventLoopLag()
         self.recent = SinceLastStep()
-
-    async def run(self) -> None:
-        """Measure how late the event loop is, until cancelled."""
-        await self.lag.run()
 
     async def before_training(self) -> None:
         """Start the clock: no engine is waited for any more."""
@@ -118,7 +112,6 @@ class Reporter(Observer):
             **batch_metrics(batch.seen, batch.kept),
             "off_policy/dropped": float(recent.cancelled.total() + batch.num_stale),
             **self._progress.step(batch.seen),
-            **self.lag.take(),
             "progress/seconds": now - self._started,
             "time/step": now - recent.started,
             "wire/bytes": float(sum(map(len, frames))),
@@ -168,3 +161,47 @@ def _log_rollouts(monitor: Monitor, batch: Batch) -> None:
     if monitor.wants_rollouts(batch.step):
         dropped = [batch.dropped.get(id(rollout)) for rollout in batch.seen]
         monitor.log_rollouts(batch.step, batch.seen, dropped)
+
+
+class Console:
+    """Writes ``Step 3/180 | 0.71s | Reward 0.6120 | ...`` to the log."""
+
+    def __init__(self, max_steps: int) -> None:
+        self._max_steps = max_steps
+
+    def step(self, step: int, metrics: Mapping[str, float], envs: Sequence[str] = ()) -> None:
+        """Log one finished batch; several envs get a line each."""
+        log.info(
+            "Step %d/%d | %.2fs | %s | Max Off-Policy %.0f | %s",
+            step,
+            self._max_steps,
+            metrics.get("time/step", 0.0),
+            _credit("agg", metrics),
+            metrics.get("off_policy/max", 0.0),
+            _endings("agg", metrics, "has_error", "cancelled", "is_truncated"),
+        )
+        if len(envs) > 1:
+            for env in envs:
+                endings = _endings(env, metrics, "has_error", "is_truncated")
+                log.info("  |-- %s | %s | %s", env, _credit(env, metrics), endings)
+
+
+LABELS = {"has_error": "Error", "cancelled": "Cancelled", "is_truncated": "Truncation"}
+
+
+def _credit(env: str, metrics: Mapping[str, float]) -> str:
+    name = f"train/{env}/all"
+    seen, kept = (metrics.get(f"batch/{env}/{key}", 0.0) for key in ("seen", "trainable"))
+    share = 100 * kept / seen if seen else 0.0
+    return (
+        f"Reward {metrics.get(f'{name}/reward/mean', math.nan):.4f} | "
+        f"Trainable {kept:.0f}/{seen:.0f} ({share:.1f}%) | "
+        f"Turns {metrics.get(f'{name}/num_turns/mean', 0.0):.1f} | "
+        f"Branches {metrics.get(f'{name}/num_branches/mean', 0.0):.1f}"
+    )
+
+
+def _endings(env: str, metrics: Mapping[str, float], *keys: str) -> str:
+    """Fractions of rollouts, in percent."""
+    shares = {key: 100 * metrics.get(f"train/{env}/all/{key}/mean", 0.0) for key in keys}
+    return " | ".join(f"{LABELS[key]} {share:.1f}%" for key, share in shares.items())

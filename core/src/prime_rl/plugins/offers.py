@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.config.explain import explain
+from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.algorithm import Algorithm, Filter
@@ -191,6 +192,29 @@ def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObser
         each.cls(settings_of(each.cls, TRAINER_OBSERVER, tables.get(name, {}), f"trainer.{name}"))
         for name, each in offers.items()
     ]
+
+
+def choose(
+    kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], hooks: Hooks, where: str
+) -> tuple[type[AnyOffer], PluginConfig]:
+    """The installed class called ``name``, with its settings. Raises ``ConfigError``."""
+    cls = select(kind, name, collect(hooks, kind), where)
+    return cls, settings_of(cls, kind, table, where)
+
+
+def make(
+    kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], hooks: Hooks, where: str, *more: Any
+) -> AnyOffer:
+    """An instance of it; ``more`` are the further arguments of its constructor."""
+    cls, settings = choose(kind, name, table, hooks, where)
+    return cls(settings, *more)
+
+
+def make_transport(table: WeightBroadcastConfig, hooks: Hooks) -> WeightTransport | None:
+    """The weight transport of ``[weight_broadcast]``; None where weights go as files."""
+    if table.as_files:
+        return None
+    return make(WEIGHT_TRANSPORT, table.type, table.settings, hooks, "weight_broadcast")
 
 
 def bringer(kind: str, name: str) -> str | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
-from prime_rl import Algorithm, PluginConfig
+from prime_rl import Algorithm
 from prime_rl.config.load import installed_defaults
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
@@ -19,23 +17,13 @@ from prime_rl.plugins.offers import (
     ALGORITHM,
     RENDERER,
     SOURCE,
-    AnyOffer,
-    Kind,
+    choose,
     collect,
     select,
-    settings_of,
 )
 
 RESERVED_LABELS = ("agg", "all", "effective")
 """Labels that metrics use for all envs together."""
-
-
-def choose(
-    kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], hooks: Hooks, where: str
-) -> tuple[type[AnyOffer], PluginConfig]:
-    """The class that ``name`` selects, and its validated settings. Raises ``ConfigError``."""
-    cls = select(kind, name, collect(hooks, kind), where)
-    return cls, settings_of(cls, kind, table, where)
 
 
 def check_envs(config: RunConfig) -> None:

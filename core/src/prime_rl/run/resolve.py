@@ -24,14 +24,16 @@ from prime_rl.plugins.offers import (
     RENDERER,
     SAMPLER,
     VIEW,
+    choose,
     collect,
+    make,
     make_observers,
+    make_transport,
     select,
     settings_of,
 )
-from prime_rl.run.env_checks import check_algorithms, check_envs, check_tasksets, choose
+from prime_rl.run.env_checks import check_algorithms, check_envs, check_tasksets
 from prime_rl.run.gpus import check_shares, gpus_of, num_ranks
-from prime_rl.weights.transports import make_transport
 
 
 def check(config: RunConfig) -> Hooks:
@@ -82,8 +84,7 @@ def build_engine(config: RunConfig, hooks: Hooks) -> Engine:
 def build_launcher(config: RunConfig, hooks: Hooks) -> Launcher:
     """The launcher plugin with its settings. Raises ``ConfigError``."""
     table = config.launcher
-    cls = select(LAUNCHER, table.type, collect(hooks, LAUNCHER), "launcher.type")
-    return cls(settings_of(cls, LAUNCHER, table.settings, "launcher"))
+    return make(LAUNCHER, table.type, table.settings, hooks, "launcher")
 
 
 def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:

@@ -6,7 +6,7 @@
     orchestrator          samples, scores and packs; the run ends when it is done
 
 The launcher starts the processes and chooses their machines. An engine that dies is restarted
-(``restarts.py``). Any other process that dies ends the run with its name, exit code and last log
+(``Restarts``). Any other process that dies ends the run with its name, exit code and last log
 lines, and all processes are ended. The first Ctrl-C or SIGTERM stops the run gracefully
 (``stop.py``), the second ends it at once.
 """
@@ -14,21 +14,21 @@ lines, and all processes are ended. The first Ctrl-C or SIGTERM stops the run gr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.plugins.launchers import Launcher, Process
+from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
 from prime_rl.run.children import ending, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 from prime_rl.run.commands import Commands, Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
-from prime_rl.run.restarts import Restarts
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
-from prime_rl.rundir.status import DONE, Status, read_status
+from prime_rl.rundir.status import DONE, ENGINES, HUNG, STARTING, Status, read_status
 from prime_rl.rundir.stop import STOP, Stop
 
 TICK_SECONDS = 0.25
@@ -150,3 +150,55 @@ def _is_done(name: str, run_dir: Path) -> bool:
     is_other_node = name.startswith("trainer_")
     report = read_status(run_dir / "status" / f"{'trainer' if is_other_node else name}.json")
     return report is not None and (is_other_node or report.state == DONE)
+
+
+class Restarts:
+    """Starts processes, and restarts each engine that dies or hangs, at most ``limit`` times. The
+    orchestrator sees that an engine hangs, and reports it in a status file. An engine that has
+    never served is not restarted: the same failure would follow."""
+
+    def __init__(
+        self, launcher: Launcher, run_dir: Path, limit: int, tell: Callable[[str], None]
+    ) -> None:
+        self._launcher, self._run_dir = launcher, run_dir
+        self._limit, self._tell = limit, tell
+        self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
+        self._used: Counter[str] = Counter()
+        self._handled: dict[str, str] = {}
+        """State of an engine when it was last restarted or given up."""
+
+    def start(self, task: Task, command: ProcessCommand) -> Process:
+        if task.part == "inference":
+            self._engines[task.name] = (task, command)
+        return self._launcher.start(task, command)
+
+    def restart(self, processes: list[Process]) -> None:
+        """Replace each engine in the list that has died or hangs by a new process. An engine that
+        has reached the limit is removed if another engine works; else it stays, so that the caller
+        sees its exit code or the orchestrator waits for it."""
+        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
+        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
+        for process in [each for each in processes if each.name in self._engines]:
+            name, state = process.name, states.get(process.name, STARTING)
+            if state == STARTING or (process.exit_code is None and not self._hangs(name, state)):
+                continue
+            code = process.exit_code
+            how = f"{name} {'answers nothing' if code is None else ending(code)}"
+            if self._used[name] < self._limit:
+                self._used[name] += 1
+                count = f"{self._used[name]} of {self._limit} times"
+                self._tell(f"{how}: starting it again ({count})")
+                processes[processes.index(process)] = self._launcher.start(*self._engines[name])
+            elif any(self._works(other, states) for other in processes if other is not process):
+                self._tell(f"{how}: going on without it")
+                self._launcher.end([process])  # and its remaining children
+                processes.remove(process)
+            self._handled[name] = state
+
+    def _hangs(self, name: str, state: str) -> bool:
+        return state.startswith(HUNG) and state != self._handled.get(name)
+
+    def _works(self, other: Process, states: Mapping[str, str]) -> bool:
+        """Whether the run can continue with this engine."""
+        hangs = self._hangs(other.name, states.get(other.name, STARTING))
+        return other.name in self._engines and other.exit_code is None and not hangs

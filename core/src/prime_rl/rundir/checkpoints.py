@@ -19,7 +19,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError
 
 STABLE = "STABLE"

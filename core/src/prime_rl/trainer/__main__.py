@@ -27,15 +27,14 @@ from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import Loss
-from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import LOSS, collect, make_observers, select, settings_of
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import LOSS, make, make_observers, make_transport
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status, read_status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
-from prime_rl.weights.transports import make_transport
 
 logger = logging.getLogger("prime_rl.trainer")
 
@@ -103,7 +102,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     launch = Launch.read(run_dir)
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    loss = make_loss(config, hooks)  # before the slow import: a wrong table is an error at once
+    table = config.trainer.loss  # before the slow import: a wrong table is an error at once
+    loss = make(LOSS, table.type, table.settings, hooks, "trainer.loss")
     observers = make_observers(config.trainer.settings, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
     rank.check(launch.num_ranks)
@@ -173,14 +173,6 @@ def set_up_logging(level: str, rank: Rank) -> None:
     if rank.number:
         for handler in logging.getLogger().handlers:
             handler.addFilter(lambda record: not record.name.startswith(f"{logger.name}."))
-
-
-def make_loss(config: RunConfig, hooks: Hooks | None = None) -> Loss:
-    """The rl loss that ``[trainer.loss]`` selects, from the plugins installed for the trainer."""
-    table = config.trainer.loss
-    hooks = hooks or load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    loss_class = select(LOSS, table.type, collect(hooks, LOSS), "trainer.loss.type")
-    return loss_class(settings_of(loss_class, LOSS, table.settings, "trainer.loss"))
 
 
 def exit_on_signal(code: int = 0) -> None:

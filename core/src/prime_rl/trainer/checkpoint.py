@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from prime_rl.config.ckpt import CkptConfig
+from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.rundir.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
 from prime_rl.rundir.status import Status

@@ -4,7 +4,7 @@
                   <run>/broadcasts/step_7/MEMORY, then STABLE     version 7 waits in its memory
     orchestrator  newest_version -> the engines load the files, or the transport delivers
 
-``versions`` and ``transports`` are for both sides and import no torch; ``tensors`` is for processes
-with torch. The trainer's ranks publish together, which is ``prime_rl.trainer.publish``. Transports
-other than files implement the contract ``prime_rl.plugins.weight_transports``.
+``versions`` is for both sides and imports no torch; ``tensors`` is for processes with torch. The
+trainer's ranks publish together (``prime_rl.trainer.publish``). Transports other than files
+implement the contract ``prime_rl.plugins.weight_transports``.
 """

@@ -1,5 +1,5 @@
 """What a user sees of a run, and the commands around it: look at it, replay it, evaluate and serve
-its weights, stop it. And the observer that saves the rollouts they read."""
+its weights, stop it. And the observers of what they show."""
 
 import typer
 
@@ -25,10 +25,11 @@ def register_commands(cli: typer.Typer) -> None:
 
 @hookimpl
 def register_observers() -> list[type[Observer]]:
-    """Offer ``save_rollouts``."""
+    """Offer ``event_loop_lag`` and ``save_rollouts``."""
+    from prime_rl_tools.lag import EventLoopLag
     from prime_rl_tools.rollouts import SaveRollouts
 
-    return [SaveRollouts]
+    return [EventLoopLag, SaveRollouts]
 
 
 @hookimpl
