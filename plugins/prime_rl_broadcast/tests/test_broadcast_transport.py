@@ -31,7 +31,7 @@ def test_files_need_no_transport() -> None:
 
 def test_an_unknown_transport_and_an_unknown_key_are_refused() -> None:
     hooks = load_plugins()
-    with pytest.raises(ConfigError, match=r"weight_broadcast.type: .*Did you mean 'gloo'"):
+    with pytest.raises(ConfigError, match=r"weight_broadcast: .*Did you mean 'gloo'"):
         make_transport(WeightBroadcastConfig(type="glo"), hooks)
     with pytest.raises(ConfigError, match=r"weight_broadcast \(weight_transport 'gloo'\).timout"):
         make_transport(WeightBroadcastConfig.model_validate({"type": "gloo", "timout": 3}), hooks)
