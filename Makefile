@@ -11,8 +11,8 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
 # A test file stays in one process; `make test ARGS="-n 0 -x FILE"` to debug one.
-# Two workers per core: many tests wait for processes of their own.
-PARALLEL := -n $(shell $(PYTHON) -c "import os; print(min(2 * (os.cpu_count() or 1), 8))") --dist loadfile --no-loadscope-reorder
+# One worker more than cores: some tests wait for processes of their own.
+PARALLEL := -n $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))") --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup run test test-busy setup-vllm test-vllm lint types docs docs-check docs-families docs-site bench wheels clean
 .DEFAULT_GOAL := run
