@@ -100,7 +100,7 @@ def micro_batch(documents: Documents) -> MicroBatch:
 def packed_step(attention: Attention, documents: Documents) -> Callable[[], object]:
     """The trainer's own step."""
     model = make_model(NAMES[attention])
-    config = TrainerConfig(device="cpu")
+    config = TrainerConfig(device="cpu", attention=attention)
     trainer = Trainer(model, PolicyGradient(PluginConfig()), config, max_steps=100)
     rows = pack(documents)
     return lambda: trainer.train_step(1, rows)
