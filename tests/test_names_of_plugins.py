@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from prime_rl.plugins.manager import GROUPS, load_plugins
-from prime_rl.plugins.offers import KINDS, collect
+from prime_rl.plugins.offers import KINDS, OBSERVER, collect
 
 CORE = Path(__file__).parents[1] / "core/src/prime_rl"
 
@@ -15,8 +15,6 @@ OTHER_MEANINGS = {
     ("trainer/logprobs.py", "auto"),
     ("trainer/parallel.py", "gloo"),  # the process group of torch
     ("trainer/lora.py", "default"),  # peft's name of the first adapter
-    ("run/resolve.py", "evals"),  # the observer that [orchestrator.eval] asks for
-    ("run/resolve.py", "save_rollouts"),  # the key that asks for the observer of this name
 }
 """Words of core that happen to be the name of a plugin's class, by file."""
 
@@ -31,7 +29,7 @@ def names_of_plugins():
         if each.source.distribution != "prime-rl-core"
     }
     known = (entry.name.split(".", 1) for entry in entry_points(group="prime_rl.known"))
-    return offered | {name for kind, name in known if kind != "command"}
+    return offered | {name for kind, name in known if kind not in ("command", "key")}
 
 
 def constants(file):
@@ -64,6 +62,8 @@ def test_every_name_of_the_index_is_offered_under_it():
         for kind in KINDS
         for name, each in collect(load_plugins(group), kind).items()
     }
+    for each in collect(load_plugins(), OBSERVER).values():
+        offered |= {("key", key): each.source.distribution for key in each.cls.reads}
     for entry in entry_points(group="prime_rl.known"):
         kind, name = entry.name.split(".", 1)
         if kind not in ("command", "harness"):

@@ -10,8 +10,8 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import Monitor, PluginConfig
+from prime_rl.defaults import FileMonitor
 from prime_rl.monitor.background import MAX_WAITING_ROLLOUTS, Background, in_background
-from prime_rl.monitor.file import FileMonitor
 from prime_rl.orchestrator.reporter import Console
 from prime_rl.testing import make_rollout
 

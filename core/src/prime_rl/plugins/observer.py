@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prime_rl.plugins.base import Offer, PluginConfig
 
@@ -37,6 +37,9 @@ class Observer(Offer):
     The loop calls its observers in order and waits for each of them: reports first, then installed
     observers by name, then checkpoints and sampling. An exception ends the run.
     """
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Keys of the TOML, dotted, that only it reads: set without it, they are an error."""
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config)

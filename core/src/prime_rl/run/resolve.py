@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from functools import reduce
 from pathlib import Path
 
 from prime_rl import Engine, ModelMaker, PluginConfig
@@ -24,6 +25,7 @@ from prime_rl.plugins.offers import (
     RENDERER,
     SAMPLER,
     VIEW,
+    bringer,
     choose,
     collect,
     make,
@@ -175,11 +177,16 @@ def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
 
 def _check_observers(config: RunConfig, hooks: Hooks) -> None:
     """Their tables are valid, and a key that asks for an observer finds it."""
-    table, installed = config.orchestrator, collect(hooks, OBSERVER)
-    if table.eval.env:
-        select(OBSERVER, "evals", installed, "orchestrator.eval.env")
-    if table.save_rollouts and "save_rollouts" in table.model_fields_set:  # true is the default
-        select(OBSERVER, "save_rollouts", installed, "orchestrator.save_rollouts")
+    installed = collect(hooks, OBSERVER)
+    for key in ("orchestrator.eval.env", "orchestrator.save_rollouts"):
+        *path, name = key.split(".")
+        table = reduce(getattr, path, config)
+        is_set = name in table.model_fields_set and getattr(table, name)
+        if is_set and not any(key in each.cls.reads for each in installed.values()):
+            raise ConfigError(
+                f"{key}: no installed observer reads it (installed: {', '.join(installed)}). "
+                f"Install the package that brings one: pip install {bringer('key', key)}"
+            )
     for name in {**installed, **config.observers}:
         choose(OBSERVER, name, config.observers.get(name, {}), hooks, f"observers.{name}")
 

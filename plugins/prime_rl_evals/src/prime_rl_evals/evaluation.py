@@ -88,6 +88,7 @@ class Evaluation(Observer):
     the results."""
 
     name = "evals"
+    reads = ("orchestrator.eval.env",)
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)

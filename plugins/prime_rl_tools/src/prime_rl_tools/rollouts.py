@@ -98,6 +98,7 @@ class SaveRollouts(Observer):
     """Saves the rollouts of every step, unless ``orchestrator.save_rollouts`` is false."""
 
     name = "save_rollouts"
+    reads = ("orchestrator.save_rollouts",)
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
