@@ -14,10 +14,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from prime_rl import Loss, LossInputs, LossOutputs
 from prime_rl.trainer.attention import NAMES, register
 from prime_rl.wire import MicroBatch
 
 VOCAB = 61
+
+
+class Ratio(Loss):
+    """-A * exp(t - i)"""
+
+    name = "ratio"
+    token_wise = True
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
+        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
 
 
 def tiny_qwen3(seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:

@@ -14,12 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_training import Frames
+from trainer_fixtures import Ratio
 from transformers import PreTrainedModel
 
 from prime_rl import (
-    Loss,
-    LossInputs,
-    LossOutputs,
     PluginConfig,
     RunError,
     TrainerObserver,
@@ -34,17 +32,6 @@ from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch, encode_batch
 
 CPU = torch.device("cpu")
-
-
-class Ratio(Loss):
-    """-A * exp(t - i)"""
-
-    name = "ratio"
-    token_wise = True
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
-        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
 
 
 @pytest.fixture

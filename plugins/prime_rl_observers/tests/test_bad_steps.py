@@ -9,21 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainer_fixtures import Ratio
 
-from prime_rl import Loss, LossInputs, LossOutputs, RunError
+from prime_rl import RunError
 from prime_rl.trainer.loop import Trainer
 from prime_rl_observers.bad_steps import worst_samples
-
-
-class Ratio(Loss):
-    """-A * exp(t - i)"""
-
-    name = "ratio"
-    token_wise = True
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        ratio = (inputs.trainer_logprobs - inputs.inference_logprobs).exp()
-        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
 
 
 @pytest.fixture

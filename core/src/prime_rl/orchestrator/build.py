@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import (
@@ -36,7 +36,6 @@ from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
 from prime_rl.orchestrator.watchdog import EngineKeeper, Watchdog
 from prime_rl.plugins.algorithm import Filter
-from prime_rl.plugins.base import Offer
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.model import RendererOffer
 from prime_rl.plugins.monitor import Monitor
@@ -58,8 +57,6 @@ from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import ENGINES, Status, process_name
 from prime_rl.weights.versions import Weights
 from prime_rl.wire.transport import Sender
-
-AnyOffer = TypeVar("AnyOffer", bound=Offer)
 
 
 def build_orchestrator(
