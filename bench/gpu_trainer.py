@@ -28,6 +28,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from bench.train_step import PolicyGradient
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.attention import NAMES, register
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.loop import Trainer
@@ -113,7 +114,12 @@ def measure(
     device = choose_device("auto")
     config = TrainerConfig(dtype="bfloat16", micro_batch_tokens=tokens, **settings)
     model = make_model(shape, device, tokens)
-    trainer = Trainer(model, PolicyGradient(PluginConfig()), config, warmup + steps + 1)
+    trainer = Trainer(
+        model,
+        installed_losses().with_rl(PolicyGradient(PluginConfig())),
+        config,
+        warmup + steps + 1,
+    )
     vocab = SHAPES[shape]["vocab_size"]
     batch = [make_micro_batch(mix, tokens, vocab, seed) for seed in range(MICRO_BATCHES)]
     cost = model_cost(model)

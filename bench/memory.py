@@ -29,6 +29,7 @@ import torch
 from bench.train_step import Documents, PolicyGradient, make_model, micro_batch
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.attention import NAMES, register
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.optim import clip_gradients, make_optimizer
@@ -58,7 +59,9 @@ def ours(**settings: Any) -> Step:
     register()
     config = TrainerConfig(device="cpu", **settings)
     model = make_model(NAMES["varlen"], **SIZES)
-    trainer = Trainer(model, PolicyGradient(PluginConfig()), config, max_steps=100)
+    trainer = Trainer(
+        model, installed_losses().with_rl(PolicyGradient(PluginConfig())), config, max_steps=100
+    )
     row = micro_batch(documents())
     return lambda: trainer.train_step(1, [row])
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.attention import NAMES, Attention, register
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.optim import clip_gradients, make_optimizer
@@ -101,7 +102,9 @@ def packed_step(attention: Attention, documents: Documents) -> Callable[[], obje
     """The trainer's own step."""
     model = make_model(NAMES[attention])
     config = TrainerConfig(device="cpu", attention=attention)
-    trainer = Trainer(model, PolicyGradient(PluginConfig()), config, max_steps=100)
+    trainer = Trainer(
+        model, installed_losses().with_rl(PolicyGradient(PluginConfig())), config, max_steps=100
+    )
     rows = pack(documents)
     return lambda: trainer.train_step(1, rows)
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import PrimeRLError
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row
@@ -65,7 +66,7 @@ def trainer_verdict(folder: Path) -> str:
 
 def _trainer(folder: Path) -> Trainer:
     config = TrainerConfig(device="cpu")
-    return Trainer(load_model(folder, config), cast(Any, None), config, max_steps=1)
+    return Trainer(load_model(folder, config), installed_losses(), config, max_steps=1)
 
 
 def _documents() -> list[list[int]]:

@@ -54,8 +54,8 @@ FOR_TRANSPORTS = {
 HAS_TRANSPORT = {"prime_rl_broadcast"}
 
 FOR_OBSERVERS = {
-    *("prime_rl.rollout", "prime_rl.trainer", "prime_rl.weights.versions"),
-    "prime_rl.wire.micro_batch",
+    *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
+    *("prime_rl.wire.micro_batch", "prime_rl.plugins.components"),
 }
 """Further modules and folders for an observer of the trainer that is released with core."""
 

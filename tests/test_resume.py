@@ -28,13 +28,12 @@ from waiting import LIMIT, eventually
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import RunContext
-from prime_rl.orchestrator.packer import pack, truncate
+from prime_rl.orchestrator.packer import pack
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import RolloutRequest
+from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import LOSS, make
 from prime_rl.rollout import Rollout
 from prime_rl.run.children import Child, end, free_ports, start
 from prime_rl.run.commands import engine_launch
@@ -281,15 +280,10 @@ async def group_of(env: build.TrainEnv, asked: tuple[int, int], version: int) ->
 
 
 def train_on(trainer: Trainer, step: int, batch: Sequence[Rollout], config: RunConfig) -> None:
-    samples = [truncate(s, config.seq_len) for rollout in batch for s in rollout.samples]
+    samples = [s.cut(config.seq_len) for rollout in batch for s in rollout.samples]
     envs = [rollout.env for rollout in batch for _ in rollout.samples]
     rows = pack(samples, envs, config.trainer.micro_batch_tokens or config.seq_len)
     trainer.train_step(step, decode_batch(memoryview(encode_batch(step, rows)))[1])
-
-
-def loss_of(config: RunConfig) -> Loss:
-    table, hooks = config.trainer.loss, load_plugins(TRAINER_GROUP)
-    return make(LOSS, table.type, table.settings, hooks, "trainer.loss")
 
 
 async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> None:
@@ -297,7 +291,7 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
     hooks = load_plugins()
     trainer = Trainer(
         load_model(Path(launch.model_path), config.trainer),
-        loss_of(config),
+        Components.load(config.trainer, load_plugins(TRAINER_GROUP)),
         config.trainer,
         config.max_steps,
     )

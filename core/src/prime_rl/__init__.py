@@ -52,7 +52,7 @@ from prime_rl.plugins.weight_transports import WeightSender as WeightSender
 from prime_rl.plugins.weight_transports import WeightTransport as WeightTransport
 from prime_rl.rollout import ROLES as ROLES
 from prime_rl.rollout import Group as Group
-from prime_rl.rollout import LossComponent as LossComponent
 from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample
 from prime_rl.rundir.chat_template import ChatTemplate as ChatTemplate
+from prime_rl.streams import LossComponent as LossComponent

@@ -10,60 +10,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import StreamError
-
-FloatColumn: TypeAlias = npt.NDArray[np.float32]
-BoolColumn: TypeAlias = npt.NDArray[np.bool_]
-IntColumn: TypeAlias = npt.NDArray[np.int32]
-Values: TypeAlias = Sequence[float] | npt.NDArray[Any]
+from prime_rl.streams import (
+    RESERVED,
+    STREAMS,
+    WEIGHTS,
+    BoolColumn,
+    FloatColumn,
+    IntColumn,
+    LossComponent,
+    StreamColumn,
+    Values,
+    as_stream,
+    split_stream,
+    trains,
+)
 
 ROLES = ("system", "user", "assistant", "tool")
 """Message roles; a token's role is its index here, -1 if unknown."""
 
-STREAMS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
-"""The optional per-token streams."""
-LossComponent = Literal["rl", "ce", "ref_kl"]
-"""The components of the loss. A loss plugin may replace what ``rl`` computes; the others are
-fixed."""
-COMPONENTS: tuple[LossComponent, ...] = get_args(LossComponent)
-
-NEEDS: Mapping[LossComponent, str] = {"rl": "advantages", "ref_kl": "ref_logprobs"}
-"""The stream that the members of a component require."""
-
-
-class Columns(Protocol):
-    """A sample, or a packed row of them: columns of one length T."""
-
-    @property
-    def loss_mask(self) -> BoolColumn: ...
-
-    def __len__(self) -> int: ...
-
-
-def members(columns: Columns, component: LossComponent) -> BoolColumn:
-    """[T] the tokens that train in a component: those with a weight other than zero. Without a
-    weight stream, rl trains every sampled token and the others none.
-
-    Scoring, packing and the trainer's counts all use this rule.
-    """
-    weights: FloatColumn | None = getattr(columns, f"{component}_weights")
-    if component == "rl":
-        return columns.loss_mask if weights is None else columns.loss_mask & (weights != 0)
-    return np.zeros(len(columns), np.bool_) if weights is None else weights != 0
-
-
-def missing_stream(columns: Columns) -> tuple[LossComponent, str, int] | None:
-    """A component without the stream it needs: its name, the stream, the number of members. None if
-    none is missing."""
-    for component, stream in NEEDS.items():
-        if getattr(columns, stream) is None and (number := int(members(columns, component).sum())):
-            return component, stream, number
-    return None
+_DTYPES = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    "inference_logprobs": np.float32,
+    "roles": np.int8,
+    "is_content": np.bool_,
+    "policy_versions": np.int32,
+    "is_repeat": np.bool_,
+    "node_ids": np.int32,
+    **dict.fromkeys(STREAMS, np.float32),
+}
+COLUMNS = tuple(_DTYPES)
+"""The per-token columns that are attributes of a sample; ``streams`` holds further ones."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -95,16 +78,16 @@ class Sample:
     ref_kl_weights: FloatColumn | None = None
     ref_logprobs: FloatColumn | None = None
 
+    streams: dict[str, StreamColumn] = field(default_factory=dict)
+    """Further streams by name, [T] or [T, k], float32 or int32. ``rollout.assign_stream`` writes
+    them."""
+
     def __post_init__(self) -> None:
-        self.token_ids = np.asarray(self.token_ids, np.int32)
-        self.loss_mask = np.asarray(self.loss_mask, np.bool_)
-        self.inference_logprobs = np.asarray(self.inference_logprobs, np.float32)
-        for name, dtype in _OPTIONAL.items():
+        for name, dtype in _DTYPES.items():
             if (column := getattr(self, name)) is not None:
                 setattr(self, name, np.asarray(column, dtype))
-        for name in ("loss_mask", "inference_logprobs", *_OPTIONAL):
-            column = getattr(self, name)
-            if column is not None and column.shape != self.token_ids.shape:
+        for name, column in self.columns.items():
+            if column.shape[: column.ndim if name in _DTYPES else 1] != self.token_ids.shape:
                 raise StreamError(
                     f"sample: column {name!r} must align with token_ids: "
                     f"got shape {column.shape}, expected {self.token_ids.shape}"
@@ -114,27 +97,40 @@ class Sample:
         return len(self.token_ids)
 
     @property
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """Every column that is there, further streams included."""
+        known = {name: getattr(self, name) for name in COLUMNS}
+        return {n: column for n, column in known.items() if column is not None} | self.streams
+
+    @property
     def num_trainable_tokens(self) -> int:
         return int(self.loss_mask.sum())
 
+    def cut(self, limit: int) -> Sample:
+        """The first ``limit`` tokens."""
+        if len(self) <= limit:
+            return self
+        columns = {name: column[:limit] for name, column in self.columns.items()}
+        return sample_of(columns, self.temperature)
+
+    def set_stream(self, name: str, column: StreamColumn) -> None:
+        """Write a stream without the checks of ``Rollout.assign_stream``."""
+        if name in STREAMS:
+            setattr(self, name, column)
+        else:
+            self.streams[name] = column
+
     def freeze(self) -> None:
         """Make every column read-only."""
-        for name in COLUMNS:
-            if (column := getattr(self, name)) is not None:
-                column.flags.writeable = False
+        for column in self.columns.values():
+            column.flags.writeable = False
 
 
-_OPTIONAL: Mapping[str, type] = {
-    "roles": np.int8,
-    "is_content": np.bool_,
-    "policy_versions": np.int32,
-    "is_repeat": np.bool_,
-    "node_ids": np.int32,
-    **dict.fromkeys(STREAMS, np.float32),
-}
-
-COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", *_OPTIONAL)
-"""Every per-token column a sample may carry."""
+def sample_of(columns: Mapping[str, npt.NDArray[Any]], temperature: float) -> Sample:
+    """A sample from all its columns by name."""
+    known = {name: column for name, column in columns.items() if name in COLUMNS}
+    streams = {name: column for name, column in columns.items() if name not in COLUMNS}
+    return Sample(**known, streams=streams, temperature=temperature)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -185,7 +181,7 @@ class Rollout:
     @property
     def has_members(self) -> bool:
         """Whether any token trains in any component."""
-        return any(members(s, name).any() for s in self.samples for name in COMPONENTS)
+        return any(trains(sample) for sample in self.samples)
 
     @property
     def num_tokens(self) -> int:
@@ -201,8 +197,8 @@ class Rollout:
 
     @property
     def trains_beside_rl(self) -> bool:
-        """Whether any token trains in ce or ref_kl."""
-        return any(members(s, "ce").any() or members(s, "ref_kl").any() for s in self.samples)
+        """Whether any token trains in a component other than rl."""
+        return any(trains(sample, beside_rl=True) for sample in self.samples)
 
     @property
     def shared_prefixes(self) -> Iterator[tuple[int, int, int]]:
@@ -240,29 +236,31 @@ class Rollout:
         one per token [N] with 0.0 off the mask. Raises ``StreamError`` on any other length, on a
         value that is not finite, and on credit off the mask.
         """
-        self._check_open("advantages")
-        values = np.asarray(credit, np.float32)
-        if values.ndim == 0:
-            if not np.isfinite(values):
-                where = self._where("advantages")
-                raise StreamError(f"{where}: got {credit}, expected a finite number")
-            for sample in self.samples:
-                sample.advantages = np.where(sample.loss_mask, values, np.float32(0.0))
-            return
-        self._write("advantages", values, off_mask_must_be_zero=True)
+        self._write("advantages", credit, off_mask_must_be_zero=True)
 
     def assign_ref_logprobs(self, values: Values) -> None:
         """Write a reference model's logprobs: one per trainable token [C] or one per token [N]."""
-        self._check_open("ref_logprobs")
-        self._write("ref_logprobs", np.asarray(values, np.float32))
+        self._write("ref_logprobs", values)
 
-    def assign_weights(self, component: LossComponent, values: Values) -> None:
-        """Write one component's weights: one per trainable token [C] or one per token [N]. 0.0
-        leaves a token out."""
-        name = f"{component}_weights"
-        self._check_open(name)
-        self._write(name, np.asarray(values, np.float32))
-        self.assigned.add(name)
+    def assign_weights(self, component: LossComponent, values: float | Values) -> None:
+        """Write one component's weights, as ``assign_advantages``. 0.0 leaves a token out.
+        ``component``: ``rl`` or an installed loss."""
+        self._write(f"{component}{WEIGHTS}", values)
+        self.assigned.add(f"{component}{WEIGHTS}")
+
+    def assign_stream(self, name: str, values: float | Values) -> None:
+        """Write a stream that a loss reads by name (``Loss.reads``), as ``assign_advantages``;
+        tokens that the policy did not sample may have values too.
+
+        Integers are kept as int32, anything else as float32. Values of shape [C, k] or [N, k] give
+        each token a row of k. Raises ``StreamError`` also for a name that core uses itself.
+        """
+        if name in RESERVED or name.endswith(WEIGHTS) or not name.isidentifier():
+            raise StreamError(
+                f"{self._where(repr(name))}: no stream can have this name. Choose another one, or "
+                "use assign_weights for the weights of a component."
+            )
+        self._write(name, values, off_mask_must_be_zero=name == "advantages")
 
     def freeze(self) -> None:
         """Freeze the streams: later assignments raise ``StreamError``."""
@@ -270,36 +268,33 @@ class Rollout:
         for sample in self.samples:
             sample.freeze()
 
-    def _write(self, name: str, values: FloatColumn, off_mask_must_be_zero: bool = False) -> None:
-        trainable, total = self.num_trainable_tokens, self.num_tokens
-        if not np.isfinite(values).all():
-            raise StreamError(f"{self._where(name)}: got a value that is not finite")
-        if values.ndim != 1 or len(values) not in (trainable, total):
-            raise StreamError(
-                f"{self._where(name)} need one value per trainable token or one per token: "
-                f"got shape {values.shape}, expected ({trainable},) or ({total},)"
-            )
-        mask = np.concatenate([s.loss_mask for s in self.samples] or [np.zeros(0, np.bool_)])
-        if len(values) == trainable != total:
-            values, compact = np.zeros(total, np.float32), values
-            values[mask] = compact
-        elif off_mask_must_be_zero and values[~mask].any():
-            raise StreamError(
-                f"{self._where(name)}: got credit on {int((values[~mask] != 0).sum())} tokens the "
-                "policy did not sample; expected 0.0 there. To train env-provided tokens use the "
-                "hook observation_weights."
-            )
-        start = 0
-        for sample in self.samples:
-            setattr(sample, name, values[start : start + len(sample)].copy())
-            start += len(sample)
-
-    def _check_open(self, name: str) -> None:
+    def _write(
+        self, name: str, values: float | Values, off_mask_must_be_zero: bool = False
+    ) -> None:
+        """Raises ``StreamError`` if the rollout is frozen or the values do not fit."""
+        where = self._where(name)
         if self.frozen:
             raise StreamError(
-                f"{self._where(name)} are frozen: the rollout is stamped. Assign credit in "
-                "score_rollout or score_group."
+                f"{where} are frozen: the rollout is stamped. Assign credit in score_rollout or "
+                "score_group."
             )
+        masks = [sample.loss_mask for sample in self.samples]
+        try:
+            found = as_stream(values)
+            if name in STREAMS or name.endswith(WEIGHTS):
+                found = found.astype(np.float32)
+            columns = split_stream(found, masks)
+        except ValueError as error:
+            raise StreamError(f"{where}: {error}") from error
+        if off_mask_must_be_zero and found.ndim:
+            off = sum(int((c[~m] != 0).sum()) for c, m in zip(columns, masks, strict=True))
+            if off:
+                raise StreamError(
+                    f"{where}: got credit on {off} tokens the policy did not sample; expected 0.0 "
+                    "there. To train env-provided tokens use the hook observation_weights."
+                )
+        for sample, column in zip(self.samples, columns, strict=True):
+            sample.set_stream(name, column)
 
     def _where(self, name: str) -> str:
         return f"env {self.env!r}, group {self.group_id}: {name}"

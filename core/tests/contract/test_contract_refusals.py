@@ -151,18 +151,19 @@ def test_a_disabled_plugin_is_not_even_imported(install):
 
 
 @pytest.mark.parametrize(
-    ("asked", "way_out"), [(0, "Upgrade the plugin"), (2, "Upgrade prime-rl-core")]
+    ("asked", "way_out"), [(0, "Upgrade the plugin"), (3, "Upgrade prime-rl-core")]
 )
 def test_another_contract_version(install, asked, way_out):
     install(f"prime_rl_contract = {asked}")
     assert refusal() == (
-        f"{WHO} asks for contract version {asked}, this prime-rl-core speaks 1. "
+        f"{WHO} asks for contract version {asked}, this prime-rl-core speaks 1 to 2. "
         f"{way_out}, or list the plugin under plugins.disabled."
     )
 
 
-def test_the_current_contract_version_loads(install):
-    install("prime_rl_contract = 1")
+@pytest.mark.parametrize("number", [1, 2])
+def test_this_contract_version_and_the_one_before_load(install, number):
+    install(f"prime_rl_contract = {number}")
     assert load_plugins().get_plugin("demo") is not None
 
 

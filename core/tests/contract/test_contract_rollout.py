@@ -79,8 +79,8 @@ def test_any_other_length_is_an_error_with_got_and_expected(values, shape):
     with pytest.raises(StreamError) as caught:
         rollout("..##", "#.").assign_advantages(values)
     assert str(caught.value) == (
-        "env 'e', group 7: advantages need one value per trainable token or one per token: "
-        f"got shape {shape}, expected (3,) or (6,)"
+        f"env 'e', group 7: advantages: got shape {shape}, expected one value per trainable token "
+        "(3,) or one per token (6,)"
     )
 
 
@@ -97,7 +97,7 @@ def test_credit_off_the_mask_is_an_error():
 def test_credit_that_is_not_finite_is_an_error(bad):
     with pytest.raises(StreamError, match=r"env 'e', group 7: advantages: got (nan|-?inf), exp"):
         rollout(".#").assign_advantages(bad)
-    with pytest.raises(StreamError, match="advantages: got a value that is not finite"):
+    with pytest.raises(StreamError, match=r"advantages: got (nan|-?inf), expected finite numbers"):
         rollout(".##").assign_advantages([1.0, bad])
 
 
@@ -132,9 +132,9 @@ def test_weights_and_reference_logprobs_must_be_finite_and_aligned():
         lambda values: rollout(".##").assign_weights("rl", values),
         lambda values: rollout(".##").assign_ref_logprobs(values),
     ):
-        with pytest.raises(StreamError, match="not finite"):
+        with pytest.raises(StreamError, match="got nan, expected finite"):
             assign([nan, 1.0])
-        with pytest.raises(StreamError, match=r"got shape \(1,\), expected \(2,\) or \(3,\)"):
+        with pytest.raises(StreamError, match=r"got shape \(1,\), expected .*\(2,\) or .*\(3,\)"):
             assign([1.0])
 
 

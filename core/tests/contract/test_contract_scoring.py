@@ -99,8 +99,9 @@ def test_rl_tokens_without_advantages_are_refused():
     with pytest.raises(StreamError) as caught:
         stamp(make_rollout(group_id=4), "rl")
     assert str(caught.value) == (
-        "env 'test', group 4: tokens train in the rl component but no advantages were assigned. "
-        "Assign them in score_rollout or score_group, or set the algorithm's action_loss."
+        "env 'test', group 4: tokens train in the rl component, which reads 'advantages', but no "
+        "advantages were assigned. Assign them in score_rollout or score_group "
+        "(rollout.assign_stream), or set another action_loss."
     )
 
 
@@ -118,8 +119,9 @@ def test_ref_kl_tokens_without_a_reference_are_refused():
     with pytest.raises(StreamError) as caught:
         stamp(make_rollout(group_id=4), "ref_kl")
     assert str(caught.value) == (
-        "env 'test', group 4: tokens train in the ref_kl component but no ref_logprobs were "
-        "assigned. Call rollout.assign_ref_logprobs in score_rollout."
+        "env 'test', group 4: tokens train in the ref_kl component, which reads 'ref_logprobs', "
+        "but no ref_logprobs were assigned. Assign them in score_rollout or score_group "
+        "(rollout.assign_stream), or set another action_loss."
     )
 
 
@@ -230,7 +232,7 @@ def test_rollouts_without_sampling_logprobs_feed_ce_only(component):
     rollout = credited()
     rollout.assign_ref_logprobs([-1.0, -1.0])
     rollout.has_logprobs, rollout.source = False, "dataset"
-    with pytest.raises(StreamError, match=r"\('dataset'\) gave no sampling logprobs"):
+    with pytest.raises(StreamError, match=r"compares with sampling.*\('dataset'\) gave none"):
         stamp(rollout, component)
 
 

@@ -84,7 +84,7 @@ def public_names() -> Iterator[tuple[str, Any]]:
 
 def described(name: str, found: Any) -> Iterator[str]:
     """A public name: a class with its members, a function, or a value."""
-    if isinstance(found, type):
+    if isinstance(found, type) and found.__module__ != "builtins":
         bases = ", ".join(base.__name__ for base in found.__bases__ if base is not object)
         keywords = is_dataclass(found) and all(each.kw_only for each in fields(found))
         yield f"{name} is a class ({bases})" + (" of keywords only" if keywords else "")

@@ -53,7 +53,7 @@ def test_a_contract_version_that_is_no_number_is_refused_with_the_one_to_write(i
         load_plugins()
     assert str(caught.value) == (
         f"{WHO}: prime_rl_contract is {number}, expected a whole number: the contract version "
-        "the plugin was written for, such as 1."
+        "the plugin was written for, such as 2."
     )
 
 
@@ -62,7 +62,7 @@ def test_an_offered_class_may_ask_for_a_version_too(install):
         "class Mine(Algorithm):\n    name = 'mine'\n    prime_rl_contract = 7\n"
         "@hookimpl\ndef register_algorithms():\n    return [Mine]\n"
     )
-    with pytest.raises(PluginError, match=r"asks for contract version 7, .* speaks 1\. Upgrade p"):
+    with pytest.raises(PluginError, match=r"contract version 7, .* speaks 1 to 2\. Upgrade p"):
         collect(load_plugins(), ALGORITHM)
 
 
@@ -135,12 +135,12 @@ def test_a_new_plugin_on_an_old_core_gets_an_error_with_the_argument():
 
 
 @hookspec
-@deprecated("'score_rollout'", gone_in=2)
+@deprecated("'score_rollout'", gone_in=3)
 async def score_group(group): ...
 
 
 @hookspec
-@deprecated("the metrics' own 'step'", gone_in=2, argument="step")
+@deprecated("the metrics' own 'step'", gone_in=3, argument="step")
 def step_finished(step, metrics): ...
 
 
@@ -150,7 +150,7 @@ def test_a_deprecated_hook_warns_with_plugin_distribution_and_replacement(specif
     with pytest.warns(FutureWarning) as caught:
         load_plugins()
     assert [str(each.message) for each in caught] == [
-        f"{WHO}: 'score_group' goes with contract version 2; use 'score_rollout'. Upgrade the "
+        f"{WHO}: 'score_group' goes with contract version 3; use 'score_rollout'. Upgrade the "
         "plugin, or report it to its author."
     ]
     assert caught[0].filename.endswith(f"{module}.py")
@@ -159,7 +159,7 @@ def test_a_deprecated_hook_warns_with_plugin_distribution_and_replacement(specif
 def test_an_algorithm_with_a_deprecated_hook_warns_and_works(specify):
     specify(score_group)
     group = make_group([1.0])
-    with pytest.warns(FutureWarning, match="'score_group' goes with contract version 2"):
+    with pytest.warns(FutureWarning, match="'score_group' goes with contract version 3"):
         score(Old(PluginConfig()), group)
     assert group[0].advantages.tolist() == [1.0, 1.0, 1.0]
 
@@ -176,14 +176,14 @@ def test_taking_a_deprecated_argument_warns(specify):
         def step_finished(self, metrics): ...
 
     assert warned(lambda: Hooks().register(Takes(), "takes")) == [
-        "plugin 'takes': 'step' of 'step_finished' goes with contract version 2; use the metrics' "
+        "plugin 'takes': 'step' of 'step_finished' goes with contract version 3; use the metrics' "
         "own 'step'. Upgrade the plugin, or report it to its author."
     ]
     assert warned(lambda: Hooks().register(Leaves(), "leaves")) == []
 
 
 def test_overriding_a_deprecated_method_of_a_base_class_warns(install, monkeypatch):
-    @deprecated("'stop'", gone_in=2)
+    @deprecated("'stop'", gone_in=3)
     async def close(self): ...
 
     monkeypatch.setattr(Algorithm, "close", close)
@@ -194,7 +194,7 @@ def test_overriding_a_deprecated_method_of_a_base_class_warns(install, monkeypat
     )
     hooks = load_plugins()
     assert warned(lambda: collect(hooks, ALGORITHM)) == [
-        f"{WHO}: 'close' goes with contract version 2; use 'stop'. Upgrade the plugin, or "
+        f"{WHO}: 'close' goes with contract version 3; use 'stop'. Upgrade the plugin, or "
         "report it to its author."
     ]
 

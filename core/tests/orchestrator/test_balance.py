@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,14 +11,20 @@ from hypothesis import strategies as st
 
 from prime_rl import Sample
 from prime_rl.orchestrator.balance import imbalance, plan_ranks, sample_costs
-from prime_rl.orchestrator.packer import batch_frames, pack, pack_ranks, plan_rows
+from prime_rl.orchestrator.packer import alone, batch_frames, pack, pack_ranks, plan_rows
 from prime_rl.wire import decode_batch, encode_batch
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 
 
 def plan(lengths, capacity, num_ranks, attention_flops=0.0):
-    return plan_ranks(plan_rows(lengths, capacity), lengths, capacity, num_ranks, attention_flops)
+    return plan_ranks(
+        plan_rows(lengths, capacity),
+        lengths,
+        capacity,
+        num_ranks,
+        sample_costs(lengths, attention_flops),
+    )
 
 
 def made(length, **streams):
@@ -103,7 +110,7 @@ def test_32_ranks_of_16_rows_are_planned_fast():
     lengths = np.random.default_rng(0).integers(50, 2000, 3900).tolist()
     tight = plan_rows(lengths, 8192)
     started = time.perf_counter()
-    ranks = plan_ranks(tight, lengths, 8192, 32, 1e-4)
+    ranks = plan_ranks(tight, lengths, 8192, 32, sample_costs(lengths, 1e-4))
     print(f"{1e3 * (time.perf_counter() - started):.1f} ms")
     assert len(ranks) == 32 and {len(rows) for rows in ranks} == {16}
     assert imbalance(ranks, sample_costs(lengths, 1e-4)) < 0.01
@@ -112,13 +119,13 @@ def test_32_ranks_of_16_rows_are_planned_fast():
 def test_one_rank_gets_the_rows_in_their_order():
     samples = [made(length) for length in (3, 6, 2, 5, 4)]
     envs = ["a", "b", "a", "a", "b"]
-    (frame,) = batch_frames(7, samples, envs, 10, 1, 0.5)
+    (frame,) = batch_frames(replace(alone(samples, envs), step=7), 10, 1, 0.5)
     assert frame == encode_batch(7, pack(samples, envs, 10))
 
 
 def test_every_rank_gets_a_frame_of_the_same_step_and_number_of_rows():
     samples = [made(length) for length in (9, 9, 3, 3, 3)]
-    frames = batch_frames(4, samples, list("abcde"), 10, 2)
+    frames = batch_frames(replace(alone(samples, list("abcde")), step=4), 10, 2)
     decoded = [decode_batch(frame) for frame in frames]
     assert [step for step, _ in decoded] == [4, 4]
     assert [len(rows) for _, rows in decoded] == [2, 2]
@@ -127,7 +134,7 @@ def test_every_rank_gets_a_frame_of_the_same_step_and_number_of_rows():
 
 
 def test_a_rank_without_samples_gets_a_row_that_trains_nothing():
-    first, second = pack_ranks([made(4)], ["a"], 10, 2)
+    first, second = pack_ranks(alone([made(4)], ["a"]), 10, 2)
     assert len(first) == len(second) == 1
     assert first[0].loss_mask.any()
     (idle,) = second

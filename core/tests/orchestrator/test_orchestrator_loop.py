@@ -197,7 +197,7 @@ class World:
             self.fleet,
             observers,  # type: ignore[arg-type]
         )
-        packer = Packer(config, 1, hooks)
+        packer = Packer(config, 1, hooks, self.context.losses)
         self.loop = Orchestrator(
             self.context, self.sampling, buffer, packer, self.trainer, weights, observers
         )

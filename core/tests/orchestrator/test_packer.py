@@ -1,6 +1,7 @@
 """Rows of bounded length: nothing lost, nothing twice, nothing misaligned, few rows."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -8,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
-from prime_rl.orchestrator.packer import batch_frames, pack, plan_rows, truncate
-from prime_rl.rollout import STREAMS
+from prime_rl.orchestrator.packer import alone, batch_frames, pack, plan_rows
+from prime_rl.streams import STREAMS
 
 FILLS = {"advantages": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0,
-         "ref_logprobs": 0.0}  # fmt: skip
+         "ref_logprobs": np.nan}  # fmt: skip
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
 
 
@@ -36,8 +37,8 @@ def test_a_sample_longer_than_a_row_is_refused():
     with pytest.raises(StreamError) as caught:
         plan_rows([3, 11], 10)
     assert str(caught.value) == (
-        "sample 1 has 11 tokens, a row holds 10. Raise seq_len or trainer.micro_batch_tokens, or "
-        "truncate before packing."
+        "sample 1 has 11 tokens, a row holds 10. (A loss of scope rollout or group sees all its "
+        "samples in one row.) Raise trainer.micro_batch_tokens."
     )
 
 
@@ -156,12 +157,13 @@ def test_fills_in_numbers():
     distill = plain(1, rl_weights=[0], ref_kl_weights=[1], ref_logprobs=[-3])
     (row,) = pack([echo, distill], ["x", "y"], 3)
     streams = {name: getattr(row, name).tolist() for name in STREAMS}
+    streams["ref_logprobs"] = [None if math.isnan(v) else v for v in streams["ref_logprobs"]]
     assert streams == {
         "advantages": [1, 2, 0],
         "rl_weights": [1, 1, 0],
         "ce_weights": [0, 0.5, 0],
         "ref_kl_weights": [0, 0, 1],
-        "ref_logprobs": [0, 0, -3],
+        "ref_logprobs": [None, None, -3],
     }
 
 
@@ -176,25 +178,6 @@ def test_an_empty_sample_is_refused():
         pack([plain(0)], ["x"], 3)
 
 
-def test_rl_tokens_without_advantages_are_an_error_that_names_the_env_and_never_zero():
-    credited = plain(2, advantages=[1, 2])
-    with pytest.raises(StreamError) as caught:
-        pack([credited, plain(3)], ["math", "code"], 10)
-    assert str(caught.value) == (
-        "env 'code': 3 tokens of a sample train in the rl component, but it has no stream "
-        "'advantages'. The env's algorithm has to assign it, or to leave the tokens out of rl."
-    )
-    with pytest.raises(StreamError, match="env 'code': 1 tokens of a sample train in the rl"):
-        pack([credited, plain(3, rl_weights=[0, 0.5, 0])], ["math", "code"], 10)
-
-
-def test_ref_kl_tokens_without_a_reference_are_an_error_that_names_the_env():
-    scored = plain(2, rl_weights=[0, 0], ref_kl_weights=[1, 1], ref_logprobs=[-1, -1])
-    unscored = plain(2, rl_weights=[0, 0], ref_kl_weights=[0, 1])
-    with pytest.raises(StreamError, match=r"env 'b': 1 tokens .* ref_kl .* 'ref_logprobs'"):
-        pack([scored, unscored], ["a", "b"], 10)
-
-
 def test_tokens_of_no_component_need_no_stream():
     observed = Sample(token_ids=[1, 2], loss_mask=[False] * 2, inference_logprobs=[0, 0])
     quiet = plain(2, rl_weights=[0, 0], ref_kl_weights=[0, 0], ce_weights=[1, 1])
@@ -205,7 +188,7 @@ def test_tokens_of_no_component_need_no_stream():
 def test_truncation_cuts_every_column():
     columns = {name: [1, 2, 3] for name in ("roles", "is_content", "policy_versions", *STREAMS)}
     sample = plain(3, temperature=0.5, **columns)
-    short = truncate(sample, 2)
+    short = sample.cut(2)
     assert len(short) == 2 and short.temperature == 0.5
     for name in ("token_ids", "loss_mask", "inference_logprobs", *columns):
         np.testing.assert_array_equal(getattr(short, name), getattr(sample, name)[:2])
@@ -215,7 +198,7 @@ def test_truncation_cuts_every_column():
 def test_truncation_cuts_all_streams_of_a_batch(samples, limit):
     """Packed after the cut: each sequence is a prefix of its sample, in every column."""
     by_first = {int(sample.token_ids[0]): sample for sample in samples}
-    short = [truncate(sample, limit) for sample in samples]
+    short = [sample.cut(limit) for sample in samples]
     for row in pack(short, ["a"] * len(samples), 12):
         ends = np.cumsum(row.sequence_lengths)
         for length, end in zip(row.sequence_lengths, ends, strict=True):
@@ -227,7 +210,8 @@ def test_truncation_cuts_all_streams_of_a_batch(samples, limit):
                 if own is not None:
                     np.testing.assert_array_equal(packed[at], own[:limit])
                 elif packed is not None:
-                    assert (packed[at] == FILLS[name]).all()
+                    expected = np.full(length, FILLS[name], np.float32)
+                    np.testing.assert_array_equal(packed[at], expected)
 
 
 def test_a_sample_whose_trainable_tokens_are_all_cut_off_has_no_member():
@@ -237,15 +221,15 @@ def test_a_sample_whose_trainable_tokens_are_all_cut_off_has_no_member():
         inference_logprobs=[0, 0, -1],
         advantages=[0, 0, 5],
     )
-    (row,) = pack([truncate(sample, 2), plain(2, advantages=[1, 1])], ["a", "b"], 10)
+    (row,) = pack([sample.cut(2), plain(2, advantages=[1, 1])], ["a", "b"], 10)
     assert row.loss_mask.tolist() == [False, False, True, True]
     assert row.advantages.tolist() == [0, 0, 1, 1]
 
 
 def test_truncation_leaves_what_fits_and_what_is_absent():
     sample = plain(3)
-    assert truncate(sample, 3) is sample
-    assert truncate(sample, 2).advantages is None
+    assert sample.cut(3) is sample
+    assert sample.cut(2).advantages is None
 
 
 def test_columns_of_the_orchestrator_stay_off_the_wire():
@@ -253,5 +237,7 @@ def test_columns_of_the_orchestrator_stay_off_the_wire():
             "advantages": [0, 0.5]}  # fmt: skip
     known = {"roles": [1, 2], "is_content": [1, 1], "is_repeat": [0, 0], "policy_versions": [-1, 3],
              "node_ids": [0, 1]}  # fmt: skip
-    frames = [batch_frames(1, [Sample(**bare, **more)] * 2, ["a", "b"], 8) for more in ({}, known)]
+    frames = [
+        batch_frames(alone([Sample(**bare, **more)] * 2, ["a", "b"]), 8) for more in ({}, known)
+    ]
     assert frames[0] == frames[1]

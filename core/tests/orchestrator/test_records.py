@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prime_rl import Rollout, Sample
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
-from prime_rl.rollout import STREAMS
+from prime_rl.streams import STREAMS
 
 COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", "roles", "is_content",
            "policy_versions", "node_ids", *STREAMS)  # fmt: skip

@@ -4,6 +4,7 @@ import pytest
 
 from prime_rl import Algorithm, ConfigError, PluginConfig, RendererOffer, Source, hookimpl
 from prime_rl.config.run import RunConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.run.env_checks import check_algorithms
 
@@ -65,7 +66,7 @@ def check(algo, source=None, renderer="full", env=None, **sampling):
     config = {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
     hooks = Hooks()
     hooks.register(Plugin(), "plugin")
-    check_algorithms(RunConfig.model_validate(config), hooks)
+    check_algorithms(RunConfig.model_validate(config), hooks, installed_losses())
 
 
 def refusal(*args, **kwargs):
@@ -98,8 +99,8 @@ def test_a_frozen_model_cannot_feed_a_ratio(algo, component):
     assert refusal(algo, TEACHER) == (
         f"env 'a': algorithm {algo!r} trains the {component} component, whose importance ratio "
         "needs the policy's own sampling logprobs, and sampling.source is the frozen model "
-        "'teacher'. Leave sampling.source at 'policy', or use an algorithm that feeds ce, such as "
-        "sft."
+        "'teacher'. Leave sampling.source at 'policy', or use an algorithm that imitates, such as "
+        "supervised fine-tuning."
     )
 
 
@@ -137,9 +138,9 @@ def test_keys_without_effect_beside_a_source_are_refused(key):
 
 def test_demonstrations_feed_ce_only():
     assert refusal("reward", {"type": "shelf"}) == (
-        "env 'a': algorithm 'reward' trains the rl component, and source 'shelf' can feed ce only: "
-        "its tokens were not sampled from the policy. Use an algorithm that feeds ce, such as sft, "
-        "or another source."
+        "env 'a': algorithm 'reward' trains the rl component, which compares with sampling "
+        "logprobs, and source 'shelf' has none: its tokens were not sampled from the policy. Use "
+        "an algorithm that imitates, such as supervised fine-tuning, or another source."
     )
 
 

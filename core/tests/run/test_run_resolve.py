@@ -4,6 +4,7 @@ import pytest
 
 from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
 from prime_rl.config.load import build_config
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.run.env_checks import check_algorithms
 from prime_rl.run.resolve import (
@@ -244,7 +245,7 @@ def hooks():
 
 
 def test_a_group_of_one_is_fine_where_credit_is_not_relative(hooks):
-    check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks)
+    check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks, installed_losses())
 
 
 def test_enforce_is_cores_and_the_rest_the_filters(hooks):

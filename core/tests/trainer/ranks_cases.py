@@ -21,7 +21,8 @@ import numpy as np
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.orchestrator.packer import pack_ranks
+from prime_rl.orchestrator.packer import alone, pack_ranks
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_observers
@@ -107,7 +108,7 @@ class Frames:
         self.step, self.rank, self.make = first, rank, make
 
     def receive(self, timeout: float) -> memoryview:
-        ranks = pack_ranks(*self.make(self.step), CAPACITY, self.rank.size, 1e-2)
+        ranks = pack_ranks(alone(*self.make(self.step)), CAPACITY, self.rank.size, 1e-2)
         self.step += 1
         return memoryview(encode_batch(self.step - 1, ranks[self.rank.number]))
 
@@ -134,7 +135,9 @@ def do(job: dict[str, Any]) -> None:
     torch.manual_seed(0)  # an adapter begins with random numbers: else other ones in every process
     model = load_model(model_dir, config)
     observers = make_observers(config.settings, load_plugins(TRAINER_GROUP))
-    trainer = Trainer(model, Ratio(PluginConfig()), config, LAST, observers)
+    trainer = Trainer(
+        model, installed_losses().with_rl(Ratio(PluginConfig())), config, LAST, observers
+    )
     if resume:
         restore(trainer, resume)
     first = resume.step + 1 if resume else 1

@@ -44,8 +44,7 @@ def test_rows_are_sorted_by_length_with_every_column(pack: Any) -> None:
     assert row.token_ids.tolist() == [21, 22, 23, 11, 12, 31, 32]
     assert row.layout.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1]
     assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert row.advantages is not None
-    assert row.advantages.tolist() == [2, 3, 4, 0, 1, 5, 6]
+    assert row.streams["advantages"].tolist() == [2, 3, 4, 0, 1, 5, 6]
     assert row.env_ids.tolist() == [1, 1, 1, 0, 0, 0, 0]
     assert row.targets.tolist() == [1, 2, 4, 6]
     assert row.temperatures is not None

@@ -17,6 +17,7 @@ from waiting import LIMIT
 from prime_rl import ConfigError, PluginConfig, WeightsError
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished, whole_steps
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import checkpoint, publish
@@ -41,7 +42,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_trainer(folder: Path, lr: float = 1e-2, max_steps: int = 6, **more: Any) -> Trainer:
     config = TrainerConfig.model_validate({"optim": {"lr": lr}, "device": "cpu"} | more)
     loss = PolicyGradient(PluginConfig())
-    return Trainer(load_model(folder, config), loss, config, max_steps)
+    return Trainer(load_model(folder, config), installed_losses().with_rl(loss), config, max_steps)
 
 
 def run(

@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
-from prime_rl.config.trainer import NormalizeBy
+from prime_rl.config.trainer import LossTable, NormalizeBy
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
@@ -108,8 +109,8 @@ def contribution(
     row = make_row(micro_batch, CPU)
     logprobs, _ = token_logprobs(model, row)
     leaf = logprobs.detach().requires_grad_()
-    counts = count_members([micro_batch])
-    result = row_loss(row, leaf, rl, counts, normalize_by)
+    losses = installed_losses().with_rl(rl, LossTable(normalize_by=normalize_by))
+    result = row_loss(row, leaf, losses, count_members([micro_batch], losses))
     (on_logprobs,) = torch.autograd.grad(result.loss, leaf)
     ours = torch.from_numpy(row.env_ids == row.envs.index(env))
     torch.autograd.backward(logprobs, torch.where(ours, on_logprobs, 0.0))
@@ -210,17 +211,17 @@ def test_it_holds_over_several_micro_batches_of_a_step(
     """The denominator is the step's: env a's tokens in another row count, env b's do not."""
     model, rl = make_model(), TokenWisePolicyGradient(PluginConfig())
     rows = [batch(("b", "grpo", [7]), ("a", "grpo", [5])), batch(("a", "grpo", [3]))]
-    counts = count_members(rows)
+    losses = installed_losses().with_rl(rl, LossTable(normalize_by="env"))
+    counts = count_members(rows, losses)
     total = torch.zeros(())
     for micro_batch in rows:
         row = make_row(micro_batch, CPU)
         leaf = token_logprobs(model, row)[0].detach().requires_grad_()
-        result = row_loss(row, leaf, rl, counts, "env")
+        result = row_loss(row, leaf, losses, counts)
         (gradient,) = torch.autograd.grad(result.loss, leaf)
         ours = torch.from_numpy(row.env_ids == row.envs.index("a"))
         ratio = (leaf - row.inference_logprobs).exp().detach()
-        assert row.advantages is not None
-        expected = torch.where(ours, -row.advantages * ratio / 8, 0.0)
+        expected = torch.where(ours, -row.streams["advantages"] * ratio / 8, 0.0)
         torch.testing.assert_close(torch.where(ours, gradient, 0.0), expected)
         total = total + ours.sum()
     assert int(total) == 5 + 3 + 2 * len(PROMPT)

@@ -24,6 +24,7 @@ from prime_rl import (
     WireError,
 )
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train, wait_for_batch
@@ -37,7 +38,9 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def trainer(make_model: Callable[..., PreTrainedModel]) -> Trainer:
     config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
-    return Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=20)
+    return Trainer(
+        make_model(), installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=20
+    )
 
 
 def on_policy(model: PreTrainedModel, micro_batch: MicroBatch, by: float = 0.0) -> MicroBatch:
@@ -57,7 +60,7 @@ def test_metrics_of_packed_data_are_right(
         entropies = token_logprobs(trainer.model, make_row(row, CPU))[1]
     metrics = trainer.train_step(1, [on_policy(trainer.model, row, by=0.5)])
     assert metrics["tokens/rl"] == 7 + 4 + 2
-    assert metrics["tokens/ce"] == metrics["tokens/ref_kl"] == 0
+    assert "tokens/ce" not in metrics
     kl = np.exp(0.5) - 0.5 - 1
     for name in ("all", "math", "code"):
         assert metrics[f"mismatch_kl/{name}/mean"] == pytest.approx(kl, abs=1e-5)
@@ -98,7 +101,7 @@ def test_ce_alone_has_no_mismatch(trainer: Trainer, pack: Any) -> None:
     row = pack([[1, 2, 3]], rl_weights=[0, 0, 0], ce_weights=[0, 1, 1])
     metrics = trainer.train_step(1, [row])
     assert not [name for name in metrics if "mismatch" in name or "gap" in name]
-    assert metrics["loss/mean"] == metrics["loss/ce"] == pytest.approx(metrics["nll"])
+    assert metrics["loss/mean"] == metrics["loss/ce"] == pytest.approx(metrics["ce/nll"])
     assert metrics["tokens/ce"] == 2
 
 
@@ -109,7 +112,7 @@ def test_good_advantages_make_tokens_likelier(
 
     def nll(step: int) -> float:
         row = pack(documents, rl_weights=np.zeros(15), ce_weights=np.full(15, 1e-9))
-        return trainer.train_step(step, [row])["nll"]
+        return trainer.train_step(step, [row])["ce/nll"]
 
     before = nll(1)
     for step in range(2, 8):
@@ -147,7 +150,9 @@ def test_a_batch_that_trains_nothing_is_published_and_measured_like_any(
     make_model: Callable[..., PreTrainedModel], pack: Any, tmp_path: Path
 ) -> None:
     config = TrainerConfig.model_validate({"device": "cpu", "keep_broadcasts": 4})
-    trainer = Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=3)
+    trainer = Trainer(
+        make_model(), installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=3
+    )
     some, nothing = [pack([[1, 2, 3]])], [pack([[1, 2, 3]], prompt=3)]
     train(trainer, Frames(1, [some, nothing, some]), tmp_path, 1, Status(None))
     versions = [load_file(tmp_path / f"broadcasts/step_{n}/model.safetensors") for n in (1, 2, 3)]
@@ -167,7 +172,9 @@ def test_a_sample_that_trains_nothing_is_harmless_beside_one_that_does(
 
     def trained(*documents: list[int], **streams: Any) -> list[torch.Tensor]:
         config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
-        trainer = Trainer(make_model(), Ratio(PluginConfig()), config, max_steps=20)
+        trainer = Trainer(
+            make_model(), installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=20
+        )
         trainer.train_step(1, [pack(documents, prompt=3, **streams)])
         return weights(trainer)
 
@@ -234,7 +241,7 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
         {"optim": {"lr": 1e-6, "weight_decay": 0.0}, "device": "cpu", "dtype": "bfloat16"}
     )
     model = make_model().float()
-    trainer = Trainer(model, Ratio(PluginConfig()), config, max_steps=1)
+    trainer = Trainer(model, installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     batch = pack(random_documents([9, 5]))
     exact, _ = token_logprobs(model, make_row(batch, CPU))

@@ -19,6 +19,7 @@ from prime_rl.adapter import is_adapter, merged_tensors
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
 from prime_rl.model_files import ModelFiles
+from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore
@@ -39,7 +40,12 @@ def make_trainer(base: Path, adapter: Path | None = None, **lora: Any) -> Traine
         {"optim": {"lr": 1e-2}, "device": "cpu", "lora": {"rank": 4, "alpha": 8} | lora}
     )
     torch.manual_seed(7)
-    return Trainer(load_model(base, config, adapter), PolicyGradient(PluginConfig()), config, 10)
+    return Trainer(
+        load_model(base, config, adapter),
+        installed_losses().with_rl(PolicyGradient(PluginConfig())),
+        config,
+        10,
+    )
 
 
 def run(

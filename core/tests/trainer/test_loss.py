@@ -24,12 +24,15 @@ from prime_rl import (
     StreamError,
     TokenMetric,
 )
+from prime_rl.config.trainer import LossTable
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer import parallel
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loss import ce_loss, count_members, ref_kl_loss, row_loss
+from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
+from prime_rl_losses.distill import CrossEntropy, ReferenceKL
 
 CPU = torch.device("cpu")
 TRAINER = np.log([0.9, 0.1, 0.5, 0.5, 0.3, 0.05])
@@ -76,14 +79,14 @@ def mean(metric: Tensor | TokenMetric) -> float:
 
 
 def test_ce_has_the_golden_loss_and_an_unweighted_nll() -> None:
-    outputs = ce_loss(make_inputs(weights=[0.1] * 6))
+    outputs = CrossEntropy(PluginConfig())(make_inputs(weights=[0.1] * 6))
     assert float(outputs.loss.detach()) == pytest.approx(0.499821, abs=1e-6)
     assert mean(outputs.metrics["nll"]) == pytest.approx(4.99821 / 5, abs=1e-5)
 
 
 def test_ref_kl_has_the_golden_loss_gradient_and_metric() -> None:
     inputs = make_inputs()
-    outputs = ref_kl_loss(inputs)
+    outputs = ReferenceKL(PluginConfig())(inputs)
     assert float(outputs.loss.detach()) == pytest.approx(0.401354, abs=1e-6)
     (gradient,) = torch.autograd.grad(outputs.loss, inputs.trainer_logprobs)
     assert gradient.tolist() == pytest.approx(
@@ -91,13 +94,13 @@ def test_ref_kl_has_the_golden_loss_gradient_and_metric() -> None:
     )
     assert mean(outputs.metrics["ref_kl"]) == pytest.approx(0.137739, abs=1e-6)
     # d = .3, -.3, 0, .3, -.25: two fell by more than 0.2
-    assert mean(outputs.metrics["ref_kl/is_masked"]) == pytest.approx(2 / 5)
+    assert mean(outputs.metrics["is_masked"]) == pytest.approx(2 / 5)
 
 
 def test_ref_kl_is_finite_where_a_token_off_the_mask_has_an_infinite_ratio() -> None:
     inputs = make_inputs()
     inputs.inference_logprobs[5] = -2000
-    outputs = ref_kl_loss(inputs)
+    outputs = ReferenceKL(PluginConfig())(inputs)
     assert float(outputs.loss.detach()) == pytest.approx(0.401354, abs=1e-6)
     assert torch.autograd.grad(outputs.loss, inputs.trainer_logprobs)[0].isfinite().all()
 
@@ -108,8 +111,9 @@ def loss_of(
     """Value, gradient on the logprobs, and the metrics as means."""
     leaf = logprobs.clone().requires_grad_()
     row = make_row(micro_batch, CPU)
-    counts = count_members([micro_batch])
-    result = row_loss(row, leaf, rl or Reinforce(PluginConfig()), counts)
+    losses = installed_losses().with_rl(rl or Reinforce(PluginConfig()))
+    counts = count_members([micro_batch], losses)
+    result = row_loss(row, leaf, losses, counts)
     (gradient,) = torch.autograd.grad(result.loss, leaf)
     step = StepMetrics(counts)
     for block in result.metrics:
@@ -125,8 +129,9 @@ def test_members_follow_the_streams(pack: Any) -> None:
         ce_weights=[0, 0.1, 0, 0.1],
         ref_kl_weights=[0, 0, 2, 0],
     )
-    assert count_members([row, row]).totals == {"rl": 2, "ce": 4, "ref_kl": 2}
-    assert count_members([pack([[1, 2, 3, 4]], prompt=2)]).totals == {"rl": 2, "ce": 0, "ref_kl": 0}
+    assert count_members([row, row], installed_losses()).totals == {"rl": 2, "ce": 4, "ref_kl": 2}
+    plain = pack([[1, 2, 3, 4]], prompt=2)
+    assert count_members([plain], installed_losses()).totals == {"rl": 2}
 
 
 def test_ranks_exchange_their_counts_once_and_add_them_up(
@@ -138,7 +143,7 @@ def test_ranks_exchange_their_counts_once_and_add_them_up(
         sent_values.append(own)
         return [
             own,
-            ([(("rl", "a"), 5), (("rl", "m"), 1), (("ce", "m"), 2)], 10),
+            ([("rl", "a", 5, 1, []), ("rl", "m", 1, 1, []), ("ce", "m", 2, 1, [])], 10),
         ]  # the other rank's
 
     monkeypatch.setattr(parallel, "several_ranks", lambda: True)
@@ -146,17 +151,16 @@ def test_ranks_exchange_their_counts_once_and_add_them_up(
     row = pack(
         [[1, 2, 3, 4], [5, 6]], envs=("z", "m"), env_ids=[0, 1], ce_weights=[0, 0, 0, 1, 0, 1]
     )
-    counts = count_members([row])
+    counts = count_members([row], installed_losses())
     (sent,) = sent_values
-    own = {("rl", "z"): 3, ("rl", "m"): 1, ("ce", "z"): 1, ("ce", "m"): 1}
-    assert (dict(sent[0]), sent[1]) == (own, 6)
-    assert counts.totals == {"rl": 10, "ce": 4, "ref_kl": 0}
+    own = {("rl", "z", 3, 1), ("rl", "m", 1, 1), ("ce", "z", 1, 1), ("ce", "m", 1, 1)}
+    assert ({each[:4] for each in sent[0]}, sent[1]) == (own, 6)
+    assert counts.totals == {"rl": 10, "ce": 4}
     assert counts.members["rl", "z"] == 3
     assert counts.num_tokens == 16
     assert counts.metrics() == {
         "tokens/rl": 10.0, "tokens/rl/a": 5.0, "tokens/rl/m": 2.0, "tokens/rl/z": 3.0,
         "tokens/ce": 4.0, "tokens/ce/m": 3.0, "tokens/ce/z": 1.0,
-        "tokens/ref_kl": 0.0,
     }  # fmt: skip
 
 
@@ -233,9 +237,9 @@ def test_a_mixed_row_is_read_per_env(kind: type[Loss], pack: Any) -> None:
     logprobs = torch.tensor([0.0, -1, -2, 0, -1, 0, -1])  # the row's order: longest first
     _, _, metrics = loss_of(row, logprobs, kind(PluginConfig()))
     expected = {"credit": (2 + 1 + 5) / 3, "credit/y/mean": 2.0, "credit/x/mean": 3.0}
-    expected |= {"nll": 2.0, "nll/x/mean": 2.0}
+    expected |= {"ce/nll": 2.0, "ce/nll/x/mean": 2.0}
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
-    assert "nll/y/mean" not in metrics
+    assert "ce/nll/y/mean" not in metrics
 
 
 def test_an_infinite_metric_of_one_env_stays_with_it(pack: Any) -> None:
@@ -278,7 +282,8 @@ def test_a_loss_that_gives_anything_else_is_named(given: Any, found: str, pack: 
 
     with pytest.raises(PluginError, match=f"loss 'wrong' returned.*{found}.*expected LossOutputs"):
         row = pack([[1, 2]])
-        row_loss(make_row(row, CPU), torch.zeros(2), Wrong(PluginConfig()), count_members([row]))
+        losses = installed_losses().with_rl(Wrong(PluginConfig()))
+        row_loss(make_row(row, CPU), torch.zeros(2), losses, count_members([row], losses))
 
 
 def test_per_env_denominators_by_hand(pack: Any) -> None:
@@ -290,9 +295,10 @@ def test_per_env_denominators_by_hand(pack: Any) -> None:
         advantages=[0, 1, 1, 0, 1, 0, 1],
         ce_weights=[1, 0, 0, 0, 0, 0.5, 1],
     )
-    counts, leaf = count_members([row]), torch.full((7,), -1.0, requires_grad=True)
+    leaf = torch.full((7,), -1.0, requires_grad=True)
     for kind in (Reinforce, TokenWiseReinforce):
-        result = row_loss(make_row(row, CPU), leaf, kind(PluginConfig()), counts, "env")
+        losses = installed_losses().with_rl(kind(PluginConfig()), LossTable(normalize_by="env"))
+        result = row_loss(make_row(row, CPU), leaf, losses, count_members([row], losses))
         (gradient,) = torch.autograd.grad(result.loss, leaf)
         third = 1 / 3
         expected = [-1, -third, -third, 0, -third, -0.25, -1 - 0.5]
@@ -315,27 +321,30 @@ def test_a_token_wise_loss_with_a_metric_of_a_whole_row_is_refused(pack: Any) ->
 def test_a_micro_batch_without_members_still_backpropagates(pack: Any) -> None:
     value, gradient, metrics = loss_of(pack([[1, 2]], prompt=2), torch.zeros(2))
     assert (value, gradient) == (0.0, [0.0, 0.0])
-    nothing = {"loss/mean": 0.0, "tokens/rl": 0.0, "tokens/ce": 0.0, "tokens/ref_kl": 0.0}
-    assert metrics == nothing
+    assert metrics == {"loss/mean": 0.0, "tokens/rl": 0.0}
 
 
 def test_a_missing_stream_is_named(pack: Any) -> None:
     row = pack([[1, 2]])
     row.advantages = None
-    with pytest.raises(StreamError, match="rl component, but the stream 'advantages' is absent"):
-        make_row(row, CPU)
-    with pytest.raises(StreamError, match="ref_kl component, but the stream 'ref_logprobs'"):
-        make_row(pack([[1, 2]], ref_kl_weights=[0, 1]), CPU)
+    with pytest.raises(
+        StreamError, match=r"envs a: 1 tokens train in the rl component, .*'advantages'"
+    ):
+        loss_of(row, torch.zeros(2))
+    row = pack([[1, 2]], ref_kl_weights=[0, 1])
+    with pytest.raises(StreamError, match=r"ref_kl component, .*'ref_logprobs'"):
+        loss_of(row, torch.zeros(2))
 
 
 def parameter_gradient(model: PreTrainedModel, rows: list[MicroBatch]) -> Tensor:
     """The step's gradient, as one vector."""
     model.zero_grad()
-    counts = count_members(rows)
+    losses = installed_losses().with_rl(Reinforce(PluginConfig()))
+    counts = count_members(rows, losses)
     for micro_batch in rows:
         row = make_row(micro_batch, CPU)
         logprobs, _ = token_logprobs(model, row)
-        loss = row_loss(row, logprobs, Reinforce(PluginConfig()), counts).loss
+        loss = row_loss(row, logprobs, losses, counts).loss
         torch.autograd.backward(loss)
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -360,4 +369,4 @@ def test_ref_kl_by_hand() -> None:
         loss_weights=torch.tensor([0.5]),
     )
     expected = 0.5 * (-log(1.5) * exp(log(2)) + 1e-3 * log(2) ** 2)
-    assert float(ref_kl_loss(inputs).loss) == pytest.approx(expected)
+    assert float(ReferenceKL(PluginConfig())(inputs).loss) == pytest.approx(expected)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.loss import Counts, count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics, console_line, statistics
-from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.packed_row import make_row, ratio_tokens
 from prime_rl.wire import MicroBatch
 
 CPU = torch.device("cpu")
@@ -72,8 +73,9 @@ def observe(numbers: list[int], counts: Counts) -> StepMetrics:
         row = make_row(batch, CPU)
         places = torch.from_numpy(row.origins).float()
         logprobs = -1 + 0.1 * (number + 1) * places
-        loss = row_loss(row, logprobs, Gradient(PluginConfig()), counts)
-        metrics.observe(row, logprobs, number + places / 10, loss)
+        losses = installed_losses().with_rl(Gradient(PluginConfig()))
+        loss = row_loss(row, logprobs, losses, counts)
+        metrics.observe(row, logprobs, number + places / 10, loss, ratio_tokens(row, losses))
         metrics.add_max("peak", torch.tensor(float(number)))
         metrics.add_sum("rows", torch.tensor(1.0))
     return metrics
@@ -88,7 +90,7 @@ def flat(by_env: dict[str, list[float]]) -> list[float]:
 
 
 def test_metrics_of_two_envs_two_algorithms_and_unequal_lengths() -> None:
-    found = observe([0, 1, 2, 3], count_members(rows_of_the_step())).result()
+    found = observe([0, 1, 2, 3], count_members(rows_of_the_step(), installed_losses())).result()
     # Sampled tokens that train, as (row, place): row 0 has a at 1-3 and b at 5-6, row 1 has b at
     # 1-5, row 2 has a at 1-2 (rl) and c at 4 (ce), row 3 none.
     a = [(0, 1), (0, 2), (0, 3), (2, 1), (2, 2)]
@@ -119,9 +121,9 @@ def test_metrics_of_two_envs_two_algorithms_and_unequal_lengths() -> None:
         "loss/min": 3 * min(shares), "loss/max": 3 * max(shares),
         # over sequences with members: a has two, of credit 1; b one of 1 and one of 2
         "credit": 1.25, "credit/a/mean": 1.0, "credit/b/mean": 1.5,
-        "nll": -0.2, "nll/c/mean": -0.2, "logprob_gap/max": 1.0, "peak": 3.0, "rows": 4.0,
+        "ce/nll": -0.2, "ce/nll/c/mean": -0.2, "logprob_gap/max": 1.0, "peak": 3.0, "rows": 4.0,
         "tokens/rl": 12.0, "tokens/rl/a": 5.0, "tokens/rl/b": 7.0,
-        "tokens/ce": 1.0, "tokens/ce/c": 1.0, "tokens/ref_kl": 0.0,
+        "tokens/ce": 1.0, "tokens/ce/c": 1.0,
     }, abs=1e-5)  # fmt: skip
 
 
@@ -150,7 +152,7 @@ def test_two_ranks_report_the_same_as_one(tmp_path: Path) -> None:
         for rank in ranks:
             rank.kill()
             rank.communicate()
-    one = observe([0, 1, 2, 3], count_members(rows_of_the_step())).result()
+    one = observe([0, 1, 2, 3], count_members(rows_of_the_step(), installed_losses())).result()
     for number in range(2):
         for found in json.loads((tmp_path / f"{number}.json").read_text()):
             assert found == pytest.approx(one, abs=1e-5)
@@ -162,7 +164,9 @@ def a_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
     found = []
     for split in SPLITS:
-        counts = count_members([rows_of_the_step()[number] for number in split[rank]])
+        counts = count_members(
+            [rows_of_the_step()[number] for number in split[rank]], installed_losses()
+        )
         found.append(observe(split[rank], counts).result())
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()

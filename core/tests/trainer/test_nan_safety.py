@@ -13,10 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl import LossInputs
-from prime_rl.trainer.loss import ce_loss, ref_kl_loss, row_loss
+from prime_rl import LossInputs, PluginConfig
+from prime_rl.plugins.components import installed_losses
+from prime_rl.trainer.loss import row_loss
+from prime_rl_losses.distill import CrossEntropy, ReferenceKL
 
-LOSSES = {"ce": ce_loss, "ref_kl": ref_kl_loss}
+LOSSES = {"ce": CrossEntropy(PluginConfig()), "ref_kl": ReferenceKL(PluginConfig())}
 JUNK = st.sampled_from([np.inf, -np.inf, np.nan, 1e30, -1e30, -3e3, 3e3, 0.0, -1.0])
 COLUMNS = ("trainer_logprobs", "inference_logprobs", "ref_logprobs", "advantages", "loss_weights")
 
@@ -64,7 +66,7 @@ def test_a_token_that_ref_kl_drops_trains_by_the_penalty_alone(gap: float, mu: f
         "loss_mask": [True, True],
         "loss_weights": [1.0, 1.0],
     }
-    value, gradient = outcome(ref_kl_loss, columns)
+    value, gradient = outcome(ReferenceKL(PluginConfig()), columns)
     assert value == pytest.approx(1e-3 * gap**2 + 1)  # the other: -(ref - t) * 1
     assert gradient == pytest.approx([-2e-3 * gap, 1.0])
 
@@ -78,7 +80,8 @@ def test_a_row_whose_other_tokens_have_no_logprob_backpropagates_zeros(pack: Any
     )
     row = make_row(micro_batch, torch.device("cpu"))
     leaf = torch.tensor([-4.0, -2.0, -np.inf], requires_grad=True)
-    result = row_loss(row, leaf, None, count_members([micro_batch]))  # type: ignore[arg-type]
+    losses = installed_losses()
+    result = row_loss(row, leaf, losses, count_members([micro_batch], losses))
     (gradient,) = torch.autograd.grad(result.loss, leaf)
     assert float(result.loss.detach()) == 2.0
     assert gradient.tolist() == [0.0, -1.0, 0.0]

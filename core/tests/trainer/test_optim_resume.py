@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot
 from prime_rl.trainer.loop import Trainer
@@ -40,7 +41,12 @@ class PolicyGradient(Loss):
 def make_trainer(folder: Path, optim: dict[str, Any]) -> Trainer:
     table = {"optim": {"lr": 1e-2, **optim}, "device": "cpu"}
     config = TrainerConfig.model_validate(table)
-    return Trainer(load_model(folder, config), PolicyGradient(PluginConfig()), config, 10)
+    return Trainer(
+        load_model(folder, config),
+        installed_losses().with_rl(PolicyGradient(PluginConfig())),
+        config,
+        10,
+    )
 
 
 def write(trainer: Trainer, step: int, folder: Path) -> Checkpoint:

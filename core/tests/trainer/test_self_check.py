@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import LoraConfig, TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.attention import register
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.lora import add_lora
@@ -290,7 +291,8 @@ def test_the_trainer_takes_a_step_on_a_model_loaded_from_files(
     make("Falcon").save_pretrained(tmp_path)
     trainer = Trainer(
         load_model(tmp_path, CONFIG, on_host=colocated),
-        *(Plain(PluginConfig()), CONFIG, 1),
+        installed_losses().with_rl(Plain(PluginConfig())),
+        *(CONFIG, 1),
         colocated=colocated,
     )
     batch = make_batch(pack, random_documents)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl import StreamError, WireError
-from prime_rl.rollout import STREAMS
+from prime_rl.streams import STREAMS
 from prime_rl.wire import MicroBatch, decode_batch, encode_batch
 
 COLUMNS = (

@@ -114,7 +114,7 @@ def test_a_plugin_is_shown_by_its_name_or_its_distribution(name):
         "plugin grpo",
         "prime-rl-grpo 0.1.0",
         "prime-rl-core<0.2,>=0.1",
-        "version 1",
+        "version 2",
         "prime_rl: grpo = prime_rl_grpo",
         "algorithm grpo",
         'algo.type = "max_rl"',
@@ -133,7 +133,7 @@ def test_one_offer_is_shown_alone():
 
 def test_a_plugin_as_json_has_its_settings_with_defaults_and_docs():
     (row,) = json.loads(shown("show", "rae", "--json").stdout)
-    assert (row["plugin"], row["group"], row["contract"]) == ("grpo", "prime_rl", 1)
+    assert (row["plugin"], row["group"], row["contract"]) == ("grpo", "prime_rl", 2)
     assert row["file"].endswith("prime_rl_grpo/__init__.py")
     (offer,) = row["offers"]
     assert offer["class"] == "prime_rl_grpo.rae.RAE"

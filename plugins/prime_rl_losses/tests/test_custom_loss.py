@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from prime_rl import ConfigError, LossInputs, LossOutputs, PluginError
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.offers import LOSS, settings_of
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics
@@ -118,9 +119,10 @@ def test_the_example_trains_a_packed_row_sequence_by_sequence(module: Any) -> No
         envs=("a", "b"),
         advantages=np.array(ADVANTAGES, np.float32),
     )
-    counts = count_members([micro_batch])
+    losses = installed_losses().with_rl(custom())
+    counts = count_members([micro_batch], losses)
     row = make_row(micro_batch, torch.device("cpu"))
-    result = row_loss(row, torch.tensor(TRAINER, requires_grad=True), custom(), counts)
+    result = row_loss(row, torch.tensor(TRAINER, requires_grad=True), losses, counts)
     assert float(result.loss.detach()) == pytest.approx(0.35 / 5)
     step = StepMetrics(counts)
     for block in result.metrics:

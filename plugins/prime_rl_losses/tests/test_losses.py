@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import prime_rl_losses
 from prime_rl import ConfigError, LossInputs, LossOutputs, TokenMetric
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import LOSS, collect, settings_of
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch
-from prime_rl_losses.custom import CustomLoss
 from prime_rl_losses.trust_region import DefaultLoss, IPOLoss
 
 TRAINER = np.log([0.9, 0.1, 0.5, 0.5, 0.3, 0.05])
@@ -175,11 +175,12 @@ def test_the_mixed_batch_has_the_golden_total_and_gradient() -> None:
         ref_kl_weights=np.array([*none, *MASK], np.float32),
         ref_logprobs=np.tile(REF, 2).astype("f4"),
     )
-    counts = count_members([micro_batch])
+    losses = installed_losses().with_rl(default())
+    counts = count_members([micro_batch], losses)
     assert counts.totals == {"rl": 4, "ce": 2, "ref_kl": 5}
     trainer = torch.tensor(TRAINER, requires_grad=True)  # both sequences have these logprobs
     row = make_row(micro_batch, torch.device("cpu"))
-    result = row_loss(row, trainer.repeat(2), default(), counts)
+    result = row_loss(row, trainer.repeat(2), losses, counts)
     assert float(result.loss.detach()) == pytest.approx(0.140328, abs=1e-6)
     assert torch.autograd.grad(result.loss, trainer)[0].tolist() == pytest.approx(
         [0.0357, -0.001248, -0.192294, 0.061938, -0.000546, -0.05], abs=1e-6
@@ -200,7 +201,9 @@ def test_invalid_settings_are_refused(settings: dict[str, float]) -> None:
 
 
 def test_listing_the_plugin_imports_no_torch() -> None:
-    assert prime_rl_losses.register_losses() == [DefaultLoss, IPOLoss, CustomLoss]
+    assert [each.name for each in prime_rl_losses.register_losses()] == [
+        *("default", "ipo", "custom", "ce", "ref_kl")
+    ]
     code = "import sys, prime_rl_losses as p; p.register_losses(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_observers
@@ -29,7 +30,9 @@ def make_trainer(
     def make(loss: type[Loss], table: Mapping[str, Any]) -> Trainer:
         config = TrainerConfig.model_validate({"device": "cpu", **table})
         observers = make_observers(config.settings, load_plugins(TRAINER_GROUP))
-        trainer = Trainer(make_model(), loss(PluginConfig()), config, 20, observers)
+        trainer = Trainer(
+            make_model(), installed_losses().with_rl(loss(PluginConfig())), config, 20, observers
+        )
         for observer in observers:
             observer.started(trainer, tmp_path)
         return trainer

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
+from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.loss import count_members, row_loss
@@ -78,13 +80,14 @@ def export(
     **table: Any,
 ) -> list[dict[str, Any]]:
     """Through the exporter with these logprobs and entropies, in the micro batches' own order."""
-    observer, trainer = TokenExport(TokenExportConfig(enabled=True, **table)), cast(Any, None)
-    observer.started(trainer, tmp_path)
-    counts = count_members(micro_batches)
+    observer = TokenExport(TokenExportConfig(enabled=True, **table))
+    losses = installed_losses().with_rl(rl(PluginConfig()))
+    observer.started(cast(Any, SimpleNamespace(losses=losses)), tmp_path)
+    counts = count_members(micro_batches, losses)
     for micro_batch, pi, entropy in zip(micro_batches, logprobs, entropies, strict=True):
         row = make_row(micro_batch, CPU)
         ours = torch.tensor(np.asarray(pi, np.float32)[row.origins])
-        result = row_loss(row, ours, rl(PluginConfig()), counts)
+        result = row_loss(row, ours, losses, counts)
         uncertain = torch.tensor(np.asarray(entropy, np.float32)[row.origins])
         observer.row_trained(
             3,

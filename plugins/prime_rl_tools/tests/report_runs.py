@@ -13,7 +13,7 @@ from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.filters import FilterSlot
-from prime_rl.orchestrator.packer import pack, truncate
+from prime_rl.orchestrator.packer import pack
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.wire import encode_batch
@@ -199,6 +199,6 @@ async def _run(
                 stamp(rollout, algorithm.action_loss)
             assembler.add(group)
         batch = assembler.take()
-        samples = [truncate(s, config.seq_len) for r in batch.kept for s in r.samples]
+        samples = [s.cut(config.seq_len) for r in batch.kept for s in r.samples]
         frame = encode_batch(batch.step, pack(samples, ["words"] * len(samples), config.seq_len))
         store.write(batch.step, batch.seen, batch.dropped, [frame])

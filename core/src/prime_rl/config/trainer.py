@@ -101,18 +101,39 @@ class SchedulerConfig(Settings):
             )
 
 
-NormalizeBy: TypeAlias = Literal["tokens", "env"]
+NormalizeBy: TypeAlias = Literal["tokens", "sequences", "rollouts", "groups", "constant", "env"]
 
 
-class LossConfig(PluginTable):
+class LossTable(PluginTable):
+    """``[trainer.losses.<name>]``: a loss that an algorithm names as its ``action_loss``. Its other
+    keys belong to the loss plugin."""
+
+    normalize_by: NormalizeBy | None = None
+    """What the sum is divided by. ``tokens``: the trained tokens of the batch. ``sequences``,
+    ``rollouts``, ``groups``: each unit's tokens are averaged, then the units. ``constant``: the key
+    ``constant``. ``env``: ``tokens`` with ``per_env``. None: what the loss declares."""
+    per_env: bool | None = None
+    """Divide each env's part by that env's own number, so that no env dilutes another. None: as
+    ``trainer.loss``."""
+    constant: PositiveFloat | None = None
+    """The divisor of ``normalize_by = "constant"``. With ``batch_size`` times the longest
+    completion, each token counts alike, whatever the length of its rollout."""
+
+    @model_validator(mode="after")
+    def _constant_is_given(self) -> LossTable:
+        if self.normalize_by == "constant" and self.constant is None:
+            raise ConfigError(
+                'normalize_by is "constant", and the key constant is missing. Set it.'
+            )
+        return self
+
+
+class LossConfig(LossTable):
     """``[trainer.loss]``: the loss of the rl component. Its other keys belong to the loss
     plugin."""
 
     type: str = ""
     """Name of an installed loss. Required."""
-    normalize_by: NormalizeBy = "tokens"
-    """The divisor of each component's sum. ``tokens``: its trained tokens in the batch. ``env``:
-    each env's own tokens for that env's part, so no env dilutes another."""
 
 
 class LoraConfig(Settings):
@@ -156,6 +177,8 @@ class TrainerConfig(PluginTable):
     optim: OptimConfig = OptimConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     loss: LossConfig = LossConfig()
+    losses: dict[str, LossTable] = {}
+    """Settings of further losses by name."""
     lora: LoraConfig | None = None
     """None: all weights train."""
     dtype: Literal["float32", "bfloat16"] = "float32"

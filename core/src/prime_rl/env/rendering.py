@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import ConfigError
-from prime_rl.rollout import ROLES, BoolColumn, Sample
+from prime_rl.rollout import ROLES, Sample
 from prime_rl.rundir.processes import lasting_imports
+from prime_rl.streams import BoolColumn
 
 Messages = Sequence[Mapping[str, Any]]
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import StreamError
-from prime_rl.rollout import ROLES, BoolColumn, Rollout, Sample
+from prime_rl.rollout import ROLES, Rollout, Sample
+from prime_rl.streams import BoolColumn
 
 _ROLE_INDEX = {role: index for index, role in enumerate(ROLES)}
 

@@ -19,7 +19,7 @@ from prime_rl.inference import timing
 from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
-from prime_rl.rollout import FloatColumn
+from prime_rl.streams import FloatColumn
 
 ROUTE = "/inference/v1/generate"
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}

@@ -20,6 +20,8 @@ from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins, write_versions
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.launch import Launch, wait_for_model
@@ -82,9 +84,11 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
     status.report("loading plugins and verifiers")
     with lasting_imports():
         hooks = load_plugins(disabled=config.plugins.disabled)
+        losses = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
         import verifiers.v1  # noqa: F401 - takes seconds: pay while the model is being made
 
-    run = RunContext(config, launch, run_dir, hooks, status)
+    known = Components.load(config.trainer, losses)
+    run = RunContext(config, launch, run_dir, hooks, status, known)
     stop = asyncio.create_task(stop_asked(run_dir))
     async with AsyncExitStack() as stack:
         try:

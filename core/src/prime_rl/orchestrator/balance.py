@@ -28,13 +28,13 @@ TOLERANCE = 0.05
 
 
 def plan_ranks(
-    tight: Rows, lengths: Sequence[int], capacity: int, num_ranks: int, attention_flops: float
+    tight: Rows, lengths: Sequence[int], capacity: int, num_ranks: int, costs: Floats
 ) -> list[Rows]:
     """The rows of each rank, costliest first; an empty row has nothing to train.
 
     ``tight``: the samples in the fewest rows found. Each rank gets as few rows as that takes.
+    ``costs``: the work of each sample (``sample_costs``). A sample may be a bundle of several.
     """
-    costs = sample_costs(lengths, attention_flops)
     num_rows = -(-len(tight) // num_ranks)
     even = _even_ranks(costs, lengths, capacity, num_ranks, num_rows)
     if even is not None and imbalance(even, costs) <= TOLERANCE:

@@ -50,8 +50,9 @@ class Buffer:
         post: FilterSlot,
         max_empty_batches: int,
         first_step: int = 1,
+        whole_groups: bool = False,
     ) -> None:
-        self._size = batch_size
+        self._size, self._whole_groups = batch_size, whole_groups
         self._max_off_policy = max_off_policy_steps
         self._pre, self._post = pre, post
         self._patience = max_empty_batches * batch_size
@@ -69,7 +70,13 @@ class Buffer:
 
     @property
     def is_full(self) -> bool:
-        return len(self.batch.kept) == self._size
+        """Whether the batch has all its rollouts, or no room for the whole of the next group."""
+        room = self._size - len(self.batch.kept)
+        if not (room and self._whole_groups and self._pending and self.batch.kept):
+            return not room
+        group_id = self._pending[0].group_id
+        siblings = sum(rollout.group_id == group_id for rollout in self._pending)
+        return siblings > room and self.batch.kept[-1].group_id != group_id
 
     async def wait_until_full(self) -> None:
         """Until ``take`` has a batch to give."""

@@ -68,7 +68,7 @@ def build_orchestrator(
     """The loop with its observers, in the order in which they are called."""
     run, engines = shared.run, shared.engines
     reporter = Reporter(run.hooks, monitors, run.config.max_steps)
-    sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run)
+    sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run, envs)
     environment = partial(_environment, shared)
     host = ObserverHost(shared, reporter.log, lambda: sampling.num_inflight, environment)
     installed = build_observers(run, host)
@@ -82,7 +82,7 @@ def build_orchestrator(
         EngineKeeper(run, engines, installed),
         Watchdog(run, engines, sampling),
     ]
-    packer = Packer(run.config, run.launch.num_ranks, run.hooks)
+    packer = Packer(run.config, run.launch.num_ranks, run.hooks, run.losses)
     weights = WeightWatcher(run.run_dir, engines.policy, engines.fleet, observers)
     reporter.sources += [
         run.waited.take,
@@ -257,7 +257,7 @@ def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> 
     return make(SAMPLER, table.type, table.settings, hooks, where, known, config.seed)
 
 
-def build_buffer(run: RunContext) -> Buffer:
+def build_buffer(run: RunContext, envs: Sequence[TrainEnv]) -> Buffer:
     """The buffer with both filter slots."""
     config = run.config.orchestrator
     pre, post = "pre_batch_filters", "post_batch_filters"
@@ -268,6 +268,7 @@ def build_buffer(run: RunContext) -> Buffer:
         post=FilterSlot(post, run.hooks, build_filters(run.hooks, config.post_batch_filters, post)),
         max_empty_batches=config.max_empty_batches,
         first_step=run.launch.first_step,
+        whole_groups=any(run.losses[e.algorithm.action_loss].scope == "group" for e in envs),
     )
 
 

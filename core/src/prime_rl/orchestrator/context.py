@@ -21,6 +21,7 @@ from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
 from prime_rl.plugins.algorithm import Algorithm, ReferenceModel
+from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Sample
 from prime_rl.rundir.launch import Launch
@@ -53,6 +54,7 @@ class RunContext:
     run_dir: Path
     hooks: Hooks
     status: Status
+    losses: Components = field(default_factory=installed_losses)
     waited: Stopwatch = field(default_factory=Stopwatch)
     """Seconds per step by ``wait/...`` and ``time/...``."""
 

@@ -1,10 +1,11 @@
 """Lay samples end to end in rows of bounded length: best-fit decreasing.
 
-Longest sample first, each into the fullest row that still has room. Samples of any mix of
-algorithms share a row: a stream that some of them carry is filled for the others with what its
-absence means (rl 1.0, everything else 0.0).
+Longest bundle first, each into the fullest row that still has room. A bundle is what a loss sees
+whole: one sample, the samples of a rollout or those of a group (``Loss.scope``). Bundles of any mix
+of algorithms share a row: a stream that some samples carry is filled for the others
+(``streams.concatenate``).
 
-``balance`` spreads the samples over several ranks: equally many rows and about equal work for each.
+``balance`` spreads the bundles over several ranks: equally many rows and about equal work for each.
 
 Shapes: T = tokens of a row, S = its sequences.
 """
@@ -13,21 +14,75 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import StreamError
-from prime_rl.orchestrator.balance import plan_ranks
+from prime_rl.orchestrator.balance import plan_ranks, sample_costs
 from prime_rl.orchestrator.buffer import Batch
+from prime_rl.plugins.components import Components
 from prime_rl.plugins.manager import Hooks
-from prime_rl.rollout import COLUMNS, STREAMS, Rollout, Sample, missing_stream
+from prime_rl.rollout import Rollout, Sample
+from prime_rl.streams import STREAMS, IntColumn, StreamColumn, components, concatenate, stream
 from prime_rl.wire import MicroBatch, encode_batch
 
-FILL = {"rl_weights": 1.0}
-"""The value of an absent stream that a sample of the same row carries; 0.0 for every other."""
+SCOPES = ("token", "sequence", "rollout", "group")
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A sample to pack, and where it comes from."""
+
+    sample: Sample
+    env: str
+    rollout: int = 0
+    """Index of its rollout in the batch; ``group``, of its group."""
+    group: int = 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """A batch to pack: its pieces, and what the losses that it feeds need."""
+
+    pieces: Sequence[Piece]
+    bundles: Sequence[Sequence[int]]
+    """Indices of the pieces that go into one row together."""
+    needs: frozenset[str] = frozenset()
+    """Columns that core computes for these losses."""
+    step: int = 0
+
+
+def alone(samples: Sequence[Sample], envs: Sequence[str]) -> Packing:
+    """Samples of which each stands for itself; ``envs`` names each one's env."""
+    pieces = [Piece(sample, env) for sample, env in zip(samples, envs, strict=True)]
+    return Packing(pieces, [[number] for number in range(len(pieces))])
+
+
+def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit: int) -> Packing:
+    """A batch, its samples cut to ``limit`` tokens, in bundles of what its losses see whole."""
+    groups: dict[tuple[str, int], int] = {}
+    pieces: list[Piece] = []
+    bundles: dict[tuple[int, ...], list[int]] = {}
+    needs: set[str] = set()
+    scopes: dict[int, int] = {}
+    for number, rollout in enumerate(rollouts):
+        group = groups.setdefault((rollout.env, rollout.group_id), len(groups))
+        names = {name for sample in rollout.samples for name in components(sample)}
+        if not any(s.loss_mask.any() for s in rollout.samples):
+            names.discard("rl")
+        used = [losses[name] for name in sorted(names)]
+        needs.update(*(component.needs for component in used))
+        scope = max((SCOPES.index(component.scope) for component in used), default=0)
+        scopes[group] = max(scope, scopes.get(group, 0))
+        pieces += [
+            Piece(sample.cut(limit), rollout.env, number, group) for sample in rollout.samples
+        ]
+    for index, piece in enumerate(pieces):
+        key = (piece.group, piece.rollout, index)
+        bundles.setdefault(key[: 4 - scopes[piece.group]], []).append(index)
+    return Packing(pieces, [*bundles.values()], frozenset(needs), step)
 
 
 def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -36,8 +91,9 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if order and lengths[order[0]] > capacity:
         raise StreamError(
-            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise "
-            "seq_len or trainer.micro_batch_tokens, or truncate before packing."
+            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. (A loss of "
+            "scope rollout or group sees all its samples in one row.) Raise "
+            "trainer.micro_batch_tokens."
         )
     rows: list[list[int]] = []
     rooms: list[int] = []  # the distinct amounts of room, ascending: few, so bisection stays cheap
@@ -62,90 +118,87 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def pack(samples: Sequence[Sample], envs: Sequence[str], capacity: int) -> list[MicroBatch]:
-    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env. Raises ``StreamError``
-    for rl tokens without advantages and ref_kl tokens without reference."""
-    (rows,) = pack_ranks(samples, envs, capacity)
+    """Rows of at most ``capacity`` tokens; ``envs`` names each sample's env."""
+    (rows,) = pack_ranks(alone(samples, envs), capacity)
     return rows
 
 
 def pack_ranks(
-    samples: Sequence[Sample],
-    envs: Sequence[str],
-    capacity: int,
-    num_ranks: int = 1,
-    attention_flops: float = 0.0,
+    packing: Packing, capacity: int, num_ranks: int = 1, attention_flops: float = 0.0
 ) -> list[list[MicroBatch]]:
-    """The rows of each rank, equally many. Raises as ``pack``."""
-    for sample, env in zip(samples, envs, strict=True):
-        if (missing := missing_stream(sample)) is not None:
-            component, stream, number = missing
-            raise StreamError(
-                f"env {env!r}: {number} tokens of a sample train in the {component} component, but "
-                f"it has no stream {stream!r}. The env's algorithm has to assign it, or to leave "
-                f"the tokens out of {component}."
-            )
-    lengths = [len(sample) for sample in samples]
+    """The rows of each rank, equally many. Raises ``StreamError`` for a bundle that fits no row."""
+    pieces, bundles = packing.pieces, packing.bundles
+    lengths = [sum(len(pieces[i].sample) for i in bundle) for bundle in bundles]
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
     if num_ranks > 1:
-        ranks = plan_ranks(rows, lengths, capacity, num_ranks, attention_flops)
+        costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
+        totals = np.array([costs[bundle].sum() for bundle in bundles])
+        ranks = plan_ranks(rows, lengths, capacity, num_ranks, totals)
     return [
-        [
-            _row([samples[i] for i in row], [envs[i] for i in row])
-            if row
-            else _idle_row(samples[0], envs[0])
-            for row in own
-        ]
+        [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in own]
         for own in ranks
     ]
 
 
-def _row(samples: Sequence[Sample], envs: Sequence[str]) -> MicroBatch:
-    names = sorted(set(envs))
+def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:
+    """Some pieces end to end. None: one token that trains nothing, for a rank that is idle while
+    the others train a row."""
+    pieces = [packing.pieces[i] for i in chosen] or [_idle(packing.pieces[0])]
+    samples = [piece.sample for piece in pieces]
+    names = sorted({piece.env for piece in pieces})
+
+    def joined(name: str) -> StreamColumn | None:
+        return concatenate(((len(s), stream(s, name)) for s in samples), name)
+
+    further = dict.fromkeys(name for sample in samples for name in sample.streams)
+    streams = {name: column for name in further if (column := joined(name)) is not None}
+    if "policy_lag" in packing.needs:
+        streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
+    needs = packing.needs
+    rollouts = [piece.rollout for piece in pieces] if "rollout_ids" in needs else None
+    groups = [piece.group for piece in pieces] if "group_ids" in needs else None
     micro_batch = MicroBatch(
         token_ids=np.concatenate([s.token_ids for s in samples]),
         loss_mask=np.concatenate([s.loss_mask for s in samples]),
         inference_logprobs=np.concatenate([s.inference_logprobs for s in samples]),
         sequence_lengths=np.array([len(s) for s in samples], np.int32),
         temperatures=np.array([s.temperature for s in samples], np.float32),
-        env_ids=np.array([names.index(env) for env in envs], np.uint16),
+        env_ids=np.array([names.index(piece.env) for piece in pieces], np.uint16),
         envs=tuple(names),
-        **{name: _stream(samples, name) for name in STREAMS},
+        streams=streams,
+        rollout_ids=None if rollouts is None else np.array(rollouts, np.int32),
+        group_ids=None if groups is None else np.array(groups, np.int32),
+        **{name: joined(name) for name in STREAMS},
     )
     micro_batch.check()
     return micro_batch
 
 
-def _idle_row(sample: Sample, env: str) -> MicroBatch:
-    """One token of no component: for a rank that is idle while the others train a row."""
-    idle = Sample(
-        token_ids=sample.token_ids[:1],
+def _idle(piece: Piece) -> Piece:
+    token = Sample(
+        token_ids=piece.sample.token_ids[:1],
         loss_mask=np.zeros(1, np.bool_),
         inference_logprobs=np.zeros(1, np.float32),
     )
-    return _row([idle], [env])
+    return replace(piece, sample=token)
 
 
-def _stream(samples: Sequence[Sample], name: str) -> npt.NDArray[Any] | None:
-    columns = [getattr(sample, name) for sample in samples]
-    if all(column is None for column in columns):
-        return None
-    fill = np.float32(FILL.get(name, 0.0))
-    pairs = zip(samples, columns, strict=True)
-    return np.concatenate([np.full(len(s), fill) if c is None else c for s, c in pairs])
-
-
-def cut_samples(rollouts: Sequence[Rollout], limit: int) -> tuple[list[Sample], list[str]]:
-    """Every sample of a batch, cut to ``limit`` tokens, and the env of each."""
-    pairs = [(sample, rollout.env) for rollout in rollouts for sample in rollout.samples]
-    return [truncate(sample, limit) for sample, _ in pairs], [env for _, env in pairs]
+def _lag(sample: Sample, step: int) -> IntColumn:
+    """[T] versions between the policy that sampled a token and the one that step ``step`` trains;
+    -1 where no policy sampled."""
+    if sample.policy_versions is None:
+        return np.full(len(sample), -1, np.int32)
+    lag = (step - 1) - sample.policy_versions
+    return np.where(sample.policy_versions >= 0, lag, -1).astype(np.int32)
 
 
 class Packer:
     """Packs every batch of one run: cut to ``seq_len``, in rows, spread over the ranks."""
 
-    def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks) -> None:
+    def __init__(self, config: RunConfig, num_ranks: int, hooks: Hooks, losses: Components) -> None:
         self._config, self._num_ranks, self._hooks = config, num_ranks, hooks
+        self._losses = losses
         self._num_truncated = 0
 
     def pack(self, batch: Batch) -> list[bytes]:
@@ -153,10 +206,9 @@ class Packer:
         limit, flops = self._config.seq_len, self._config.trainer.attention_flops
         lengths = (len(sample) for rollout in batch.kept for sample in rollout.samples)
         self._num_truncated += sum(length > limit for length in lengths)
-        samples, envs = cut_samples(batch.kept, limit)
-        self._hooks.batch_packed(batch.step, samples)
-        capacity = self._config.row_tokens
-        return batch_frames(batch.step, samples, envs, capacity, self._num_ranks, flops)
+        packing = packing_of(batch.step, batch.kept, self._losses, limit)
+        self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
+        return batch_frames(packing, self._config.row_tokens, self._num_ranks, flops)
 
     def take_metrics(self) -> dict[str, float]:
         """Samples that were cut to ``seq_len`` since the last call."""
@@ -165,22 +217,8 @@ class Packer:
 
 
 def batch_frames(
-    step: int,
-    samples: Sequence[Sample],
-    envs: Sequence[str],
-    capacity: int,
-    num_ranks: int = 1,
-    attention_flops: float = 0.0,
+    packing: Packing, capacity: int, num_ranks: int = 1, attention_flops: float = 0.0
 ) -> list[bytes]:
     """A batch as it goes on the wire: one frame per trainer rank."""
-    ranks = pack_ranks(samples, envs, capacity, num_ranks, attention_flops)
-    return [encode_batch(step, rows) for rows in ranks]
-
-
-def truncate(sample: Sample, limit: int) -> Sample:
-    """The first ``limit`` tokens of a sample, in every column."""
-    if len(sample) <= limit:
-        return sample
-    columns = {name: column for name in COLUMNS if (column := getattr(sample, name)) is not None}
-    cut = {name: column[:limit] for name, column in columns.items()}
-    return Sample(**cut, temperature=sample.temperature)
+    ranks = pack_ranks(packing, capacity, num_ranks, attention_flops)
+    return [encode_batch(packing.step, rows) for rows in ranks]

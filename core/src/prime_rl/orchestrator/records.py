@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from prime_rl.errors import RunError
-from prime_rl.rollout import COLUMNS, Rollout, Sample
+from prime_rl.rollout import Rollout, sample_of
 
 FIELDS = tuple(
     field.name
@@ -72,9 +72,8 @@ def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
         {
             "temperature": sample.temperature,
             "columns": {
-                name: [column.dtype.str, column.tobytes()]
-                for name in COLUMNS
-                if (column := getattr(sample, name)) is not None
+                name: [column.dtype.str, column.tobytes(), *column.shape[1:]]
+                for name, column in sample.columns.items()
             },
         }
         for sample in rollout.samples
@@ -86,8 +85,11 @@ def _record(rollout: Rollout, dropped_by: str | None) -> dict[str, Any]:
 def _stored(row: Mapping[str, Any]) -> StoredRollout:
     samples = []
     for sample in row["samples"]:
-        columns = {n: np.frombuffer(data, dtype) for n, (dtype, data) in sample["columns"].items()}
-        samples.append(Sample(temperature=sample["temperature"], **columns))
+        columns = {
+            name: np.frombuffer(data, dtype).reshape(-1, *more)
+            for name, (dtype, data, *more) in sample["columns"].items()
+        }
+        samples.append(sample_of(columns, sample["temperature"]))
     plain = {name: row[name] for name in FIELDS if name in row}  # older files have fewer
     plain["place"] = tuple(row["place"]) if row.get("place") else None
     return StoredRollout(Rollout(**plain, samples=samples), row["dropped_by"])

@@ -78,7 +78,7 @@ class Sampling(Observer):
                 observer.group_scored(rollouts, self.engines.policy.version)
             self.sampler.observe(rollouts)
             for rollout in rollouts:
-                stamp(rollout, env.algorithm.action_loss)
+                stamp(rollout, env.algorithm.action_loss, self.context.losses)
             rejected = self.sampler.reject(rollouts)
             if rejected is None:
                 for other in self.envs:

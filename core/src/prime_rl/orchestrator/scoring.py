@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.errors import StreamError
+from prime_rl.errors import ConfigError, StreamError
+from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.manager import Hooks
-from prime_rl.rollout import Group, LossComponent, Rollout, Sample, members, missing_stream
+from prime_rl.rollout import Group, Rollout, Sample
+from prime_rl.streams import WEIGHTS, LossComponent, components, members, stream
 
 FACTS = ("reward", "rewards", "metrics", "info")
 """What a scoring plugin may change of a rollout, apart from its streams."""
@@ -74,22 +76,24 @@ def _check_reward(rollout: Rollout, way_out: str) -> None:
         )
 
 
-def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
+def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | None = None) -> None:
     """Route sampled tokens to ``action_loss`` and freeze the streams.
 
     rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
     1.0 on the trainable tokens and take them out of rl. A rollout that another component trains
     leaves rl if all its advantages are zero: its tokens would only dilute the others' mean. (The
     filters drop a rollout that trains nowhere else.) Weights that the algorithm has assigned stay
-    as they are. Raises ``StreamError`` for rl tokens without an advantage and ref_kl tokens without
-    a reference.
+    as they are. ``losses``: None for all that are installed. Raises ``StreamError`` for tokens
+    without a stream that their loss reads.
     """
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
     for sample in rollout.samples:
         if action_loss != "rl":
             _route(rollout, sample, action_loss)
-        _check_complete(rollout, sample)
+        for name in components(sample):
+            if members(sample, name).any():
+                _check_complete(rollout, sample, name, losses or installed_losses())
     if (
         action_loss == "rl"
         and "rl_weights" not in rollout.assigned
@@ -103,36 +107,42 @@ def stamp(rollout: Rollout, action_loss: LossComponent) -> None:
 
 
 def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
-    name = f"{component}_weights"
+    name = f"{component}{WEIGHTS}"
     if name not in rollout.assigned:
         ours = sample.loss_mask.astype(np.float32)
-        before = getattr(sample, name)
-        setattr(sample, name, ours if before is None else np.where(sample.loss_mask, ours, before))
+        if (before := stream(sample, name)) is not None:
+            ours = np.where(sample.loss_mask, ours, before)
+        sample.set_stream(name, ours)
     if "rl_weights" not in rollout.assigned:
         sample.rl_weights = np.zeros(len(sample), np.float32)
 
 
-FIXES = {
-    "rl": "no advantages were assigned. Assign them in score_rollout or score_group, or set the "
-    "algorithm's action_loss.",
-    "ref_kl": "no ref_logprobs were assigned. Call rollout.assign_ref_logprobs in score_rollout.",
-}
-
-
-def _check_complete(rollout: Rollout, sample: Sample) -> None:
+def _check_complete(
+    rollout: Rollout, sample: Sample, name: LossComponent, losses: Components
+) -> None:
+    """Raises ``StreamError`` unless the members of a component have what its loss reads."""
     where = f"env {rollout.env!r}, group {rollout.group_id}"
-    if (missing := missing_stream(sample)) is not None:
+    try:
+        component = losses[name]
+    except ConfigError as error:
+        raise StreamError(f"{where}: tokens have {name}_weights. {error}") from error
+    for required in component.required:
+        if stream(sample, required) is None:
+            raise StreamError(
+                f"{where}: tokens train in the {name} component, which reads {required!r}, but no "
+                f"{required} were assigned. Assign them in score_rollout or score_group "
+                "(rollout.assign_stream), or set another action_loss."
+            )
+    if not component.cls.compares_with_sampler:
+        return
+    if members(sample, name)[~sample.loss_mask].any():
         raise StreamError(
-            f"{where}: tokens train in the {missing[0]} component but {FIXES[missing[0]]}"
-        )
-    if members(sample, "ref_kl")[~sample.loss_mask].any():
-        raise StreamError(
-            f"{where}: ref_kl_weights weigh tokens that the policy did not sample, which have no "
+            f"{where}: {name}_weights weigh tokens that the policy did not sample, which have no "
             "sampling logprob to compare with; expected 0.0 there"
         )
-    compared = members(sample, "rl").any() or members(sample, "ref_kl").any()
-    if compared and not rollout.has_logprobs:
+    if not rollout.has_logprobs:
         raise StreamError(
-            f"{where}: tokens train in the rl or ref_kl component, and their source "
-            f"({rollout.source!r}) gave no sampling logprobs. Use an algorithm that feeds ce."
+            f"{where}: tokens train in the {name} component, which compares with sampling "
+            f"logprobs, and their source ({rollout.source!r}) gave none. Use an algorithm that "
+            "imitates."
         )

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from prime_rl.config.models import FrozenModel
-    from prime_rl.rollout import FloatColumn, LossComponent, Sample
+    from prime_rl.rollout import Sample
+    from prime_rl.streams import FloatColumn, LossComponent
 
 
 class ReferenceModel(Protocol):

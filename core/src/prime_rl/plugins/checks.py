@@ -12,9 +12,10 @@ from prime_rl.plugins import hookspecs
 from prime_rl.plugins.deprecation import deprecations, warn_of_deprecated
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
-CONTRACT_VERSION = 1
-"""Version of the plugin contract: hooks, base classes, streams. Removals and changes raise it;
-additions (a hook, an optional argument of one) do not."""
+CONTRACT_VERSION = 2
+"""Version of the plugin contract: hooks, base classes, streams."""
+OLDEST_CONTRACT = 1
+"""Plugins written for a version from this one on run unchanged."""
 
 SPECS: dict[str, Callable[..., Any]] = {
     name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, f"{PROJECT}_spec")
@@ -73,11 +74,12 @@ def _check_version(plugin: object, where: str) -> None:
             f"plugin {where}: prime_rl_contract is {asked!r}, expected a whole number: the "
             f"contract version the plugin was written for, such as {CONTRACT_VERSION}."
         )
-    if asked != CONTRACT_VERSION:
+    if not OLDEST_CONTRACT <= asked <= CONTRACT_VERSION:
         way_out = "prime-rl-core" if asked > CONTRACT_VERSION else "the plugin"
         raise PluginError(
             f"plugin {where} asks for contract version {asked}, this prime-rl-core speaks "
-            f"{CONTRACT_VERSION}. Upgrade {way_out}, or list the plugin under plugins.disabled."
+            f"{OLDEST_CONTRACT} to {CONTRACT_VERSION}. Upgrade {way_out}, or list the plugin under "
+            "plugins.disabled."
         )
 
 

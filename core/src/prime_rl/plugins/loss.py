@@ -1,35 +1,63 @@
-"""Losses of the rl component. Trainer side: entry-point group ``prime_rl.trainer``.
+"""Losses: the components of what the trainer minimizes. Entry-point group ``prime_rl.trainer``.
 
-Shapes: T = tokens of one sequence, or of all sequences of a micro batch end to end.
+A loss declares what it reads, what one call sees whole, and what its sum is divided by. Core packs
+the batch so that this holds, and pays only for what some loss of the run declares.
+
+Shapes: T = tokens of one call: of the row, a sequence, a rollout or a group, end to end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 
 from prime_rl.plugins.base import Offer
 
 if TYPE_CHECKING:
     import torch
 
+Scope: TypeAlias = Literal["token", "sequence", "rollout", "group"]
+Unit: TypeAlias = Literal["tokens", "sequences", "rollouts", "groups", "constant"]
+Read: TypeAlias = str | tuple[str, float | None]
+
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What the rl loss sees of one sequence (or of many, if the loss is ``token_wise``). All
-    tensors: [T]."""
+    """What one call of a loss sees. All tensors: [T]; a stream of k values per token: [T, k].
+
+    The first six fields are always there. The others, and ``streams``, are there if ``Loss.reads``
+    names them.
+    """
 
     trainer_logprobs: torch.Tensor
     """log π of each token under the weights in training; carries the gradient."""
     inference_logprobs: torch.Tensor
     """log μ under the policy that sampled it."""
     ref_logprobs: torch.Tensor | None
+    """Under a reference model. None: not read, or not assigned to these tokens."""
     advantages: torch.Tensor
+    """0.0 if not read."""
     loss_mask: torch.Tensor
     """bool: this component's member tokens."""
     loss_weights: torch.Tensor | None
-    """The component's weight stream; None means 1.0 everywhere."""
+    """What each member's term is multiplied by; None means 1.0 everywhere."""
+    entropies: torch.Tensor | None = None
+    """Entropy of the distribution that each token is drawn from; carries a gradient."""
+    old_logprobs: torch.Tensor | None = None
+    """log π under the weights with which the trainer began the batch."""
+    policy_lag: torch.Tensor | None = None
+    """Versions between the policy that sampled the token and the one in training; -1 off the mask.
+    """
+    temperatures: torch.Tensor | None = None
+    """Sampling temperature of the token's sequence."""
+    sequence_ids: torch.Tensor | None = None
+    """int64: equal for the tokens of one sequence of the call. So are ``rollout_ids`` and
+    ``group_ids`` for those of one rollout and one group."""
+    rollout_ids: torch.Tensor | None = None
+    group_ids: torch.Tensor | None = None
+    streams: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    """Every stream of ``Loss.reads`` by name, ``advantages`` and ``ref_logprobs`` included."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +73,42 @@ class TokenMetric:
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """A loss summed over member tokens, not normalized, and its metrics."""
+    """A loss summed over its unit, not normalized, and its metrics."""
 
     loss: torch.Tensor
     """0-dim."""
     metrics: Mapping[str, torch.Tensor | TokenMetric]
-    """0-dim tensors (one value per sequence), 1-D ones (each entry counts) or ``TokenMetric``.
+    """0-dim tensors (one value per call), 1-D ones (each entry counts) or ``TokenMetric``.
     ``is_masked``, ``is_masked_high`` and ``is_masked_low`` also go to the token export."""
 
 
 class Loss(Offer):
-    """The loss of the ``rl`` component. Keep ``import torch`` inside ``__call__``: listing plugins
-    must stay fast."""
+    """A component of the loss. Keep ``import torch`` inside ``__call__``: listing plugins must stay
+    fast."""
 
     token_wise: ClassVar[bool] = False
-    """Each term of the sum depends on its own token alone, and the metrics are ``TokenMetric``s:
-    the trainer calls the loss once per micro batch instead of once per sequence."""
+    """The same as ``scope = "token"``."""
+
+    scope: ClassVar[Scope] = "sequence"
+    """What one call sees whole. ``token``: each term of the sum depends on its own token alone and
+    the metrics are ``TokenMetric``s, so one call takes a whole row. ``sequence``: one sample.
+    ``rollout``: all samples of a rollout. ``group``: all rollouts of a group that train in the
+    batch, which then holds whole groups."""
+
+    reads: ClassVar[tuple[Read, ...]] = ("advantages", ("ref_logprobs", None))
+    """Streams and computed columns that the loss reads, by name. A stream that a member token lacks
+    is an error; ``(name, default)`` gives the default instead: a number, or None for the stream of
+    a whole call. Computed columns are the fields of ``LossInputs`` after ``loss_weights``."""
+
+    normalize_by: ClassVar[Unit] = "tokens"
+    """The unit that the sum is over: ``__call__`` adds one term per token, or per sequence, rollout
+    or group. The trainer divides by their number in the batch. ``constant``: by ``constant`` of the
+    loss's table. A run may divide a sum over tokens in another way (``[trainer.loss]``)."""
+
+    compares_with_sampler: ClassVar[bool] = True
+    """It reads ``inference_logprobs``: its members must be tokens that the policy sampled, with
+    known logprobs. False for imitation."""
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Sum the loss over ``inputs.loss_mask``. The trainer divides by the global count of member
-        tokens."""
+        """Sum the loss over ``inputs.loss_mask``, each term times its ``loss_weights``."""
         raise NotImplementedError

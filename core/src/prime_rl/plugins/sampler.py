@@ -14,7 +14,8 @@ from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:
     from prime_rl.plugins.algorithm import Host
-    from prime_rl.rollout import Group, LossComponent, Rollout
+    from prime_rl.rollout import Group, Rollout
+    from prime_rl.streams import LossComponent
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Source(Offer):
     from_policy: ClassVar[bool] = False
     """The policy wrote its rollouts: nothing to imitate."""
 
-    feeds: ClassVar[frozenset[LossComponent]] = frozenset({"ce"})
-    """Loss components its rollouts may train. ``rl`` and ``ref_kl`` need sampling logprobs of the
-    policy."""
+    feeds: ClassVar[frozenset[LossComponent]] = frozenset()
+    """Losses that its rollouts may train, besides those that imitate; ``rl`` stands for all. The
+    others need sampling logprobs of the policy."""
 
     async def setup(self, host: Host) -> None:
         """Load what it needs. Raises ``ConfigError``."""

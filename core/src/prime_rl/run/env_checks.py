@@ -12,6 +12,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import EnvSettings
 from prime_rl.env.loading import check_taskset, find_agents
 from prime_rl.errors import ConfigError
+from prime_rl.plugins.components import Component, Components
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import (
     ALGORITHM,
@@ -67,8 +68,8 @@ def check_envs(config: RunConfig) -> None:
         )
 
 
-def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
-    """Each env's algorithm is installed and can train on the env's rollouts. Raises
+def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> None:
+    """Each env's algorithm and its loss are installed and can train on the env's rollouts. Raises
     ``ConfigError``."""
     shared = config.orchestrator.algo
     default = installed_defaults().get("orchestrator", {}).get("algo", {})
@@ -82,7 +83,12 @@ def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
         cls, _ = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         _check_env(where, cls, env, config)
-        _check_source(where, cls, env, algo, hooks)
+        try:
+            component = losses[cls.action_loss]
+        except ConfigError as error:
+            raise ConfigError(f"{where} trains the loss {cls.action_loss!r}. {error}") from error
+        _check_scope(where, component, env, config)
+        _check_source(where, cls, env, algo, component, hooks)
         renderer = config.orchestrator.renderer.name
         if cls.needs_attribution:
             rendering = select(RENDERER, renderer, collect(hooks, RENDERER), RENDERER.key)
@@ -110,11 +116,27 @@ def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConf
         )
 
 
+def _check_scope(where: str, component: Component, env: EnvConfig, config: RunConfig) -> None:
+    """A row holds the longest group that a loss may see whole."""
+    size, longest = env.group_size or config.orchestrator.group_size, config.seq_len
+    if component.scope == "group" and size * longest > config.row_tokens:
+        raise ConfigError(
+            f"{where}: its loss {component.cls.name!r} sees a group whole, so one row has to hold "
+            f"{size} samples of seq_len {longest}, and it holds {config.row_tokens} tokens. Set "
+            f"trainer.micro_batch_tokens to {size * longest} or more, or lower seq_len."
+        )
+
+
 def _check_source(
-    where: str, cls: type[Algorithm], env: EnvConfig, algo: AlgoConfig, hooks: Hooks
+    where: str,
+    cls: type[Algorithm],
+    env: EnvConfig,
+    algo: AlgoConfig,
+    component: Component,
+    hooks: Hooks,
 ) -> None:
     """Refuse a sampling source that the algorithm's component cannot train on."""
-    sampling, component = algo.sampling, cls.action_loss
+    sampling, name = algo.sampling, component.name
     source = sampling.source
     if sampling.client != "tokens" and not isinstance(source, FrozenModel):
         raise ConfigError(
@@ -127,11 +149,12 @@ def _check_source(
             "policy's own tokens would teach it nothing. Set sampling.source to a frozen model "
             '(name and base_url) or to a source of demonstrations ({ type = "dataset", ... }).'
         )
-    if isinstance(source, FrozenModel) and component != "ce":
+    if isinstance(source, FrozenModel) and component.cls.compares_with_sampler:
         raise ConfigError(
-            f"{where} trains the {component} component, whose importance ratio needs the policy's "
+            f"{where} trains the {name} component, whose importance ratio needs the policy's "
             f"own sampling logprobs, and sampling.source is the frozen model {source.name!r}. "
-            "Leave sampling.source at 'policy', or use an algorithm that feeds ce, such as sft."
+            "Leave sampling.source at 'policy', or use an algorithm that imitates, such as "
+            "supervised fine-tuning."
         )
     if isinstance(source, SourceTable):
         key = f"{where}: sampling.source"
@@ -141,11 +164,11 @@ def _check_source(
                 f"{where} imitates its source, and source {source.type!r} gives rollouts of the "
                 "policy itself. Use a source of demonstrations or a frozen model."
             )
-        if component not in offered.feeds:
+        if component.cls.compares_with_sampler and not {"rl", name} & offered.feeds:
             raise ConfigError(
-                f"{where} trains the {component} component, and source {source.type!r} can feed "
-                f"{', '.join(sorted(offered.feeds))} only: its tokens were not sampled from "
-                "the policy. Use an algorithm that feeds ce, such as sft, or another source."
+                f"{where} trains the {name} component, which compares with sampling logprobs, and "
+                f"source {source.type!r} has none: its tokens were not sampled from the policy. "
+                "Use an algorithm that imitates, such as supervised fine-tuning, or another source."
             )
         for unread in ("group_size", "sampling", "max_turns", "harness"):
             if getattr(env, unread) is not None:

@@ -11,6 +11,7 @@ from prime_rl import Engine, ModelMaker, PluginConfig
 from prime_rl.adapter import is_adapter
 from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError
+from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
@@ -18,7 +19,6 @@ from prime_rl.plugins.offers import (
     ENGINE,
     FILTER,
     LAUNCHER,
-    LOSS,
     MODEL,
     MONITOR,
     OBSERVER,
@@ -46,10 +46,11 @@ def check(config: RunConfig) -> Hooks:
     _check_disabled(config, hooks, trainer)
     check_envs(config)
     config.trainer.scheduler.check(config.trainer.optim.lr, config.max_steps)
-    check_algorithms(config, hooks)
+    losses = Components.load(config.trainer, trainer)
+    check_algorithms(config, hooks, losses)
     check_filters(config, hooks)
     build_model_maker(config, hooks)  # before the renderer, which depends on the model
-    orchestrator, loss = config.orchestrator, config.trainer.loss
+    orchestrator = config.orchestrator
     sampler, renderer = orchestrator.sampler_table, orchestrator.renderer
     where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
     choose(SAMPLER, sampler.type, sampler.settings, hooks, where)
@@ -62,7 +63,6 @@ def check(config: RunConfig) -> Hooks:
     check_engine(config, hooks)
     _check_deployment(config, hooks)
     _check_broadcast(config, hooks, trainer)
-    choose(LOSS, loss.type, loss.settings, trainer, "trainer.loss")
     make_observers(config.trainer.settings, trainer)
     check_tasksets(config, hooks)
     return hooks

@@ -21,14 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs
-from prime_rl.rollout import COMPONENTS, Group, Sample, members
+from prime_rl.rollout import Group, Sample
+from prime_rl.streams import components, members, stream
 from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl.testing.scoring import MIXED, Subject, streams
 
 Floats = npt.NDArray[np.float64]
-
-REF_KL_MASK_LOW, REF_KL_TAU = 0.2, 1e-3
 
 
 def reference_aligned(subject: Subject) -> None:
@@ -94,18 +94,19 @@ def _check_direction(
 
 
 def _credit(subject: Subject, sample: Sample, old: Floats) -> Floats:
-    """[T] the direction in which the declared component moves each sampled token; 0.0 where another
-    component acts too."""
+    """[T] the direction in which the declared component moves each sampled token: its advantage,
+    towards a reference, or up; 0.0 where another component acts too."""
     component = subject.cls.action_loss
-    if component == "rl":
-        credit = np.zeros(len(sample)) if sample.advantages is None else sample.advantages
-    elif component == "ce":
-        credit = np.ones(len(sample))
-    else:
-        assert sample.ref_logprobs is not None
-        credit = sample.ref_logprobs - old
-    others = [members(sample, each) for each in COMPONENTS if each != component]
-    alone = members(sample, component) & sample.loss_mask & ~np.logical_or.reduce(others)
+    required = installed_losses()[component].required
+    credit = np.ones(len(sample))
+    if "advantages" in required:
+        credit = _column(sample, "advantages", 0.0)
+    elif "ref_logprobs" in required:
+        credit = _column(sample, "ref_logprobs", 0.0) - old
+    others = [members(sample, each) for each in components(sample) if each != component]
+    alone = members(sample, component) & sample.loss_mask
+    for other in others:
+        alone = alone & ~other
     return np.where(alone & (np.abs(credit) > 1e-3 * np.abs(credit).max(initial=0)), credit, 0.0)
 
 
@@ -127,19 +128,19 @@ def token_logprobs(sample: Sample, logits: Floats) -> Floats:
 
 
 def closed_form(samples: Sequence[Sample], logits: Sequence[Floats]) -> list[Floats]:
-    """dL/dlogits of each sample, [T, V], in closed form:
+    """dL/dlogits of each sample, [T, V]:
 
-        rl      dL/dt = -w A exp(t - i) / N_rl                   (importance-weighted REINFORCE)
-        ce      dL/dt = -w / N_ce
-        ref_kl  dL/dt = w (-keep (ref - t) exp(t - i) + 2e-3 (t - i)) / N_ref_kl
+        rl          dL/dt = -w A exp(t - i) / N_rl               (importance-weighted REINFORCE)
+        any other   dL/dt by calling its loss for the sample alone, over its N
 
-    keep is false where the token lost more than 0.2 of probability since it was sampled.
+    Raises ``NotApplicable`` for a loss whose sum is not one over the tokens of a sample.
     """
-    counts = {c: max(sum(int(members(s, c).sum()) for s in samples), 1) for c in COMPONENTS}
+    names = {name for sample in samples for name in components(sample)}
+    counts = {c: max(sum(int(members(s, c).sum()) for s in samples), 1) for c in names}
     found = []
     for sample, each in zip(samples, logits, strict=True):
         slope = np.zeros(len(sample))
-        for component in COMPONENTS:
+        for component in components(sample):
             ours = _slope(sample, component, token_logprobs(sample, each))
             slope += np.where(members(sample, component), ours, 0.0) / counts[component]
         p = np.exp(each) / np.exp(each).sum(1, keepdims=True)
@@ -150,18 +151,32 @@ def closed_form(samples: Sequence[Sample], logits: Sequence[Floats]) -> list[Flo
 
 def _slope(sample: Sample, component: str, t: Floats) -> Floats:
     i, w = _column(sample, "inference_logprobs", 0.0), _column(sample, f"{component}_weights", 1.0)
-    if component == "ce":
-        return -w
-    ratio = np.exp(t - i)
     if component == "rl":
-        return -w * _column(sample, "advantages", 0.0) * ratio
-    keep = np.exp(t) - np.exp(i) >= -REF_KL_MASK_LOW
-    pull = np.where(keep, (_column(sample, "ref_logprobs", 0.0) - t) * ratio, 0.0)
-    return np.asarray(w * (2 * REF_KL_TAU * (t - i) - pull))
+        return -w * _column(sample, "advantages", 0.0) * np.exp(t - i)
+    import torch
+
+    loss = installed_losses()[component]
+    if loss.unit != "tokens" or loss.scope not in ("token", "sequence") or loss.computed:
+        raise NotApplicable(f"the loss {component!r} is no sum over the tokens of one sample")
+    streams = {
+        n: torch.from_numpy(_column(sample, n, loss.defaults.get(n) or 0.0)) for n in loss.streams
+    }
+    leaf = torch.tensor(t, requires_grad=True)
+    inputs = LossInputs(
+        trainer_logprobs=leaf,
+        inference_logprobs=torch.from_numpy(i),
+        ref_logprobs=streams.get("ref_logprobs"),
+        advantages=streams.get("advantages", torch.zeros_like(leaf)),
+        loss_mask=torch.from_numpy(members(sample, component)),
+        loss_weights=torch.from_numpy(w),
+        streams=streams,
+    )
+    loss.loss(inputs).loss.backward()  # type: ignore[no-untyped-call]
+    return np.asarray(leaf.grad)
 
 
 def _column(sample: Sample, name: str, absent: float) -> Floats:
-    column = getattr(sample, name)
+    column = sample.inference_logprobs if name == "inference_logprobs" else stream(sample, name)
     return np.full(len(sample), absent) if column is None else np.asarray(column, np.float64)
 
 
@@ -190,13 +205,14 @@ def trainer_gradient(group: Group, logits: Sequence[Floats]) -> list[Floats]:
 
     samples = [(sample, rollout.env) for rollout in group for sample in rollout.samples]
     batches = [pack([sample], [env], len(sample))[0] for sample, env in samples]
-    counts = count_members(batches)
+    losses = installed_losses().with_rl(_Reinforce(PluginConfig()))
+    counts = count_members(batches, losses)
     total: Any = 0.0
     leaves = [torch.tensor(each, requires_grad=True) for each in logits]
     for batch, leaf in zip(batches, leaves, strict=True):
         tokens = torch.from_numpy(batch.token_ids.astype(np.int64))[:, None]
         logprobs = leaf.log_softmax(1).gather(1, tokens)[:, 0]
         row = make_row(batch, torch.device("cpu"))
-        total = total + row_loss(row, logprobs, _Reinforce(PluginConfig()), counts).loss
+        total = total + row_loss(row, logprobs, losses, counts).loss
     total.backward()
     return [np.asarray(leaf.grad) for leaf in leaves]

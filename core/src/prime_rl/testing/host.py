@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from prime_rl.config.models import FrozenModel
-from prime_rl.rollout import ROLES, FloatColumn, Sample
+from prime_rl.rollout import ROLES, Sample
+from prime_rl.streams import FloatColumn
 
 
 @dataclass

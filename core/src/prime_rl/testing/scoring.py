@@ -12,13 +12,14 @@ from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.plugins.algorithm import Algorithm, Host
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.rollout import STREAMS, FloatColumn, Group, Rollout
+from prime_rl.rollout import Group, Rollout
+from prime_rl.streams import StreamColumn, stream, stream_names
 from prime_rl.testing.host import FakeHost
 
 MakeGroup = Callable[[Sequence[float]], list[Rollout]]
 """Sibling rollouts with these rewards."""
 
-Streams = list[dict[str, FloatColumn | None]]
+Streams = list[dict[str, StreamColumn]]
 """The streams of every sample of a group, in order."""
 
 
@@ -104,7 +105,7 @@ MIXED = (1.0, 0.0, 0.5)
 def streams(group: Group) -> Streams:
     """Copies of every stream of every sample."""
     return [
-        {name: None if (c := getattr(sample, name)) is None else c.copy() for name in STREAMS}
+        {name: np.array(stream(sample, name)) for name in stream_names(sample)}
         for rollout in group
         for sample in rollout.samples
     ]
@@ -113,8 +114,8 @@ def streams(group: Group) -> Streams:
 def different(found: Streams, expected: Streams) -> str:
     """The first stream that differs by more than rounding, and how; empty if none does."""
     for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        for name in STREAMS:
-            a, b = ours[name], theirs[name]
+        for name in ours | theirs:
+            a, b = ours.get(name), theirs.get(name)
             if a is None or b is None:
                 same = a is b
             else:
@@ -124,5 +125,5 @@ def different(found: Streams, expected: Streams) -> str:
     return ""
 
 
-def _text(column: FloatColumn | None) -> str:
-    return "none" if column is None else str([round(float(value), 4) for value in column])
+def _text(column: StreamColumn | None) -> str:
+    return "none" if column is None else str(column.round(4).tolist())

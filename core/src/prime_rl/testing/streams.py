@@ -3,13 +3,16 @@ tied, failed, extreme or broken."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 
 from prime_rl.errors import StreamError
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import hookimpl
-from prime_rl.rollout import COMPONENTS, STREAMS, Group, Rollout, Sample, members
+from prime_rl.rollout import Group, Rollout, Sample
+from prime_rl.streams import components, members, stream, stream_names
 from prime_rl.testing.report import Broken
 from prime_rl.testing.scoring import MIXED, Subject, different, streams
 
@@ -22,26 +25,26 @@ def streams_align(subject: Subject) -> None:
 def check_streams(group: Group, rewards: Sequence[float]) -> None:
     """Raise ``Broken`` for a stream of the wrong length or with a value that is not finite."""
     for where, sample in _samples(group):
-        for name in STREAMS:
-            stream = getattr(sample, name)
-            if stream is None:
-                continue
+        for name in stream_names(sample):
+            column = np.asarray(stream(sample, name))
             place = f"{name} of {where}, rewards {list(rewards)}"
-            if np.shape(stream) != (len(sample),):
+            if column.shape[:1] != (len(sample),):
                 raise Broken(
-                    f"{place}: wrong length: got shape {np.shape(stream)}, expected "
+                    f"{place}: wrong length: got shape {column.shape}, expected "
                     f"({len(sample)},). Write streams by rollout.assign_...(), which checks."
                 )
-            if not np.isfinite(stream).all():
-                raise Broken(f"{place}: not finite: got {np.asarray(stream).tolist()}")
+            if not np.isfinite(column).all():
+                raise Broken(f"{place}: not finite: got {column.tolist()}")
 
 
 def credit_on_mask(subject: Subject) -> None:
-    """Credit, and weights of rl and ref_kl, are zero on tokens the policy did not sample."""
+    """Credit, and weights of losses that compare with the sampling policy, are zero on tokens that
+    it did not sample."""
     for where, sample in _samples(subject.scored(MIXED)):
-        for name in ("advantages", "rl_weights", "ref_kl_weights"):
-            stream = getattr(sample, name)
-            if stream is not None and (off := stream[~sample.loss_mask]).any():
+        losses = [n for n in components(sample) if installed_losses()[n].cls.compares_with_sampler]
+        for name in ("advantages", *(f"{loss}_weights" for loss in losses)):
+            column = stream(sample, name)
+            if column is not None and (off := column[~sample.loss_mask]).any():
                 raise Broken(
                     f"{name} of {where}: off the mask: got {int((off != 0).sum())} values that are "
                     "not 0.0 on tokens the policy did not sample. To train what the environment "
@@ -52,12 +55,12 @@ def credit_on_mask(subject: Subject) -> None:
 def declared_component(subject: Subject) -> None:
     """Sampled tokens feed the loss component that ``action_loss`` declares."""
     declared = subject.cls.action_loss
-    fed = dict.fromkeys(COMPONENTS, 0)
+    fed: Counter[str] = Counter()
     for _, sample in _samples(subject.stamped(MIXED)):
-        for component in COMPONENTS:
+        for component in components(sample):
             fed[component] += int((members(sample, component) & sample.loss_mask).sum())
     if not fed[declared]:
-        others = ", ".join(c for c in COMPONENTS if fed[c]) or "nothing"
+        others = ", ".join(c for c in fed if fed[c]) or "nothing"
         raise Broken(
             f"action_loss = {declared!r}, but no sampled token feeds {declared}; they feed "
             f"{others}. Change action_loss, or the weights that are assigned."

@@ -25,10 +25,10 @@ from typing import NoReturn
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
+from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import LOSS, make, make_observers, make_transport
+from prime_rl.plugins.offers import make_observers, make_transport
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import PARENT_PID, Launch
@@ -102,8 +102,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     launch = Launch.read(run_dir)
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    table = config.trainer.loss  # before the slow import: a wrong table is an error at once
-    loss = make(LOSS, table.type, table.settings, hooks, "trainer.loss")
+    losses = Components.load(config.trainer, hooks)  # before the slow import: errors at once
     observers = make_observers(config.trainer.settings, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
     rank.check(launch.num_ranks)
@@ -120,14 +119,14 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     model_path = model_folder(launch, status)
     status.report("loading weights")
     with parallel.joined(rank, choose_device(config.trainer.device, rank)):
-        train_here(config, launch, loss, observers, transport, model_path, run_dir, status)
+        train_here(config, launch, losses, observers, transport, model_path, run_dir, status)
     status.report(DONE)
 
 
 def train_here(
     config: RunConfig,
     launch: Launch,
-    loss: Loss,
+    losses: Components,
     observers: Sequence[TrainerObserver],
     transport: WeightTransport | None,
     model_path: Path,
@@ -144,7 +143,7 @@ def train_here(
     colocated = config.deployment.colocated
     model = load_model(model_path, config.trainer, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
-    trainer = Trainer(model, loss, config.trainer, config.max_steps, observers, colocated)
+    trainer = Trainer(model, losses, config.trainer, config.max_steps, observers, colocated)
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
     resumed = None
     if launch.checkpoint is not None:

@@ -1,4 +1,4 @@
-"""The trainer's loop. Algorithm-blind: it sees tokens, streams and three loss components.
+"""The trainer's loop. Algorithm-blind: it sees tokens, streams and loss components.
 
     wire -> micro batches of step n -> [forward, loss, backward] each
          -> clip -> optimizer -> weights, version n -> metrics of step n -> version n announced
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import RunError, WireError
-from prime_rl.plugins.loss import Loss
+from prime_rl.plugins.components import Components
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
@@ -41,7 +41,7 @@ from prime_rl.trainer.loss import Counts, count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics, append_metrics, console_line
 from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
-from prime_rl.trainer.packed_row import PackedRow, make_row
+from prime_rl.trainer.packed_row import PackedRow, make_row, ratio_tokens
 from prime_rl.trainer.packing import packings
 from prime_rl.trainer.publish import Broadcaster, Publisher, retry
 from prime_rl.trainer.rank import Rank
@@ -59,7 +59,7 @@ class Trainer:
     """The policy and everything that updates it."""
 
     model: PreTrainedModel
-    loss: Loss
+    losses: Components
     config: TrainerConfig
     max_steps: int
     observers: Sequence[TrainerObserver] = ()
@@ -110,7 +110,7 @@ class Trainer:
         """
         self.self_check()
         started = time.perf_counter()
-        counts = count_members(micro_batches)
+        counts = count_members(micro_batches, self.losses)
         sums = self.forward_backward(step, micro_batches, counts, status)
         norm = float(
             parallel.full(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
@@ -156,11 +156,11 @@ class Trainer:
             if status is not None:
                 status.report("training", progress=number / len(micro_batches), step=step)
             row, logprobs, entropies = self.forward(micro_batch)
-            loss = row_loss(row, logprobs, self.loss, counts, self.config.loss.normalize_by)
+            loss = row_loss(row, logprobs, self.losses, counts, entropies)
             parallel.begin_backward(self.policy, last=number == len(micro_batches) - 1)
             torch.autograd.backward(loss.loss)
             logprobs = logprobs.detach()
-            metrics.observe(row, logprobs, entropies, loss)
+            metrics.observe(row, logprobs, entropies, loss, ratio_tokens(row, self.losses))
             for observer in self.observers:
                 observer.row_trained(
                     step,

@@ -1,71 +1,83 @@
-"""The loss of one micro batch: three components, each divided by its own global count.
+"""The loss of one micro batch: components, each divided by its own global count.
 
-    L = sum_rl / N_rl  +  sum_ce / N_ce  +  sum_ref_kl / N_ref_kl
+    L = sum over components c of  sum_c / N_c
 
-N counts a component's member tokens over the whole optimizer step: tokens of another component, or
-of another micro batch, never dilute it. N is a count and not a sum of weights, which a constant
-weight would cancel. With ``normalize_by = "env"`` each env has an N of its own, so that envs do not
-dilute each other within a component either::
+N_c counts the units of the component (``Loss.normalize_by``: tokens, sequences, rollouts, groups)
+that have member tokens, over the whole optimizer step: tokens of another component, or of another
+micro batch, never dilute it. N is a count and not a sum of weights, which a constant weight would
+cancel. With ``per_env`` each env has an N of its own, so that envs do not dilute each other within
+a component either::
 
     L = sum over components and envs of  sum_{component, env} / N_{component, env}
 
-``rl`` is a plugin's. ``ce`` and ``ref_kl`` are fixed; per token, t = trainer logprob, i = inference
-logprob::
+A run may divide a sum over tokens by a larger unit. Then each token weighs 1 / its unit's number of
+members: the tokens of a unit are averaged, then the units.
 
-    ce      -t * w
-    ref_kl  drop = exp(t) - exp(i) < -0.2,  g = (ref - t) as a constant
-            (-(not drop) * g * exp(t - i) + 1e-3 * (t - i)^2) * w
-
-Shapes: T = tokens of the row (or of one sequence).
+Shapes: T = tokens of the row, S = its sequences.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.config.trainer import NormalizeBy
-from prime_rl.errors import PluginError
-from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs, TokenMetric
-from prime_rl.rollout import COMPONENTS, LossComponent, members
+from prime_rl.errors import PluginError, StreamError
+from prime_rl.plugins.components import Component, Components
+from prime_rl.plugins.loss import LossInputs, LossOutputs
+from prime_rl.streams import LossComponent, components, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss_metrics import Call, MetricSums, reduce_calls
-from prime_rl.trainer.packed_row import Component, PackedRow
+from prime_rl.trainer.packed_row import PackedRow, Share
 from prime_rl.wire.micro_batch import MicroBatch
 
-REF_KL_MASK_LOW = 0.2
-REF_KL_TAU = 1e-3
+Key: TypeAlias = tuple[LossComponent, str]
+"""A component and an env."""
+
+FIELDS = frozenset(each.name for each in fields(LossInputs)) - {"streams"}
 
 TAKEN = frozenset(
-    {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "nll", "optim", "perf"}
-    | {"ref_kl", "system", "time", "tokens"}
+    {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "optim", "perf"}
+    | {"system", "time", "tokens"}
 )
-"""First parts of the names of the trainer's own metrics, which an rl loss must not use."""
+"""First parts of the names of the trainer's own metrics, which a loss must not use."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Member tokens of one optimizer step, over all ranks: the loss's denominators."""
+    """The loss's denominators: members of one optimizer step, over all ranks."""
 
-    members: Mapping[tuple[LossComponent, str], int]
-    """By component and env; only those that have any."""
+    members: Mapping[Key, int]
+    """Tokens by component and env; only those that have any."""
     num_tokens: int
     """All tokens of all rows, members or not."""
+    units: Mapping[Key, int] = field(default_factory=dict)
+    """Sequences, rollouts or groups with members, where a component counts them."""
+    sizes: Mapping[Key, Mapping[int, int]] = field(default_factory=dict)
+    """Member tokens of each rollout or group, by its id in the batch."""
 
     @property
     def totals(self) -> dict[LossComponent, int]:
         """Members of each component, over all envs."""
-        totals: dict[LossComponent, int] = dict.fromkeys(COMPONENTS, 0)
+        totals: Counter[LossComponent] = Counter({"rl": 0})
         for (name, _), number in self.members.items():
             totals[name] += number
-        return totals
+        return dict(totals)
+
+    def divisor(self, component: Component, env: str | None) -> float:
+        """N of a component; ``env``: that env's own."""
+        if component.unit == "constant":
+            return component.constant or 1.0
+        numbers = self.members if component.unit == "tokens" else self.units
+        if env is not None:
+            return max(numbers.get((component.name, env), 0), 1)
+        return max(sum(n for (name, _), n in numbers.items() if name == component.name), 1)
 
     def metrics(self) -> dict[str, float]:
         """``tokens/<component>``, and ``tokens/<component>/<env>`` where there are any."""
@@ -74,19 +86,43 @@ class Counts:
         return totals | by_env
 
 
-def count_members(micro_batches: Sequence[MicroBatch]) -> Counts:
+def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Counts:
     """The counts of a step, over all its micro batches and all ranks: one exchange per step."""
-    own: Counter[tuple[LossComponent, str]] = Counter()
-    for micro_batch in micro_batches:
-        env_ids = np.repeat(micro_batch.env_ids, micro_batch.sequence_lengths)
-        for name in COMPONENTS:
-            numbers = np.bincount(env_ids[members(micro_batch, name)])
-            own.update({(name, micro_batch.envs[i]): int(numbers[i]) for i in numbers.nonzero()[0]})
-    total: Counter[tuple[LossComponent, str]] = Counter()
-    parts = parallel.gather((list(own.items()), sum(map(len, micro_batches))))
-    for items, _ in parts:
-        total.update({(name, env): number for (name, env), number in items})
-    return Counts(total, sum(num_tokens for _, num_tokens in parts))
+    tokens: Counter[Key] = Counter()
+    sequences: Counter[Key] = Counter()
+    sizes: defaultdict[Key, Counter[int]] = defaultdict(Counter)
+    for row in micro_batches:
+        owners = np.repeat(np.arange(row.num_sequences), row.sequence_lengths)
+        for name in components(row):
+            numbers = np.bincount(owners[members(row, name)], minlength=row.num_sequences)
+            for env in np.unique(row.env_ids[numbers > 0]).tolist():
+                key, own = (name, row.envs[env]), np.where(row.env_ids == env, numbers, 0)
+                tokens[key] += int(own.sum())
+                sequences[key] += int((own > 0).sum())
+                if (unit := losses[name].unit) in ("rollouts", "groups"):
+                    ids = _ids(row, f"{unit[:-1]}_ids")
+                    for at in own.nonzero()[0]:
+                        sizes[key][int(ids[at])] += int(own[at])
+    sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
+    parts = parallel.gather((sent, sum(map(len, micro_batches))))
+    tokens, sequences, sizes = Counter(), Counter(), defaultdict(Counter)
+    for entries, _ in parts:
+        for name, env, more_tokens, more_sequences, more_sizes in entries:
+            tokens[name, env] += more_tokens
+            sequences[name, env] += more_sequences
+            sizes[name, env].update(dict(more_sizes))
+    units = {key: len(sizes[key]) or number for key, number in sequences.items()}
+    return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units, sizes)
+
+
+def _ids(row: MicroBatch, name: str) -> Any:
+    ids = getattr(row, name)
+    if ids is None:
+        raise StreamError(
+            f"micro batch (envs: {', '.join(row.envs)}): a loss of the run needs {name}, and the "
+            "orchestrator sent none. Both sides must run with the same config and plugins."
+        )
+    return ids
 
 
 @dataclass
@@ -103,17 +139,36 @@ class RowLoss:
 
 
 def row_loss(
-    row: PackedRow, logprobs: Tensor, rl: Loss, counts: Counts, normalize_by: NormalizeBy = "tokens"
+    row: PackedRow,
+    logprobs: Tensor,
+    losses: Components,
+    counts: Counts,
+    entropies: Tensor | None = None,
+    old_logprobs: Tensor | None = None,
 ) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
-    ``logprobs`` [T] carry the gradient.
+    ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] if a loss reads them.
+    ``old_logprobs`` [T]: None if they are those of the step itself.
     """
     result = RowLoss(logprobs[:1].sum() * 0.0)
-    for name, component in row.components.items():
-        for share, denominator in _shares(name, component, row, counts, normalize_by):
-            calls = _calls(name, row, share, logprobs, rl)
-            part = torch.stack([call.outputs.loss for call in calls]).sum() / max(denominator, 1)
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    given = {"entropies": entropies, "old_logprobs": old}
+    for name, whole in row.shares.items():
+        component = losses[name]
+        for share, env in _parts(row, component, whole):
+            columns = _columns(row, component, share, given) | {
+                "trainer_logprobs": logprobs,
+                "inference_logprobs": row.inference_logprobs,
+                "loss_mask": share.mask,
+                "loss_weights": _weights(row, component, share, counts),
+            }
+            calls = [
+                replace(call, outputs=_checked(component, losses, call.outputs))
+                for call in _calls(row, component, share, columns)
+            ]
+            divisor = counts.divisor(component, env)
+            part = torch.stack([call.outputs.loss for call in calls]).sum() / divisor
             result.loss = result.loss + part
             result.parts[name] = result.parts.get(name, 0.0) + part.detach()
             result.calls += calls
@@ -122,110 +177,151 @@ def row_loss(
     return result
 
 
-def _shares(
-    name: LossComponent,
-    component: Component,
-    row: PackedRow,
-    counts: Counts,
-    normalize_by: NormalizeBy,
-) -> Iterator[tuple[Component, int]]:
-    """The whole component, or each env's part of it, with its denominator."""
-    if normalize_by == "tokens":
-        yield component, counts.totals[name]
+def _parts(
+    row: PackedRow, component: Component, whole: Share
+) -> Iterator[tuple[Share, str | None]]:
+    """The component's share of the row, in parts with one divisor each; and the env of a part that
+    has its env's. A loss that sees the row at once also gets sequences without an optional stream
+    apart."""
+    optional = [n for n, default in component.defaults.items() if default is None]
+    lacking = [row.absent[n] for n in optional if n in row.absent and component.scope == "token"]
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for s in whole.sequences:
+        env = row.envs[row.sequence_envs[s]] if component.per_env else None
+        found.setdefault((env, *(bool(absent[s]) for absent in lacking)), []).append(s)
+    if len(found) == 1:
+        yield whole, next(iter(found))[0]
         return
-    owners = row.sequence_envs[component.sequences]
-    for env in np.unique(owners).tolist():
-        ours = to_device(row.env_ids == env, np.bool_, component.mask.device)
-        sequences = [
-            s for s, owner in zip(component.sequences, owners, strict=True) if owner == env
-        ]
-        share = Component(component.mask & ours, component.weights, sequences)
-        yield share, counts.members.get((name, row.envs[env]), 0)
+    for (env, *_), sequences in found.items():
+        chosen = np.zeros(len(row.lengths), np.bool_)
+        chosen[sequences] = True
+        ours = np.repeat(chosen, row.lengths)
+        mask = whole.mask & to_device(ours, np.bool_, whole.mask.device)
+        yield Share(mask, whole.weights, sequences, whole.tokens[ours[whole.tokens]]), env
 
 
-def ce_loss(inputs: LossInputs) -> LossOutputs:
-    """Cross entropy of the member tokens, weighted and summed."""
-    nll = torch.where(inputs.loss_mask, -inputs.trainer_logprobs, 0.0)
-    metrics = {"nll": TokenMetric(nll.detach(), inputs.loss_mask)}
-    return LossOutputs(_weighted(nll, inputs).sum(), metrics)
+def _columns(
+    row: PackedRow, component: Component, share: Share, given: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """What the loss reads by name. Raises ``StreamError`` if a member token lacks a stream."""
+    columns: dict[str, Tensor | None] = {}
+    device = share.mask.device
+    for name in component.computed:
+        if name in given:
+            columns[name] = given[name]
+        elif name == "sequence_ids":
+            columns[name] = row.sequence_ids
+        elif name == "policy_lag":
+            columns[name] = row.streams.get(name)
+        elif (of_sequences := row.of_sequences.get(name)) is not None:
+            dtype = np.float32 if name == "temperatures" else np.int64
+            columns[name] = to_device(of_sequences, dtype, device)[row.sequence_ids]
+    for name in component.streams:
+        column, default = row.streams.get(name), component.defaults.get(name)
+        absent = row.absent.get(name)
+        lacks = column is None or (absent is not None and absent[share.sequences].any())
+        if lacks and name in component.required:
+            envs = {row.envs[row.sequence_envs[s]] for s in share.sequences}
+            raise StreamError(
+                f"envs {', '.join(sorted(envs))}: {len(share.tokens)} tokens train in the "
+                f"{component.name} component, and its loss {component.cls.name!r} reads the stream "
+                f"{name!r}, which they lack. Their algorithm has to assign it."
+            )
+        if column is None and default is not None:
+            column = torch.full_like(row.inference_logprobs, default)
+        elif column is not None and absent is not None:
+            at = to_device(absent, np.bool_, device)[row.sequence_ids]
+            column = column.masked_fill(at if column.dim() == 1 else at[:, None], default or 0)
+        columns[name] = None if column is None else column.detach()
+    columns.setdefault("ref_logprobs", None)
+    if columns.get("advantages") is None:
+        columns["advantages"] = torch.zeros_like(row.inference_logprobs)
+    return columns
 
 
-def ref_kl_loss(inputs: LossInputs) -> LossOutputs:
-    """Reverse KL to the reference policy as a per-token advantage, importance weighted, summed."""
-    assert inputs.ref_logprobs is not None
-    member, zero = inputs.loss_mask, inputs.trainer_logprobs.new_zeros(())
-    log_ratio = torch.where(member, inputs.trainer_logprobs - inputs.inference_logprobs, zero)
-    trainer = inputs.trainer_logprobs.detach()
-    dropped = member & (trainer.exp() - inputs.inference_logprobs.exp() < -REF_KL_MASK_LOW)
-    keep = member & ~dropped
-    signal = inputs.ref_logprobs - trainer
-    # Where, not a product: off the mask a ratio may be infinite, and 0 * inf is NaN.
-    gain = torch.where(keep, signal * torch.where(keep, log_ratio, zero).exp(), zero)
-    per_token = _weighted(REF_KL_TAU * log_ratio.square() - gain, inputs)
-    mismatch_kl = log_ratio.detach().expm1() - log_ratio.detach()
-    metrics = {
-        "ref_kl": TokenMetric(signal, member),
-        "ref_kl/masked_mismatch_kl": TokenMetric(mismatch_kl, dropped),
-        "ref_kl/unmasked_mismatch_kl": TokenMetric(mismatch_kl, keep),
-        "ref_kl/is_masked": TokenMetric(dropped.float(), member),
-    }
-    return LossOutputs(per_token.sum(), metrics)
-
-
-def _weighted(per_token: Tensor, inputs: LossInputs) -> Tensor:
-    """``per_token`` is zero off the mask, and stays so whatever the weights are there."""
-    if inputs.loss_weights is None:
-        return per_token
-    return per_token * torch.where(inputs.loss_mask, inputs.loss_weights, 0.0)
+def _weights(row: PackedRow, component: Component, share: Share, counts: Counts) -> Tensor | None:
+    """The members' weights [T], each over its unit's size if units are averaged."""
+    if not component.scales_tokens:
+        return share.weights
+    owners = np.repeat(np.arange(len(row.lengths)), row.lengths)
+    sizes = np.bincount(owners[share.tokens], minlength=len(row.lengths)).astype(np.float64)
+    if component.unit != "sequences":
+        ids = row.of_sequences[f"{component.unit[:-1]}_ids"]
+        for s in share.sequences:
+            of_env = counts.sizes[component.name, row.envs[row.sequence_envs[s]]]
+            sizes[s] = of_env[int(ids[s])]
+    scale = to_device(1 / np.maximum(sizes, 1), np.float32, share.mask.device)[row.sequence_ids]
+    return scale if share.weights is None else share.weights * scale
 
 
 def _calls(
-    name: LossComponent, row: PackedRow, component: Component, logprobs: Tensor, rl: Loss
-) -> list[Call]:
-    """The component's loss of the whole row at once, or of each sequence with members."""
-    advantages = torch.zeros_like(logprobs) if row.advantages is None else row.advantages
-    inputs = LossInputs(
-        trainer_logprobs=logprobs,
-        inference_logprobs=row.inference_logprobs,
-        ref_logprobs=row.ref_logprobs,
-        advantages=advantages.detach(),
-        loss_mask=component.mask,
-        loss_weights=component.weights,
-    )
-    if name == "ce":
-        return [Call(ce_loss(inputs))]
-    if name == "ref_kl":
-        return [Call(ref_kl_loss(inputs))]
-    if rl.token_wise:
-        return [Call(_checked(rl, rl(inputs)))]
-    starts = np.cumsum([0, *row.lengths]).tolist()
-    columns: dict[str, Any] = {
-        name: [None] * len(row.lengths) if column is None else column.split_with_sizes(row.lengths)
-        for name, column in vars(inputs).items()
-    }
-    calls = []
-    for index in component.sequences:
-        outputs = rl(LossInputs(**{name: column[index] for name, column in columns.items()}))
-        calls.append(Call(_checked(rl, outputs), starts[index], index))
-    return calls
+    row: PackedRow, component: Component, share: Share, columns: Mapping[str, Tensor | None]
+) -> Iterator[Call]:
+    """The loss of the whole row at once, or of each sequence, rollout or group with members."""
+    if component.scope == "token":
+        lacks = share.sequences[:1]
+        yield Call(component.loss(_inputs(row, component, columns, lacks)))
+        return
+    ends = np.cumsum([0, *row.lengths])
+    if component.scope == "sequence":
+        split = {n: c if c is None else c.split_with_sizes(row.lengths) for n, c in columns.items()}
+        for s in share.sequences:
+            own = {name: None if parts is None else parts[s] for name, parts in split.items()}
+            outputs = component.loss(_inputs(row, component, own, [s]))
+            yield Call(outputs, slice(int(ends[s]), int(ends[s + 1])), s)
+        return
+    ids, order = row.of_sequences[f"{component.scope}_ids"], row.of_sequences["order"]
+    for unit in np.unique(ids[share.sequences]):
+        found = sorted(np.flatnonzero(ids == unit).tolist(), key=lambda s: order[s])
+        tokens = np.concatenate([np.arange(ends[s], ends[s + 1]) for s in found])
+        index = to_device(tokens, np.int64, share.mask.device)
+        own = {name: None if c is None else c[index] for name, c in columns.items()}
+        trained = [s for s in found if s in share.sequences]
+        yield Call(component.loss(_inputs(row, component, own, trained)), tokens, trained[0])
 
 
-def _checked(rl: Loss, outputs: Any) -> LossOutputs:
-    """Raises ``PluginError`` for outputs that break the contract."""
+def _inputs(
+    row: PackedRow,
+    component: Component,
+    columns: Mapping[str, Tensor | None],
+    sequences: Sequence[int],
+) -> LossInputs:
+    """``columns`` without what the loss does not read, or what one of ``sequences`` lacks."""
+    kept = dict(columns)
+    for name, default in component.defaults.items():
+        if default is None and name in row.absent and row.absent[name][list(sequences)].any():
+            kept[name] = None
+    streams = {name: kept[name] for name in component.streams}
+    known: dict[str, Any] = {name: column for name, column in kept.items() if name in FIELDS}
+    return LossInputs(**known, streams=streams)
+
+
+def _checked(component: Component, losses: Components, outputs: Any) -> LossOutputs:
+    """The outputs with the component's name before those of its metrics, but for rl. Raises
+    ``PluginError`` for outputs that break the contract."""
+    name = component.cls.name if hasattr(component.cls, "name") else component.name
     if not isinstance(outputs, LossOutputs):
         found = type(outputs).__name__
     elif not isinstance(outputs.loss, Tensor):
         found = f"LossOutputs with a loss of type {type(outputs.loss).__name__}"
     elif outputs.loss.dim():
         found = f"LossOutputs with a loss of shape {tuple(outputs.loss.shape)}"
-    elif taken := [name for name in outputs.metrics if name.partition("/")[0] in TAKEN]:
-        raise PluginError(
-            f"loss {rl.name!r} reports a metric {taken[0]!r}, but the trainer uses that name "
-            f"(taken: {', '.join(sorted(TAKEN))}). Rename it."
-        )
     else:
-        return outputs
+        own = () if component.name == "rl" else (component.name,)
+        labels = {
+            metric: metric if metric.partition("/")[0] in own else "/".join((*own, metric))
+            for metric in outputs.metrics
+        }
+        for metric, label in labels.items():
+            first = label.partition("/")[0]
+            if first in TAKEN or (not own and first in losses):
+                raise PluginError(
+                    f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
+                    f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."
+                )
+        metrics = {labels[metric]: value for metric, value in outputs.metrics.items()}
+        return replace(outputs, metrics=metrics)
     raise PluginError(
-        f"loss {rl.name!r} returned {found}, expected LossOutputs with a 0-dim tensor: the sum "
+        f"loss {name!r} returned {found}, expected LossOutputs with a 0-dim tensor: the sum "
         "over loss_mask. Fix its __call__."
     )

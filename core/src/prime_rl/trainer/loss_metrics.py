@@ -8,20 +8,17 @@ Shapes: T = tokens of the row, S = its sequences, E = its envs, M = metrics.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins.loss import LossOutputs, TokenMetric
 from prime_rl.trainer.device import to_device
-from prime_rl.trainer.packed_row import Component, PackedRow
-
-Ints: TypeAlias = npt.NDArray[np.int64]
+from prime_rl.trainer.packed_row import Ints, PackedRow, Share
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +26,10 @@ class Call:
     """One call of a loss function."""
 
     outputs: LossOutputs
-    start: int = 0
-    """Index in the row of the first token it saw."""
+    tokens: slice | Ints = field(default_factory=lambda: slice(None))
+    """Where in the row the tokens lie that it saw."""
     sequence: int | None = None
-    """The sequence it saw; None: the whole row."""
+    """The sequence it saw, or the first of several; None: the whole row."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,16 +44,16 @@ class MetricSums:
     """[M, E] on the host: over how many."""
 
 
-def reduce_calls(calls: Sequence[Call], row: PackedRow, component: Component) -> MetricSums | None:
+def reduce_calls(calls: Sequence[Call], row: PackedRow, share: Share) -> MetricSums | None:
     """Sums over the sequences with members; None: the loss reports nothing."""
     if not any(call.outputs.metrics for call in calls):
         return None
     if calls[0].sequence is None:
-        return _of_row(calls[0].outputs, row, component)
+        return _of_row(calls[0].outputs, row, share)
     return _of_sequences(calls, row)
 
 
-def _of_row(outputs: LossOutputs, row: PackedRow, component: Component) -> MetricSums:
+def _of_row(outputs: LossOutputs, row: PackedRow, share: Share) -> MetricSums:
     """Means of each sequence's tokens [M, S] -> sums over the sequences with members [M, E]."""
     num_sequences, stacked = len(row.lengths), []
     for name, metric in outputs.metrics.items():
@@ -76,8 +73,8 @@ def _of_row(outputs: LossOutputs, row: PackedRow, component: Component) -> Metri
     # matrix of zeros and ones: an infinite mean stays with its own env.
     rest = len(row.envs)
     columns = np.full(num_sequences, rest)
-    owners = row.sequence_envs[component.sequences]
-    columns[component.sequences] = owners
+    owners = row.sequence_envs[share.sequences]
+    columns[share.sequences] = owners
     by_env = values.new_zeros(len(stacked), rest + 1)
     by_env.index_add_(1, to_device(columns, np.int64, sums.device), sums / sizes.clamp(min=1))
     numbers = np.bincount(owners, minlength=rest)
@@ -90,7 +87,7 @@ def _of_row(outputs: LossOutputs, row: PackedRow, component: Component) -> Metri
 
 
 def _of_sequences(calls: Sequence[Call], row: PackedRow) -> MetricSums:
-    """0-dim metrics count once per sequence, 1-D ones once per entry."""
+    """0-dim metrics count once per call, 1-D ones once per entry."""
     names = tuple(dict.fromkeys(name for call in calls for name in call.outputs.metrics))
     numbers = np.zeros((len(names), len(row.envs)), np.int64)
     places: list[int] = []

@@ -33,8 +33,8 @@ from prime_rl.errors import RunError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss import Counts, RowLoss
-from prime_rl.trainer.loss_metrics import Ints, MetricSums
-from prime_rl.trainer.packed_row import PackedRow
+from prime_rl.trainer.loss_metrics import MetricSums
+from prime_rl.trainer.packed_row import Ints, PackedRow
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Entry: TypeAlias = tuple[Literal["mean", "sum", "max", "values"], str, str, int]
@@ -80,8 +80,11 @@ class StepMetrics:
         self._sums[name] = self._sums.get(name, 0.0) + value
 
     @torch.no_grad()
-    def observe(self, row: PackedRow, logprobs: Tensor, entropies: Tensor, loss: RowLoss) -> None:
-        """Add one micro batch: its losses, its entropy, and the gap between π and μ."""
+    def observe(
+        self, row: PackedRow, logprobs: Tensor, entropies: Tensor, loss: RowLoss, compared: Ints
+    ) -> None:
+        """Add one micro batch: its losses, its entropy, and the gap between π and μ at the tokens
+        ``compared``."""
         self._device = logprobs.device
         for name, part in loss.parts.items():
             self.add_sum(f"loss/{name}", part)
@@ -90,8 +93,8 @@ class StepMetrics:
             self._values.append((share[None], [("values", "loss", "", 1)]))
         for block in loss.metrics:
             self.add(block)
-        if len(row.ratio_tokens):
-            tokens, entries = self._by_env("mismatch_kl", row, row.ratio_tokens)
+        if len(compared):
+            tokens, entries = self._by_env("mismatch_kl", row, compared)
             log_ratio = logprobs[tokens] - row.inference_logprobs[tokens]
             mismatch_kl = log_ratio.expm1() - log_ratio  # k3 estimator of KL(μ || π)
             self._values.append((mismatch_kl, entries))

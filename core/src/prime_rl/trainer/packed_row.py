@@ -7,24 +7,36 @@ Shapes: T = tokens of the row, S = its sequences, N = its targets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prime_rl.errors import StreamError
-from prime_rl.rollout import COMPONENTS, LossComponent, members, missing_stream
+from prime_rl.plugins.components import Components
+from prime_rl.streams import (
+    WEIGHTS,
+    BoolColumn,
+    LossComponent,
+    components,
+    is_absent,
+    members,
+    stream,
+    stream_names,
+)
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.prefix_sharing import Layout, plain_layout, shared_layout
 from prime_rl.wire.micro_batch import MicroBatch
 
+Ints: TypeAlias = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
-class Component:
-    """One loss component's share of a row."""
+class Share:
+    """The tokens of a row that train in one component."""
 
     mask: Tensor
     """[T] bool: member tokens."""
@@ -32,6 +44,8 @@ class Component:
     """[T]; None: 1.0."""
     sequences: list[int]
     """Indices of the sequences that have members."""
+    tokens: Ints
+    """On the host: positions of the members."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,34 +65,28 @@ class PackedRow:
     temperatures: Tensor | None
     """[N] of the targets; None: all are 1.0."""
     inference_logprobs: Tensor
-    advantages: Tensor | None
-    ref_logprobs: Tensor | None
-    components: dict[LossComponent, Component]
-    """Only those that have members."""
-    ratio_tokens: npt.NDArray[np.int64]
-    """On the host: members of rl or ref_kl, which compare π with μ."""
-    sampled_tokens: npt.NDArray[np.int64]
+    streams: Mapping[str, Tensor]
+    """[T] or [T, k]: every stream but the weights of components."""
+    absent: Mapping[str, BoolColumn]
+    """[S] on the host: the sequences that lack a stream of others in the row."""
+    shares: Mapping[LossComponent, Share]
+    """Only of components that have members."""
+    sampled_tokens: Ints
     """On the host: the targets that the policy sampled."""
-    origins: npt.NDArray[np.int64]
+    origins: Ints
     """[T] on the host: position of each token in the micro batch."""
-    sequence_envs: npt.NDArray[np.int64]
+    sequence_envs: Ints
     """[S] on the host: index into ``envs``."""
-    env_ids: npt.NDArray[np.int64]
+    env_ids: Ints
     """[T] the same, of each token."""
     envs: tuple[str, ...]
+    of_sequences: Mapping[str, npt.NDArray[Any]]
+    """[S] on the host: ``temperatures``, ``order`` (the position in the micro batch), and
+    ``rollout_ids`` and ``group_ids`` where the batch has them."""
 
 
 def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = True) -> PackedRow:
-    """Sort the sequences by length and move them over; ``share``: compute shared prompts once.
-
-    Raises ``StreamError`` if a component has members but lacks the stream it needs.
-    """
-    if (missing := missing_stream(micro_batch)) is not None:
-        raise StreamError(
-            f"micro batch: {missing[2]} tokens are members of the {missing[0]} component, but the "
-            f"stream {missing[1]!r} is absent (envs: {', '.join(micro_batch.envs)}). Their "
-            "algorithm has to assign it."
-        )
+    """Sort the sequences by length and move them over; ``share``: compute shared prompts once."""
     order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
     tokens = np.concatenate([np.arange(bounds[each], bounds[each + 1]) for each in order])
@@ -87,18 +95,22 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
     sequence_envs = micro_batch.env_ids[order].astype(np.int64)
     sequence_ids = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.arange(len(tokens)) - (np.cumsum(lengths) - lengths)[sequence_ids]
-    masks = {name: members(micro_batch, name)[tokens] for name in COMPONENTS}
-    targets = np.flatnonzero(np.logical_or.reduce(list(masks.values())) & (positions > 0))
-
-    def tensor(column: npt.NDArray[Any] | None, dtype: type = np.float32) -> Tensor | None:
-        return None if column is None else to_device(column[tokens], dtype, device)
-
-    components = {}
-    for name, mask in masks.items():
-        if mask.any():
-            weights = tensor(getattr(micro_batch, f"{name}_weights"))
-            owners = np.unique(sequence_ids[mask]).tolist()
-            components[name] = Component(to_device(mask, np.bool_, device), weights, owners)
+    shares = _shares(micro_batch, tokens, sequence_ids, device)
+    trained = _union([each.tokens for each in shares.values()])
+    targets = trained[positions[trained] > 0]
+    streams = {
+        name: column[tokens]
+        for name in stream_names(micro_batch)
+        if not name.endswith(WEIGHTS) and (column := stream(micro_batch, name)) is not None
+    }
+    absent = {name: is_absent(column[positions == 0]) for name, column in streams.items()}
+    ids: dict[str, npt.NDArray[Any]] = {
+        "temperatures": micro_batch.temperatures,
+        "order": np.arange(len(order)),
+    }
+    for name in ("rollout_ids", "group_ids"):
+        if (column := getattr(micro_batch, name)) is not None:
+            ids[name] = column
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
     if share and len(targets):
@@ -113,13 +125,44 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
         targets=to_device(targets, np.int64, device),
         temperatures=None if (chosen == 1).all() else to_device(chosen, np.float32, device),
         inference_logprobs=to_device(micro_batch.inference_logprobs[tokens], np.float32, device),
-        advantages=tensor(micro_batch.advantages),
-        ref_logprobs=tensor(micro_batch.ref_logprobs),
-        components=components,
-        ratio_tokens=np.flatnonzero(masks["rl"] | masks["ref_kl"]),
+        streams={n: to_device(c, c.dtype.type, device) for n, c in streams.items()},
+        absent={name: lacking for name, lacking in absent.items() if lacking.any()},
+        shares=shares,
         sampled_tokens=targets[micro_batch.loss_mask[tokens][targets]],
         origins=tokens,
         sequence_envs=sequence_envs,
         env_ids=np.repeat(sequence_envs, lengths),
         envs=micro_batch.envs,
+        of_sequences={name: column[order] for name, column in ids.items()},
     )
+
+
+def _shares(
+    micro_batch: MicroBatch, tokens: Ints, sequence_ids: Ints, device: torch.device
+) -> dict[LossComponent, Share]:
+    """``tokens`` [T]: positions in the micro batch, in the order of the row."""
+    shares = {}
+    for name in components(micro_batch):
+        mask = members(micro_batch, name)[tokens]
+        if mask.any():
+            column = stream(micro_batch, f"{name}{WEIGHTS}")
+            shares[name] = Share(
+                mask=to_device(mask, np.bool_, device),
+                weights=None if column is None else to_device(column[tokens], np.float32, device),
+                sequences=np.unique(sequence_ids[mask]).tolist(),
+                tokens=np.flatnonzero(mask),
+            )
+    return shares
+
+
+def ratio_tokens(row: PackedRow, losses: Components) -> Ints:
+    """Positions of the members of losses that compare π with μ."""
+    compares = {name: losses[name].cls.compares_with_sampler for name in row.shares}
+    return _union([share.tokens for name, share in row.shares.items() if compares[name]])
+
+
+def _union(parts: Sequence[Ints]) -> Ints:
+    """Sorted, each position once."""
+    if len(parts) == 1:
+        return parts[0]
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *parts]))

@@ -7,7 +7,8 @@ A frame holds one rank's micro batches of one optimizer step::
 
 Columns are raw little-endian buffers, 8-byte aligned, that the receiver maps without a Python
 object per token. An rl batch has four bytes of token id, four of logprob, four of advantage and
-one bit of mask: 12.125 bytes per token, plus ten bytes per sequence.
+one bit of mask: 12.125 bytes per token, plus ten bytes per sequence. A further stream is a column
+called ``name:dtype``, and ``name:dtype*`` if it has several values per token.
 
 Shapes: T = tokens of the row, S = its sequences.
 """
@@ -15,8 +16,8 @@ Shapes: T = tokens of the row, S = its sequences.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import StreamError, WireError
-from prime_rl.rollout import STREAMS, BoolColumn, FloatColumn, IntColumn
+from prime_rl.streams import STREAMS, BoolColumn, FloatColumn, IntColumn, StreamColumn
 
 MAGIC = b"PRLB"
 WIRE_VERSION = 1
@@ -32,10 +33,9 @@ _PREFIX = struct.Struct("<4sHI")
 _ALIGN = 8
 
 _TOKEN_COLUMNS = ("token_ids", "loss_mask", "inference_logprobs", *STREAMS)
-_SEQUENCE_COLUMNS = ("sequence_lengths", "temperatures", "env_ids")
+_SEQUENCE_COLUMNS = ("sequence_lengths", "temperatures", "env_ids", "rollout_ids", "group_ids")
 _DTYPES: dict[str, str] = {
-    "token_ids": "<i4",
-    "sequence_lengths": "<i4",
+    **dict.fromkeys(("token_ids", "sequence_lengths", "rollout_ids", "group_ids"), "<i4"),
     "env_ids": "<u2",
     **dict.fromkeys(("inference_logprobs", "temperatures", *STREAMS), "<f4"),
 }
@@ -63,6 +63,13 @@ class MicroBatch:
     ce_weights: FloatColumn | None = None
     ref_kl_weights: FloatColumn | None = None
     ref_logprobs: FloatColumn | None = None
+    rollout_ids: IntColumn | None = None
+    """[S] equal for the sequences of one rollout of the batch. None: no loss of the run needs it.
+    """
+    group_ids: IntColumn | None = None
+    """[S] the same for groups."""
+    streams: dict[str, StreamColumn] = field(default_factory=dict)
+    """[T] or [T, k] each: further streams by name."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -86,8 +93,15 @@ class MicroBatch:
                     f"micro batch: {name!r} must align with token_ids: "
                     f"got shape {column.shape}, expected {self.token_ids.shape}"
                 )
+        for name, column in self.streams.items():
+            if column.shape[:1] != self.token_ids.shape:
+                raise StreamError(
+                    f"micro batch: stream {name!r} must align with token_ids: got shape "
+                    f"{column.shape}, expected one row for each of {len(self)} tokens"
+                )
         for name in _SEQUENCE_COLUMNS:
-            if getattr(self, name).shape != self.sequence_lengths.shape:
+            column = getattr(self, name)
+            if column is not None and column.shape != self.sequence_lengths.shape:
                 raise StreamError(f"micro batch: {name!r} must have one value per sequence")
         if (self.sequence_lengths < 1).any():
             raise StreamError("micro batch: every sequence needs at least one token")
@@ -124,12 +138,9 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
     for micro_batch in micro_batches:
         micro_batch.check()
         columns = []
-        for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
-            if (column := getattr(micro_batch, name)) is not None:
-                is_mask = name == "loss_mask"
-                data = np.packbits(column) if is_mask else np.asarray(column, _DTYPES[name])
-                buffers.append(data.tobytes())
-                columns.append(_Column(name, data.nbytes))
+        for name, data in _wire_columns(micro_batch):
+            buffers.append(data.tobytes())
+            columns.append(_Column(name, data.nbytes))
         num_tokens, num_sequences = len(micro_batch), micro_batch.num_sequences
         rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
     header = msgspec.msgpack.encode(_Header(step, rows))
@@ -138,6 +149,17 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
     for buffer in buffers:
         parts += [buffer, _padding(len(buffer))]
     return b"".join(parts)
+
+
+def _wire_columns(micro_batch: MicroBatch) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """The name on the wire and the values of every column that is there."""
+    for name in (*_TOKEN_COLUMNS, *_SEQUENCE_COLUMNS):
+        if (column := getattr(micro_batch, name)) is not None:
+            is_mask = name == "loss_mask"
+            yield name, np.packbits(column) if is_mask else np.asarray(column, _DTYPES[name])
+    for name, column in micro_batch.streams.items():
+        dtype = "<f4" if column.dtype.kind == "f" else "<i4"
+        yield f"{name}:{dtype}{'*' if column.ndim == 2 else ''}", np.asarray(column, dtype)
 
 
 def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
@@ -167,10 +189,14 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
 
 def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
     expected = row.num_sequences if name in _SEQUENCE_COLUMNS else row.num_tokens
+    kind = name.partition(":")[2]
+    dtype = _DTYPES.get(name, kind.removesuffix("*"))
+    if kind in ("<f4*", "<i4*") and len(data) % max(4 * expected, 1) == 0:
+        return np.frombuffer(data, dtype).reshape(expected, -1 if expected else 0)
     if name == "loss_mask":
         needed = -(-expected // 8)
-    elif name in _DTYPES:
-        needed = expected * np.dtype(_DTYPES[name]).itemsize
+    elif dtype in ("<f4", "<i4", "<u2"):
+        needed = expected * np.dtype(dtype).itemsize
     else:
         raise WireError(f"micro batch frame holds an unknown column {name!r}")
     if len(data) != needed:
@@ -179,12 +205,13 @@ def _from_bytes(name: str, data: memoryview, row: _Row) -> npt.NDArray[Any]:
         )
     if name == "loss_mask":
         return np.unpackbits(np.frombuffer(data, np.uint8), count=expected).view(np.bool_)
-    return np.frombuffer(data, _DTYPES[name])
+    return np.frombuffer(data, dtype)
 
 
 def _build(found: dict[str, Any], row: _Row) -> MicroBatch:
+    streams = {n.partition(":")[0]: found.pop(n) for n in [*found] if ":" in n}
     try:
-        micro_batch = MicroBatch(envs=row.envs, **found)
+        micro_batch = MicroBatch(envs=row.envs, **found, streams=streams)
         micro_batch.check()
     except (TypeError, StreamError) as error:
         raise WireError(f"micro batch frame does not hold a whole micro batch: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 
 from prime_rl import Filter, Loss, LossInputs, LossOutputs, PluginConfig, SampledEnv, Sampler
 from prime_rl.plugins.base import Offer
+from prime_rl.plugins.components import Component
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.testing import conformance_group
 from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, run
@@ -38,7 +39,7 @@ def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
     _need_torch()
     import torch
 
-    inputs = _loss_inputs()
+    inputs = _loss_inputs(cls)
     outputs = cls(config)(inputs)
     if not isinstance(outputs, LossOutputs) or outputs.loss.dim():
         raise Broken(f"got {outputs!r}, expected LossOutputs with a 0-dim loss")
@@ -57,13 +58,11 @@ def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
 def is_a_sum(cls: type[Loss], config: PluginConfig) -> None:
     """It is summed, not averaged: two copies of a sequence give twice the loss."""
     _need_torch()
-    import torch
 
-    one = _loss_inputs()
-    if not cls.token_wise:
-        raise NotApplicable("token_wise is False, so it is called once a sequence")
-    columns = {name: torch.cat([value, value]) for name, value in vars(one).items()}
-    once, twice = (cls(config)(each).loss.item() for each in (one, LossInputs(**columns)))
+    component = Component(cls.name, cls)
+    if component.scope != "token":
+        raise NotApplicable("its scope is not 'token', so it is called for each unit alone")
+    once, twice = (cls(config)(_loss_inputs(cls, n)).loss.item() for n in (1, 2))
     if abs(twice - 2 * once) > 1e-4 * max(1.0, abs(once)):
         raise Broken(
             f"one copy gives {once:.6g}, two give {twice:.6g}, expected {2 * once:.6g}. Return "
@@ -76,18 +75,27 @@ def _need_torch() -> None:
         raise NotApplicable("torch is not installed")
 
 
-def _loss_inputs() -> LossInputs:
-    """Six tokens, the last off the mask; on the policy, above and below it."""
+def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
+    """Six tokens, the last off the mask; on the policy, above and below it. Streams that the loss
+    reads are 0.5."""
     import torch
 
-    return LossInputs(
-        trainer_logprobs=torch.tensor([0.9, 0.1, 0.5, 0.5, 0.3, 0.05]).log().requires_grad_(),
-        inference_logprobs=torch.tensor([0.6, 0.4, 0.5, 0.2, 0.55, 0.06]).log(),
-        ref_logprobs=torch.tensor([0.8, 0.2, 0.7, 0.4, 0.3, 0.9]).log(),
-        advantages=torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0]),
-        loss_mask=torch.tensor([True, True, True, True, True, False]),
-        loss_weights=torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0, 1.0]),
-    )
+    given = {
+        "trainer_logprobs": torch.tensor([0.9, 0.1, 0.5, 0.5, 0.3, 0.05]).log(),
+        "inference_logprobs": torch.tensor([0.6, 0.4, 0.5, 0.2, 0.55, 0.06]).log(),
+        "ref_logprobs": torch.tensor([0.8, 0.2, 0.7, 0.4, 0.3, 0.9]).log(),
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0]),
+        "loss_mask": torch.tensor([True, True, True, True, True, False]),
+        "loss_weights": torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0, 1.0]),
+    }
+    component = Component(cls.name, cls)
+    given |= {name: torch.full((6,), 0.5) for name in component.computed}
+    given |= {name: given[name].long() for name in component.computed if name.endswith("_ids")}
+    known = {name: torch.cat([column] * copies) for name, column in given.items()}
+    other = torch.full((6 * copies,), 0.5)
+    streams = {name: known.get(name, other) for name in component.streams}
+    known["trainer_logprobs"].requires_grad_()
+    return LossInputs(**known, streams=streams)
 
 
 ENVS = (SampledEnv("small", 3, None), SampledEnv("endless", None, None))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from prime_rl import TrainerObserver
 from prime_rl.wire.micro_batch import MicroBatch
@@ -74,13 +75,16 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
     import torch
 
     from prime_rl.trainer import parallel
+    from prime_rl.trainer.packed_row import ratio_tokens
 
     rank = parallel.rank() if parallel.several_ranks() else None
     found: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
         with torch.no_grad():
             row, logprobs, _ = trainer.forward(micro_batch)
-        found += _offenders(rank, number, row, logprobs, micro_batch)
+        compared = np.zeros(len(micro_batch), np.bool_)
+        compared[row.origins[ratio_tokens(row, trainer.losses)]] = True
+        found += _offenders(rank, number, row, logprobs, micro_batch, compared)
     parallel.reshard(trainer.policy)
     gathered = parallel.gather([asdict(offender) for offender in _worst(found)])
     return _worst([Offender(**fields) for part in gathered for fields in part])
@@ -91,14 +95,19 @@ def _worst(found: Sequence[Offender]) -> list[Offender]:
 
 
 def _offenders(
-    rank: int | None, number: int, row: PackedRow, logprobs: torch.Tensor, micro_batch: MicroBatch
+    rank: int | None,
+    number: int,
+    row: PackedRow,
+    logprobs: torch.Tensor,
+    micro_batch: MicroBatch,
+    compared: npt.NDArray[np.bool_],
 ) -> list[Offender]:
-    """Of each sequence that trains anything. Columns are in the micro batch's own order."""
+    """Of each sequence that trains anything. ``compared`` [T]: tokens that compare π with μ.
+    Columns are in the micro batch's own order."""
     pi, mu = np.empty(len(micro_batch), np.float32), micro_batch.inference_logprobs
     pi[row.origins] = logprobs.float().cpu().numpy()
-    trained, compared = np.zeros((2, len(micro_batch)), np.bool_)
+    trained = np.zeros(len(micro_batch), np.bool_)
     trained[row.origins[row.targets.cpu().numpy()]] = True
-    compared[row.origins[row.ratio_tokens]] = True
     bad = ~np.isfinite(pi) | (compared & ~np.isfinite(mu))
     for stream in (micro_batch.advantages, micro_batch.ref_logprobs):
         if stream is not None:

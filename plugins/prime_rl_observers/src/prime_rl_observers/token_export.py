@@ -28,13 +28,14 @@ import numpy.typing as npt
 from pydantic import PositiveInt, model_validator
 
 from prime_rl import ConfigError, PluginConfig, TokenMetric, TrainerObserver
-from prime_rl.rollout import COMPONENTS, members
+from prime_rl.streams import components, members
 from prime_rl.weights.versions import STABLE
 from prime_rl.wire.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from prime_rl.plugins.components import Components
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.loss_metrics import Call
     from prime_rl.trainer.packed_row import PackedRow
@@ -97,7 +98,7 @@ class TokenExport(TrainerObserver):
 
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Where the steps go."""
-        self._directory = run_dir / "token_exports"
+        self._directory, self._losses = run_dir / "token_exports", trainer.losses
         self._export: StepExport | None = None
 
     def row_trained(
@@ -115,7 +116,8 @@ class TokenExport(TrainerObserver):
             return
         if self._export is None:
             self._export = self._begin(step)
-        self._export.add(micro_batch, token_columns(micro_batch, row, logprobs, entropies, calls))
+        columns = token_columns(micro_batch, row, logprobs, entropies, calls, self._losses)
+        self._export.add(micro_batch, columns)
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Complete the step's file."""
@@ -150,7 +152,9 @@ class StepExport:
             name: None if column is None else _nullable(column, COLUMNS[name])
             for name, column in columns.items()
         }
-        member = np.logical_or.reduce([members(micro_batch, name) for name in COMPONENTS])
+        member = np.logical_or.reduce(
+            [members(micro_batch, name) for name in components(micro_batch)]
+        )
         bounds = np.cumsum([0, *micro_batch.sequence_lengths]).tolist()
         chosen = np.flatnonzero(np.logical_or.reduceat(member, bounds[:-1])).tolist()
         rows = []
@@ -202,13 +206,17 @@ def token_columns(
     logprobs: Tensor,
     entropies: Tensor,
     calls: Sequence[Call],
+    losses: Components,
 ) -> dict[str, Column | None]:
     """[T] of each of ``COLUMNS``, in the micro batch's own order."""
+    from prime_rl.trainer.packed_row import ratio_tokens
+
     targets = row.targets.cpu().numpy()
     trainer = _only(logprobs, targets)
     own = {"trainer_logprobs": trainer, "entropy": _only(entropies, targets)}
-    if len(row.ratio_tokens):
-        inference = _only(row.inference_logprobs, row.ratio_tokens)
+    compared = ratio_tokens(row, losses)
+    if len(compared):
+        inference = _only(row.inference_logprobs, compared)
         log_ratio = trainer - inference
         with np.errstate(over="ignore", invalid="ignore"):
             ratio, difference = np.exp(log_ratio), np.exp(trainer) - np.exp(inference)
@@ -238,8 +246,7 @@ def _masks(calls: Sequence[Call], num_tokens: int) -> dict[str, Column]:
             if field in MASKS and isinstance(metric, TokenMetric):
                 found = metric.values.detach().float().where(metric.mask, np.nan).cpu().numpy()
                 column = masks.setdefault(field, np.full(num_tokens, np.nan))
-                part = column[call.start : call.start + len(found)]
-                np.fmax(part, found, out=part)
+                column[call.tokens] = np.fmax(column[call.tokens], found)
     return masks
 
 

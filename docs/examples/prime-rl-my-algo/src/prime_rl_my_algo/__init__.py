@@ -11,7 +11,7 @@ from __future__ import annotations
 from prime_rl import Algorithm, Group, PluginConfig, hookimpl
 from pydantic import PositiveFloat
 
-prime_rl_contract = 1
+prime_rl_contract = 2
 """The version of the plugin contract that this module is written for."""
 
 

@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from prime_rl.config.run import RunConfig
-from prime_rl.orchestrator.packer import batch_frames, cut_samples
-from prime_rl.rollout import STREAMS, FloatColumn, Rollout, Sample
+from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.rollout import Rollout, Sample
+from prime_rl.streams import FloatColumn, stream, stream_names
 from prime_rl_tools.replay.score import Replayed, Scored
 from prime_rl_tools.rollouts import FrameDigest, StoredStep
 
@@ -18,9 +22,9 @@ def frames_of(
     config: RunConfig, step: int, kept: Sequence[Rollout], num_ranks: int = 1
 ) -> list[bytes]:
     """Pack a batch as the loop does: one frame per trainer rank."""
-    samples, envs = cut_samples(kept, config.seq_len)
-    flops = config.trainer.attention_flops
-    return batch_frames(step, samples, envs, config.row_tokens, num_ranks, flops)
+    losses = Components.load(config.trainer, load_plugins(TRAINER_GROUP))
+    packing = packing_of(step, kept, losses, config.seq_len)
+    return batch_frames(packing, config.row_tokens, num_ranks, config.trainer.attention_flops)
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,15 @@ def credit(rollout: Rollout) -> FloatColumn:
 def same_streams(pair: Scored) -> bool:
     """Whether all streams are equal bit for bit."""
     samples = zip(pair.stored.rollout.samples, pair.again.samples, strict=True)
-    return all(_same(before, after, name) for before, after in samples for name in STREAMS)
+    return all(
+        _same(before, after, name)
+        for before, after in samples
+        for name in {*stream_names(before), *stream_names(after)}
+    )
 
 
 def _same(before: Sample, after: Sample, name: str) -> bool:
-    first, second = getattr(before, name), getattr(after, name)
+    first, second = stream(before, name), stream(after, name)
     if first is None or second is None:
         return first is second
     return bool(first.tobytes() == second.tobytes())

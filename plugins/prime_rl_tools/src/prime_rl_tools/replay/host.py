@@ -9,7 +9,8 @@ import numpy as np
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.errors import RunError
-from prime_rl.rollout import FloatColumn, Rollout, Sample
+from prime_rl.rollout import Rollout, Sample
+from prime_rl.streams import FloatColumn
 
 
 class NotRecorded(RunError):

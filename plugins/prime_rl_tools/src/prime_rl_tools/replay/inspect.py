@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl.errors import RunError
-from prime_rl.rollout import STREAMS
+from prime_rl.streams import stream_names
 from prime_rl.wire import MicroBatch, decode_batch
 from prime_rl.wire.micro_batch import MAGIC
 from prime_rl_tools.replay.compare import credit
@@ -112,7 +112,7 @@ def _row(row: MicroBatch) -> Facts:
         "masked in": int(sampled.sum()),
         "envs": dict(Counter(row.envs[i] for i in row.env_ids.tolist())),
         "temperatures": sorted({round(float(t), 4) for t in row.temperatures}),
-        "streams": [name for name in STREAMS if getattr(row, name) is not None],
+        "streams": stream_names(row),
         "mean logprob": _mean(row.inference_logprobs[sampled]),
         "mean advantage": None if row.advantages is None else _mean(row.advantages[sampled]),
     }
@@ -144,7 +144,7 @@ def _rollouts(path: Path) -> Facts:
 
 def _rollout(stored: StoredRollout) -> Facts:
     rollout = stored.rollout
-    streams = [n for n in STREAMS if any(getattr(s, n) is not None for s in rollout.samples)]
+    streams = [*dict.fromkeys(n for s in rollout.samples for n in stream_names(s))]
     return {
         "env": rollout.env,
         "group": rollout.group_id,

@@ -24,7 +24,8 @@ from prime_rl.orchestrator.scoring import FACTS, score_group, score_rollout, sta
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
-from prime_rl.rollout import STREAMS, Rollout
+from prime_rl.rollout import Rollout
+from prime_rl.streams import STREAMS, stream_names
 from prime_rl_tools.replay.host import NotRecorded, ReplayHost
 from prime_rl_tools.rollouts import Place, StoredRollout, StoredStep, read_step, step_files
 
@@ -186,7 +187,7 @@ def unscored(rollout: Rollout) -> Rollout:
     """A copy without any stream an algorithm wrote, and without what a plugin made of the env's
     reward: it will do so again."""
     off: dict[str, Any] = dict.fromkeys(STREAMS)
-    samples = [replace(sample, **off) for sample in rollout.samples]
+    samples = [replace(sample, **off, streams={}) for sample in rollout.samples]
     facts = rollout.given or {name: getattr(rollout, name) for name in FACTS}
     own: dict[str, Any] = {name: dict(v) if isinstance(v, dict) else v for name, v in facts.items()}
     return replace(rollout, samples=samples, assigned=set(), frozen=False, **own)
@@ -194,6 +195,6 @@ def unscored(rollout: Rollout) -> Rollout:
 
 def as_saved(rollout: Rollout) -> Rollout:
     """A copy with the streams it was saved with, which stamping leaves as they are."""
-    samples = [replace(sample) for sample in rollout.samples]
-    present = {name for name in STREAMS for s in rollout.samples if getattr(s, name) is not None}
+    samples = [replace(sample, streams=dict(sample.streams)) for sample in rollout.samples]
+    present = {name for sample in rollout.samples for name in stream_names(sample)}
     return replace(rollout, samples=samples, assigned=present, frozen=False)
