@@ -6,7 +6,8 @@ computes each block once more, now with the normalizer known, and turns it into 
 gradients. So memory holds one block, and gradients of the size of their tensors, for a third more
 arithmetic in the head: 8 N D V operations instead of 6. A head that is not trained (LoRA) needs no
 second pass: the gradient of a hidden state takes only the softmax, summed up in the first one,
-4 N D V.
+4 N D V. With a gradient of the entropy it takes one: summing up in the first pass would need
+another product and another [N, D], the same 6 N D V.
 
 Dtypes: products take their factors in autocast's dtype (bfloat16) where autocast is on, else in the
 tensors' own, and sum in float32. Logits, everything after them and the gradient of the weight are
@@ -44,15 +45,17 @@ def fused_logprobs(
     temperatures: Tensor | None,
     labels: Tensor,
     block_logits: int,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[label] and the entropies (no gradient), [N] each.
+    """log softmax(logits / temperature)[label] and the entropies, [N] each. Entropies have a
+    gradient only with ``entropy_gradient``.
 
     ``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``temperatures`` [N], ``labels`` [N] int64.
     Both results are in float32, or in float64 if the hidden states are. ``block_logits``: the
     number of logits in a block.
     """
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    frozen = not trained and hidden.requires_grad and torch.is_grad_enabled()
+    frozen = hidden.requires_grad and torch.is_grad_enabled() and not (trained or entropy_gradient)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
@@ -60,13 +63,15 @@ def fused_logprobs(
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
     apply: Any = _FusedHead.apply
     found: tuple[Tensor, Tensor] = apply(
-        hidden, weight, bias, temperatures, labels, dtype, block_logits, frozen
+        *(hidden, weight, bias, temperatures, labels, dtype, block_logits),
+        *(frozen, entropy_gradient),
     )
     return found
 
 
 class _FusedHead(torch.autograd.Function):
-    """d logprob / d logits = (onehot(label) - softmax(logits / temperature)) / temperature.
+    """d logprob / d logits = (onehot(label) - p) / temperature and, with ``entropy_gradient``,
+    d entropy H / d logits = -p (log p + H) / temperature, where p = softmax(logits / temperature).
 
     ``frozen``: only hidden states have a gradient, their token's times
     (weight[label] - softmax @ weight) / temperature, which the forward pass computes.
@@ -74,7 +79,7 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *inputs, ctx.frozen = arguments
+        *inputs, ctx.frozen, entropy_gradient = arguments
         head = _Head(*inputs)
         hidden = head.hidden
         slopes = torch.zeros_like(hidden, dtype=head.sum_dtype) if ctx.frozen else None
@@ -84,35 +89,38 @@ class _FusedHead(torch.autograd.Function):
                 for rows in head.row_blocks()
             ]
         logprobs, entropies, log_normalizers = map(torch.cat, zip(*parts, strict=True))
-        ctx.mark_non_differentiable(entropies)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         if ctx.frozen:
             ctx.save_for_backward(slopes)
             ctx.settings = (hidden.dtype,)
         else:
-            ctx.save_for_backward(*inputs[:5], log_normalizers)
+            kept = entropies if entropy_gradient else None
+            ctx.save_for_backward(*inputs[:5], log_normalizers, kept)
             ctx.settings = inputs[5:]
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.frozen:
             (slopes,) = ctx.saved_tensors
-            return ((slopes * grad[:, None]).to(*ctx.settings), *[None] * 7)
-        *tensors, log_normalizers = ctx.saved_tensors
+            return ((slopes * grad[:, None]).to(*ctx.settings), *[None] * 8)
+        *tensors, log_normalizers, entropies = ctx.saved_tensors
         head = _Head(*tensors, *ctx.settings)
         gradients = [
             torch.zeros_like(tensor, dtype=head.sum_dtype) if needed else None
             for tensor, needed in zip(tensors[:3], ctx.needs_input_grad[:3], strict=True)
         ]
+        entropy = None if entropies is None else (entropies, entropy_grad)
         with torch.autocast(grad.device.type, enabled=False):
             for rows in head.row_blocks():
-                _backward_rows(head, rows, grad, log_normalizers, gradients)
+                _backward_rows(head, rows, grad, entropy, log_normalizers, gradients)
         cast = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, tensors[:3], strict=True)
         ]
-        return (*cast, *[None] * 5)
+        return (*cast, *[None] * 6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,19 +204,25 @@ def _backward_rows(
     head: _Head,
     rows: slice,
     grad: Tensor,
+    entropy: tuple[Tensor, Tensor] | None,
     log_normalizers: Tensor,
     gradients: list[Tensor | None],
 ) -> None:
-    """Add the rows' share to the gradients of hidden states, weight and bias."""
+    """Add the rows' share to the gradients of hidden states, weight and bias. ``entropy``: the
+    entropies and their gradient, [N] each."""
     of_hidden, of_weight, of_bias = gradients
     hidden = head.hidden[rows].to(head.dtype)
-    scale = grad[rows, None]
-    if head.temperatures is not None:
-        scale = scale / head.temperatures[rows, None]
+    divisor = 1.0 if head.temperatures is None else head.temperatures[rows, None]
+    scale = grad[rows, None] / divisor
     for words in head.column_blocks():
         columns = head.weight[words].to(head.dtype)
         logits = head.logits(hidden, columns, rows, words)
-        of_logits = logits.sub_(log_normalizers[rows, None]).exp_().mul_(-scale)
+        log_softmax = logits.sub_(log_normalizers[rows, None])
+        factor = -scale
+        if entropy is not None:
+            entropies, slopes = (each[rows, None] for each in entropy)
+            factor = (log_softmax + entropies).mul_(slopes / -divisor).sub_(scale)
+        of_logits = log_softmax.exp_().mul_(factor)
         places, inside = head.places(rows, words)
         of_logits.scatter_add_(1, places, torch.where(inside, scale, 0.0))
         if of_bias is not None:

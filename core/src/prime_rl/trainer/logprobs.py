@@ -41,8 +41,10 @@ def token_logprobs(
     fused: FusedHead = "auto",
     block_logits: int | None = None,
     packing: PackingName = "shared",
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """([T], [T]): log-probabilities within each document, and entropies (no gradient).
+    """([T], [T]): log-probabilities within each document, and entropies, which have a gradient only
+    with ``entropy_gradient``.
 
     A token that is not a target, such as a document's first, gets log(1/V) and log V, as if drawn
     uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
@@ -55,16 +57,18 @@ def token_logprobs(
     head = model.get_output_embeddings()
     scale, cap = head_rule(model.config)
     if not len(row.targets):  # with a graph: the backward pass has to run on every rank
-        return logprobs + 0.0 * head(hidden[:1]).sum(), entropies
+        zero = 0.0 * head(hidden[:1]).sum()
+        return logprobs + zero, entropies + zero if entropy_gradient else entropies
     hidden, labels = hidden[row.layout.sources] * scale, row.token_ids[row.targets]
     if cap is None and _is_fused(fused, head, len(labels)):
         block = block_logits or BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cpu"])
         chosen, entropy = fused_logprobs(
-            hidden, head.weight, head.bias, row.temperatures, labels, block
+            hidden, head.weight, head.bias, row.temperatures, labels, block, entropy_gradient
         )
     else:
         apply: Any = _LogprobAndEntropy.apply
-        chosen, entropy = apply(_call(head, hidden, cap), row.temperatures, labels)
+        logits = _call(head, hidden, cap)
+        chosen, entropy = apply(logits, row.temperatures, labels, entropy_gradient)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
 
@@ -110,13 +114,18 @@ def _at_least_float32(tensor: Tensor) -> torch.dtype:
 class _LogprobAndEntropy(torch.autograd.Function):
     """log softmax(z / temperature)[label] and the entropy, from one pass over the logits.
 
-    d logprob / dz = (onehot(label) - softmax(z / temperature)) / temperature. Only the softmax is
-    kept, which the entropy needs too; ``cross_entropy`` would keep the logits and compute it again.
+    d logprob / dz = (onehot(label) - p) / temperature and, if asked for, d entropy H / dz =
+    -p (log p + H) / temperature, where p = softmax(z / temperature). Only p is kept;
+    ``cross_entropy`` would keep the logits and compute it again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, temperatures: Tensor | None, labels: Tensor
+        ctx: Any,
+        logits: Tensor,
+        temperatures: Tensor | None,
+        labels: Tensor,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         scaled = logits.to(_at_least_float32(logits))
         if temperatures is not None:
@@ -125,14 +134,23 @@ class _LogprobAndEntropy(torch.autograd.Function):
         softmax = log_softmax.exp()
         logprobs = log_softmax.gather(-1, labels[:, None])[:, 0]
         entropies = -torch.linalg.vecdot(softmax, log_softmax)
-        ctx.save_for_backward(softmax, temperatures, labels)
+        kept = entropies if entropy_gradient else None
+        ctx.save_for_backward(softmax, temperatures, labels, kept)
         ctx.dtype = logits.dtype
-        ctx.mark_non_differentiable(entropies)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        softmax, temperatures, labels = ctx.saved_tensors
-        scale = (grad if temperatures is None else grad / temperatures)[:, None]
-        logits_grad = (softmax * -scale).scatter_add_(1, labels[:, None], scale)
-        return logits_grad.to(ctx.dtype), None, None
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
+        softmax, temperatures, labels, entropies = ctx.saved_tensors
+        divisor = 1.0 if temperatures is None else temperatures
+        scale = (grad / divisor)[:, None]
+        if entropies is None:
+            logits_grad = softmax * -scale
+        else:
+            slope = (entropy_grad / divisor)[:, None]
+            logits_grad = torch.xlogy(softmax, softmax).mul_(-slope)  # 0 where p underflows
+            logits_grad.addcmul_(softmax, scale + slope * entropies[:, None], value=-1)
+        logits_grad.scatter_add_(1, labels[:, None], scale)
+        return logits_grad.to(ctx.dtype), None, None, None

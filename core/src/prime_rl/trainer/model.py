@@ -46,6 +46,8 @@ class Policy(nn.Module):
         self.model = model
         self.head = (config.fused_lm_head, config.lm_head_block)
         self.packing = packings(config, model.device)[0]
+        self.entropy_gradient = False
+        """Whether entropies have a gradient: a loss reads them."""
 
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
@@ -55,7 +57,9 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """See ``token_logprobs``."""
-        return token_logprobs(self.model, row, *self.head, packing=self.packing.name)
+        return token_logprobs(
+            self.model, row, *self.head, self.packing.name, entropy_gradient=self.entropy_gradient
+        )
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
