@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import RunError, WireError
 from prime_rl.plugins.loss import Loss
+from prime_rl.plugins.metrics import running
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
@@ -162,7 +163,7 @@ class Trainer:
             logprobs = logprobs.detach()
             metrics.observe(row, logprobs, entropies, loss)
             for observer in self.observers:
-                observer.row_trained(
+                running(observer.name)(observer.row_trained)(
                     step,
                     micro_batch=micro_batch,
                     row=row,

@@ -33,6 +33,7 @@ from torch import Tensor
 from prime_rl.config.trainer import NormalizeBy
 from prime_rl.errors import PluginError
 from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs, TokenMetric
+from prime_rl.plugins.metrics import running
 from prime_rl.rollout import COMPONENTS, LossComponent, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
@@ -45,7 +46,7 @@ REF_KL_TAU = 1e-3
 
 TAKEN = frozenset(
     {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "nll", "optim", "perf"}
-    | {"ref_kl", "system", "time", "tokens"}
+    | {"plugin", "ref_kl", "system", "time", "tokens"}
 )
 """First parts of the names of the trainer's own metrics, which an rl loss must not use."""
 
@@ -196,8 +197,9 @@ def _calls(
         return [Call(ce_loss(inputs))]
     if name == "ref_kl":
         return [Call(ref_kl_loss(inputs))]
+    call = running(rl.name)(rl)
     if rl.token_wise:
-        return [Call(_checked(rl, rl(inputs)))]
+        return [Call(_checked(rl, call(inputs)))]
     starts = np.cumsum([0, *row.lengths]).tolist()
     columns: dict[str, Any] = {
         name: [None] * len(row.lengths) if column is None else column.split_with_sizes(row.lengths)
@@ -205,7 +207,7 @@ def _calls(
     }
     calls = []
     for index in component.sequences:
-        outputs = rl(LossInputs(**{name: column[index] for name, column in columns.items()}))
+        outputs = call(LossInputs(**{name: column[index] for name, column in columns.items()}))
         calls.append(Call(_checked(rl, outputs), starts[index], index))
     return calls
 
