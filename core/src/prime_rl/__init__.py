@@ -32,6 +32,7 @@ from prime_rl.plugins.loss import Loss as Loss
 from prime_rl.plugins.loss import LossInputs as LossInputs
 from prime_rl.plugins.loss import LossOutputs as LossOutputs
 from prime_rl.plugins.loss import TokenMetric as TokenMetric
+from prime_rl.plugins.metrics import log_metric as log_metric
 from prime_rl.plugins.model import ModelMaker as ModelMaker
 from prime_rl.plugins.model import RendererOffer as RendererOffer
 from prime_rl.plugins.monitor import Monitor as Monitor

@@ -18,10 +18,15 @@ from trainer_fixtures import Ratio
 from transformers import PreTrainedModel
 
 from prime_rl import (
+    Loss,
+    LossInputs,
+    LossOutputs,
     PluginConfig,
+    PluginError,
     RunError,
     TrainerObserver,
     WireError,
+    log_metric,
 )
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
@@ -95,6 +100,55 @@ def test_metrics_add_up_over_micro_batches(
     assert metrics["loss/mean"] == pytest.approx(
         -(4 * np.exp(0.1) + 8 * np.exp(0.3)) / 12, abs=1e-5
     )
+
+
+class Logs(Loss):
+    """-A t, once per sequence; logs the sequence's tokens."""
+
+    name = "logs"
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        log_metric("tokens", inputs.loss_mask.sum())
+        log_metric("advantage", inputs.advantages.max(), weight=inputs.loss_mask.sum())
+        return LossOutputs((-inputs.advantages * inputs.trainer_logprobs).sum(), {})
+
+
+class Tokens(TrainerObserver):
+    name = "tokens"
+
+    def row_trained(self, step: int, **row: Any) -> None:
+        log_metric("row", len(row["logprobs"]), weight=step)
+
+
+def test_losses_and_observers_log_metrics_of_the_step(
+    make_model: Callable[..., PreTrainedModel], pack: Any, random_documents: Any
+) -> None:
+    config = TrainerConfig.model_validate({"device": "cpu"})
+    observers = [Tokens(PluginConfig())]
+    trainer = Trainer(make_model(), Logs(PluginConfig()), config, 20, observers)
+    rows = [
+        pack(random_documents([9, 6]), advantages=[1.0] * 9 + [4.0] * 6),
+        pack(random_documents([3]), advantages=[2.0] * 3),
+    ]
+    for step in (1, 2):
+        metrics = trainer.train_step(step, [on_policy(trainer.model, row) for row in rows])
+        tokens, advantage = metrics["plugin/logs/tokens"], metrics["plugin/logs/advantage"]
+        # 8, 5 and 2 tokens were sampled, with advantages 1, 4 and 2
+        assert (tokens, advantage) == pytest.approx((15 / 3, 32 / 15))
+        assert metrics["plugin/tokens/row"] == (15 + 3) / 2
+
+
+def test_an_observer_logs_in_row_trained_only(trainer: Trainer, pack: Any) -> None:
+    class Late(TrainerObserver):
+        name = "late"
+
+        def step_trained(self, step: int, metrics: Any) -> dict[str, float]:
+            log_metric("x", 1.0)
+            return {}
+
+    trainer.observers = [Late(PluginConfig())]
+    with pytest.raises(PluginError, match="no hook, wrapper or loss of a plugin is called here"):
+        trainer.train_step(1, [pack([[1, 2, 3]])])
 
 
 def test_ce_alone_has_no_mismatch(trainer: Trainer, pack: Any) -> None:

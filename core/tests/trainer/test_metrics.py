@@ -14,8 +14,17 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
+from prime_rl import (
+    Loss,
+    LossInputs,
+    LossOutputs,
+    PluginConfig,
+    PluginError,
+    TokenMetric,
+    log_metric,
+)
 from prime_rl.plugins.components import installed_losses
+from prime_rl.plugins.metrics import running
 from prime_rl.trainer.loss import Counts, count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics, console_line, statistics
 from prime_rl.trainer.packed_row import make_row, ratio_tokens
@@ -25,12 +34,15 @@ CPU = torch.device("cpu")
 
 
 class Gradient(Loss):
-    """-A * t over the member tokens; reports the size of the credit."""
+    """-A * t over the member tokens; reports the size of the credit, and logs it per token."""
 
     name = "gradient"
     token_wise = True
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
+        credit = inputs.advantages[inputs.loss_mask]
+        log_metric("credit", credit.mean(), weight=inputs.loss_mask.sum())
+        log_metric("tokens", len(credit))
         loss = (-inputs.advantages * inputs.trainer_logprobs)[inputs.loss_mask].sum()
         return LossOutputs(loss, {"credit": TokenMetric(inputs.advantages, inputs.loss_mask)})
 
@@ -120,6 +132,8 @@ def test_metrics_of_two_envs_two_algorithms_and_unequal_lengths() -> None:
         "loss/median": np.median(3 * shares), "loss/std": np.std(3 * shares),
         "loss/min": 3 * min(shares), "loss/max": 3 * max(shares),
         # over sequences with members: a has two, of credit 1; b one of 1 and one of 2
+        # over 12 tokens, five of them of credit 2; over the three rows with members of rl
+        "plugin/gradient/credit": 17 / 12, "plugin/gradient/tokens": 4.0,
         "credit": 1.25, "credit/a/mean": 1.0, "credit/b/mean": 1.5,
         "ce/nll": -0.2, "ce/nll/c/mean": -0.2, "logprob_gap/max": 1.0, "peak": 3.0, "rows": 4.0,
         "tokens/rl": 12.0, "tokens/rl/a": 5.0, "tokens/rl/b": 7.0,
@@ -154,8 +168,11 @@ def test_two_ranks_report_the_same_as_one(tmp_path: Path) -> None:
             rank.communicate()
     one = observe([0, 1, 2, 3], count_members(rows_of_the_step(), installed_losses())).result()
     for number in range(2):
-        for found in json.loads((tmp_path / f"{number}.json").read_text()):
+        *splits, failed = json.loads((tmp_path / f"{number}.json").read_text())
+        for found in splits:
             assert found == pytest.approx(one, abs=1e-5)
+        expected = "plugin/gradient/weight: a weight is -1.0, expected at least 0"
+        assert failed == {"error": expected}
 
 
 def a_rank(rank: int, folder: Path) -> None:
@@ -168,8 +185,27 @@ def a_rank(rank: int, folder: Path) -> None:
             [rows_of_the_step()[number] for number in split[rank]], installed_losses()
         )
         found.append(observe(split[rank], counts).result())
+    with running("gradient"):
+        log_metric("weight", 1.0, weight=torch.tensor(-1.0 if rank else 1.0))
+    try:
+        StepMetrics(counts).result()
+    except PluginError as error:  # on both ranks, though one alone has logged it
+        found.append({"error": str(error)})
     (folder / f"{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
+
+
+def test_a_logged_tensor_that_is_not_finite_makes_its_metric_so_and_no_other() -> None:
+    with running("mine"):
+        log_metric("ratio", torch.tensor(math.inf))
+        log_metric("ratio", 1.0)
+        log_metric("gap", torch.tensor(2.0, dtype=torch.bfloat16), weight=3)
+        log_metric("gap", 1.0, weight=torch.tensor(1))
+        log_metric("none", torch.tensor(math.nan), weight=0.0)
+    found = StepMetrics(Counts({}, 0)).result()
+    logged = {name: value for name, value in found.items() if name.startswith("plugin/")}
+    assert logged == {"plugin/mine/ratio": math.inf, "plugin/mine/gap": 1.75}
+    assert not any(name.startswith("plugin/") for name in StepMetrics(Counts({}, 0)).result())
 
 
 def test_statistics_of_what_is_not_finite_are_not_finite_and_of_nothing_are_none() -> None:

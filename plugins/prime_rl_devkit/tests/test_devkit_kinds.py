@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from prime_rl import Filter, Loss, LossOutputs, PluginConfig, Sampler, hookimpl
+from prime_rl import Filter, Loss, LossOutputs, PluginConfig, Sampler, hookimpl, log_metric
 from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 
@@ -62,6 +62,12 @@ class Reinforce(Loss):
         import torch
 
         return LossOutputs(torch.where(inputs.loss_mask, self.per_token(inputs), 0.0).sum(), {})
+
+
+class Logs(Reinforce):
+    def __call__(self, inputs):
+        log_metric("tokens", inputs.loss_mask.sum())
+        return super().__call__(inputs)
 
 
 class NotReduced(Reinforce):
@@ -151,7 +157,13 @@ def test_every_check_has_something_that_fails_it():
 
 @pytest.mark.parametrize(
     ("kind", "sound"),
-    [("filter", Short), ("filter", Keeps), ("loss", Reinforce), ("sampler", InTurn)],
+    [
+        ("filter", Short),
+        ("filter", Keeps),
+        ("loss", Reinforce),
+        ("loss", Logs),
+        ("sampler", InTurn),
+    ],
 )
 def test_a_sound_class_passes(kind, sound):
     report = check_offer(kind, sound, PluginConfig())

@@ -26,6 +26,7 @@ from prime_rl.monitor.metrics import (
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.dispatcher import OpenGroup
 from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.metrics import logged_metrics, take_logged, weighted_means
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.observer import Observer
 from prime_rl.rollout import Group, Rollout
@@ -115,6 +116,7 @@ class Reporter(Observer):
             "progress/seconds": now - self._started,
             "time/step": now - recent.started,
             "wire/bytes": float(sum(map(len, frames))),
+            **weighted_means(take_logged()),
         }
         for source in self.sources:
             metrics |= source()
@@ -130,8 +132,9 @@ class Reporter(Observer):
         renamed = {re.sub("^time/", "time/trainer/", k): value for k, value in metrics.items()}
         if "time/wait_for_batch" in metrics:
             renamed["wait/trainer/orchestrator"] = metrics["time/wait_for_batch"]
-        self.log(step, renamed)
-        self._hooks.step_finished(step, metrics)
+        with logged_metrics(plugin="") as logged:
+            self._hooks.step_finished(step, metrics)
+        self.log(step, renamed | logged)
 
     def version_served(self, version: int) -> None:
         self._hooks.weights_published(version)

@@ -22,8 +22,9 @@ import pluggy
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
-from prime_rl.plugins.checks import check_plugin
+from prime_rl.plugins.checks import ASYNC_HOOKS, check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.plugins.metrics import run_as, running
 from prime_rl.rollout import Group, Rollout, Sample
 
 TRACE = "PRIME_RL_TRACE"
@@ -68,6 +69,10 @@ class Hooks(pluggy.PluginManager):
             registered = super().register(plugin, name)
         except (pluggy.PluginValidationError, ValueError) as error:
             raise PluginError(f"plugin {where}: {error}") from error
+        for caller in self.get_hookcallers(plugin) or ():
+            if caller.name not in ASYNC_HOOKS and not caller.name.startswith("register_"):
+                (impl,) = (each for each in caller.get_hookimpls() if each.plugin is plugin)
+                impl.function = run_as(_name(impl), impl.function)  # type: ignore[misc]
         if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
             if not (tracers := entry_points(group="prime_rl.tracers")):
                 raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
@@ -120,10 +125,16 @@ async def _call_async(hook: pluggy.HookCaller, **arguments: object) -> None:
         for impl in reversed(hook.get_hookimpls()):
             given = [arguments[name] for name in impl.argnames]
             function: Callable[..., Any] = impl.function
+            wrappers.enter_context(running(_name(impl)))
             if impl.wrapper:
                 wrappers.enter_context(contextmanager(function)(*given))
             elif inspect.isawaitable(result := function(*given)):
                 await result
+
+
+def _name(impl: pluggy.HookImpl) -> str:
+    """Of the algorithm or filter (see ``scope``), else of the plugin."""
+    return impl.plugin_name.rpartition(":")[2]
 
 
 def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.ndarray:

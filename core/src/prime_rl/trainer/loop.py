@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import RunError, WireError
 from prime_rl.plugins.components import Components
+from prime_rl.plugins.metrics import running
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
@@ -111,6 +112,8 @@ class Trainer:
         self.self_check()
         started = time.perf_counter()
         counts = count_members(micro_batches, self.losses)
+        reads = {column for name in counts.totals for column in self.losses[name].computed}
+        self.policy.entropy_gradient = "entropies" in reads
         sums = self.forward_backward(step, micro_batches, counts, status)
         norm = float(
             parallel.full(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
@@ -159,10 +162,10 @@ class Trainer:
             loss = row_loss(row, logprobs, self.losses, counts, entropies)
             parallel.begin_backward(self.policy, last=number == len(micro_batches) - 1)
             torch.autograd.backward(loss.loss)
-            logprobs = logprobs.detach()
+            logprobs, entropies = logprobs.detach(), entropies.detach()
             metrics.observe(row, logprobs, entropies, loss, ratio_tokens(row, self.losses))
             for observer in self.observers:
-                observer.row_trained(
+                running(observer.name)(observer.row_trained)(
                     step,
                     micro_batch=micro_batch,
                     row=row,

@@ -30,6 +30,7 @@ from torch import Tensor
 from prime_rl.errors import PluginError, StreamError
 from prime_rl.plugins.components import Component, Components
 from prime_rl.plugins.loss import LossInputs, LossOutputs
+from prime_rl.plugins.metrics import running
 from prime_rl.streams import LossComponent, components, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
@@ -44,7 +45,7 @@ FIELDS = frozenset(each.name for each in fields(LossInputs)) - {"streams"}
 
 TAKEN = frozenset(
     {"entropy", "kl_ent_ratio", "logprob_gap", "loss", "mismatch_kl", "optim", "perf"}
-    | {"system", "time", "tokens"}
+    | {"plugin", "system", "time", "tokens"}
 )
 """First parts of the names of the trainer's own metrics, which a loss must not use."""
 
@@ -258,16 +259,17 @@ def _calls(
     row: PackedRow, component: Component, share: Share, columns: Mapping[str, Tensor | None]
 ) -> Iterator[Call]:
     """The loss of the whole row at once, or of each sequence, rollout or group with members."""
+    call = running(component.loss.name)(component.loss)
     if component.scope == "token":
         lacks = share.sequences[:1]
-        yield Call(component.loss(_inputs(row, component, columns, lacks)))
+        yield Call(call(_inputs(row, component, columns, lacks)))
         return
     ends = np.cumsum([0, *row.lengths])
     if component.scope == "sequence":
         split = {n: c if c is None else c.split_with_sizes(row.lengths) for n, c in columns.items()}
         for s in share.sequences:
             own = {name: None if parts is None else parts[s] for name, parts in split.items()}
-            outputs = component.loss(_inputs(row, component, own, [s]))
+            outputs = call(_inputs(row, component, own, [s]))
             yield Call(outputs, slice(int(ends[s]), int(ends[s + 1])), s)
         return
     ids, order = row.of_sequences[f"{component.scope}_ids"], row.of_sequences["order"]
@@ -277,7 +279,7 @@ def _calls(
         index = to_device(tokens, np.int64, share.mask.device)
         own = {name: None if c is None else c[index] for name, c in columns.items()}
         trained = [s for s in found if s in share.sequences]
-        yield Call(component.loss(_inputs(row, component, own, trained)), tokens, trained[0])
+        yield Call(call(_inputs(row, component, own, trained)), tokens, trained[0])
 
 
 def _inputs(

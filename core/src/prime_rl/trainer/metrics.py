@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import RunError
+from prime_rl.plugins.metrics import take_logged, weighted_means
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss import Counts, RowLoss
@@ -116,7 +117,13 @@ class StepMetrics:
     def result(self) -> dict[str, float]:
         """Every metric by name, over all ranks, each of which calls this once. Means over nothing
         are left out."""
+        for name, *pair in take_logged():  # a value, then its weight
+            for x in pair:
+                tensor = x if isinstance(x, Tensor) else torch.full((), x, device=self._device)
+                self._values.append((tensor.to(self._device), [("values", name, "", 1)]))
         merged = _merge(self._gather())
+        names = [name for name in merged.values if name.startswith("plugin/")]
+        logged = {name: np.concatenate(merged.values.pop(name)[""]) for name in names}
         shares = np.concatenate(merged.values.pop("loss", {}).get("", [np.zeros(0)]))
         return (
             statistics(shares * len(shares), "loss")
@@ -125,6 +132,7 @@ class StepMetrics:
             | {label: total / number for label, (total, number) in merged.means.items() if number}
             | merged.sums
             | merged.maxima
+            | weighted_means((n, *pair) for n in logged for pair in logged[n].reshape(-1, 2))
             | self._counts.metrics()
         )
 

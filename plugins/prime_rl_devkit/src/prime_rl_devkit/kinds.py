@@ -13,7 +13,7 @@ from prime_rl import Filter, Loss, LossInputs, LossOutputs, PluginConfig, Sample
 from prime_rl.plugins.base import Offer
 from prime_rl.plugins.components import Component
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.testing import conformance_group
+from prime_rl.testing import conformance_group, logged_metrics
 from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, run
 from prime_rl.testing.scoring import MIXED
 
@@ -143,7 +143,8 @@ BY_KIND: dict[str, tuple[Check, ...]] = {
 
 def check_offer(kind: str, cls: type[Offer], config: PluginConfig) -> Report:
     """Run the checks of one kind. Whatever the class raises in one is a failure."""
-    outcomes = tuple(run(check, cls, config) for check in BY_KIND.get(kind, ()))
+    with logged_metrics(cls.name):
+        outcomes = tuple(run(check, cls, config) for check in BY_KIND.get(kind, ()))
     nothing = Outcome(
         "conformance", "", "skipped", f"the kit has no checks of {kind}s: test it yourself"
     )

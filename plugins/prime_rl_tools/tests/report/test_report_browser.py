@@ -59,7 +59,8 @@ def add_metrics(run_dir):
          "loss/rl": -n / 8, "loss/ce": 0.5, "loss/ref_kl": 0.0}
         for n in (1, 2, 3)
     ]  # fmt: skip
-    lines.append({"step": 3, "eval/words/all/reward/mean": 0.625})
+    lines.append({"step": 3, "eval/words/all/reward/mean": 0.625, "off_policy/mean": 1.0})
+    lines += [{"step": n, "plugin/clip/share": n / 10} for n in (1, 2, 3)]
     (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
@@ -110,6 +111,14 @@ def test_it_opens_on_the_first_rollout_with_curves_and_everything_counted(page):
     legend = page.eval("[...document.querySelectorAll('.legend')].map(l => l.innerText)")
     assert "sampled 0.75" in legend[0] and "held out 0.625" in legend[0]
     assert f"rl {MINUS}0.375" in legend[1] and "ce 0.5" in legend[1] and "ref_kl" not in legend[1]
+
+
+def test_the_last_curve_is_of_a_metric_that_a_plugin_has_logged_or_of_any_other(page):
+    """``add_metrics`` has one of a plugin."""
+    chosen = "document.querySelector('#curves select').value"
+    drawn = "[...document.querySelectorAll('#curves svg')].at(-1).getAttribute('aria-label')"
+    assert page.eval(chosen) == page.eval(drawn) == "plugin/clip/share"
+    assert "0.3" in page.eval("[...document.querySelectorAll('.legend')].at(-1).innerText")
 
 
 def test_j_and_k_and_the_arrows_move_from_rollout_to_rollout(page):

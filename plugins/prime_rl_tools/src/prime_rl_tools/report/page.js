@@ -105,7 +105,7 @@ function drawCurves() {
   const choices = Object.keys(facts.curves);
   if (!choices.length) return;
   const select = el("select", { "aria-label": "metric" }, ...choices.map((name) => el("option", {}, name)));
-  select.value = choices.find((name) => name === "off_policy/mean") ?? choices[0];
+  select.value = choices.find((name) => name.startsWith("plugin/")) ?? choices.find((name) => name === "off_policy/mean") ?? choices[0];
   const redraw = () => last.replaceWith((last = chart(select, [{ metric: select.value, label: "" }])));
   let last = chart(select, [{ metric: select.value, label: "" }]);
   select.addEventListener("change", () => { redraw(); select.focus(); });
