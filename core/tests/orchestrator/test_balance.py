@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample
-from prime_rl.orchestrator.balance import imbalance, plan_ranks, sample_costs
-from prime_rl.orchestrator.packer import alone, batch_frames, pack, pack_ranks, plan_rows
+from prime_rl.orchestrator.balance import imbalance, plan_ranks, sample_costs, split_groups
+from prime_rl.orchestrator.packer import (
+    Packing,
+    Piece,
+    alone,
+    batch_frames,
+    pack,
+    pack_ranks,
+    plan_rows,
+)
 from prime_rl.wire import decode_batch, encode_batch
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=60)
@@ -140,3 +148,46 @@ def test_a_rank_without_samples_gets_a_row_that_trains_nothing():
     (idle,) = second
     assert (len(idle), idle.envs, idle.loss_mask.tolist()) == (1, ("a",), [False])
     assert idle.token_ids.tolist() == [1] and idle.advantages is None
+
+
+GROUPS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 20)), min_size=1, max_size=40)
+
+
+@given(GROUPS, st.integers(1, 6))
+def test_minibatches_hold_every_sample_once_and_groups_whole(samples, number):
+    groups, lengths = zip(*samples, strict=True)
+    parts = split_groups(groups, sample_costs(lengths, 0.1), number)
+    assert len(parts) == min(number, len(set(groups))) and all(parts)
+    assert sorted(i for part in parts for i in part) == list(range(len(groups)))
+    assert all(part == sorted(part) for part in parts)
+    owners = [{n for n, part in enumerate(parts) for i in part if groups[i] == g} for g in groups]
+    assert all(len(own) == 1 for own in owners)
+
+
+@given(GROUPS, st.integers(2, 6))
+def test_the_largest_minibatch_has_at_most_one_group_more_than_the_smallest(samples, number):
+    groups, lengths = zip(*samples, strict=True)
+    parts = split_groups(groups, sample_costs(lengths, 0.0), number)
+    totals = [sum(lengths[i] for i in part) for part in parts]
+    largest = max(sum(n for g, n in samples if g == group) for group in groups)
+    assert max(totals) - min(totals) <= largest
+
+
+def test_the_costliest_group_comes_first():
+    groups, lengths = [4, 4, 5, 7, 7, 7], [2, 3, 9, 1, 2, 1]  # work 5, 9 and 4
+    assert split_groups(groups, sample_costs(lengths, 0.0), 2) == [[2], [0, 1, 3, 4, 5]]
+    # A long context counts more than its tokens: 5 + 13, 9 + 81, 4 + 6.
+    assert split_groups(groups, sample_costs(lengths, 1.0), 3) == [[2], [0, 1], [3, 4, 5]]
+
+
+def test_every_rank_gets_equally_many_rows_of_each_minibatch():
+    samples = enumerate(zip(map(made, (9, 9, 3, 3, 3, 9, 8)), "abcdefg", strict=True))
+    parts = [[1, 4, 5, 6], [0, 2, 3]]  # rows of ten tokens: three, so two for each rank; and two
+    pieces = [Piece(s, env, group=int(i in parts[1])) for i, (s, env) in samples]
+    packing = Packing(pieces, [[i] for i in range(7)], step=4)
+    decoded = [decode_batch(frame)[1] for frame in batch_frames(packing, 10, 2, 0.0, 2)]
+    assert [[row.minibatch for row in rows] for rows in decoded] == [[0, 0, 1]] * 2
+    for number, part in enumerate(parts):
+        rows = [row for rows in decoded for row in rows if row.minibatch == number]
+        trained = {env for row in rows if row.loss_mask.any() for env in row.envs}
+        assert trained == {"abcdefg"[i] for i in part}

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
-from prime_rl.orchestrator.packer import alone, batch_frames, pack, plan_rows
+from prime_rl.config.load import build_config
+from prime_rl.orchestrator.buffer import Batch
+from prime_rl.orchestrator.packer import Packer, alone, batch_frames, pack, plan_rows
+from prime_rl.plugins.components import installed_losses
+from prime_rl.plugins.manager import Hooks
 from prime_rl.streams import STREAMS
+from prime_rl.testing import make_rollout
+from prime_rl.wire import decode_batch
 
 FILLS = {"advantages": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0,
          "ref_logprobs": np.nan}  # fmt: skip
@@ -241,3 +247,27 @@ def test_columns_of_the_orchestrator_stay_off_the_wire():
         batch_frames(alone([Sample(**bare, **more)] * 2, ["a", "b"]), 8) for more in ({}, known)
     ]
     assert frames[0] == frames[1]
+
+
+def test_a_batch_of_few_groups_has_fewer_minibatches_and_says_so(caplog):
+    tables = {"model": {"name": "m"}, "max_steps": 1, "seq_len": 10}
+    config = build_config({**tables, "trainer": {"minibatches": 3}})
+    # Five tokens each: rows of two, and groups of three, one and two rollouts.
+    rollouts = [
+        make_rollout(float(n), group_id=group) for n, group in enumerate([2, 2, 2, 5, 7, 7])
+    ]
+    for rollout in rollouts:
+        rollout.assign_advantages(rollout.reward)
+
+    def minibatches(kept):
+        (frame,) = Packer(config, 1, Hooks(), installed_losses()).pack(Batch(4, kept))
+        rows = decode_batch(frame)[1]
+        return [(row.minibatch, sorted(set(row.advantages[row.loss_mask]))) for row in rows]
+
+    assert minibatches(rollouts) == [(0, [0, 1]), (0, [2]), (1, [4, 5]), (2, [3])]
+    assert not caplog.text
+    assert minibatches(rollouts[2:4]) == [(0, [2]), (1, [3])]
+    assert caplog.messages == [
+        "step 4: the batch has 2 groups, which are not split, so it has 2 minibatches instead "
+        "of 3 (trainer.minibatches)"
+    ]

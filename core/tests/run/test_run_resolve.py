@@ -6,7 +6,7 @@ from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import Hooks
-from prime_rl.run.env_checks import check_algorithms
+from prime_rl.run.env_checks import check_algorithms, check_envs
 from prime_rl.run.resolve import (
     build_engine,
     build_model_maker,
@@ -45,6 +45,17 @@ def test_a_batch_that_groups_do_not_divide():
     )
     envs = {"train": {"env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "group_size": 5}]}}
     assert refusal(envs).startswith("env 'b': group_size 5 does not divide")
+
+
+def test_more_minibatches_than_a_batch_has_groups():
+    assert refusal({"batch_size": 32, "group_size": 8}, trainer={"minibatches": 5}) == (
+        "trainer.minibatches: a batch of 32 rollouts has at most 4 groups, which are not split, "
+        "so it cannot have 5 minibatches. Lower it, or raise orchestrator.batch_size."
+    )
+    check(config({"batch_size": 32, "group_size": 8}, trainer={"minibatches": 4}))
+    source = {"type": "sft", "sampling": {"source": {"type": "dataset", "path": "rollouts.jsonl"}}}
+    envs = {"train": {"env": [{"id": "reverse-text", "algo": source}]}}
+    check_envs(config({"batch_size": 32, **envs}, trainer={"minibatches": 32}))  # of one rollout
 
 
 def test_a_group_of_one_under_a_group_relative_algorithm():

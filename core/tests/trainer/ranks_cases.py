@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.orchestrator.packer import alone, pack_ranks
+from prime_rl.orchestrator.packer import alone, batch_frames
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
@@ -30,11 +31,23 @@ from prime_rl.rundir.checkpoints import Checkpoint, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.weights.versions import FILES_WANTED
-from prime_rl.wire import encode_batch
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_broadcast.transport import GlooTransport
 
 VOCAB, CAPACITY, LAST = 61, 48, 5
+
+
+class OldRatio(Loss):
+    """-A * exp(t - old)"""
+
+    name = "old_ratio"
+    token_wise = True
+    reads = ("advantages", "old_logprobs")
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        assert inputs.old_logprobs is not None
+        ratio = (inputs.trainer_logprobs - inputs.old_logprobs).exp()
+        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
 
 
 class Ratio(Loss):
@@ -102,15 +115,18 @@ def bad_batch(step: int) -> tuple[list[Sample], list[str]]:
 
 
 class Frames:
-    """A receiver that packs one rank's frame of each step."""
+    """A receiver that packs one rank's frame of each step; two samples are a group."""
 
-    def __init__(self, first: int, rank: Rank, make: Any) -> None:
-        self.step, self.rank, self.make = first, rank, make
+    def __init__(self, first: int, rank: Rank, make: Any, minibatches: int) -> None:
+        self.step, self.rank, self.make, self.minibatches = first, rank, make, minibatches
 
     def receive(self, timeout: float) -> memoryview:
-        ranks = pack_ranks(alone(*self.make(self.step)), CAPACITY, self.rank.size, 1e-2)
+        packing = alone(*self.make(self.step))
+        pieces = [replace(piece, group=i // 2) for i, piece in enumerate(packing.pieces)]
+        packing = replace(packing, pieces=pieces, step=self.step)
+        frames = batch_frames(packing, CAPACITY, self.rank.size, 1e-2, self.minibatches)
         self.step += 1
-        return memoryview(encode_batch(self.step - 1, ranks[self.rank.number]))
+        return memoryview(frames[self.rank.number])
 
     def close(self) -> None: ...
 
@@ -135,15 +151,16 @@ def do(job: dict[str, Any]) -> None:
     torch.manual_seed(0)  # an adapter begins with random numbers: else other ones in every process
     model = load_model(model_dir, config)
     observers = make_observers(config.settings, load_plugins(TRAINER_GROUP))
-    trainer = Trainer(
-        model, installed_losses().with_rl(Ratio(PluginConfig())), config, LAST, observers
-    )
+    loss = OldRatio if job.get("old_ratio") else Ratio
+    losses = installed_losses().with_rl(loss(PluginConfig()))
+    trainer = Trainer(model, losses, config, LAST, observers)
     if resume:
         restore(trainer, resume)
     first = resume.step + 1 if resume else 1
     interval = 2 if job.get("checkpoints", True) else None
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
-    frames = Frames(first, rank, bad_batch if job.get("bad") else batch)
+    make = bad_batch if job.get("bad") else batch
+    frames = Frames(first, rank, make, config.minibatches)
     status = Status(None)
     transport = GlooTransport(PluginConfig()) if "broadcast" in job else None
     if transport and rank.number == 0:

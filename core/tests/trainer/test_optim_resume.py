@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
+from prime_rl.wire import MicroBatch
 
 OPTIMIZERS: list[dict[str, Any]] = [
     {"type": "adamw"},
@@ -38,12 +40,27 @@ class PolicyGradient(Loss):
         return LossOutputs(terms[inputs.loss_mask].sum(), {})
 
 
-def make_trainer(folder: Path, optim: dict[str, Any]) -> Trainer:
-    table = {"optim": {"lr": 1e-2, **optim}, "device": "cpu"}
+class OldRatio(Loss):
+    """-A * exp(t - old)"""
+
+    name = "old_ratio"
+    token_wise = True
+    reads = ("advantages", "old_logprobs")
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        assert inputs.old_logprobs is not None
+        ratio = (inputs.trainer_logprobs - inputs.old_logprobs).exp()
+        return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
+
+
+def make_trainer(
+    folder: Path, optim: dict[str, Any], loss: type[Loss] = PolicyGradient, **table: Any
+) -> Trainer:
+    table |= {"optim": {"lr": 1e-2, **optim}, "device": "cpu"}
     config = TrainerConfig.model_validate(table)
     return Trainer(
         load_model(folder, config),
-        installed_losses().with_rl(PolicyGradient(PluginConfig())),
+        installed_losses().with_rl(loss(PluginConfig())),
         config,
         10,
     )
@@ -84,6 +101,32 @@ def test_two_steps_and_two_after_a_resume_are_four(
     for step, batch in enumerate(batches[2:], 3):
         resumed.train_step(step, [batch])
     assert same(resumed, straight)
+
+
+def test_a_resume_between_batches_of_several_optimizer_steps_changes_nothing(
+    tmp_path: Path, model_dir: Path, pack: Any, random_documents: Any
+) -> None:
+    def batch(step: int) -> list[MicroBatch]:
+        rows = [pack(random_documents([9, 5], seed=10 * step + part)) for part in range(2)]
+        return [replace(row, minibatch=part) for part, row in enumerate(rows)]
+
+    def make(folder: Path) -> Trainer:
+        table = {"minibatches": 2, "epochs": 2, "scheduler": {"type": "linear"}}
+        return make_trainer(folder, {"type": "adamw"}, OldRatio, **table)
+
+    straight, first = make(model_dir), make(model_dir)
+    for step in range(1, 5):
+        straight.train_step(step, batch(step))
+    for step in (1, 2):
+        first.train_step(step, batch(step))
+    checkpoint = write(first, 2, tmp_path / "checkpoint")
+    resumed = make(checkpoint.weights)
+    restore(resumed, checkpoint)
+    states = resumed.optimizer.state.values()
+    assert {int(state["step"]) for state in states} == {2 * 2 * 2}  # batches, parts, epochs
+    for step in (3, 4):
+        resumed.train_step(step, batch(step))
+    assert same(resumed, straight) and not same(first, straight)
 
 
 def test_the_checkpoint_of_another_optimizer_is_refused(

@@ -34,6 +34,8 @@ EXPORT = {"token_export": {"enabled": True}}
 LORA = {"lora": {"rank": 4}, "optim": {"lr": 2e-3, "max_norm": 0.5}}
 SMALL = {"optim": {"lr": 2e-3, "max_norm": 0.5}}
 MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
+# Adam would multiply the rounding of twenty steps.
+MINIBATCHES = {"minibatches": 2, "epochs": 2, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
 
 pytestmark = pytest.mark.slow
 
@@ -71,6 +73,7 @@ def runs(
                 job("one_untied", UNTIED),
                 job("one_lora", trainer=LORA),
                 job("one_muon", trainer=MUON),
+                job("one_minibatches", trainer=MINIBATCHES, old_ratio=True),
                 job("one_recurrent", RECURRENT, trainer=SMALL),
                 job("one_withholding", WITHHOLDING, trainer=SMALL),
             ],
@@ -85,6 +88,7 @@ def runs(
                 job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
                 job("two_lora", trainer=LORA),
                 job("two_muon", trainer=MUON),
+                job("two_minibatches", trainer=MINIBATCHES, old_ratio=True),
                 job("two_recurrent", RECURRENT, trainer=SMALL),
                 job("two_withholding", WITHHOLDING, trainer=SMALL),
                 job("two_from_one", resume=checkpoint("one")),
@@ -151,11 +155,14 @@ def tolerance(name: str) -> float:
     return 1e-4 if "muon" in name else 1e-5
 
 
-COMPARED = ("loss/", "entropy/", "mismatch_kl/", "optim/", "tokens/", "nll", "ref_kl", "logprob_")
+COMPARED = (
+    *("loss/", "entropy/", "mismatch_kl/", "optim/", "tokens/", "nll", "ref_kl", "logprob_"),
+    "minibatch/",
+)
 
 MANY = [
     *("four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"),
-    *("two_by_memory", "two_recurrent", "two_withholding"),
+    *("two_by_memory", "two_minibatches", "two_recurrent", "two_withholding"),
 ]
 RESUMED = ["two_from_one", "two_from_four", "one_from_two", "one_from_replicas"]
 

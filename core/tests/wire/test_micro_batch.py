@@ -6,8 +6,10 @@ import struct
 import tracemalloc
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -77,6 +79,30 @@ def test_any_mix_of_streams_survives_the_wire(step: int, rows: list[MicroBatch])
     assert len(decoded) == len(rows)
     for row, got in zip(rows, decoded, strict=True):
         assert_equal(row, got)
+
+
+def test_minibatches_survive_the_wire_and_one_costs_no_byte() -> None:
+    rows = [make_micro_batch([3, 2]), make_micro_batch([4])]
+    plain = encode_batch(5, rows)
+    assert msgspec.msgpack.decode(plain[10 : 10 + header_size(plain)])[2:] == []
+    parts = [replace(rows[0], minibatch=1), rows[1], replace(rows[1], minibatch=2)]
+    frame = encode_batch(5, parts)
+    assert msgspec.msgpack.decode(frame[10 : 10 + header_size(frame)])[2:] == [[1, 0, 2]]
+    _, found = decode_batch(frame)
+    assert [row.minibatch for row in found] == [1, 0, 2]
+    for row, got in zip(parts, found, strict=True):
+        assert_equal(row, got)
+
+
+def header_size(frame: bytes) -> int:
+    return int(struct.unpack_from("<4sHI", frame)[2])
+
+
+def test_minibatch_numbers_of_another_number_of_rows_are_refused() -> None:
+    header = msgspec.msgpack.encode([3, [], [0, 1]])
+    frame = struct.pack("<4sHI", b"PRLB", 1, len(header)) + header
+    with pytest.raises(WireError, match="2 minibatch numbers for 0 rows"):
+        decode_batch(frame + bytes(-len(frame) % 8))
 
 
 def test_plain_grpo_costs_at_most_thirteen_bytes_per_token() -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -132,7 +133,8 @@ def rounded(values: list[Any] | None) -> list[Any] | None:
 def test_every_field(format: str, rl: type[Loss], tmp_path: Path, pack: Any) -> None:
     if format == "parquet":
         pytest.importorskip("pyarrow")
-    rows = export(tmp_path, [mixed(pack)] * 2, [LOGPROBS] * 2, [ENTROPIES] * 2, rl, format=format)
+    batches = [mixed(pack), mixed(pack)]
+    rows = export(tmp_path, batches, [LOGPROBS] * 2, [ENTROPIES] * 2, rl, format=format)
     assert [list(row) for row in rows] == [FIELDS] * 4
     facts = [[row[name] for name in FIELDS[:7]] for row in rows]
     assert facts == [
@@ -257,6 +259,20 @@ def test_a_step_done_again_starts_anew_and_one_that_trains_nothing_is_empty(
     trainer.train_step(1, [pack([[1, 2]], prompt=2)])
     assert (tmp_path / "token_exports/step_1/rank_0.jsonl").read_bytes() == b""
     assert (tmp_path / "token_exports/step_1/STABLE").exists()
+
+
+def test_several_epochs_export_each_row_once_as_the_first_trained_it(
+    make_trainer: Callable[..., Trainer], tmp_path: Path, pack: Any
+) -> None:
+    trainer = make_trainer(Masking, ON)
+    trainer.config = trainer.config.model_copy(update={"epochs": 3})
+    rows = [replace(pack([[1 + n, 2, 3]]), minibatch=n) for n in range(2)]
+    with torch.no_grad():
+        before, _ = token_logprobs(trainer.model, make_row(rows[0], CPU))
+    trainer.train_step(1, rows)
+    first, second = rows_of(tmp_path / "token_exports/step_1/rank_0.jsonl")
+    assert (first["token_ids"], second["token_ids"]) == ([1, 2, 3], [2, 2, 3])
+    assert first["trainer_logprobs"][1:] == pytest.approx(before[1:].tolist())
 
 
 def test_a_full_disk_costs_the_export_of_that_step_and_not_the_run(

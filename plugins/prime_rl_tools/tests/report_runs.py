@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +14,10 @@ from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.filters import FilterSlot
-from prime_rl.orchestrator.packer import pack
+from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.wire import encode_batch
 from prime_rl_tools.rollouts import RolloutStore
 
 GROUP = 4
@@ -162,11 +163,17 @@ def rollout_of(rng: np.random.Generator, group_id: int) -> Rollout:
 
 
 def make_run(
-    run_dir: Path, algo: str = "centred", steps: int = 3, seed: int = 0, shared: Hooks | None = None
+    run_dir: Path,
+    algo: str = "centred",
+    steps: int = 3,
+    seed: int = 0,
+    shared: Hooks | None = None,
+    **trainer: Any,
 ) -> RunConfig:
     """A run directory as the loop leaves it: groups straddle batches, a filter drops some, groups
     come back out of order."""
     config = config_of(algo)
+    config = config.model_copy(update={"trainer": config.trainer.model_copy(update=trainer)})
     (run_dir / "configs").mkdir(parents=True)
     (run_dir / "configs" / "run.json").write_text(config.model_dump_json())
     hooks = offering() if shared is None else shared
@@ -199,6 +206,5 @@ async def _run(
                 stamp(rollout, algorithm.action_loss)
             assembler.add(group)
         batch = assembler.take()
-        samples = [s.cut(config.seq_len) for r in batch.kept for s in r.samples]
-        frame = encode_batch(batch.step, pack(samples, ["words"] * len(samples), config.seq_len))
-        store.write(batch.step, batch.seen, batch.dropped, [frame])
+        frames = Packer(config, 1, Hooks(), installed_losses()).pack(batch)
+        store.write(batch.step, batch.seen, batch.dropped, frames)

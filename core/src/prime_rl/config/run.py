@@ -179,7 +179,7 @@ class RunConfig(ModelSource):
     seq_len: PositiveInt = 2048
     """Longest sample, in tokens; default of the engine's context and of a packed row."""
     max_steps: PositiveInt
-    """Optimizer steps to take."""
+    """Steps to take: batches to train."""
     output_dir: str = "outputs"
     """Folder of the run directories."""
 

@@ -184,6 +184,11 @@ class TrainerConfig(PluginTable):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of compute. Weights and optimizer state stay in float32: bfloat16 would round
     typical steps away."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per pass over a batch: parts of about equal work, of whole groups. The
+    learning rate and the version are those of the batch; each part is clipped by itself."""
+    epochs: PositiveInt = 1
+    """Passes over a batch. The first takes the minibatches in order, later ones shuffle them."""
     micro_batch_tokens: PositiveInt | None = None
     """Capacity of one packed row, in tokens. None: ``seq_len``."""
     attention: Literal["auto", "varlen", "mask"] = "auto"
@@ -226,7 +231,7 @@ class TrainerConfig(PluginTable):
     checkpoints and the final export keep full precision."""
     max_bad_steps: PositiveInt = 3
     """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run
-    ends."""
+    ends. A batch of several optimizer steps counts if none of them was finite."""
 
     @model_validator(mode="after")
     def _replicas_divide_ranks(self) -> TrainerConfig:

@@ -47,6 +47,15 @@ def plan_ranks(
     return min(found, key=lambda ranks: imbalance(ranks, costs))
 
 
+def split_groups(groups: Sequence[int], costs: Floats, number: int) -> list[list[int]]:
+    """The samples (or bundles) of each minibatch: whole groups, of about equal work. Fewer than
+    ``number`` if there are fewer groups. ``groups``, ``costs``: of each sample."""
+    ids, owners = np.unique(groups, return_inverse=True)
+    work, free = np.asarray(np.bincount(owners, costs), np.float64), [0] * len(ids)
+    bins = _spread(range(len(ids)), work, free, free[:number]) or []
+    return [np.flatnonzero(np.isin(owners, own)).tolist() for own in bins]
+
+
 def sample_costs(lengths: Sequence[int], attention_flops: float) -> Floats:
     """[samples] the work of each sample, in tokens without attention."""
     n = np.asarray(lengths, np.float64)

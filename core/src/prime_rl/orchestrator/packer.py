@@ -12,21 +12,25 @@ Shapes: T = tokens of a row, S = its sequences.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import StreamError
-from prime_rl.orchestrator.balance import plan_ranks, sample_costs
+from prime_rl.orchestrator.balance import plan_ranks, sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import STREAMS, IntColumn, StreamColumn, components, concatenate, stream
 from prime_rl.wire import MicroBatch, encode_batch
+
+log = logging.getLogger(__name__)
 
 SCOPES = ("token", "sequence", "rollout", "group")
 
@@ -155,6 +159,7 @@ def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:
     streams = {name: column for name in further if (column := joined(name)) is not None}
     if "policy_lag" in packing.needs:
         streams["policy_lag"] = np.concatenate([_lag(sample, packing.step) for sample in samples])
+    known: dict[str, Any] = {name: joined(name) for name in STREAMS}
     needs = packing.needs
     rollouts = [piece.rollout for piece in pieces] if "rollout_ids" in needs else None
     groups = [piece.group for piece in pieces] if "group_ids" in needs else None
@@ -169,7 +174,7 @@ def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:
         streams=streams,
         rollout_ids=None if rollouts is None else np.array(rollouts, np.int32),
         group_ids=None if groups is None else np.array(groups, np.int32),
-        **{name: joined(name) for name in STREAMS},
+        **known,
     )
     micro_batch.check()
     return micro_batch
@@ -208,7 +213,8 @@ class Packer:
         self._num_truncated += sum(length > limit for length in lengths)
         packing = packing_of(batch.step, batch.kept, self._losses, limit)
         self._hooks.batch_packed(batch.step, [piece.sample for piece in packing.pieces])
-        return batch_frames(packing, self._config.row_tokens, self._num_ranks, flops)
+        minibatches = self._config.trainer.minibatches
+        return batch_frames(packing, self._config.row_tokens, self._num_ranks, flops, minibatches)
 
     def take_metrics(self) -> dict[str, float]:
         """Samples that were cut to ``seq_len`` since the last call."""
@@ -217,8 +223,28 @@ class Packer:
 
 
 def batch_frames(
-    packing: Packing, capacity: int, num_ranks: int = 1, attention_flops: float = 0.0
+    packing: Packing,
+    capacity: int,
+    num_ranks: int = 1,
+    attention_flops: float = 0.0,
+    minibatches: int = 1,
 ) -> list[bytes]:
-    """A batch as it goes on the wire: one frame per trainer rank."""
-    ranks = pack_ranks(packing, capacity, num_ranks, attention_flops)
+    """A batch as it goes on the wire: one frame per trainer rank. Each rank has equally many rows
+    of a minibatch."""
+    costs = sample_costs([len(piece.sample) for piece in packing.pieces], attention_flops)
+    owners = [packing.pieces[bundle[0]].group for bundle in packing.bundles]
+    totals = np.array([costs[bundle].sum() for bundle in packing.bundles])
+    parts = split_groups(owners, totals, minibatches)
+    if len(parts) < minibatches:
+        log.warning(
+            "step %d: the batch has %d groups, which are not split, so it has %d minibatches "
+            "instead of %d (trainer.minibatches)",
+            *(packing.step, len(parts), len(parts), minibatches),
+        )
+    ranks: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+    for number, part in enumerate(parts):
+        own = replace(packing, bundles=[packing.bundles[i] for i in part])
+        packed = pack_ranks(own, capacity, num_ranks, attention_flops)
+        for rank, rows in zip(ranks, packed, strict=True):
+            rank += [replace(row, minibatch=number) for row in rows]
     return [encode_batch(packing.step, rows) for rows in ranks]

@@ -43,16 +43,17 @@ class TrainerObserver(Offer):
         calls: Sequence[Call],
     ) -> None:
         """A micro batch went forward and backward. ``logprobs``, ``entropies``: [T], tokens of
-        ``row``, without gradient. ``calls``: of loss functions."""
+        ``row``, without gradient. ``calls``: of loss functions. With ``trainer.epochs`` each epoch
+        calls this again, with the same ``micro_batch`` object."""
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """All rows are done; the optimizer's step follows. Returns further metrics: rank 0's are
-        recorded."""
+        """All rows of the batch are done; its last optimizer step follows. Returns further metrics:
+        rank 0's are recorded."""
         return {}
 
     def bad_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> str:
-        """The step is skipped: its loss or gradient is not finite. Returns sentences for the log,
-        the same on every rank."""
+        """The optimizer step of these micro batches, a minibatch, is skipped: its loss or gradient
+        is not finite. Returns sentences for the log, the same on every rank."""
         return ""
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -28,8 +28,8 @@ RESERVED_LABELS = ("agg", "all", "effective")
 
 
 def check_envs(config: RunConfig) -> None:
-    """Environments exist and have distinct labels; groups divide the batch and fit in flight; a row
-    holds a sample. Raises ``ConfigError``."""
+    """Environments exist and have distinct labels; groups divide the batch, suffice for its
+    minibatches and fit in flight; a row holds a sample. Raises ``ConfigError``."""
     orchestrator, row = config.orchestrator, config.trainer.micro_batch_tokens
     envs, inflight = orchestrator.train.env, orchestrator.max_inflight_rollouts
     if not envs:
@@ -60,7 +60,17 @@ def check_envs(config: RunConfig) -> None:
             f"trainer.micro_batch_tokens: a row of {row} tokens cannot hold a sample of seq_len = "
             f"{config.seq_len}. Raise it to seq_len or more, or leave it out."
         )
-    largest = max(env.group_size or orchestrator.group_size for env in envs)
+    sizes = [env.group_size or orchestrator.group_size for env in envs]
+    sources = [(env.algo or orchestrator.algo).sampling.source for env in envs]
+    if any(isinstance(source, SourceTable) for source in sources):  # groups of any size
+        sizes.append(1)
+    largest, groups = max(sizes), orchestrator.batch_size // min(sizes)
+    if config.trainer.minibatches > groups:
+        raise ConfigError(
+            f"trainer.minibatches: a batch of {orchestrator.batch_size} rollouts has at most "
+            f"{groups} groups, which are not split, so it cannot have {config.trainer.minibatches} "
+            "minibatches. Lower it, or raise orchestrator.batch_size."
+        )
     if inflight is not None and inflight < largest:
         raise ConfigError(
             f"orchestrator.max_inflight_rollouts: {inflight} cannot hold one group of {largest}. "

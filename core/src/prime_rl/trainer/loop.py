@@ -15,7 +15,6 @@ reports it.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -28,9 +27,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.errors import RunError, WireError
+from prime_rl.errors import WireError
 from prime_rl.plugins.components import Components
-from prime_rl.plugins.metrics import running
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
@@ -38,15 +36,15 @@ from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.device import Offload, choose_device
 from prime_rl.trainer.export import export
-from prime_rl.trainer.loss import Counts, count_members, row_loss
-from prime_rl.trainer.metrics import StepMetrics, append_metrics, console_line
+from prime_rl.trainer.metrics import append_metrics, console_line
 from prime_rl.trainer.model import make_policy
-from prime_rl.trainer.optim import clip_gradients, make_optimizer, make_schedule
-from prime_rl.trainer.packed_row import PackedRow, make_row, ratio_tokens
+from prime_rl.trainer.optim import make_optimizer, make_schedule
+from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import packings
 from prime_rl.trainer.publish import Broadcaster, Publisher, retry
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.self_check import find_packing
+from prime_rl.trainer.update import BatchUpdate
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl.wire.transport import Receiver
 
@@ -103,77 +101,15 @@ class Trainer:
         micro_batches: Sequence[MicroBatch],
         status: Status | None = None,
     ) -> dict[str, float]:
-        """One optimizer step; its metrics. ``status`` gets the share done before each row.
+        """Train one batch (``update.py``); its metrics. ``status`` gets the share done before each
+        row.
 
         A batch that trains nothing runs forward and backward too, so that ranks stay aligned, and
         leaves the weights alone. So does one whose loss or gradient is not finite: raises
         ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
         self.self_check()
-        started = time.perf_counter()
-        counts = count_members(micro_batches, self.losses)
-        reads = {column for name in counts.totals for column in self.losses[name].computed}
-        self.policy.entropy_gradient = "entropies" in reads
-        sums = self.forward_backward(step, micro_batches, counts, status)
-        norm = float(
-            parallel.full(clip_gradients(self.model.parameters(), self.config.optim.max_norm))
-        )
-        seconds = time.perf_counter() - started  # the norm has waited for the device
-        metrics = sums.result() | {
-            "optim/grad_norm": norm,
-            "perf/throughput": counts.num_tokens / seconds,
-            "perf/throughput_per_gpu": counts.num_tokens / seconds / parallel.num_ranks(),
-            "time/forward_backward": seconds,
-        }
-        for observer in self.observers:
-            metrics |= observer.step_trained(step, metrics)
-        bad = not (math.isfinite(norm) and math.isfinite(metrics["loss/mean"]))
-        self.num_bad_steps = self.num_bad_steps + 1 if bad else 0
-        skipped = bad or not counts.members
-        if bad:
-            self.report_bad_step(step, micro_batches, metrics["loss/mean"], norm)
-        elif skipped:
-            logger.warning(
-                "step %d: none of the batch's %d tokens trains anything: no component has a "
-                "member. No optimizer step; version %d has the weights of version %d.",
-                *(step, counts.num_tokens, step, step - 1),
-            )
-        rate = 0.0 if skipped else self.learning_rate(step)
-        if not skipped:  # else Adam's momentum and the weight decay would move the weights
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return metrics | {"optim/lr": rate, "optim/skipped": float(skipped)}
-
-    def forward_backward(
-        self,
-        step: int,
-        micro_batches: Sequence[MicroBatch],
-        counts: Counts,
-        status: Status | None,
-    ) -> StepMetrics:
-        """Accumulate the gradients of the step's loss; its metrics."""
-        metrics = StepMetrics(counts)
-        for number, micro_batch in enumerate(micro_batches):
-            if status is not None:
-                status.report("training", progress=number / len(micro_batches), step=step)
-            row, logprobs, entropies = self.forward(micro_batch)
-            loss = row_loss(row, logprobs, self.losses, counts, entropies)
-            parallel.begin_backward(self.policy, last=number == len(micro_batches) - 1)
-            torch.autograd.backward(loss.loss)
-            logprobs, entropies = logprobs.detach(), entropies.detach()
-            metrics.observe(row, logprobs, entropies, loss, ratio_tokens(row, self.losses))
-            for observer in self.observers:
-                running(observer.name)(observer.row_trained)(
-                    step,
-                    micro_batch=micro_batch,
-                    row=row,
-                    logprobs=logprobs,
-                    entropies=entropies,
-                    calls=loss.calls,
-                )
-        return metrics
+        return BatchUpdate(self, step, micro_batches, status).run()
 
     def forward(self, micro_batch: MicroBatch) -> tuple[PackedRow, Tensor, Tensor]:
         """The row, and the logprobs and entropies [T] of its tokens, in ``trainer.dtype``."""
@@ -185,27 +121,6 @@ class Trainer:
         ):
             logprobs, entropies = self.policy(row)
         return row, logprobs, entropies
-
-    def report_bad_step(
-        self, step: int, micro_batches: Sequence[MicroBatch], loss: float, norm: float
-    ) -> None:
-        """Log a step that is not finite, with what observers find out about it. Raises
-        ``RunError`` at the ``max_bad_steps``-th of them in a row."""
-        self.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
-        reason = f"step {step}: the gradient norm is {norm}, the loss {loss}. "
-        for observer in self.observers:
-            if found := observer.bad_step(step, micro_batches):
-                reason += f"{found} "
-        if self.num_bad_steps >= self.config.max_bad_steps:
-            raise RunError(
-                f"{reason}That was the {self.num_bad_steps}. step in a row that is not finite "
-                f"(trainer.max_bad_steps). The weights of version {step - 1} are intact. Lower "
-                "trainer.optim.lr, or check whether logprob_gap/max grows."
-            )
-        logger.error(
-            "%sNo optimizer step; version %d has the weights of version %d.",
-            *(reason, step, step - 1),
-        )
 
 
 def train(

@@ -1,4 +1,4 @@
-"""One step's metrics: summed on the device, fetched once, the same on every rank.
+"""An optimizer step's metrics: summed on the device, fetched once, the same on every rank.
 
     sums, maxima and values on the device -> one flat float32 tensor per rank, and entries that
     describe it -> all_gather of the entries (names differ by rank), then of the tensors, padded
@@ -19,8 +19,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -59,7 +61,7 @@ class StepMetrics:
     """Sums, maxima and values of one optimizer step; only ``result`` waits for the device."""
 
     def __init__(self, counts: Counts) -> None:
-        self._counts = counts
+        self.counts = counts
         self._device = torch.device("cpu")
         self._blocks: dict[tuple[tuple[str, ...], ...], tuple[Tensor, Ints]] = {}
         self._sums: dict[str, Tensor] = {}
@@ -115,29 +117,22 @@ class StepMetrics:
         return to_device(ordered, np.int64, self._device), entries
 
     def result(self) -> dict[str, float]:
-        """Every metric by name, over all ranks, each of which calls this once. Means over nothing
-        are left out."""
+        """Every metric by name, over all ranks, all of which call this. Means over nothing are
+        left out."""
+        return summarize([self])
+
+    @property
+    def reported(self) -> set[str]:
+        """Names of what losses report, on any rank."""
+        return {name for part, _ in self.gathered for kind, name, *_ in part if kind == "mean"}
+
+    @cached_property
+    def gathered(self) -> list[tuple[Sequence[Entry], Floats]]:
+        """Every rank's entries and their elements on the host: two collectives, one transfer."""
         for name, *pair in take_logged():  # a value, then its weight
             for x in pair:
                 tensor = x if isinstance(x, Tensor) else torch.full((), x, device=self._device)
                 self._values.append((tensor.to(self._device), [("values", name, "", 1)]))
-        merged = _merge(self._gather())
-        names = [name for name in merged.values if name.startswith("plugin/")]
-        logged = {name: np.concatenate(merged.values.pop(name)[""]) for name in names}
-        shares = np.concatenate(merged.values.pop("loss", {}).get("", [np.zeros(0)]))
-        return (
-            statistics(shares * len(shares), "loss")
-            | {"loss/mean": float(shares.sum())}
-            | _distributions(merged.values)
-            | {label: total / number for label, (total, number) in merged.means.items() if number}
-            | merged.sums
-            | merged.maxima
-            | weighted_means((n, *pair) for n in logged for pair in logged[n].reshape(-1, 2))
-            | self._counts.metrics()
-        )
-
-    def _gather(self) -> list[tuple[Sequence[Entry], Floats]]:
-        """Every rank's entries and their elements on the host: two collectives, one transfer."""
         entries: list[Entry] = []
         for (names, envs), (_, numbers) in self._blocks.items():
             pairs = [(name, env) for name in names for env in envs]
@@ -166,6 +161,28 @@ class StepMetrics:
         torch.distributed.all_gather(gathered, padded)
         rows = torch.stack(gathered).cpu().double().numpy()
         return [(entries, row) for (entries, _), row in zip(described, rows, strict=True)]
+
+
+def summarize(steps: Sequence[StepMetrics], epochs: int = 1) -> dict[str, float]:
+    """The metrics of one or several optimizer steps of a batch. Losses are means over the steps, as
+    each has denominators of its own; tokens are counted in the first of the ``epochs``."""
+    merged, number = _merge([part for each in steps for part in each.gathered]), len(steps)
+    shares = np.concatenate(merged.values.pop("loss", {}).get("", [np.zeros(0)]))
+    names = [name for name in merged.values if name.startswith("plugin/")]
+    logged = {name: np.concatenate(merged.values.pop(name)[""]) for name in names}
+    tokens: Counter[str] = Counter()
+    for each in steps[: number // epochs]:
+        tokens.update(each.counts.metrics())
+    return (
+        statistics(shares * (len(shares) / number), "loss")
+        | {"loss/mean": float(shares.sum()) / number}
+        | _distributions(merged.values)
+        | {label: total / count for label, (total, count) in merged.means.items() if count}
+        | {name: total / number for name, total in merged.sums.items()}
+        | merged.maxima
+        | weighted_means((n, *pair) for n in logged for pair in logged[n].reshape(-1, 2))
+        | tokens
+    )
 
 
 def _merge(parts: Sequence[tuple[Sequence[Entry], Floats]]) -> _Merged:

@@ -70,6 +70,8 @@ class MicroBatch:
     """[S] the same for groups."""
     streams: dict[str, StreamColumn] = field(default_factory=dict)
     """[T] or [T, k] each: further streams by name."""
+    minibatch: int = 0
+    """The part of the batch that it belongs to; the trainer takes an optimizer step on each."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -127,10 +129,12 @@ class _Row(msgspec.Struct, array_like=True):
 class _Header(msgspec.Struct, array_like=True):
     step: int
     rows: list[_Row]
+    minibatches: list[int] = []
+    """Of each row; left out if all are 0."""
 
 
 def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
-    """One rank's micro batches of optimizer step ``step`` as one frame.
+    """One rank's micro batches of step ``step`` as one frame.
 
     Raises ``StreamError`` if columns don't align.
     """
@@ -143,7 +147,8 @@ def encode_batch(step: int, micro_batches: Sequence[MicroBatch]) -> bytes:
             columns.append(_Column(name, data.nbytes))
         num_tokens, num_sequences = len(micro_batch), micro_batch.num_sequences
         rows.append(_Row(num_tokens, num_sequences, micro_batch.envs, columns))
-    header = msgspec.msgpack.encode(_Header(step, rows))
+    numbers = [micro_batch.minibatch for micro_batch in micro_batches]
+    header = msgspec.msgpack.encode([step, rows, numbers] if any(numbers) else [step, rows])
     parts = [_PREFIX.pack(MAGIC, WIRE_VERSION, len(header)), header]
     parts.append(_padding(_PREFIX.size + len(header)))
     for buffer in buffers:
@@ -170,8 +175,13 @@ def decode_batch(frame: bytes | memoryview) -> tuple[int, list[MicroBatch]]:
     view = memoryview(frame).cast("B")
     header, offset = _read_header(view)
     rows = []
-    for row in header.rows:
-        found: dict[str, Any] = {}
+    numbers = header.minibatches or [0] * len(header.rows)
+    if len(numbers) != len(header.rows):
+        raise WireError(
+            f"micro batch frame: {len(numbers)} minibatch numbers for {len(header.rows)} rows"
+        )
+    for row, number in zip(header.rows, numbers, strict=True):
+        found: dict[str, Any] = {"minibatch": number}
         for column in row.columns:
             end = offset + column.num_bytes
             if end > len(view):

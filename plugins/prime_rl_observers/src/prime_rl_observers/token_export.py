@@ -111,8 +111,10 @@ class TokenExport(TrainerObserver):
         entropies: Tensor,
         calls: Sequence[Call],
     ) -> None:
-        """Export the row; before a step's first, make its file anew."""
+        """Export the row in the first epoch; before a step's first, make its file anew."""
         if not self.config.enabled or step % self.config.interval:
+            return
+        if self._export is not None and self._export.has(micro_batch):
             return
         if self._export is None:
             self._export = self._begin(step)
@@ -144,10 +146,16 @@ class StepExport:
         self._error: str | None = None
         self._micro_step = 0
         self._num_sequences = 0
+        self._rows: list[MicroBatch] = []
         self._try(self._open)
+
+    def has(self, micro_batch: MicroBatch) -> bool:
+        """Whether it was exported: an epoch after the first trains it again."""
+        return any(row is micro_batch for row in self._rows)
 
     def add(self, micro_batch: MicroBatch, columns: Mapping[str, Column | None]) -> None:
         """Export the sequences of one micro batch that have a member of any component."""
+        self._rows.append(micro_batch)
         lists = {
             name: None if column is None else _nullable(column, COLUMNS[name])
             for name, column in columns.items()

@@ -51,6 +51,12 @@ def test_the_same_algorithm_reproduces_every_frame_byte_for_byte(tmp_path, algo)
     assert any(change.num_rollouts > change.num_kept for change in changes)
 
 
+def test_the_minibatches_of_a_batch_are_reproduced(tmp_path):
+    make_run(tmp_path / "run", minibatches=2)
+    _, changes = replayed(tmp_path / "run")
+    assert all(change.frames_equal is True for change in changes)
+
+
 @pytest.mark.parametrize("until", [1, 2, 3])
 def test_a_step_is_replayed_from_the_files_up_to_it(tmp_path, until):
     """Order matters to ``counted``: its first steps are scored too, siblings that wait included."""

@@ -24,7 +24,10 @@ def frames_of(
     """Pack a batch as the loop does: one frame per trainer rank."""
     losses = Components.load(config.trainer, load_plugins(TRAINER_GROUP))
     packing = packing_of(step, kept, losses, config.seq_len)
-    return batch_frames(packing, config.row_tokens, num_ranks, config.trainer.attention_flops)
+    trainer = config.trainer
+    return batch_frames(
+        packing, config.row_tokens, num_ranks, trainer.attention_flops, trainer.minibatches
+    )
 
 
 @dataclass(frozen=True)

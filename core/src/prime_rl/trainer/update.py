@@ -1,0 +1,181 @@
+"""What one batch does to the weights: an optimizer step for each minibatch of each epoch.
+
+    old logprobs of all rows, if a loss reads them
+        -> for each minibatch: counts over all ranks -> [forward, loss, backward] for each row
+        -> clip -> optimizer
+
+The packer makes the minibatches. The first epoch takes them in their order; each later one in a
+random order, seeded with step and epoch. Each has denominators of its own, is clipped by itself,
+and is skipped by itself if it trains nothing or its loss or gradient is not finite. All of a batch
+have the learning rate of its step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prime_rl.errors import RunError
+from prime_rl.plugins.metrics import running
+from prime_rl.rundir.status import Status
+from prime_rl.trainer import parallel
+from prime_rl.trainer.loss import Counts, count_members, row_loss
+from prime_rl.trainer.metrics import StepMetrics, summarize
+from prime_rl.trainer.optim import clip_gradients
+from prime_rl.trainer.packed_row import ratio_tokens
+from prime_rl.wire.micro_batch import MicroBatch
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.loop import Trainer
+
+logger = logging.getLogger(__name__)
+
+SHOWN = ("loss/mean", "optim/grad_norm", "entropy/all/mean", "mismatch_kl/all/mean")
+"""Metrics of each minibatch, beside those that losses report."""
+
+
+class BatchUpdate:
+    """The optimizer steps of one batch."""
+
+    def __init__(
+        self, trainer: Trainer, step: int, rows: Sequence[MicroBatch], status: Status | None
+    ) -> None:
+        self.trainer, self.step, self.status = trainer, step, status
+        numbers = sorted({row.minibatch for row in rows}) or [0]
+        self.parts = [[row for row in rows if row.minibatch == number] for number in numbers]
+        self.counts = [count_members(part, trainer.losses) for part in self.parts]
+        self.plan = plan_updates(step, len(self.parts), trainer.config.epochs)
+        names = {name for counts in self.counts for name, _ in counts.members}  # of all ranks
+        reads = {column for name in names for column in trainer.losses[name].computed}
+        self.reads_old = "old_logprobs" in reads
+        trainer.policy.entropy_gradient = "entropies" in reads
+        self.sums: list[StepMetrics] = []
+        self.found: list[dict[str, float]] = []
+        """Metrics of each optimizer step."""
+        self.num_bad = 0
+        self.old_logprobs: dict[int, Tensor] = {}
+        """By ``id()`` of the micro batch, in the order of its ``PackedRow``."""
+
+    def run(self) -> dict[str, float]:
+        """Take them; the batch's metrics. Raises ``RunError`` (see ``Trainer.train_step``)."""
+        trainer, seconds, started = self.trainer, 0.0, time.perf_counter()
+        metrics: dict[str, float] = {}
+        if self.reads_old:
+            self.keep_old_logprobs()
+        for part in self.plan:
+            sums = self.forward_backward(self.parts[part], self.counts[part])
+            bound = trainer.config.optim.max_norm
+            norm = float(parallel.full(clip_gradients(trainer.model.parameters(), bound)))
+            seconds += time.perf_counter() - started  # the norm has waited for the device
+            found = sums.result() | {"optim/grad_norm": norm}
+            bad = not (math.isfinite(norm) and math.isfinite(found["loss/mean"]))
+            found["optim/skipped"] = float(bad or not sums.counts.members)
+            self.num_bad += bad
+            self.sums.append(sums)
+            self.found.append(found)
+            if len(self.sums) == len(self.plan):
+                metrics = self.metrics(seconds)
+                for observer in trainer.observers:
+                    metrics |= observer.step_trained(self.step, metrics)
+            self.optimizer_step(self.parts[part], bad)
+            started = time.perf_counter()
+        rate = 0.0 if metrics["optim/skipped"] == 1 else trainer.learning_rate(self.step)
+        return metrics | {"optim/lr": rate}
+
+    def keep_old_logprobs(self) -> None:
+        """Of all rows but those of the first minibatch, which go forward before any change."""
+        with torch.no_grad():
+            for row in (row for part in self.parts[1:] for row in part):
+                self.old_logprobs[id(row)] = self.trainer.forward(row)[1]
+        parallel.reshard(self.trainer.policy)
+
+    def forward_backward(self, rows: Sequence[MicroBatch], counts: Counts) -> StepMetrics:
+        """Accumulate the gradients of a minibatch's loss; its metrics."""
+        trainer, metrics = self.trainer, StepMetrics(counts)
+        for number, micro_batch in enumerate(rows):
+            if self.status is not None:
+                progress = (len(self.sums) + number / len(rows)) / len(self.plan)
+                self.status.report("training", progress=progress, step=self.step)
+            row, logprobs, entropies = trainer.forward(micro_batch)
+            seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
+            seen |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
+            old = None
+            if self.reads_old:
+                old = self.old_logprobs.setdefault(id(micro_batch), seen["logprobs"])
+            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old)
+            parallel.begin_backward(trainer.policy, last=number == len(rows) - 1)
+            torch.autograd.backward(loss.loss)
+            compared = ratio_tokens(row, trainer.losses)
+            metrics.observe(row, seen["logprobs"], seen["entropies"], loss, compared)
+            for observer in trainer.observers:
+                running(observer.name)(observer.row_trained)(self.step, **seen, calls=loss.calls)
+        return metrics
+
+    def optimizer_step(self, rows: Sequence[MicroBatch], bad: bool) -> None:
+        """Take it; or skip it, and log why."""
+        trainer, step = self.trainer, self.step
+        if not self.found[-1]["optim/skipped"]:  # else momentum and weight decay would move weights
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = trainer.learning_rate(step)
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
+        trainer.num_bad_steps = trainer.num_bad_steps if bad else 0
+        where, fate = f"step {step}", f"version {step} has the weights of version {step - 1}"
+        if len(self.plan) > 1:
+            where += f", optimizer step {len(self.sums)} of {len(self.plan)}"
+            fate = "the others go on"
+        if bad:
+            self.report_bad_step(rows, where, fate)
+        elif self.found[-1]["optim/skipped"]:
+            logger.warning(
+                "%s: none of the batch's %d tokens trains anything: no component has a member. No "
+                "optimizer step; %s.",
+                *(where, self.sums[-1].counts.num_tokens, fate),
+            )
+
+    def report_bad_step(self, rows: Sequence[MicroBatch], where: str, fate: str) -> None:
+        """Log an optimizer step that is not finite, with what observers find out about it."""
+        trainer, metrics = self.trainer, self.found[-1]
+        norm, loss = metrics["optim/grad_norm"], metrics["loss/mean"]
+        reason = f"{where}: the gradient norm is {norm}, the loss {loss}. "
+        for observer in trainer.observers:
+            if found := observer.bad_step(self.step, rows):
+                reason += f"{found} "
+        trainer.num_bad_steps += self.num_bad == len(self.plan)
+        if trainer.num_bad_steps >= trainer.config.max_bad_steps:
+            raise RunError(
+                f"{reason}That was the {trainer.num_bad_steps}. step in a row that is not finite "
+                f"(trainer.max_bad_steps). The weights of version {self.step - 1} are intact. "
+                "Lower trainer.optim.lr, or check whether logprob_gap/max grows."
+            )
+        logger.error("%sNo optimizer step; %s.", reason, fate)
+
+    def metrics(self, seconds: float) -> dict[str, float]:
+        """Of the batch's only optimizer step; else over all, with ``minibatch/N/...`` of each."""
+        metrics, number = dict(self.found[0]), len(self.found)
+        if number > 1:
+            metrics = summarize(self.sums, self.trainer.config.epochs)
+            for name in ("optim/grad_norm", "optim/skipped"):
+                metrics[name] = sum(found[name] for found in self.found) / number
+            for n, (sums, found) in enumerate(zip(self.sums, self.found, strict=True), 1):
+                names = sorted({*SHOWN, *sums.reported} & found.keys())
+                metrics |= {f"minibatch/{n}/{name}": found[name] for name in names}
+        speed = sum(sums.counts.num_tokens for sums in self.sums) / seconds
+        return metrics | {
+            "perf/throughput": speed,
+            "perf/throughput_per_gpu": speed / parallel.num_ranks(),
+            "time/forward_backward": seconds,
+        }
+
+
+def plan_updates(step: int, num_parts: int, epochs: int) -> list[int]:
+    """The minibatch of each optimizer step of a batch."""
+    orders = [np.random.default_rng([step, n]).permutation(num_parts) for n in range(1, epochs)]
+    return [*range(num_parts), *(int(part) for order in orders for part in order)]
