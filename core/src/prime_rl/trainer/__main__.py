@@ -28,8 +28,9 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import LOSS, make, make_observers, make_transport
+from prime_rl.plugins.offers import LOSS, make, make_observers, make_transport, make_tuning
 from prime_rl.plugins.trainer_observer import TrainerObserver
+from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
@@ -105,6 +106,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     table = config.trainer.loss  # before the slow import: a wrong table is an error at once
     loss = make(LOSS, table.type, table.settings, hooks, "trainer.loss")
     observers = make_observers(config.trainer.settings, hooks)
+    tuning = make_tuning(config.trainer.settings, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
@@ -120,7 +122,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     model_path = model_folder(launch, status)
     status.report("loading weights")
     with parallel.joined(rank, choose_device(config.trainer.device, rank)):
-        train_here(config, launch, loss, observers, transport, model_path, run_dir, status)
+        train_here(config, launch, loss, observers, tuning, transport, model_path, run_dir, status)
     status.report(DONE)
 
 
@@ -129,6 +131,7 @@ def train_here(
     launch: Launch,
     loss: Loss,
     observers: Sequence[TrainerObserver],
+    tuning: Tuning | None,
     transport: WeightTransport | None,
     model_path: Path,
     run_dir: Path,
@@ -142,7 +145,7 @@ def train_here(
     from prime_rl.wire.transport import make_receiver
 
     colocated = config.deployment.colocated
-    model = load_model(model_path, config.trainer, launch.adapter, colocated)
+    model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
     trainer = Trainer(model, loss, config.trainer, config.max_steps, observers, colocated)
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
