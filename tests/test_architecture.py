@@ -31,10 +31,9 @@ PUBLIC = {"prime_rl", "prime_rl.testing"}
 
 FOR_SERVERS = {
     *("prime_rl.rundir.launch", "prime_rl.rundir.processes", "prime_rl.rundir.status"),
-    *("prime_rl.adapter", "prime_rl.model_files", "prime_rl.errors"),
+    "prime_rl.errors",
 }
-"""Further modules for a plugin with a process of its own: how a child of a run behaves, and what a
-published folder holds."""
+"""Further modules for a plugin with a process of its own: how a child of a run behaves."""
 
 FOR_LAUNCHERS = {"prime_rl.run.children"}
 """A further module for a plugin that starts the processes of a run."""
@@ -53,13 +52,13 @@ FOR_TRANSPORTS = {
 
 HAS_TRANSPORT = {"prime_rl_broadcast"}
 
-FOR_OBSERVERS = {
+FOR_THE_TRAINER = {
     *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
     *("prime_rl.wire.micro_batch", "prime_rl.plugins.components"),
 }
-"""Further modules and folders for an observer of the trainer that is released with core."""
+"""Further modules and folders for a part of the trainer that is released with core."""
 
-HAS_OBSERVERS = {"prime_rl_observers"}
+OF_THE_TRAINER = {"prime_rl_lora", "prime_rl_observers"}
 
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
@@ -140,7 +139,7 @@ def test_what_both_sides_share_imports_neither_side() -> None:
 
 
 def test_the_run_directory_is_the_lowest_floor() -> None:
-    allowed = ("prime_rl.config", "prime_rl.errors", "prime_rl.adapter", "prime_rl.rundir")
+    allowed = ("prime_rl.config", "prime_rl.errors", "prime_rl.rundir")
     for file in files("rundir"):
         for each in imports(file):
             assert not each.inside("prime_rl") or each.inside(*allowed), str(each)
@@ -160,11 +159,11 @@ def test_every_trainer_load_of_plugins_names_the_trainer_group() -> None:
     assert all(call.startswith("load_plugins(TRAINER_GROUP") for call in calls), calls
 
 
-def test_losses_transports_and_observers_are_offered_to_the_trainer() -> None:
+def test_losses_transports_observers_and_tunings_are_offered_to_the_trainer() -> None:
     groups = {folder.name: pyproject(folder).get("entry-points", {}) for folder in PLUGINS}
     offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
     assert offering == [
-        *("prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_losses"),
+        *("prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_lora", "prime_rl_losses"),
         "prime_rl_observers",
     ]
 
@@ -181,7 +180,7 @@ def test_a_plugin_imports_of_core_what_is_public(folder: Path) -> None:
         for each in imports(file):
             if folder.name in OF_CORE:
                 assert not each.inside("prime_rl.trainer"), str(each)
-            elif folder.name in HAS_OBSERVERS and each.inside(*FOR_OBSERVERS):
+            elif folder.name in OF_THE_TRAINER and each.inside(*FOR_THE_TRAINER):
                 continue
             elif each.inside("prime_rl"):
                 assert each.module in allowed, str(each)

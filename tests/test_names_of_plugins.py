@@ -14,7 +14,6 @@ OTHER_MEANINGS = {
     ("trainer/device.py", "auto"),
     ("trainer/logprobs.py", "auto"),
     ("trainer/parallel.py", "gloo"),  # the process group of torch
-    ("trainer/lora.py", "default"),  # peft's name of the first adapter
 }
 """Words of core that happen to be the name of a plugin's class, by file."""
 

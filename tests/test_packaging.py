@@ -45,6 +45,7 @@ FOLDERS = {
     "prime_rl_engine_kit": "plugins/prime_rl_engine_kit",
     "prime_rl_broadcast": "plugins/prime_rl_broadcast",
     "prime_rl_observers": "plugins/prime_rl_observers",
+    "prime_rl_lora": "plugins/prime_rl_lora",
 }
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {

@@ -37,6 +37,7 @@ TABLES = {
     "view": '[view] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
     "trainer_observer": "[trainer.{}]",
+    "tuning": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',
 }
 """The table with a plugin class's settings, by kind."""

@@ -43,6 +43,7 @@ from prime_rl.plugins.sampler import Sampler as Sampler
 from prime_rl.plugins.sampler import Source as Source
 from prime_rl.plugins.sampler import SourceRequest as SourceRequest
 from prime_rl.plugins.trainer_observer import TrainerObserver as TrainerObserver
+from prime_rl.plugins.tuning import Tuning as Tuning
 from prime_rl.plugins.view import RunView as RunView
 from prime_rl.plugins.weight_transports import Header as Header
 from prime_rl.plugins.weight_transports import ReceivingEngine as ReceivingEngine

@@ -142,7 +142,7 @@ def message(toml, text, overrides=()):
         ("--trainer.dtype=fp16",
          "trainer.dtype: Input should be 'float32' or 'bfloat16' (got 'fp16')"),
         ("--deployment.trainer_gpus=x", "deployment.trainer_gpus: expected a list (got 'x')"),
-        ("--trainer.lora=true", "trainer.lora: expected a table of keys (got True)"),
+        ("--trainer.optim=true", "trainer.optim: expected a table of keys (got True)"),
         ("--inference.base_url=here:80", "inference.base_url: 'here:80' is no URL of an engine: "
          "expected http:// or https://, a host and perhaps a port and a path, without spaces, such "
          "as 'http://10.0.0.5:8000/v1' (got 'here:80')"),

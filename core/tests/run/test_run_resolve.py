@@ -162,6 +162,10 @@ def test_filters_by_slot():
           "plugins": {"disabled": ["observers"]}},
          "trainer.token_export: no installed plugin offers the trainer_observer 'token_export' "
          "(installed: none). Install the package that brings it: pip install prime-rl-observers"),
+        ({"trainer": {"lora": {"zz": 1}}}, "trainer.lora (tuning 'lora').zz: unknown key"),
+        ({"trainer": {"lora": {}}, "plugins": {"disabled": ["lora"]}},
+         "trainer.lora: no installed plugin offers the tuning 'lora' (installed: bad_steps, "
+         "device_usage, disk, slow_steps, token_export). Install the package"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
         ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),

@@ -26,7 +26,7 @@ from prime_rl.orchestrator.packer import alone, batch_frames
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_observers
+from prime_rl.plugins.offers import make_observers, make_tuning
 from prime_rl.rundir.checkpoints import Checkpoint, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import STORE, Rank
@@ -149,8 +149,9 @@ def do(job: dict[str, Any]) -> None:
     resume = Checkpoint(Path(job["resume"])) if "resume" in job else None
     model_dir = resume.weights if resume else Path(job["model"])
     torch.manual_seed(0)  # an adapter begins with random numbers: else other ones in every process
-    model = load_model(model_dir, config)
-    observers = make_observers(config.settings, load_plugins(TRAINER_GROUP))
+    hooks = load_plugins(TRAINER_GROUP)
+    model = load_model(model_dir, config, make_tuning(config.settings, hooks))
+    observers = make_observers(config.settings, hooks)
     loss = OldRatio if job.get("old_ratio") else Ratio
     losses = installed_losses().with_rl(loss(PluginConfig()))
     trainer = Trainer(model, losses, config, LAST, observers)

@@ -16,15 +16,15 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils import logging as transformers_logging
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
-from prime_rl.config.trainer import LoraConfig, TrainerConfig
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.attention import register
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.lora import add_lora
 from prime_rl.trainer.model import Policy, load_model, prepare_blocks
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import Packing, batch_sizes, packings
 from prime_rl.trainer.self_check import find_packing
+from prime_rl_lora.tuning import Lora, LoraConfig
 
 CPU = torch.device("cpu")
 CONFIG = TrainerConfig(device="cpu")
@@ -267,7 +267,7 @@ def test_adapters_of_a_recurrent_model_get_the_gradient_of_documents_alone(
 ) -> None:
     model = make("Qwen3_5")
     model.save_pretrained(tmp_path)
-    add_lora(model, LoraConfig(rank=4), tmp_path)
+    Lora(LoraConfig(rank=4)).prepare(model, tmp_path, None)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight, std=0.1)

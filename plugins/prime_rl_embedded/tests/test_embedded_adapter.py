@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from prime_rl import WeightsError
-from prime_rl.model_files import ModelFiles
 from prime_rl_embedded.testing import Served, write_model
 from prime_rl_embedded.weights import read_weights
+from prime_rl_engine_kit.model_files import ModelFiles
 
 PROMPT = [11, 22, 33, 44]
 LENGTH = 12

@@ -18,11 +18,10 @@ from transformers import (
 )
 
 from prime_rl import Loss, LossInputs, LossOutputs
-from prime_rl.config.trainer import LoraConfig
 from prime_rl.trainer.attention import Continuation, Documents
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.lora import add_lora
 from prime_rl.trainer.packed_row import make_row
+from prime_rl_lora.tuning import Lora, LoraConfig
 from prime_rl_observers.device_usage import mfu, model_cost, num_pairs, peak_flops, peak_of
 
 CPU = torch.device("cpu")
@@ -80,7 +79,8 @@ def test_an_adapter_counts_beside_its_frozen_base_and_a_replacement_in_its_place
     model = make_model(tie_word_embeddings=False)
     model.save_pretrained(tmp_path)
     saved = ["o_proj", "lm_head"]
-    add_lora(model, LoraConfig(rank=4, target_modules=["q_proj"], modules_to_save=saved), tmp_path)
+    config = LoraConfig(rank=4, target_modules=["q_proj"], modules_to_save=saved)
+    Lora(config).prepare(model, tmp_path, None)
     cost = model_cost(model)
     assert cost is not None
     adapter, whole = 4 * (32 + 32), 32 * 32

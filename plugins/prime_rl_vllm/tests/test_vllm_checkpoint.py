@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from prime_rl import WeightsError
-from prime_rl.model_files import ModelFiles
+from prime_rl_engine_kit.model_files import ModelFiles
 from prime_rl_vllm.checkpoint import Staged
 
 EMBEDDING, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.up.weight"

@@ -43,7 +43,7 @@ def run(
     SIGTERM) saves and stops the run; a second one ends it at once."""
     from prime_rl.config.load import load_config
     from prime_rl.run import resume
-    from prime_rl.run.models import check_lora_names
+    from prime_rl.run.models import check_tuning
     from prime_rl.run.resolve import check
     from prime_rl.rundir.directory import held, make_run_dir
 
@@ -52,12 +52,12 @@ def run(
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
     config = load_config([Path(path) for path in paths], overrides)
     hooks = check(config)
-    check_lora_names(config)
+    tuning = check_tuning(config)
     typed = sys.argv[0]  # this program as a shell finds it
     program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
     again = shlex.join([program, "run", *paths, *overrides])
     if checkpoint is not None:
-        chosen = resume.plan(config, checkpoint)
+        chosen = resume.plan(config, checkpoint, tuning)
         typer.echo("\n".join(chosen.notes))
         if not dry_run:
             with resume.begin(config, chosen) as (run_dir, resumed):

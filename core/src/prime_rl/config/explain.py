@@ -39,7 +39,7 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
     is_value = problem["type"] == "dict_type"  # where unknown keys must be tables of plugins
     if problem["type"] == "extra_forbidden" or (is_value and known and location[-1] not in known):
         close = difflib.get_close_matches(str(location[-1]), known, n=1)
-        here = f"known here: {', '.join(known) or 'none'}"
+        here = f"known here: {', '.join(known) or 'none'}{', tables of plugins' * is_value}"
         return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
     if problem["type"] == "missing":
         return f"{place}: required, and nothing was given"

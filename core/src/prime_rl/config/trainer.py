@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -136,41 +135,9 @@ class LossConfig(LossTable):
     """Name of an installed loss. Required."""
 
 
-class LoraConfig(Settings):
-    """``[trainer.lora]``: train small matrices beside the frozen weights (LoRA). Adapters are
-    published; the final export is merged. Needs ``pip install "prime-rl-core[lora]"``."""
-
-    rank: PositiveInt = 16
-    """r, the inner size of the two matrices: A [r, inputs], B [outputs, r]."""
-    alpha: PositiveInt = 32
-    """A module's output is W x + alpha / rank * B A x."""
-    use_rslora: bool = False
-    """Scale by alpha / sqrt(rank): large ranks learn as fast as small ones."""
-    dropout: NonNegativeFloat = 0.0
-    """Must be 0: engines sample without dropout, and the trained policy must be the sampled one."""
-    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Name suffixes of the linear modules with an adapter. None: all but the head."""
-    modules_to_save: list[str] = []
-    """Name suffixes of modules that train in full and are published with the adapter."""
-
-    @model_validator(mode="after")
-    def _can_run(self) -> LoraConfig:
-        if self.dropout:
-            raise ConfigError(
-                f"dropout is {self.dropout}, expected 0: tokens are sampled without dropout, so "
-                "logprobs with it would not be those of the policy that sampled. Leave it out."
-            )
-        if find_spec("peft") is None:
-            raise ConfigError(
-                "[trainer.lora] needs peft, which is not installed. Install it "
-                '(pip install "prime-rl-core[lora]") or leave the table out.'
-            )
-        return self
-
-
 class TrainerConfig(PluginTable):
-    """``[trainer]``. A table ``[trainer.<name>]`` that is no key below belongs to the trainer
-    observer of that name."""
+    """``[trainer]``. A table ``[trainer.<name>]`` that is no key below belongs to the tuning or
+    trainer observer of that name."""
 
     __pydantic_extra__: dict[str, dict[str, Any]]
 
@@ -179,8 +146,6 @@ class TrainerConfig(PluginTable):
     loss: LossConfig = LossConfig()
     losses: dict[str, LossTable] = {}
     """Settings of further losses by name."""
-    lora: LoraConfig | None = None
-    """None: all weights train."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of compute. Weights and optimizer state stay in float32: bfloat16 would round
     typical steps away."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from prime_rl.plugins.observer import Observer
     from prime_rl.plugins.sampler import Sampler, Source
     from prime_rl.plugins.trainer_observer import TrainerObserver
+    from prime_rl.plugins.tuning import Tuning
     from prime_rl.plugins.view import RunView
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample
@@ -131,6 +132,14 @@ def register_losses() -> Iterable[type[Loss]]:
 @hookspec
 def register_trainer_observers() -> Iterable[type[TrainerObserver]]:
     """Offer observers of the trainer. All are active; ``[trainer.<name>]`` has their settings.
+
+    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
+    """
+
+
+@hookspec
+def register_tunings() -> Iterable[type[Tuning]]:
+    """Offer tunings, each selected by a table ``[trainer.<name>]``; a run has one at most.
 
     Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
     """

@@ -26,6 +26,7 @@ from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.trainer_observer import TrainerObserver
+from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
 
@@ -69,11 +70,12 @@ LAUNCHER = Kind("launcher", Launcher, "launcher.type")
 VIEW = Kind("view", RunView, "view.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
 TRAINER_OBSERVER = Kind("trainer_observer", TrainerObserver, "trainer.<name>")
+TUNING = Kind("tuning", Tuning, "trainer.<name>")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
     *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, OBSERVER, MODEL, LAUNCHER),
-    *(VIEW, LOSS, TRAINER_OBSERVER, WEIGHT_TRANSPORT),
+    *(VIEW, LOSS, TRAINER_OBSERVER, TUNING, WEIGHT_TRANSPORT),
 )
 
 
@@ -181,17 +183,27 @@ def settings_of(
 
 def make_observers(tables: Mapping[str, Any], hooks: Hooks) -> list[TrainerObserver]:
     """Every installed observer of the trainer, with the settings of its table. Raises
-    ``ConfigError``, also for a table of an observer that is not installed."""
-    offers = collect(hooks, TRAINER_OBSERVER)
-    for name in tables:
+    ``ConfigError``, also for a table of nothing that is installed."""
+    offers, tunings = collect(hooks, TRAINER_OBSERVER), collect(hooks, TUNING)
+    for name in sorted(tables.keys() - tunings.keys()):
         close = difflib.get_close_matches(name, TrainerConfig.model_fields, n=1)
         if close and name not in offers:
             raise ConfigError(f"trainer.{name}: unknown key; did you mean {close[0]!r}?")
-        select(TRAINER_OBSERVER, name, offers, f"trainer.{name}")
+        kind: Kind[Any] = TUNING if bringer(TUNING.name, name) else TRAINER_OBSERVER
+        select(kind, name, offers, f"trainer.{name}")
     return [
         each.cls(settings_of(each.cls, TRAINER_OBSERVER, tables.get(name, {}), f"trainer.{name}"))
         for name, each in offers.items()
     ]
+
+
+def make_tuning(tables: Mapping[str, Any], hooks: Hooks) -> Tuning | None:
+    """The tuning that a table of ``[trainer]`` selects; None: all weights train. Raises
+    ``ConfigError``."""
+    names = sorted(tables.keys() & collect(hooks, TUNING).keys())
+    if len(names) > 1:
+        raise ConfigError(f"[trainer] selects the tunings {', '.join(names)}; expected at most one")
+    return make(TUNING, names[0], tables[names[0]], hooks, f"trainer.{names[0]}") if names else None
 
 
 def choose(

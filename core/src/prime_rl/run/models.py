@@ -15,16 +15,14 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable
-from difflib import get_close_matches
-from itertools import accumulate
 from pathlib import Path
 
-from prime_rl import ModelMaker
+from prime_rl import ModelMaker, Tuning
 from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError
-from prime_rl.model_files import read_headers
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import MODEL, collect
+from prime_rl.plugins.offers import MODEL, collect, make_tuning
 from prime_rl.run.resolve import build_model_maker
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.processes import exit_with_parent
@@ -66,43 +64,13 @@ def model_path(config: ModelSource, cache: Path | None = None) -> tuple[str, boo
     return str(path), not (path / READY).exists()
 
 
-def check_lora_names(config: RunConfig) -> None:
-    """Raises ``ConfigError`` for a name in ``[trainer.lora]`` that no module of the model has.
-
-    Reads the headers of the model's safetensors. A model that is not local yet, or has another
-    format, is checked by the trainer, which also knows the type of each module.
-    """
-    lora = config.trainer.lora
-    folder = Path(model_path(config)[0]) if lora is not None else Path()
-    if lora is None or not any(folder.glob("model*.safetensors")):
-        return
-    tensors = read_headers(folder)
-    matrices = {
-        name.removesuffix(".weight")
-        for name, entry in tensors.items()
-        if len(entry.shape) == 2 and name.endswith(".weight")
-    }
-    modules = {  # a.b.weight belongs to the modules a and a.b
-        module
-        for name in tensors
-        for module in accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}")
-    }
-    for target in lora.target_modules or ():
-        if not any(f".{name}".endswith(f".{target}") for name in matrices):
-            raise _unknown("target_modules", target, matrices, folder)
-    for end in lora.modules_to_save:
-        if not any(name.endswith(end) for name in modules):
-            raise _unknown("modules_to_save", end, modules, folder)
-
-
-def _unknown(key: str, name: str, modules: set[str], folder: Path) -> ConfigError:
-    ends = sorted({end for module in modules if not (end := module.rpartition(".")[2]).isdecimal()})
-    close = get_close_matches(name, ends, 1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return ConfigError(
-        f"trainer.lora.{key}: no module of the model in {folder} is called {name!r}. {hint}"
-        f"There are {', '.join(ends)}."
-    )
+def check_tuning(config: RunConfig) -> Tuning | None:
+    """The run's tuning, checked against the model. Raises ``ConfigError``."""
+    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    tuning = make_tuning(config.trainer.settings, hooks)
+    if tuning is not None:
+        tuning.check(Path(model_path(config)[0]))
+    return tuning
 
 
 FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]

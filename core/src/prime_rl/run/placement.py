@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl import Engine
-from prime_rl.adapter import is_adapter
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
 from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
@@ -46,7 +45,7 @@ def lay_out(
     A resumed run loads model and tokenizer from the checkpoint. If the checkpoint is an adapter,
     it loads the original base model.
     """
-    if checkpoint is not None and not is_adapter(checkpoint.weights):
+    if checkpoint is not None and not checkpoint.is_adapter:
         path, to_make = str(checkpoint.weights), False
     else:
         cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None

@@ -8,7 +8,6 @@ from functools import reduce
 from pathlib import Path
 
 from prime_rl import Engine, ModelMaker, PluginConfig
-from prime_rl.adapter import is_adapter
 from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.components import Components
@@ -31,6 +30,7 @@ from prime_rl.plugins.offers import (
     make,
     make_observers,
     make_transport,
+    make_tuning,
     select,
     settings_of,
 )
@@ -112,7 +112,7 @@ def build_model_maker(config: ModelSource, hooks: Hooks) -> ModelMaker | None:
         raise ConfigError(
             f"model.name: {folder} has no config.json; expected a Hugging Face folder"
         )
-    elif is_adapter(folder) and not any(folder.glob("model*.safetensors")):
+    elif (folder / "adapter_config.json").exists() and not any(folder.glob("model*.safetensors")):
         raise ConfigError(
             f"model.name: {folder} holds a LoRA adapter without its base. The model that its run "
             "exported, RUN/weights, has the adapter merged in."
@@ -159,10 +159,11 @@ def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
     """The weight transport is installed on both sides, and the trainer can send by it."""
     table = config.weight_broadcast
     transports = [make_transport(table, hooks) for hooks in sides]
+    tuning = make_tuning(config.trainer.settings, sides[-1])
     if table.as_files:
         return
     for where, is_so, why in (
-        ("trainer.lora", config.trainer.lora is not None, "adapters are published as files"),
+        (f"trainer.{tuning and tuning.name}", tuning, "adapters are published as files"),
         ("deployment.colocated", config.deployment.colocated, "engines that wake read files"),
     ):
         if is_so:

@@ -22,10 +22,11 @@ from typing import Any
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.manager import installed_versions
+from prime_rl.plugins.tuning import Tuning
 from prime_rl.run.resume_checks import (
-    check_lora,
     check_model,
     check_optimizer,
+    check_tuning,
     config_drift,
     version_drift,
 )
@@ -53,9 +54,9 @@ class Plan:
     """Lines for the user: the checkpoint, and the changes since."""
 
 
-def plan(config: RunConfig, what: str) -> Plan:
-    """Find the checkpoint and compare it with the config. Raises ``ConfigError`` if there is none
-    or the config does not fit it."""
+def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
+    """Find the checkpoint and compare it with the config and its tuning. Raises ``ConfigError`` if
+    there is none or the config does not fit it."""
     checkpoint, run_dir = _find(config, what)
     if checkpoint.step >= config.max_steps:
         raise ConfigError(
@@ -65,8 +66,8 @@ def plan(config: RunConfig, what: str) -> Plan:
     progress = _read_progress(checkpoint)
     now = config.model_dump(mode="json")
     check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
-    check_lora(progress["config"], now)
-    check_optimizer(progress["config"], now, checkpoint.weights)
+    check_tuning(progress["config"], tuning, checkpoint)
+    check_optimizer(progress["config"], now, checkpoint)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
     drift = config_drift(progress["config"], now)
     drift += version_drift(progress["plugins"], installed_versions())

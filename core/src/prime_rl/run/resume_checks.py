@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.errors import ConfigError
+from prime_rl.plugins.offers import TUNING, settings_of
+from prime_rl.plugins.tuning import Tuning
+from prime_rl.rundir.checkpoints import Checkpoint
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
 """Keys of a model's ``config.json`` that do not affect its weights."""
@@ -69,18 +72,23 @@ def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path
         )
 
 
-def check_lora(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse an adapter that differs from the checkpoint's: its matrices fit no other one.
+def check_tuning(before: Mapping[str, Any], tuning: Tuning | None, checkpoint: Checkpoint) -> None:
+    """Refuse an adapter that differs from the checkpoint's: its weights fit no other one.
 
-    ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if ``[trainer.lora]`` has
-    changed.
+    ``before`` is the checkpoint's whole config. Raises ``ConfigError`` if the table that selects
+    the ``tuning`` has changed.
     """
-    theirs, ours = (config.get("trainer", {}).get("lora") for config in (before, now))
-    if (theirs is None) != (ours is None):
-        kinds = ["all weights" if table is None else "an adapter" for table in (theirs, ours)]
-        changed = [f"{kinds[0]} then, {kinds[1]} now: [trainer.lora]"]
+    table = None if tuning is None else before.get("trainer", {}).get(tuning.name)
+    changed: list[str] = []
+    if tuning is None:
+        changed = ["an adapter then, all weights now"] if checkpoint.is_adapter else []
+    elif table is None:
+        changed = [f"all weights then, an adapter now: [trainer.{tuning.name}]"]
     else:
-        changed = config_drift({"trainer.lora": theirs}, {"trainer.lora": ours})
+        key = f"trainer.{tuning.name}"
+        theirs = settings_of(type(tuning), TUNING, table, f"--resume: {key} then")
+        sides = ({key: each.model_dump(mode="json")} for each in (theirs, tuning.config))
+        changed = config_drift(*sides)
     if changed:
         raise ConfigError(
             f"--resume: what trains has changed ({'; '.join(changed)}). Set it back, or start a "
@@ -88,7 +96,9 @@ def check_lora(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
+def check_optimizer(
+    before: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
     """Refuse an optimizer whose state the checkpoint does not contain.
 
     ``before`` and ``now`` are whole configs. Raises ``ConfigError`` if the optimizer differs or has
@@ -97,8 +107,8 @@ def check_optimizer(before: Mapping[str, Any], now: Mapping[str, Any], weights: 
     theirs, ours = (_kind(config.get("trainer", {}).get("optim", {})) for config in (before, now))
     given_up = (theirs, ours) == ("sgd with momentum", "sgd")
     if theirs != ours != "sign_sgd" and not given_up:
-        is_whole = before.get("trainer", {}).get("lora") is None  # else weights is an adapter
-        way = f' from its weights: model.name = "{weights}"' if is_whole else ""
+        whole = not checkpoint.is_adapter
+        way = f' from its weights: model.name = "{checkpoint.weights}"' if whole else ""
         raise ConfigError(
             f"--resume: the checkpoint has the state of {theirs}, and [trainer.optim] says {ours}. "
             f"Set it back, or start a new run{way}."

@@ -62,6 +62,11 @@ class Checkpoint:
         return self.directory / "weights"
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether ``weights`` holds what trained beside the model, and not the model."""
+        return not any(self.weights.glob("model*.safetensors"))
+
+    @property
     def is_whole(self) -> bool:
         return (self.directory / STABLE).exists()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import msgspec
 
-from prime_rl.adapter import is_adapter
 from prime_rl.rundir.checkpoints import Checkpoint
 
 
@@ -47,8 +46,8 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     def adapter(self) -> Path | None:
         """The adapter that this launch resumes, on the base ``model_path``; None if
         ``model_path`` is the whole policy."""
-        weights = self.checkpoint.weights if self.checkpoint else None
-        return weights if weights and is_adapter(weights) else None
+        checkpoint = self.checkpoint
+        return checkpoint.weights if checkpoint and checkpoint.is_adapter else None
 
     @property
     def first_weights(self) -> Path:

@@ -28,8 +28,9 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_observers, make_transport
+from prime_rl.plugins.offers import make_observers, make_transport, make_tuning
 from prime_rl.plugins.trainer_observer import TrainerObserver
+from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
@@ -104,6 +105,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, hooks)  # before the slow import: errors at once
     observers = make_observers(config.trainer.settings, hooks)
+    tuning = make_tuning(config.trainer.settings, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
@@ -119,7 +121,9 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     model_path = model_folder(launch, status)
     status.report("loading weights")
     with parallel.joined(rank, choose_device(config.trainer.device, rank)):
-        train_here(config, launch, losses, observers, transport, model_path, run_dir, status)
+        train_here(
+            config, launch, losses, observers, tuning, transport, model_path, run_dir, status
+        )
     status.report(DONE)
 
 
@@ -128,6 +132,7 @@ def train_here(
     launch: Launch,
     losses: Components,
     observers: Sequence[TrainerObserver],
+    tuning: Tuning | None,
     transport: WeightTransport | None,
     model_path: Path,
     run_dir: Path,
@@ -141,7 +146,7 @@ def train_here(
     from prime_rl.wire.transport import make_receiver
 
     colocated = config.deployment.colocated
-    model = load_model(model_path, config.trainer, launch.adapter, colocated)
+    model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
     trainer = Trainer(model, losses, config.trainer, config.max_steps, observers, colocated)
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)

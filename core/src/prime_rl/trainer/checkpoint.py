@@ -2,7 +2,7 @@
 
 The optimizer's state is copied at once, which takes as long as copying twice the weights; a thread
 writes it. The weights have just been published: the checkpoint links those files (an adapter's
-where LoRA trains one). The learning rate is a function of the step and needs no state.
+where a tuning trains one). The learning rate is a function of the step and needs no state.
 
 Each rank writes its shards, and reads its own from a checkpoint of any number of ranks. Rank 0
 writes the rest: folders, the weights, the mark of a complete checkpoint.

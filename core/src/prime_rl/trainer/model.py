@@ -21,12 +21,12 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.plugins.tuning import Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import attention, parallel
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.lora import add_lora
 from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.trainer.packing import Packing, packings, use_attention
 
@@ -160,11 +160,15 @@ def check_positions(config: PretrainedConfig, seq_len: int) -> None:
 
 
 def load_model(
-    model_path: Path, config: TrainerConfig, adapter: Path | None = None, on_host: bool = False
+    model_path: Path,
+    config: TrainerConfig,
+    tuning: Tuning | None = None,
+    adapter: Path | None = None,
+    on_host: bool = False,
 ) -> PreTrainedModel:
     """The policy without dropout: π has to be what the engines sample from. On its device; with
     several ranks, or ``on_host``, on the host, from which each takes its part (``make_policy``).
-    With ``[trainer.lora]`` it is frozen, with a new adapter or that of the folder ``adapter``.
+    A ``tuning`` freezes it and adds a new adapter, or that of the folder ``adapter``.
 
     Raises ``WeightsError`` if the folder lacks weights, ``ConfigError`` if the trainer cannot train
     its kind.
@@ -187,6 +191,7 @@ def load_model(
             "training would start from random numbers there. Make or fetch the folder again."
         )
     use_attention(model, packings(config, device)[0].attention)
-    if config.lora is not None:
-        add_lora(model, config.lora, model_path, adapter)
+    if tuning is not None:
+        tuning.prepare(model, model_path, adapter)
+        model.prime_rl_tuning = tuning
     return model.eval().to(device)

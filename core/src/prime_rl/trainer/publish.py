@@ -29,12 +29,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from prime_rl.adapter import ADAPTER_WEIGHTS
 from prime_rl.errors import RunError, WeightsError
+from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.lora import adapter_tensors, lora_of
 from prime_rl.trainer.tensor_file import lay_out, write_shared
 from prime_rl.weights.tensors import header_of, num_bytes
 from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE
@@ -230,20 +229,25 @@ def _put(unfinished: Path, final: Path) -> None:
 def save(
     model: PreTrainedModel, directory: Path, dtype: torch.dtype | None = None, flush: bool = False
 ) -> None:
-    """Write the whole model, or the adapter where LoRA trains one; every rank calls this."""
-    lora, tensors = lora_of(model), published_tensors(model)
-    name, metadata = (WEIGHTS, {}) if lora is None else (ADAPTER_WEIGHTS, lora.metadata)
+    """Write the whole model, or the adapter where a tuning trains one; every rank calls this."""
+    tuning, tensors = tuning_of(model), published_tensors(model)
+    name, metadata = (tuning.weights_file, tuning.metadata()) if tuning else (WEIGHTS, {})
     layout = lay_out(tensors, published_dtypes(model, tensors, dtype), metadata)
     write_shared(directory / name, layout, tensors, flush)
-    if lora is not None:
-        parallel.on_main(partial(lora.write_config, directory))
+    if tuning is not None:
+        parallel.on_main(partial(tuning.write_config, directory))
+
+
+def tuning_of(model: PreTrainedModel) -> Tuning | None:
+    """None if the whole model trains."""
+    return getattr(model, "prime_rl_tuning", None)
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights by their Hugging Face names, as this rank holds them; a tied head does not appear
-    twice. Where LoRA trains an adapter, that alone, by PEFT's names."""
-    if lora_of(model) is not None:
-        return adapter_tensors(model)
+    twice. Where a tuning trains an adapter, that alone, by the tuning's names."""
+    if tuning := tuning_of(model):
+        return tuning.tensors(model)
     tensors: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         # By identity: tied modules hold one parameter, and two empty shards may share an address.
@@ -257,7 +261,7 @@ def published_dtypes(
     """The tensors that are rounded to ``dtype`` for the engines: floats, without what transformers
     keeps in float32 for every type of model (a router's bias). None of an adapter, which engines
     add to the base in float32."""
-    if dtype is None or lora_of(model) is not None:
+    if dtype is None or tuning_of(model) is not None:
         return {}
     kept = [f"*{pattern}*" for pattern in model._keep_in_fp32_modules_strict or ()]
     return {

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from prime_rl import WeightsError
-from prime_rl.adapter import is_adapter, merged_tensors
 from prime_rl_broadcast.connection import DTYPES, Member
 from prime_rl_broadcast.group import BroadcastGroup, Header
+from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
 
 
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:

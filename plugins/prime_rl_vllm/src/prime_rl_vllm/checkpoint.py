@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from prime_rl import WeightsError
-from prime_rl.adapter import is_adapter, merged_tensors
-from prime_rl.model_files import ModelFiles, opened
 from prime_rl_broadcast.group import Header
+from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
+from prime_rl_engine_kit.model_files import ModelFiles, opened
 
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 """Suffixes of the two names of one matrix in a tied model."""

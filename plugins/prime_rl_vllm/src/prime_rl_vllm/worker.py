@@ -18,9 +18,9 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from prime_rl import WeightsError
-from prime_rl.model_files import ModelFiles
 from prime_rl_broadcast.connection import Member
 from prime_rl_broadcast.group import BroadcastGroup, Header
+from prime_rl_engine_kit.model_files import ModelFiles
 from prime_rl_vllm.checkpoint import Announced, Staged, check_layout
 
 

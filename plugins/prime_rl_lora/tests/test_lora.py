@@ -15,10 +15,8 @@ from small_training import Frames, PolicyGradient
 from transformers import AutoModelForCausalLM
 
 from prime_rl import ConfigError, PluginConfig
-from prime_rl.adapter import is_adapter, merged_tensors
 from prime_rl.config.run import CkptConfig
-from prime_rl.config.trainer import LoraConfig, TrainerConfig
-from prime_rl.model_files import ModelFiles
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished
 from prime_rl.rundir.status import Status
@@ -26,26 +24,24 @@ from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.export import export
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train
-from prime_rl.trainer.lora import block_linears
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.publish import Publisher
 from prime_rl.wire import MicroBatch
+from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
+from prime_rl_engine_kit.model_files import ModelFiles
+from prime_rl_lora.model import block_linears
+from prime_rl_lora.tuning import Lora, LoraConfig
 
 LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 
 
 def make_trainer(base: Path, adapter: Path | None = None, **lora: Any) -> Trainer:
-    config = TrainerConfig.model_validate(
-        {"optim": {"lr": 1e-2}, "device": "cpu", "lora": {"rank": 4, "alpha": 8} | lora}
-    )
+    config = TrainerConfig.model_validate({"optim": {"lr": 1e-2}, "device": "cpu"})
+    tuning = Lora(LoraConfig.model_validate({"rank": 4, "alpha": 8} | lora))
     torch.manual_seed(7)
-    return Trainer(
-        load_model(base, config, adapter),
-        installed_losses().with_rl(PolicyGradient(PluginConfig())),
-        config,
-        10,
-    )
+    model = load_model(base, config, tuning, adapter)
+    return Trainer(model, installed_losses().with_rl(PolicyGradient(PluginConfig())), config, 10)
 
 
 def run(

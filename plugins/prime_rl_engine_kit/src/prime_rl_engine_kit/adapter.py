@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.errors import WeightsError
-from prime_rl.model_files import ModelFiles, opened
+from prime_rl import WeightsError
+from prime_rl_engine_kit.model_files import ModelFiles, opened
 
 if TYPE_CHECKING:
     from torch import Tensor

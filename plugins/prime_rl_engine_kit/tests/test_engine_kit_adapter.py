@@ -18,8 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl import WeightsError
-from prime_rl.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter, merge, merged_tensors
-from prime_rl.model_files import ModelFiles
+from prime_rl_engine_kit.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    is_adapter,
+    merge,
+    merged_tensors,
+)
+from prime_rl_engine_kit.model_files import ModelFiles
 
 Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -268,7 +274,10 @@ def test_half_an_adapter_is_refused(base: Path, adapter: Path) -> None:
 
 
 def test_importing_it_brings_in_neither_torch_nor_safetensors() -> None:
-    code = "import sys, prime_rl.adapter as a; print({'torch', 'safetensors'} & set(sys.modules))"
+    code = (
+        "import sys, prime_rl_engine_kit.adapter; "
+        "print({'torch', 'safetensors'} & set(sys.modules))"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
 

@@ -14,7 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from prime_rl.errors import WeightsError
+from prime_rl import WeightsError
 
 SAMPLED_BYTES = 4096
 """Of each tensor, for the fingerprint."""

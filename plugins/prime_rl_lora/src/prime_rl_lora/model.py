@@ -1,68 +1,35 @@
-"""LoRA: the base is frozen, and small matrices beside its linear modules train (arXiv 2106.09685).
+"""The adapter inside the model: small matrices beside its linear modules.
 
 PEFT adds them to the transformers model in place, so that the model keeps its class, its
-``base_model`` and its head. Engines and checkpoints get the adapter in PEFT's format
-(``prime_rl.adapter``) with the fingerprint of its base.
+``base_model`` and its head.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from prime_rl.adapter import ADAPTER_CONFIG, BASE, PREFIX, check_base, read_adapter
-from prime_rl.config.trainer import LoraConfig
-from prime_rl.errors import ConfigError, WeightsError
-from prime_rl.model_files import ModelFiles
+from prime_rl import ConfigError, WeightsError
+from prime_rl_engine_kit.adapter import PREFIX, check_base, read_adapter
+from prime_rl_engine_kit.model_files import ModelFiles
+
+if TYPE_CHECKING:
+    from prime_rl_lora.tuning import LoraConfig
 
 NAME = "default"
 """PEFT's name of the only adapter, a part of its parameters' names."""
 
 
-@dataclass(frozen=True)
-class Lora:
-    """The adapter of a model, set on it as ``prime_rl_lora``."""
+def add_lora(model: PreTrainedModel, config: LoraConfig) -> Any:
+    """Freeze the model and add an adapter, which changes nothing yet; its ``peft.LoraConfig``.
 
-    peft_config: Any
-    """The ``peft.LoraConfig``."""
-    base: str
-    """``ModelFiles.fingerprint`` of the frozen weights' folder."""
-
-    def write_config(self, directory: Path) -> None:
-        """``adapter_config.json``, which PEFT and our engines read with the tensors."""
-        config = {
-            key: sorted(value) if isinstance(value, set) else value
-            for key, value in self.peft_config.to_dict().items()
-        }
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        """Of ``adapter_model.safetensors``."""
-        return {"format": "pt", BASE: self.base}
-
-
-def lora_of(model: nn.Module) -> Lora | None:
-    """None if the whole model trains."""
-    return getattr(model, "prime_rl_lora", None)
-
-
-def add_lora(
-    model: PreTrainedModel, config: LoraConfig, base_dir: Path, adapter_dir: Path | None = None
-) -> None:
-    """Freeze the model and add an adapter: a new one, which changes nothing yet, or that of
-    ``adapter_dir``.
-
-    ``base_dir`` is the folder of the model. Raises ``ConfigError`` if a module is missing or cannot
-    have an adapter, or if the adapter is of another base, rank or set of modules.
+    Raises ``ConfigError`` if a module is missing or cannot have an adapter.
     """
     from peft import LoraConfig as PeftConfig
     from peft import inject_adapter_in_model
@@ -81,9 +48,7 @@ def add_lora(
     )
     inject_adapter_in_model(peft_config, model, NAME)
     model.eval()
-    model.prime_rl_lora = Lora(peft_config, ModelFiles(base_dir).fingerprint())
-    if adapter_dir is not None:
-        _load(model, config, base_dir, adapter_dir)
+    return peft_config
 
 
 def block_linears(model: PreTrainedModel, without: Sequence[str] = ()) -> tuple[str, ...]:
@@ -142,10 +107,14 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _load(model: PreTrainedModel, config: LoraConfig, base_dir: Path, adapter_dir: Path) -> None:
+def load_adapter(
+    model: PreTrainedModel, config: LoraConfig, base: ModelFiles, adapter_dir: Path
+) -> None:
+    """Copy a published adapter into the model. Raises ``ConfigError`` if it is of another base,
+    rank or set of modules."""
     try:
         saved = read_adapter(adapter_dir)
-        check_base(ModelFiles(base_dir), saved)
+        check_base(base, saved)
     except WeightsError as error:
         raise ConfigError(f"--resume: {error}") from error
     mine = adapter_tensors(model)

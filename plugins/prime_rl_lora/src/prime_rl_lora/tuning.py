@@ -1,0 +1,105 @@
+"""``[trainer.lora]``: adapters in PEFT's format, with the fingerprint of their base."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+
+from prime_rl import ConfigError, PluginConfig, Tuning
+from prime_rl_engine_kit.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, merged_tensors
+from prime_rl_engine_kit.model_files import ModelFiles
+from prime_rl_lora.names import check_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+
+class LoraConfig(PluginConfig):
+    """``[trainer.lora]``."""
+
+    rank: PositiveInt = 16
+    """r, the inner size of the two matrices: A [r, inputs], B [outputs, r]."""
+    alpha: PositiveInt = 32
+    """A module's output is W x + alpha / rank * B A x."""
+    use_rslora: bool = False
+    """Scale by alpha / sqrt(rank): large ranks learn as fast as small ones."""
+    dropout: NonNegativeFloat = 0.0
+    """Must be 0: engines sample without dropout, and the trained policy must be the sampled one."""
+    target_modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Name suffixes of the linear modules with an adapter. None: all but the head."""
+    modules_to_save: list[str] = []
+    """Name suffixes of modules that train in full and are published with the adapter."""
+
+    @model_validator(mode="after")
+    def _without_dropout(self) -> LoraConfig:
+        if self.dropout:
+            raise ConfigError(
+                f"dropout is {self.dropout}, expected 0: tokens are sampled without dropout, so "
+                "logprobs with it would not be those of the policy that sampled. Leave it out."
+            )
+        return self
+
+
+class Lora(Tuning):
+    """Trains small matrices beside the frozen weights (LoRA, arXiv 2106.09685)."""
+
+    name = "lora"
+    config_class = LoraConfig
+    config: LoraConfig
+    weights_file = ADAPTER_WEIGHTS
+
+    peft_config: Any
+    """The ``peft.LoraConfig`` of the prepared model."""
+    base: str
+    """``ModelFiles.fingerprint`` of its folder."""
+
+    def check(self, model_dir: Path) -> None:
+        """Names that no module has are refused."""
+        check_names(self.config.target_modules or (), self.config.modules_to_save, model_dir)
+
+    def prepare(self, model: PreTrainedModel, model_dir: Path, adapter: Path | None) -> None:
+        """Raises ``ConfigError`` if a module is missing or cannot have an adapter, or if the
+        adapter is of another base, rank or set of modules."""
+        from prime_rl_lora.model import add_lora, load_adapter
+
+        self.peft_config = add_lora(model, self.config)
+        base = ModelFiles(model_dir)
+        self.base = base.fingerprint()
+        if adapter is not None:
+            load_adapter(model, self.config, base, adapter)
+
+    def tensors(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """By PEFT's names."""
+        from prime_rl_lora.model import adapter_tensors
+
+        return adapter_tensors(model)
+
+    def metadata(self) -> dict[str, str]:
+        """The fingerprint of the base."""
+        return {BASE: self.base}
+
+    def write_config(self, directory: Path) -> None:
+        """``adapter_config.json``, which PEFT and our engines read with the tensors."""
+        config = {
+            key: sorted(value) if isinstance(value, set) else value
+            for key, value in self.peft_config.to_dict().items()
+        }
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True))
+
+    def merge(self, model_dir: Path, adapter: Path, directory: Path) -> None:
+        """One tensor at a time."""
+        import torch
+
+        from prime_rl.trainer.tensor_file import write_stream
+
+        like = {
+            name: torch.empty(entry.shape, dtype=torch.float32, device="meta")
+            for name, entry in ModelFiles(model_dir).tensors.items()
+        }
+        merged = merged_tensors(model_dir, adapter)
+        stream = (tensor.float() for _, tensor in merged)
+        write_stream(directory / "model.safetensors", like, stream)
