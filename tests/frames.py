@@ -40,6 +40,7 @@ LIMIT_SECONDS = 600.0
 
 CASES: dict[str, tuple[str, Sequence[str]]] = {
     "grpo": ("reverse_text/grpo.toml", ()),
+    "reinforce_pp": ("reverse_text/grpo.toml", ("--orchestrator.algo.type", "reinforce_pp")),
     "echo": ("word_lookup/echo.toml", ()),
     "multi_turn": ("reverse_retry/grpo.toml", ()),
     "two_seats": ("propose_solve/hierarchical_grpo.toml", ("--orchestrator.batch_size", "40")),

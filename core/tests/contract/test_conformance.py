@@ -199,6 +199,46 @@ class KeepsObject(Sound):
         rollout.info["judge"] = object()
 
 
+class Whitens(Sound):
+    """Divides by the deviation of the batch."""
+
+    epsilon = 1e-8
+
+    @hookimpl
+    async def score_batch(self, groups):
+        rollouts = [rollout for group in groups for rollout in group]
+        scale = np.std([float(rollout.advantages[0]) for rollout in rollouts]) + self.epsilon
+        for rollout in rollouts:
+            self.write(rollout, rollout.advantages / scale)
+
+    def write(self, rollout, credit):
+        rollout.assign_advantages(credit)
+
+
+class DividesByZero(Whitens):
+    """Without credit in the batch, its deviation is 0; writes past the check of ``assign_*``."""
+
+    epsilon = 0.0
+
+    def write(self, rollout, credit):
+        for sample in rollout.samples:
+            sample.advantages = np.where(sample.loss_mask, credit[0], np.float32(0))
+
+
+class AcrossEnvs(Whitens):
+    """Whitens with the batches of other envs."""
+
+    seen: list[float] = []
+
+    @hookimpl
+    async def score_batch(self, groups):
+        self.seen.extend(rollout.reward for group in groups for rollout in group)
+        await asyncio.sleep(0)
+        for group in groups:
+            for rollout in group:
+                rollout.assign_advantages(rollout.reward - np.mean(self.seen))
+
+
 TEACHER = FrozenModel(name="t", base_url=("http://127.0.0.1:1/v1",))
 
 
@@ -250,6 +290,7 @@ BROKEN = [
     ("tied_group", Residue, "3 rewards of 0.1: got credit 1.*e-17, expected exactly 0.0"),
     ("tied_group", FirstPlace, "rollouts 0 and 1 are equal but for their place"),
     ("failed_group", DividesByMean, "rewards .0.0, 0.0, 0.0.: "),
+    ("failed_group", DividesByZero, "advantages of rollout 0, .*not finite"),
     ("extreme_rewards", Squares, r"rewards .1e.30, 0.0, 5e.29.: StreamError"),
     ("nan_reward", SpreadsNaN, "advantages of .*not finite"),
     ("permutation", FirstPlace, r"in the order .2, 0, 3, 1.: advantages of sample"),
@@ -259,6 +300,7 @@ BROKEN = [
     ("deterministic", Dice, "two fresh instances gave"),
     ("concurrent_groups", WaitsOnSelf, "two groups mixed: advantages of sample"),
     ("neighbours", OnTheClass, "beside other envs: advantages of sample"),
+    ("neighbours", AcrossEnvs, "beside other envs: advantages of sample"),
     ("round_trip", KeepsObject, "info is .*object object.* and came back as"),
     ("reference_aligned", OffByOne, r"position 2 changed ref_logprobs at \[1\]"),
     ("gradient", WrongWay, "sample 0, token 2: credit 0.5, but its logprob went from"),
@@ -269,6 +311,7 @@ BROKEN = [
 @pytest.fixture(autouse=True)
 def fresh_class_state():
     OnTheClass.seen.clear()
+    AcrossEnvs.seen.clear()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value|divide by zero|overflow:RuntimeWarning")
@@ -288,7 +331,7 @@ def test_every_check_has_a_plugin_that_fails_it():
     assert {check for check, _, _ in BROKEN} == set(CHECKS)
 
 
-@pytest.mark.parametrize("algorithm", [Sound, Distils])
+@pytest.mark.parametrize("algorithm", [Sound, Whitens, Distils])
 def test_a_sound_algorithm_fails_nothing(algorithm):
     report = conformance(algorithm(PluginConfig()))
     assert report.ok, str(report)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prime_rl import StreamError, hookimpl
-from prime_rl.orchestrator.scoring import score_rollout, stamp
+from prime_rl.orchestrator.scoring import score_batch, score_rollout, stamp
 from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
 
@@ -123,6 +123,57 @@ def test_ref_kl_tokens_without_a_reference_are_refused():
         "but no ref_logprobs were assigned. Assign them in score_rollout or score_group "
         "(rollout.assign_stream), or set another action_loss."
     )
+
+
+# -- over the batch -------------------------------------------------------------------------
+
+
+class Batch:
+    """Credit is the number of groups; notes what it was given."""
+
+    def __init__(self, events):
+        self.events = events
+
+    @hookimpl
+    async def score_batch(self, groups):
+        self.events.append([[rollout.reward for rollout in group] for group in groups])
+        await asyncio.sleep(0)
+        for rollout in (rollout for group in groups for rollout in group):
+            rollout.assign_advantages(len(groups))
+
+
+class Halves:
+    def __init__(self, events):
+        self.events = events
+
+    @hookimpl(wrapper=True)
+    def score_batch(self, groups):
+        self.events.append("before")
+        yield
+        self.events.append("after")
+        for rollout in (rollout for group in groups for rollout in group):
+            rollout.assign_advantages(rollout.advantages / 2)
+
+
+def test_score_batch_gets_groups_in_order_runs_in_its_wrapper_and_then_streams_freeze():
+    hooks, events = Hooks(), []
+    assert not hooks.scores_batches
+    hooks.register(Batch(events))
+    hooks.register(Halves(events))
+    assert hooks.scores_batches
+    rollouts = [make_rollout(reward, group_id=group) for reward, group in ((1, 7), (2, 3), (3, 7))]
+    asyncio.run(score_batch(hooks, rollouts, "rl"))
+    assert events == ["before", [[2], [1, 3]], "after"]
+    assert all(rollout.frozen and set(rollout.advantages) == {1.0} for rollout in rollouts)
+
+
+def test_score_batch_leaves_what_is_frozen_alone_and_is_not_called_without_groups():
+    hooks, events, frozen = Hooks(), [], credited()
+    hooks.register(Batch(events))
+    stamp(frozen, "rl")
+    asyncio.run(score_batch(hooks, [frozen], "rl"))
+    asyncio.run(score_batch(hooks, [], "rl"))
+    assert events == [] and set(frozen.advantages) == {0.5}
 
 
 # -- on arrival -----------------------------------------------------------------------------

@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from prime_rl import Algorithm, EngineError, Observer, PluginConfig, RunError, hookimpl
+from prime_rl import (
+    Algorithm,
+    EngineError,
+    Filter,
+    Observer,
+    PluginConfig,
+    Rollout,
+    RunError,
+    hookimpl,
+)
 from prime_rl.config.load import build_config
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, Outages, RunContext
@@ -47,6 +56,35 @@ class AboveMean(Algorithm):
             rollout.assign_advantages(rollout.reward - mean)
 
 
+class OverTheBatch(AboveMean):
+    """Multiplies that by the number of rollouts of the batch. Lets others run in between."""
+
+    name = "over_the_batch"
+
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self.batches: list[list[list[tuple[int, float]]]] = []
+
+    @hookimpl
+    async def score_batch(self, groups: Any) -> None:
+        assert not any(rollout.frozen for group in groups for rollout in group)
+        self.batches.append([[(r.group_id, r.reward) for r in group] for group in groups])
+        for _ in range(20):
+            await asyncio.sleep(0)
+        for rollout in (rollout for group in groups for rollout in group):
+            rollout.assign_advantages(rollout.advantages * sum(map(len, groups)))
+
+
+class DropsRewardZero(Filter):
+    """Of each group, the first."""
+
+    name = "drops_reward_zero"
+
+    @hookimpl
+    def filter_rollout(self, rollout: Rollout) -> str | None:
+        return None if rollout.reward else "zero"
+
+
 class Waits(Algorithm):
     """Waits for a model that never answers."""
 
@@ -70,7 +108,7 @@ class Rollouts:
         self.asked.append(ask)
         if self._produce is not None:
             await self._produce(ask)
-        rollout = make_rollout(float(ask.member), group_id=ask.group_id)
+        rollout = make_rollout(float(ask.member), env="e", group_id=ask.group_id)
         rollout.policy_version = ask.policy_version
         return [rollout]
 
@@ -83,11 +121,14 @@ class Trainer:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.frames = run_dir, []
+        self.credit: list[set[float]] = []
+        """The distinct advantages of each step's sampled tokens."""
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
         number, rows = decode_batch(frames[0])
         assert number == step
         self.frames.append((step, sum(map(len, rows))))
+        self.credit.append({float(a) for row in rows for a in row.advantages[row.loss_mask]})
         if rows:
             folder = self.run_dir / "broadcasts" / f"step_{step}"
             folder.mkdir(parents=True)
@@ -150,7 +191,13 @@ class Diary(Observer):
 class World:
     """A run of three batches of four rollouts, two to a group."""
 
-    def __init__(self, run_dir: Path, produce: Any = None, algorithm: type = AboveMean) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        produce: Any = None,
+        algorithm: type = AboveMean,
+        filters: Sequence[Filter] = (),
+    ) -> None:
         config = build_config(
             {
                 "model": {"name": "m"},
@@ -176,7 +223,10 @@ class World:
             group_size=2, host=SimpleNamespace(agents=("agent",)),
         )  # fmt: skip
         sampler = StandardSampler(PluginConfig(), [SampledEnv("e", 10, None)], 0)
-        slots = [FilterSlot(name, hooks, []) for name in ("pre", "post")]
+        slots = [
+            FilterSlot("pre", hooks, []),
+            FilterSlot("post", hooks, [(f, True) for f in filters]),
+        ]
         buffer = Buffer(
             batch_size=4, max_off_policy_steps=0, pre=slots[0], post=slots[1], max_empty_batches=9
         )
@@ -215,6 +265,35 @@ async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -
     asked = [(ask.group_id, ask.example_id, ask.policy_version) for ask in world.source.asked[::2]]
     assert asked == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 4, 2), (5, 5, 2)]
     assert world.sampling.num_inflight == 0
+
+
+async def test_a_batch_is_scored_after_the_filters_and_leaves_with_that_credit(
+    tmp_path: Path,
+) -> None:
+    """Each group of two has rewards 0 and 1, so credit -0.5 and 0.5; the first is dropped. A batch
+    is four rollouts of reward 1, so their credit is 0.5 x 4."""
+    world = World(tmp_path, algorithm=OverTheBatch, filters=[DropsRewardZero(PluginConfig())])
+    assert await world.loop.run() is None
+    assert world.trainer.credit == [{2.0}, {2.0}, {2.0}]
+    (env,) = world.sampling.envs
+    assert env.algorithm.batches == [  # type: ignore[attr-defined]
+        [[(group, 1.0)] for group in range(first, first + 4)] for first in (0, 4, 8)
+    ]
+    assert [group for group, _ in world.diary.scored] == [*range(12)]
+
+
+async def test_a_stop_while_a_batch_is_scored_waits_for_its_credit(tmp_path: Path) -> None:
+    stop = asyncio.get_running_loop().create_future()
+
+    class Stops(OverTheBatch):
+        @hookimpl
+        async def score_batch(self, groups: Any) -> None:
+            stop.done() or stop.set_result(None)
+            await super().score_batch(groups)
+
+    world = World(tmp_path, algorithm=Stops)
+    assert await world.loop.run(stop) == 1
+    assert world.trainer.credit == [{-2.0, 2.0}, set()]
 
 
 async def test_a_stop_ends_with_the_batch_in_training(tmp_path: Path) -> None:

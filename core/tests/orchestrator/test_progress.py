@@ -19,6 +19,7 @@ from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
 from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.sampler import StandardSampler
+from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.testing import make_rollout
@@ -57,6 +58,8 @@ class World:
         self, lag: int = 1, names: tuple[str, ...] = ("a", "b"), drop_odd: bool = False
     ) -> None:
         self.lag, self.version = lag, 0
+        self.freezes = True
+        """Streams freeze when a group is scored: no plugin has ``score_batch``."""
         self.algorithms = [Remembers() for _ in names]
         self.envs = [
             SimpleNamespace(
@@ -122,7 +125,8 @@ class World:
             group = self.dispatcher.arrivals.get_nowait()
             group.env.algorithm.seen += 1
             for rollout in group.survivors:
-                rollout.freeze()
+                if self.freezes:
+                    rollout.freeze()
             self.buffer.add(group.survivors)
             self.dispatcher.taken(group)
         await settle()
@@ -208,6 +212,30 @@ async def test_buffered_rollouts_are_restored_with_their_exact_credit_and_frozen
             old.policy_version,
             True,
         )
+
+
+async def test_rollouts_that_wait_for_score_batch_are_restored_open_with_their_assigned_weights(
+    tmp_path: Path,
+) -> None:
+    first = World()
+    first.freezes = False
+
+    async def story() -> None:
+        await first.finish(0, 1, 2)
+        first.buffer.take()
+        for rollout, _ in first.buffer.buffered:
+            rollout.assign_weights("ce", np.full(rollout.num_trainable_tokens, 0.5))
+        first.save(tmp_path / "p")
+
+    await running(first, story)
+    second = World()
+    second.state.restore(tmp_path / "p")
+    assert [r.group_id for r, _ in second.buffer.buffered] == [2, 2]
+    for rollout, _ in second.buffer.buffered:
+        assert not rollout.frozen and rollout.assigned == {"ce_weights"}
+        rollout.assign_advantages(2 * rollout.advantages)
+        stamp(rollout, "ce")
+        assert set(rollout.samples[0].ce_weights) == {0.0, 0.5}  # not routed again: it was assigned
 
 
 async def test_rollouts_dropped_before_the_next_batch_stay_on_record(

@@ -61,7 +61,16 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
         "views": ["lines"],
     }
     assert rows["grpo"]["distribution"] == "prime-rl-grpo"
-    assert rows["grpo"]["offers"] == {"algorithms": ["grpo", "hierarchical_grpo", "max_rl", "rae"]}
+    assert rows["grpo"]["offers"] == {
+        "algorithms": [
+            "grpo",
+            "hierarchical_grpo",
+            "max_rl",
+            "rae",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+        ]
+    }
     assert rows["filters"]["offers"] == {"filters": ["gibberish", "repetition", "zero_advantage"]}
     assert rows["losses"]["group"] == "prime_rl.trainer"
 

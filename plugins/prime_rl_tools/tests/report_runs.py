@@ -15,7 +15,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.orchestrator.packer import Packer
-from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl_tools.rollouts import RolloutStore
@@ -90,6 +90,35 @@ class Observing(Centred):
         return [np.where(sample.loss_mask, 0.0, 0.1) for sample in rollout.samples]
 
 
+class Whitened(Counted):
+    """Counts, then subtracts the batch's mean; the count goes on from the batch's size."""
+
+    name = "whitened"
+
+    @hookimpl
+    def score_batch(self, groups):
+        rollouts = [rollout for group in groups for rollout in group]
+        mean = np.mean([rollout.advantages[0] for rollout in rollouts])
+        for rollout in rollouts:
+            rollout.assign_advantages(rollout.advantages - mean)
+        self.seen += len(rollouts)
+
+
+class Asking(Whitened):
+    """Asks a model about the batch."""
+
+    name = "asking"
+
+    async def setup(self, host):
+        self.model = host.policy
+
+    @hookimpl
+    async def score_batch(self, groups):
+        gain = float((await self.model.logprobs([7, 8, 9]))[-1])
+        for rollout in (rollout for group in groups for rollout in group):
+            rollout.assign_advantages(rollout.advantages * gain)
+
+
 class NoLow(Filter):
     """Drops rewards below 0.2."""
 
@@ -105,7 +134,7 @@ class Offering:
 
     @hookimpl
     def register_algorithms(self):
-        return [Centred, Counted, Taught, Hinted, Observing]
+        return [Centred, Counted, Taught, Hinted, Observing, Whitened, Asking]
 
 
 def offering() -> Hooks:
@@ -202,9 +231,10 @@ async def _run(
                 await score_rollout(hooks, rollout)
             await score_group(hooks, group)
             store.group_scored(group)
-            for rollout in group:
+            for rollout in () if hooks.scores_batches else group:
                 stamp(rollout, algorithm.action_loss)
             assembler.add(group)
+        await score_batch(hooks, assembler.batch.kept, algorithm.action_loss)
         batch = assembler.take()
         frames = Packer(config, 1, Hooks(), installed_losses()).pack(batch)
         store.write(batch.step, batch.seen, batch.dropped, frames)

@@ -1,4 +1,4 @@
-"""Credit by comparison with other rewards: grpo, max_rl, hierarchical_grpo, rae."""
+"""Credit by comparison with other rewards: grpo, max_rl, hierarchical_grpo, rae, reinforce_pp."""
 
 from prime_rl import Algorithm, hookimpl
 from prime_rl_grpo.center import centered as centered
@@ -9,6 +9,8 @@ from prime_rl_grpo.hierarchical import HierarchicalGRPOConfig as HierarchicalGRP
 from prime_rl_grpo.max_rl import MaxRL as MaxRL
 from prime_rl_grpo.rae import RAE as RAE
 from prime_rl_grpo.rae import RAEConfig as RAEConfig
+from prime_rl_grpo.reinforce_pp import ReinforcePP as ReinforcePP
+from prime_rl_grpo.reinforce_pp import ReinforcePPBaseline as ReinforcePPBaseline
 from prime_rl_grpo.shaping import efficiency_shaped as efficiency_shaped
 from prime_rl_grpo.shaping import linear_shaped as linear_shaped
 
@@ -18,4 +20,4 @@ centred = centered
 
 @hookimpl
 def register_algorithms() -> list[type[Algorithm]]:
-    return [GRPO, MaxRL, HierarchicalGRPO, RAE]
+    return [GRPO, MaxRL, HierarchicalGRPO, RAE, ReinforcePP, ReinforcePPBaseline]

@@ -7,7 +7,8 @@
     sampler    ``sampler.next_example`` picks an example; ``dispatcher`` opens a group for it
     rollout    ``env`` runs the episode against an engine and cuts its trajectory into samples
     algorithm  ``scoring``: score_rollout for each rollout, score_group for each complete group
-    filters    ``buffer``: pre- and post-batch slots, staleness, back-fill
+    filters    ``buffer``: pre- and post-batch slots, staleness, back-fill; then ``scoring``:
+               score_batch for the survivors of each env
     packer     ``packer``: samples end to end in rows; ``balance``: rows spread over the ranks
     wire       ``prime_rl.wire``: binary columns to the trainer
     trainer    other processes; they know no algorithm
@@ -91,6 +92,7 @@ class Orchestrator:
         background.append(tasks.create_task(self.sampling.run()))  # sampler -> rollout -> algorithm
         for _ in range(first, last + 1):
             await self._unless_stopped(self.buffer.wait_until_full())
+            await self.sampling.score_batch()  # whole, or a stop would save half of its credit
             batch = self.buffer.take()  # filters
             await self._send(batch)  # packer -> wire -> trainer
         self.context.status.report("finishing", waiting_for=f"trainer (weights of step {last})")

@@ -145,8 +145,6 @@ class Checkpointing(Observer):
         self.dispatcher.resume(progress)
         known, stored = {env.name for env in self.envs}, decode_rollouts(directory / BUFFERED)
         buffered = [each for each in stored["rollouts"] if each.rollout.env in known]
-        for rollout, _ in buffered:
-            rollout.freeze()
         self.buffer.restore(buffered)
         log.info("%d scored rollouts were buffered", len(buffered))
 

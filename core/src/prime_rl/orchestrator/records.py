@@ -13,11 +13,7 @@ import numpy as np
 from prime_rl.errors import RunError
 from prime_rl.rollout import Rollout, sample_of
 
-FIELDS = tuple(
-    field.name
-    for field in fields(Rollout)
-    if field.name not in ("samples", "trace", "assigned", "frozen")
-)
+FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in ("samples", "trace"))
 """What is saved of a rollout beside its samples."""
 
 
@@ -91,5 +87,6 @@ def _stored(row: Mapping[str, Any]) -> StoredRollout:
         }
         samples.append(sample_of(columns, sample["temperature"]))
     plain = {name: row[name] for name in FIELDS if name in row}  # older files have fewer
+    plain["assigned"], plain["frozen"] = set(row.get("assigned", ())), row.get("frozen", True)
     plain["place"] = tuple(row["place"]) if row.get("place") else None
     return StoredRollout(Rollout(**plain, samples=samples), row["dropped_by"])

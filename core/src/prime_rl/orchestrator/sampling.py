@@ -12,7 +12,7 @@ from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
 from prime_rl.orchestrator.reporter import Reporter
-from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler
@@ -41,7 +41,7 @@ class Sampling(Observer):
         self.sampler, self.buffer, self.reporter = sampler, buffer, reporter
         self._installed = installed
         self.is_scoring = False
-        """An algorithm is scoring a group: it may wait for a teacher."""
+        """An algorithm is scoring a group or a batch: it may wait for a teacher."""
         self.dispatcher = Dispatcher(
             run.config, engines, buffer, envs, self._next_group, self._run_rollout
         )
@@ -77,7 +77,7 @@ class Sampling(Observer):
             for observer in (self.reporter, *self._installed):
                 observer.group_scored(rollouts, self.engines.policy.version)
             self.sampler.observe(rollouts)
-            for rollout in rollouts:
+            for rollout in () if env.hooks.scores_batches else rollouts:
                 stamp(rollout, env.algorithm.action_loss, self.context.losses)
             rejected = self.sampler.reject(rollouts)
             if rejected is None:
@@ -85,6 +85,14 @@ class Sampling(Observer):
                     other.source.observe(rollouts)
             self.buffer.add(rollouts, rejected=rejected)
         self.dispatcher.taken(group)
+
+    async def score_batch(self) -> None:
+        """Score the full batch, env by env. Meanwhile no group is scored: the buffer is full."""
+        self.is_scoring = True
+        for env in self.envs:
+            own = [rollout for rollout in self.buffer.batch.kept if rollout.env == env.name]
+            await score_batch(env.hooks, own, env.algorithm.action_loss, self.context.losses)
+        self.is_scoring = False
 
     def _next_group(self) -> tuple[TrainEnv, int]:
         env_index, example_id = self.sampler.next_example()

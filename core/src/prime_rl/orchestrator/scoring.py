@@ -2,13 +2,15 @@
 
 score_rollout, observation_weights    when a rollout arrives
 score_group                           when its group is complete
-stamp                                 routes the sampled tokens to the algorithm's component
+score_batch                           when the batch is full, for an env with a plugin that has it
+stamp                                 routes the sampled tokens to the algorithm's component, after
+                                      the last of these
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,22 @@ async def score_group(hooks: Hooks, group: Group) -> None:
     for rollout in group:
         _check_reward(rollout, "A plugin's score_rollout has changed it: fix the plugin.")
     await hooks.score_group(group)
+
+
+async def score_batch(
+    hooks: Hooks, rollouts: Sequence[Rollout], action_loss: LossComponent
+) -> None:
+    """Score one env's rollouts of a full batch, then stamp them. Those that are frozen have their
+    credit: no plugin of the env had ``score_batch`` when they were scored."""
+    groups: dict[int, list[Rollout]] = {}
+    for rollout in sorted(rollouts, key=lambda rollout: rollout.group_id):
+        if not rollout.frozen:
+            groups.setdefault(rollout.group_id, []).append(rollout)
+    if groups:
+        await hooks.score_batch(list(groups.values()))
+    for group in groups.values():
+        for rollout in group:
+            stamp(rollout, action_loss)
 
 
 def _check_reward(rollout: Rollout, way_out: str) -> None:

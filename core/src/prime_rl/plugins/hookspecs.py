@@ -2,7 +2,7 @@
 """Every hook, in the order a run meets them.
 
     sampler -> rollout -> [score_rollout] [observation_weights] -> [score_group] -> [filter_rollout]
-            -> packer -> [batch_packed] -> wire -> trainer -> [step_finished]
+            -> [score_batch] -> packer -> [batch_packed] -> wire -> trainer -> [step_finished]
             -> weights -> [weights_published] -> sampler
 
 A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any
@@ -181,6 +181,17 @@ async def score_group(group: Group) -> None:
 
     Runs once, after ``score_rollout`` has finished for every member. Failed members are missing, so
     expect fewer than ``group_size``.
+    """
+
+
+@hookspec
+async def score_batch(groups: Sequence[Group]) -> None:
+    """Score a whole batch: credit that compares groups, such as whitening.
+
+    Runs once for every batch with rollouts of the env, after the post-batch filters and before the
+    batch is packed. ``groups`` are this env's, in the order of ``group_id``, each with the rollouts
+    that train in this batch: others were dropped, or train in another batch. The streams of an env
+    freeze after it, so the filters see what ``score_rollout`` and ``score_group`` wrote.
     """
 
 

@@ -88,6 +88,15 @@ class Hooks(pluggy.PluginManager):
         """Run every ``score_group``, one after the other."""
         await _call_async(self.hook.score_group, group=group)
 
+    async def score_batch(self, groups: Sequence[Group]) -> None:
+        """Run every ``score_batch``, one after the other."""
+        await _call_async(self.hook.score_batch, groups=groups)
+
+    @property
+    def scores_batches(self) -> bool:
+        """Whether a plugin has ``score_batch``, after which the streams freeze."""
+        return bool(self.hook.score_batch.get_hookimpls())
+
     def observation_weights(self, rollout: Rollout) -> list[np.ndarray | None]:
         """The ce weights of each sample: the largest of all plugins for each token; None without
         any. Raises ``PluginError`` for an answer of another shape."""

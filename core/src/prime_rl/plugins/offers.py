@@ -55,7 +55,7 @@ class Kind(Generic[AnyOffer]):
         return f"register_{self.plural}"
 
 
-SCORING = frozenset({"score_rollout", "observation_weights", "score_group"})
+SCORING = frozenset({"score_rollout", "observation_weights", "score_group", "score_batch"})
 
 ALGORITHM = Kind("algorithm", Algorithm, "algo.type", SCORING)
 FILTER = Kind("filter", Filter, "type", frozenset({"filter_rollout"}))

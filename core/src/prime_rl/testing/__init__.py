@@ -13,3 +13,4 @@ from prime_rl.testing.rollouts import make_group as make_group
 from prime_rl.testing.rollouts import make_rollout as make_rollout
 from prime_rl.testing.rollouts import make_sample as make_sample
 from prime_rl.testing.scoring import score as score
+from prime_rl.testing.scoring import score_batch as score_batch

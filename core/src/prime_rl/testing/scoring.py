@@ -25,7 +25,14 @@ Streams = list[dict[str, StreamColumn]]
 
 def score(algorithm: Algorithm, group: Group, *plugins: object, host: Host | None = None) -> None:
     """Run every scoring hook as the orchestrator does, wrappers of ``plugins`` included."""
-    asyncio.run(score_async(algorithm, [group], plugins, host or FakeHost()))
+    score_batch(algorithm, [group], *plugins, host=host)
+
+
+def score_batch(
+    algorithm: Algorithm, groups: Sequence[Group], *plugins: object, host: Host | None = None
+) -> None:
+    """Run every scoring hook for the groups of one batch, as ``score`` does for one group."""
+    asyncio.run(score_async(algorithm, groups, plugins, host or FakeHost()))
 
 
 async def score_async(
@@ -36,7 +43,7 @@ async def score_async(
     *,
     at_once: bool = False,
 ) -> None:
-    """Set up, score the groups one after the other or all ``at_once``, close."""
+    """Set up, score the groups one after the other or all ``at_once``, then as a batch; close."""
     hooks = scope(host.env, Hooks(), own=[*plugins, algorithm])
     await algorithm.setup(host)
     if at_once:
@@ -48,6 +55,7 @@ async def score_async(
             for rollout in group:
                 await score_rollout(hooks, rollout)
             await score_group(hooks, group)
+    await hooks.score_batch(list(groups))
     await algorithm.close()
 
 

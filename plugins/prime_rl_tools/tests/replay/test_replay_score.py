@@ -20,7 +20,7 @@ from prime_rl_tools.replay.host import NotRecorded, ReplayHost
 from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps, replay
 from prime_rl_tools.rollouts import read_step, step_files, write_rollouts
 
-ALL = ["centred", "counted", "taught", "hinted", "observing"]
+ALL = ["centred", "counted", "taught", "hinted", "observing", "whitened", "asking"]
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +146,26 @@ def test_rollouts_that_need_a_model_keep_their_saved_streams_and_are_counted(tmp
     assert all(change.num_from_file == change.num_rollouts for change in changes)
     assert all(change.frames_equal for change in changes)
     assert "keep their saved streams" in command(tmp_path / "run").output
+
+
+def test_a_batch_whose_credit_needs_a_model_keeps_its_saved_streams_as_a_whole(tmp_path):
+    make_run(tmp_path / "run", "asking")
+    found, changes = replayed(tmp_path / "run")
+    kept = [found.of(s) for step in found.steps for s in step.rollouts if s.dropped_by is None]
+    assert kept and all(pair.from_file for pair in kept)
+    assert [change.num_from_file for change in changes] == [change.num_kept for change in changes]
+    with pytest.raises(NotRecorded):
+        make_run(tmp_path / "other", "counted")
+        replayed(tmp_path / "other", "asking")
+
+
+def test_another_algorithm_compares_the_rollouts_of_each_batch(tmp_path):
+    make_run(tmp_path / "run", "centred")
+    found, changes = replayed(tmp_path / "run", "whitened")
+    for step in found.steps:
+        again = [found.of(s).again for s in step.rollouts if s.dropped_by is None]
+        assert sum(float(rollout.advantages[0]) for rollout in again) == pytest.approx(0, abs=1e-4)
+    assert all(change.num_changed for change in changes)
 
 
 def test_a_group_with_an_unsaved_sibling_keeps_its_streams(tmp_path):

@@ -1,6 +1,7 @@
 """Score saved rollouts again, in the order in which they were scored.
 
-    files of steps 1..N -> groups by place -> score_rollout, observation_weights, score_group, stamp
+    files of steps 1..N -> groups by place -> score_rollout, observation_weights, score_group
+                        -> what trained    -> score_batch, stamp
 
 Streams that an algorithm wrote are taken off first, and what a plugin made of the reward;
 ``ref_logprobs`` come from the file where it asks a model for them. Order matters to algorithms that
@@ -20,7 +21,7 @@ from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.orchestrator.scoring import FACTS, score_group, score_rollout, stamp
+from prime_rl.orchestrator.scoring import FACTS, score_batch, score_group, score_rollout, stamp
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
@@ -123,10 +124,17 @@ async def replay(config: RunConfig, steps: list[StoredStep], algorithms: Algorit
     for place in sorted(members):
         groups.setdefault(place[:2], []).append(members[place])
     scored: dict[Place, Scored] = {}
-    for group in groups.values():
-        env = group[0].rollout.env
-        may_copy = own.get(env) == algorithms[env]
-        scored |= {place_of(s.stored): s for s in await scorers[env].score(group, may_copy)}
+    for step in steps:
+        for key in sorted({place_of(stored)[:2] for stored in step.rollouts}):
+            if (group := groups.pop(key, None)) is not None:
+                env = group[0].rollout.env
+                may_copy = own.get(env) == algorithms[env]
+                scored |= {place_of(s.stored): s for s in await scorers[env].score(group, may_copy)}
+        for env, scorer in scorers.items():
+            kept = [s for s in step.rollouts if s.dropped_by is None and s.rollout.env == env]
+            batch = [scored[place_of(stored)] for stored in kept]
+            batch = await scorer.score_batch(batch, may_copy=own.get(env) == algorithms[env])
+            scored |= {place_of(s.stored): s for s in batch}
     for scorer in scorers.values():
         await scorer.algorithm.close()
     return Replayed(steps, scored)
@@ -160,16 +168,26 @@ class _EnvScorer:
         """``may_copy``: if scoring needs a model, or a sibling that is not saved, keep the saved
         streams."""
         if may_copy and len(group) < place_of(group[0])[3]:
-            copies = [Scored(each, as_saved(each.rollout), from_file=True) for each in group]
-            for copy in copies:
-                stamp(copy.again, self.algorithm.action_loss)
-            return copies
-        scored = [await self._one(stored, may_copy) for stored in group]
-        again = [each.again for each in scored]
-        await score_group(self.hooks, again)
-        for rollout in again:
-            stamp(rollout, self.algorithm.action_loss)
+            scored = [_copied(stored) for stored in group]
+        else:
+            scored = [await self._one(stored, may_copy) for stored in group]
+            await score_group(self.hooks, [each.again for each in scored])
+        for each in () if self.hooks.scores_batches else scored:
+            stamp(each.again, self.algorithm.action_loss)
         return scored
+
+    async def score_batch(self, batch: list[Scored], may_copy: bool) -> list[Scored]:
+        """The env's rollouts of a batch. All keep the saved streams if one does: what compares
+        rollouts needs every one of them."""
+        again = [each.again for each in batch]
+        if not (self.hooks.scores_batches and may_copy and any(each.from_file for each in batch)):
+            try:
+                await score_batch(self.hooks, again, self.algorithm.action_loss)
+                return batch
+            except NotRecorded:
+                if not may_copy:
+                    raise
+        return [_copied(each.stored) for each in batch]
 
     async def _one(self, stored: StoredRollout, may_copy: bool) -> Scored:
         again = unscored(stored.rollout)
@@ -179,8 +197,12 @@ class _EnvScorer:
         except NotRecorded:
             if not may_copy:
                 raise
-            return Scored(stored, as_saved(stored.rollout), from_file=True)
+            return _copied(stored)
         return Scored(stored, again, from_file=False)
+
+
+def _copied(stored: StoredRollout) -> Scored:
+    return Scored(stored, as_saved(stored.rollout), from_file=True)
 
 
 def unscored(rollout: Rollout) -> Rollout:
