@@ -58,3 +58,4 @@ from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample
 from prime_rl.rundir.chat_template import ChatTemplate as ChatTemplate
 from prime_rl.streams import LossComponent as LossComponent
+from prime_rl.turns import Turn as Turn

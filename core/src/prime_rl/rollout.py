@@ -30,9 +30,8 @@ from prime_rl.streams import (
     split_stream,
     trains,
 )
-
-ROLES = ("system", "user", "assistant", "tool")
-"""Message roles; a token's role is its index here, -1 if unknown."""
+from prime_rl.turns import ROLES as ROLES
+from prime_rl.turns import Turn, turns_of
 
 _DTYPES = {
     "token_ids": np.int32,
@@ -212,6 +211,12 @@ class Rollout:
                 if np.array_equal(columns[earlier][:length], shared):
                     yield later, earlier, length
                     break
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Every message, the env's too, in order of time; a repeated one is in its first sample
+        only. Without ``node_ids``, a turn ends where the role changes, and counts as its number."""
+        return turns_of(self)
 
     @property
     def sampled_paths(self) -> list[tuple[BoolColumn, FloatColumn]]:

@@ -1,13 +1,18 @@
 """From branches to samples: one sample per branch; a shared sampled token trains once."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl import StreamError
+from prime_rl import Rollout, StreamError, Turn
 from prime_rl.env.environment import BranchTokens, RolloutResult
+from prime_rl.env.traces import rewards_by_node
 from prime_rl.env.trajectory import build_rollout, build_samples
+from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
+from prime_rl.testing import make_rollout
 
 # A node is (id, role, tokens): sampled by the policy if its role is "assistant".
 Node = tuple[int, str, list[int]]
@@ -204,3 +209,80 @@ def test_tokens_of_an_earlier_sample_are_marked_as_repeated():
     assert samples[0].is_repeat is None
     assert samples[1].is_repeat.tolist() == [True, True, True, False, False]
     assert [sample.node_ids.tolist() for sample in samples] == [[0, 0, 1, 2, 3], [0, 0, 1, 4, 5]]
+
+
+# -- turns ----------------------------------------------------------------------------------
+
+
+def rollout_of(*branches: BranchTokens, rewards: dict[str, float] | None = None) -> Rollout:
+    result = RolloutResult(ok=True, branches=list(branches), info={"turn_rewards": rewards or {}})
+    return build_rollout(
+        result, env="e", example_id=0, group_id=0, policy_version=0, temperature=1.0
+    )
+
+
+def test_turns_are_spans_of_the_messages_with_their_own_rewards():
+    path = branch(user(0, 1, 2), says(1, 3), (2, "tool", [4]), says(3, 5, 6))
+    assert rollout_of(path, rewards={"1": 0.25, "3": -1.0}).turns == [
+        Turn(0, 0, 2, "user", None),
+        Turn(0, 2, 3, "assistant", 0.25),
+        Turn(0, 3, 4, "tool", None),
+        Turn(0, 4, 6, "assistant", -1.0),
+    ]
+
+
+def test_a_turn_that_two_samples_repeat_is_listed_once_and_all_are_in_order_of_time():
+    """The second agent's turns 3 and 4 lie between the first one's 2 and 5."""
+    shared = [user(0, 1), says(1, 2)]
+    first = branch(*shared, user(2, 3), user(5, 4), says(6, 5))
+    second = branch(*shared, user(3, 6), says(4, 7))
+    turns = rollout_of(first, second, rewards={str(node): float(node) for node in range(7)}).turns
+    assert [turn.reward for turn in turns] == [0, 1, 2, 3, 4, 5, 6]
+    assert [turn.sample for turn in turns] == [0, 0, 0, 1, 1, 0, 0]
+
+
+@given(trees())
+def test_every_token_that_is_no_repeat_is_in_exactly_one_turn(branches):
+    rollout = rollout_of(*branches)
+    counts = [np.zeros(len(sample), int) for sample in rollout.samples]
+    for turn in rollout.turns:
+        counts[turn.sample][turn.start : turn.end] += 1
+        nodes = rollout.samples[turn.sample].node_ids[turn.start : turn.end]
+        assert len(set(nodes.tolist())) == 1
+    for count, sample in zip(counts, rollout.samples, strict=True):
+        repeats = np.zeros(len(sample), bool) if sample.is_repeat is None else sample.is_repeat
+        np.testing.assert_array_equal(count, ~repeats)
+
+
+def test_without_node_ids_a_turn_ends_where_the_role_changes_and_rewards_go_by_number():
+    rollout = make_rollout(prompt=2, completion=3, tool=1)
+    rollout.info["turn_rewards"] = {"1": 0.5}
+    assert rollout.turns == [
+        Turn(0, 0, 2, "user", None), Turn(0, 2, 5, "assistant", 0.5), Turn(0, 5, 6, "tool", None)
+    ]  # fmt: skip
+    rollout.samples[0].roles = None
+    assert [(turn.start, turn.end, turn.role) for turn in rollout.turns] == [
+        *((0, 2, None), (2, 5, None), (5, 6, None))
+    ]
+
+
+def test_saved_rollouts_keep_the_rewards_of_turns(tmp_path):
+    rollout = rollout_of(branch(user(0, 1), says(1, 2)), rewards={"1": 1 / 3})
+    (tmp_path / "f").write_bytes(encode_rollouts(1, [(rollout, None)]))
+    ((again, _),) = decode_rollouts(tmp_path / "f")["rollouts"]
+    assert again.turns == rollout.turns and again.turns[1].reward == 1 / 3
+
+
+def trace_of(*sampled: bool) -> SimpleNamespace:
+    return SimpleNamespace(nodes=[SimpleNamespace(sampled=each) for each in sampled])
+
+
+def test_the_envs_rewards_go_to_the_nodes_of_the_replies():
+    trace = trace_of(False, True, False, True, True)
+    assert rewards_by_node(trace, [0.5, None, 2]) == {"1": 0.5, "4": 2.0}
+
+
+@pytest.mark.parametrize("rewards", [[0.5], [0.5, 1.0, 2.0], [0.5, float("nan")]])
+def test_rewards_of_turns_that_do_not_fit_are_refused(rewards):
+    with pytest.raises(StreamError, match=r"expected a list .* each of the 2 replies in trace"):
+        rewards_by_node(trace_of(True, False, True), rewards)

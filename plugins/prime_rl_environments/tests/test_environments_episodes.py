@@ -18,7 +18,7 @@ from prime_rl.env.environment import (
     RolloutResult,
     SamplingSettings,
 )
-from prime_rl.env.trajectory import build_samples
+from prime_rl.env.trajectory import build_rollout, build_samples
 from prime_rl.rollout import ROLES
 from prime_rl_environments.tasks import book_entry
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
@@ -85,6 +85,17 @@ async def test_a_wrong_try_gets_feedback_and_another_try(engine: Any, play: Play
     assert (result.reward, result.rewards) == (1.0, {"last_try": 1.0})
     assert result.metrics == {"first_try": 0.75, "exact": 1.0, "tries": 2.0}
     assert trained(result) == [[heard, word[::-1]]]  # one sample: the second try extends the first
+    rollout = build_rollout(
+        result, env="e", example_id=0, group_id=0, policy_version=0, temperature=1.0
+    )
+    assert [(turn.role, turn.reward) for turn in rollout.turns] == [
+        *(("user", None), ("assistant", 0.75), ("user", None), ("assistant", 1.0))
+    ]
+    ids = rollout.samples[0].token_ids
+    said_in = [TOKENIZER.decode(ids[turn.start : turn.end]) for turn in rollout.turns]
+    assert [text.split("\n")[-1] for text in said_in[1::2]] == [
+        *(f"{heard}<|im_end|>", f"{word[::-1]}<|im_end|>")
+    ]
 
 
 @pytest.mark.parametrize(("args", "tries"), [({}, 3), ({"tries": 1}, 1), ({"tries": 5}, 5)])

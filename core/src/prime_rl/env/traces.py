@@ -6,9 +6,12 @@ Reads attributes of verifiers' objects and does not import it at run time.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
+from prime_rl.errors import StreamError
+from prime_rl.turns import TURN_REWARDS
 
 if TYPE_CHECKING:
     from verifiers.v1 import Episode, Trace
@@ -66,6 +69,8 @@ def result_of(
     """The result of one trace; a failed one carries no tokens."""
     info = dict(trace.info)
     versions = info.pop(VERSIONS_KEY, None)
+    if failure is None and TURN_REWARDS in info:
+        info[TURN_REWARDS] = rewards_by_node(trace, info[TURN_REWARDS])
     index = {id(node): position for position, node in enumerate(trace.nodes)}
     return RolloutResult(
         ok=failure is None,
@@ -124,6 +129,18 @@ def node_versions(mask: list[bool], spans: Any) -> list[int]:
         for position in range(first + start, min(first + end, len(mask))):
             column[position] = version
     return column
+
+
+def rewards_by_node(trace: Trace, rewards: list[float | None]) -> dict[str, float]:
+    """Rewards of turns, by the node of each. Raises ``StreamError`` unless there is a finite number
+    or None for each turn."""
+    turns = [str(position) for position, node in enumerate(trace.nodes) if node.sampled]
+    if len(rewards) != len(turns) or not all(r is None or isfinite(r) for r in rewards):
+        raise StreamError(
+            f"trace.info[{TURN_REWARDS!r}]: got {rewards}, expected a list with a finite number or "
+            f"None for each of the {len(turns)} replies in trace.assistant_messages"
+        )
+    return {n: float(r) for n, r in zip(turns, rewards, strict=True) if r is not None}
 
 
 def usage_of(trace: Trace) -> tuple[int, int]:

@@ -7,8 +7,7 @@
     sampler    ``sampler.next_example`` picks an example; ``dispatcher`` opens a group for it
     rollout    ``env`` runs the episode against an engine and cuts its trajectory into samples
     algorithm  ``scoring``: score_rollout for each rollout, score_group for each complete group
-    filters    ``buffer``: pre- and post-batch slots, staleness, back-fill; then ``scoring``:
-               score_batch for the survivors of each env
+    filters    ``buffer``: pre- and post-batch slots, staleness, back-fill; then ``score_batch``
     packer     ``packer``: samples end to end in rows; ``balance``: rows spread over the ranks
     wire       ``prime_rl.wire``: binary columns to the trainer
     trainer    other processes; they know no algorithm

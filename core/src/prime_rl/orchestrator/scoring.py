@@ -3,14 +3,15 @@
 score_rollout, observation_weights    when a rollout arrives
 score_group                           when its group is complete
 score_batch                           when the batch is full, for an env with a plugin that has it
-stamp                                 routes the sampled tokens to the algorithm's component, after
-                                      the last of these
+stamp                                 then routes the sampled tokens to the algorithm's component
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -71,19 +72,18 @@ async def score_group(hooks: Hooks, group: Group) -> None:
 
 
 async def score_batch(
-    hooks: Hooks, rollouts: Sequence[Rollout], action_loss: LossComponent
+    hooks: Hooks,
+    rollouts: Sequence[Rollout],
+    action_loss: LossComponent,
+    losses: Components | None = None,
 ) -> None:
-    """Score one env's rollouts of a full batch, then stamp them. Those that are frozen have their
-    credit: no plugin of the env had ``score_batch`` when they were scored."""
-    groups: dict[int, list[Rollout]] = {}
-    for rollout in sorted(rollouts, key=lambda rollout: rollout.group_id):
-        if not rollout.frozen:
-            groups.setdefault(rollout.group_id, []).append(rollout)
-    if groups:
-        await hooks.score_batch(list(groups.values()))
-    for group in groups.values():
-        for rollout in group:
-            stamp(rollout, action_loss)
+    """Score and stamp one env's rollouts of a batch, except what was stamped with its group."""
+    of = attrgetter("group_id")
+    waiting = sorted((rollout for rollout in rollouts if not rollout.frozen), key=of)
+    if waiting:
+        await hooks.score_batch([list(group) for _, group in groupby(waiting, of)])
+    for rollout in waiting:
+        stamp(rollout, action_loss, losses)
 
 
 def _check_reward(rollout: Rollout, way_out: str) -> None:

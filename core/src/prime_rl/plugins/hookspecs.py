@@ -186,12 +186,11 @@ async def score_group(group: Group) -> None:
 
 @hookspec
 async def score_batch(groups: Sequence[Group]) -> None:
-    """Score a whole batch: credit that compares groups, such as whitening.
+    """Score the env's part of a batch, after the post-batch filters: whitening, for example.
 
-    Runs once for every batch with rollouts of the env, after the post-batch filters and before the
-    batch is packed. ``groups`` are this env's, in the order of ``group_id``, each with the rollouts
-    that train in this batch: others were dropped, or train in another batch. The streams of an env
-    freeze after it, so the filters see what ``score_rollout`` and ``score_group`` wrote.
+    Runs once per batch. ``groups`` are in the order of ``group_id``, each with the rollouts that
+    train in this batch: others were dropped, or train in another. Filters run before it, so they
+    see the streams of ``score_group``.
     """
 
 

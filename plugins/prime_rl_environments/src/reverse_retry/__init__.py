@@ -5,8 +5,8 @@
 
 The environment is the user. After a wrong try it repeats the answer with ``?`` for every letter
 that the try got wrong (``tasks.feedback``), up to ``tries`` tries. The reward is the positional
-score of the last try. Metrics: ``exact``, ``first_try`` (its score), ``tries``. The policy can
-learn to keep the confirmed letters and change the others.
+score of the last try; that of each try is the reward of its turn. Metrics: ``exact``, ``first_try``
+(its score), ``tries``. The policy can learn to keep the confirmed letters and change the others.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class ReverseRetryTask(vf.Task[ReverseRetryData]):
 
     @vf.reward
     async def last_try(self, trace: vf.Trace) -> float:
+        tries = [str(message.content or "").strip() for message in trace.assistant_messages]
+        trace.info["turn_rewards"] = [position_score(word, self.data.answer) for word in tries]
         return position_score(trace.last_reply, self.data.answer)
 
     @vf.metric
