@@ -155,24 +155,25 @@ class Halves:
             rollout.assign_advantages(rollout.advantages / 2)
 
 
-def test_score_batch_gets_groups_in_order_runs_in_its_wrapper_and_then_streams_freeze():
+def test_score_batch_gets_groups_in_order_and_runs_in_its_wrapper():
     hooks, events = Hooks(), []
     assert not hooks.scores_batches
     hooks.register(Batch(events))
     hooks.register(Halves(events))
     assert hooks.scores_batches
     rollouts = [make_rollout(reward, group_id=group) for reward, group in ((1, 7), (2, 3), (3, 7))]
-    asyncio.run(score_batch(hooks, rollouts, "rl"))
+    scored = asyncio.run(score_batch(hooks, rollouts))
     assert events == ["before", [[2], [1, 3]], "after"]
-    assert all(rollout.frozen and set(rollout.advantages) == {1.0} for rollout in rollouts)
+    assert [rollout.reward for rollout in scored] == [2, 1, 3]
+    assert all(set(rollout.advantages) == {1.0} for rollout in rollouts)
 
 
 def test_score_batch_leaves_what_is_frozen_alone_and_is_not_called_without_groups():
     hooks, events, frozen = Hooks(), [], credited()
     hooks.register(Batch(events))
     stamp(frozen, "rl")
-    asyncio.run(score_batch(hooks, [frozen], "rl"))
-    asyncio.run(score_batch(hooks, [], "rl"))
+    assert asyncio.run(score_batch(hooks, [frozen])) == []
+    assert asyncio.run(score_batch(hooks, [])) == []
     assert events == [] and set(frozen.advantages) == {0.5}
 
 

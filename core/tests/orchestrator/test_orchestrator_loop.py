@@ -170,6 +170,7 @@ class Diary(Observer):
         self.lines.append(f"stopping {last}")
 
     async def batch_taken(self, batch: Batch) -> None:
+        assert all(rollout.frozen for rollout in batch.kept)
         self.lines.append(f"taken {batch.step}")
 
     async def batch_leaves(self, step: int) -> None:

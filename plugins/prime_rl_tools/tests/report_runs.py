@@ -234,7 +234,8 @@ async def _run(
             for rollout in () if hooks.scores_batches else group:
                 stamp(rollout, algorithm.action_loss)
             assembler.add(group)
-        await score_batch(hooks, assembler.batch.kept, algorithm.action_loss)
+        for rollout in await score_batch(hooks, assembler.batch.kept):
+            stamp(rollout, algorithm.action_loss)
         batch = assembler.take()
         frames = Packer(config, 1, Hooks(), installed_losses()).pack(batch)
         store.write(batch.step, batch.seen, batch.dropped, frames)

@@ -91,7 +91,8 @@ class Sampling(Observer):
         self.is_scoring = True
         for env in self.envs:
             own = [rollout for rollout in self.buffer.batch.kept if rollout.env == env.name]
-            await score_batch(env.hooks, own, env.algorithm.action_loss, self.context.losses)
+            for rollout in await score_batch(env.hooks, own):
+                stamp(rollout, env.algorithm.action_loss, self.context.losses)
         self.is_scoring = False
 
     def _next_group(self) -> tuple[TrainEnv, int]:

@@ -71,19 +71,14 @@ async def score_group(hooks: Hooks, group: Group) -> None:
     await hooks.score_group(group)
 
 
-async def score_batch(
-    hooks: Hooks,
-    rollouts: Sequence[Rollout],
-    action_loss: LossComponent,
-    losses: Components | None = None,
-) -> None:
-    """Score and stamp one env's rollouts of a batch, except what was stamped with its group."""
+async def score_batch(hooks: Hooks, rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """Score one env's rollouts of a batch, except what was stamped with its group. Returns what it
+    scored, to be stamped."""
     of = attrgetter("group_id")
     waiting = sorted((rollout for rollout in rollouts if not rollout.frozen), key=of)
     if waiting:
         await hooks.score_batch([list(group) for _, group in groupby(waiting, of)])
-    for rollout in waiting:
-        stamp(rollout, action_loss, losses)
+    return waiting
 
 
 def _check_reward(rollout: Rollout, way_out: str) -> None:

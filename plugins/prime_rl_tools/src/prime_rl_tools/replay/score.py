@@ -182,7 +182,8 @@ class _EnvScorer:
         again = [each.again for each in batch]
         if not (self.hooks.scores_batches and may_copy and any(each.from_file for each in batch)):
             try:
-                await score_batch(self.hooks, again, self.algorithm.action_loss)
+                for rollout in await score_batch(self.hooks, again):
+                    stamp(rollout, self.algorithm.action_loss)
                 return batch
             except NotRecorded:
                 if not may_copy:
