@@ -291,8 +291,8 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
     without = {"plugins": {"disabled": ["evals", "tools"]}, "view": {"type": "lines"}}
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
-        "orchestrator.eval.env: no installed observer reads it (installed: engine_metrics). "
-        "Install the package that brings one: pip install prime-rl-evals"
+        "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
+        "engine_metrics). Install the package that brings one: pip install prime-rl-evals"
     )
     message = refusal({"save_rollouts": True}, **without)
     assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")

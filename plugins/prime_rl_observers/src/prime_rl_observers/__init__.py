@@ -1,4 +1,7 @@
-"""What watches the trainer: token export, MFU, disk space, reports of bad and of slow steps."""
+"""What watches the trainer: token export, MFU, disk space, reports of bad and of slow steps.
+
+``batches.py`` watches the orchestrator.
+"""
 
 from __future__ import annotations
 
