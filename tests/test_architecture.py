@@ -55,8 +55,9 @@ HAS_TRANSPORT = {"prime_rl_broadcast"}
 FOR_THE_TRAINER = {
     *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
     *("prime_rl.wire.micro_batch", "prime_rl.plugins.components"),
+    *("prime_rl.env.traces", "prime_rl.orchestrator.buffer"),
 }
-"""Further modules and folders for a part of the trainer that is released with core."""
+"""Further modules and folders for observers and tunings that are released with core."""
 
 OF_THE_TRAINER = {"prime_rl_lora", "prime_rl_observers"}
 

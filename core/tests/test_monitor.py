@@ -1,7 +1,6 @@
 """The monitors: file, console, and those in the background."""
 
 import json
-import logging
 import threading
 from pathlib import Path
 from resource import RLIMIT_FSIZE, getrlimit, setrlimit
@@ -12,7 +11,6 @@ from waiting import LIMIT
 from prime_rl import Monitor, PluginConfig
 from prime_rl.defaults import FileMonitor
 from prime_rl.monitor.background import MAX_WAITING_ROLLOUTS, Background, in_background
-from prime_rl.orchestrator.reporter import Console
 from prime_rl.testing import make_rollout
 
 
@@ -63,30 +61,6 @@ def test_a_line_that_a_full_disk_tears_is_removed(tmp_path):
     monitor.log(3, {})
     monitor.close()
     assert [row["step"] for row in lines(tmp_path)] == [1, 3]
-
-
-def test_the_console_line(caplog):
-    name = "train/agg/all"
-    metrics = {"time/step": 0.714, f"{name}/reward/mean": 0.612, f"{name}/num_turns/mean": 1.5,
-               f"{name}/num_branches/mean": 1.25, "off_policy/max": 2.0, "batch/agg/seen": 16.0,
-               "batch/agg/trainable": 12.0, f"{name}/has_error/mean": 0.0625,
-               f"{name}/is_truncated/mean": 0.5, "train/a/all/reward/mean": 0.25,
-               "batch/a/seen": 4.0, "batch/a/trainable": 4.0}  # fmt: skip
-    with caplog.at_level(logging.INFO):
-        Console(180).step(3, metrics, ["a"])
-        Console(180).step(3, metrics, ["a", "b"])
-    line = (
-        "Step 3/180 | 0.71s | Reward 0.6120 | Trainable 12/16 (75.0%) | Turns 1.5 | Branches 1.2 | "
-        "Max Off-Policy 2 | Error 6.2% | Cancelled 0.0% | Truncation 50.0%"
-    )
-    assert caplog.messages == [
-        line,
-        line,
-        "  |-- a | Reward 0.2500 | Trainable 4/4 (100.0%) | Turns 0.0 | Branches 0.0 | Error 0.0% "
-        "| Truncation 0.0%",
-        "  |-- b | Reward nan | Trainable 0/0 (0.0%) | Turns 0.0 | Branches 0.0 | Error 0.0% | "
-        "Truncation 0.0%",
-    ]
 
 
 # -- monitors that are slow, or broken ------------------------------------------------------

@@ -25,8 +25,8 @@ GOLDEN = Path(__file__).with_name("contract.txt")
 WAY_OUT = f"""
 The public contract differs from {GOLDEN.name}. Lines with + alone are additions (a new hook, an
 optional argument of a hook, a field with a default): rewrite the file and note it in the
-CHANGELOG. A line with - is a plugin that stops working: deprecate first (prime_rl.plugins.
-deprecation), remove with the next CONTRACT_VERSION. To write the file:
+CHANGELOG. A line with - is a plugin that stops working: deprecate first
+(prime_rl.plugins.checks.DEPRECATED), remove with the next CONTRACT_VERSION. To write the file:
 
     python core/tests/contract/test_contract_signatures.py
 """

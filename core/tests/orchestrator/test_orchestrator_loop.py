@@ -231,15 +231,14 @@ class World:
         buffer = Buffer(
             batch_size=4, max_off_policy_steps=0, pre=slots[0], post=slots[1], max_empty_batches=9
         )
-        reporter = Reporter(hooks, [], STEPS)
+        reporter = Reporter(hooks, [])
         self.sampling = Sampling(
             self.context,
             self.engines,
             [env],
             sampler,
             buffer,
-            reporter,  # type: ignore[list-item]
-            [self.diary],
+            [self.diary],  # type: ignore[list-item]
         )
         observers = [self.diary, reporter, self.sampling]
         weights = WeightWatcher(

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from prime_rl import Monitor, PluginConfig, hookimpl
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.reporter import Reporter
@@ -33,45 +31,27 @@ class Inline(Monitor):
 
 def test_rollouts_are_logged_to_a_monitor_that_wants_them():
     monitor = Inline()
-    reporter = Reporter(Hooks(), [monitor], 9)
+    reporter = Reporter(Hooks(), [monitor])
     for step in (1, 2, 3, 4):
         reporter.batch_sent(Batch(step))
     assert [step for step, _, _ in monitor.tables] == [2, 4]
 
 
-def test_the_metrics_of_a_step_of_two_envs():
+def test_the_metrics_of_a_step_are_its_own_and_those_of_its_sources():
     monitor = Inline()
-    reporter = Reporter(Hooks(), [monitor], 9)
-    a = [make_rollout(reward, env="a", group_id=0) for reward in (1.0, 0.0)]
-    b = [make_rollout(reward, env="b", group_id=1) for reward in (1.0, 1.0)]
-    for rollout in a:
-        rollout.policy_version = 1
-    for rollout in b:
-        rollout.policy_version = 2
-    reporter.group_scored(a, version=2)  # version 2 came while it was sampled
-    reporter.group_scored(b, version=2)
-    batch = Batch(4, kept=[*a, b[0]], seen=[*a, *b], dropped={id(b[1]): "post_batch_filters"})
+    reporter = Reporter(Hooks(), [monitor])
+    rollouts = [make_rollout(1.0), make_rollout(0.0)]
     reporter.sources.append(lambda: {"more": 1.0})
-    reporter.batch_sent(batch)
-    last = monitor.last
-    assert monitor.steps == [4] and last["more"] == 1.0
-    # batch 4 trains version 3: a is 2 behind, one of them in flight; b is 1 behind, in the queue
-    assert last["off_policy/mean"] == pytest.approx(5 / 3)
-    assert last["off_policy/in_flight/mean"] == pytest.approx(2 / 3)
-    assert last["off_policy/in_queue/mean"] == 1.0
-    assert last["off_policy/behind/2"] == pytest.approx(2 / 3)
-    assert last["train/a/effective/solved_some"] == last["train/b/effective/solved_all"] == 1.0
-    assert last["train/agg/effective/solved_all"] == 0.5
-    assert last["train/a/all/solved_some"] == 1.0 and last["train/b/all/solved_all"] == 1.0
-    assert last["train/b/all/reward/mean"] == 1.0 and last["batch/b"] == pytest.approx(1 / 3)
-    assert (last["batch/b/seen"], last["batch/b/trainable"]) == (2.0, 1.0)
-    assert last["train/agg/all/is_completed/mean"] == 1.0
-    assert monitor.tables == [(4, 4, [None, None, None, "post_batch_filters"])]
+    batch = Batch(4, kept=rollouts[:1], seen=rollouts, dropped={id(rollouts[1]): "a filter"})
+    reporter.batch_sent(batch, [b"abc", b"de"])
+    assert monitor.last.keys() == {"progress/seconds", "time/step", "wire/bytes", "more"}
+    assert monitor.steps == [4] and monitor.last["wire/bytes"] == 5.0
+    assert monitor.tables == [(4, 2, [None, "a filter"])]
 
 
 def test_the_trainers_times_have_names_of_their_own():
     monitor = Inline()
-    reporter = Reporter(Hooks(), [monitor], 9)
+    reporter = Reporter(Hooks(), [monitor])
     reporter.step_trained(3, {"time/step": 2.0, "time/wait_for_batch": 0.5, "loss/mean": 0.1})
     assert monitor.last == {
         "time/trainer/step": 2.0,
@@ -95,7 +75,7 @@ def test_the_hooks_of_a_step_are_called():
 
     hooks = Hooks()
     hooks.register(Plugin(), "x")
-    reporter = Reporter(hooks, [], 9)
+    reporter = Reporter(hooks, [])
     reporter.step_trained(3, {"time/step": 2.0})
     reporter.version_served(3)
     assert Plugin.calls == [(3, {"time/step": 2.0}), 3]

@@ -155,7 +155,7 @@ def test_filters_by_slot():
         ({"trainer": {"optm": {}}}, "trainer.optm: unknown key; did you mean 'optim'?"),
         ({"trainer": {"token_exprot": {}}},
          "trainer.token_exprot: no installed plugin offers the trainer_observer 'token_exprot' "
-         "(installed: bad_steps, device_usage, disk, slow_steps, token_export). Did you mean"),
+         "(installed: bad_steps, console, device_usage, disk, slow_steps, token_export). Did you"),
         ({"trainer": {"token_export": {"zz": 1}}},
          "trainer.token_export (trainer_observer 'token_export').zz: unknown key"),
         ({"trainer": {"token_export": {"enabled": True}},
@@ -165,7 +165,7 @@ def test_filters_by_slot():
         ({"trainer": {"lora": {"zz": 1}}}, "trainer.lora (tuning 'lora').zz: unknown key"),
         ({"trainer": {"lora": {}}, "plugins": {"disabled": ["lora"]}},
          "trainer.lora: no installed plugin offers the tuning 'lora' (installed: bad_steps, "
-         "device_usage, disk, slow_steps, token_export). Install the package"),
+         "console, device_usage, disk, slow_steps, token_export). Install the package"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
         ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),
@@ -291,8 +291,8 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
     without = {"plugins": {"disabled": ["evals", "tools"]}, "view": {"type": "lines"}}
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
-        "orchestrator.eval.env: no installed observer reads it (installed: engine_metrics). "
-        "Install the package that brings one: pip install prime-rl-evals"
+        "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
+        "engine_metrics). Install the package that brings one: pip install prime-rl-evals"
     )
     message = refusal({"save_rollouts": True}, **without)
     assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")

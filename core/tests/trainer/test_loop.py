@@ -125,7 +125,9 @@ def test_losses_and_observers_log_metrics_of_the_step(
 ) -> None:
     config = TrainerConfig.model_validate({"device": "cpu"})
     observers = [Tokens(PluginConfig())]
-    trainer = Trainer(make_model(), Logs(PluginConfig()), config, 20, observers)
+    trainer = Trainer(
+        make_model(), installed_losses().with_rl(Logs(PluginConfig())), config, 20, observers
+    )
     rows = [
         pack(random_documents([9, 6]), advantages=[1.0] * 9 + [4.0] * 6),
         pack(random_documents([3]), advantages=[2.0] * 3),

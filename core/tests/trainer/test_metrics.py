@@ -26,7 +26,7 @@ from prime_rl import (
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.metrics import running
 from prime_rl.trainer.loss import Counts, count_members, row_loss
-from prime_rl.trainer.metrics import StepMetrics, console_line, statistics
+from prime_rl.trainer.metrics import StepMetrics, statistics
 from prime_rl.trainer.packed_row import make_row, ratio_tokens
 from prime_rl.wire import MicroBatch
 
@@ -214,24 +214,6 @@ def test_statistics_of_what_is_not_finite_are_not_finite_and_of_nothing_are_none
     assert found["x/max"] == found["x/mean"] == math.inf
     assert (found["x/min"], found["x/median"]) == (1.0, 2.0)
     assert math.isnan(statistics(np.array([1.0, math.nan]), "x")["x/median"])
-
-
-def test_the_console_line() -> None:
-    metrics = {
-        "time/step": 9.512, "loss/mean": -0.0123, "entropy/all/mean": 0.5,
-        "mismatch_kl/all/mean": 1.2e-4, "optim/grad_norm": 0.25, "optim/lr": 1e-6,
-        "perf/throughput": 1234.4, "perf/peak_memory": 3.21,
-    }  # fmt: skip
-    line = (
-        "Step 3/20 | 9.51s | Loss -0.0123 | Entropy 0.5000 | Mismatch KL 1.20e-04 | Grad. Norm "
-        "0.2500 | LR 1.00e-06 | Throughput 1234 tokens/s | "
-    )
-    assert console_line(3, 20, metrics) == line + "Peak Mem. 3.2 GiB"
-    known = {name: value for name, value in metrics.items() if name != "perf/peak_memory"}
-    assert f"{console_line(3, 20, known)} | " == line
-    assert console_line(3, 20, metrics | {"perf/mfu": 41.5}) == (
-        line + "MFU 41.5% | Peak Mem. 3.2 GiB"
-    )
 
 
 if __name__ == "__main__":

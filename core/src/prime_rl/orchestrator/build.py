@@ -67,12 +67,12 @@ def build_orchestrator(
 ) -> Orchestrator:
     """The loop with its observers, in the order in which they are called."""
     run, engines = shared.run, shared.engines
-    reporter = Reporter(run.hooks, monitors, run.config.max_steps)
+    reporter = Reporter(run.hooks, monitors)
     sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run, envs)
     environment = partial(_environment, shared)
     host = ObserverHost(shared, reporter.log, lambda: sampling.num_inflight, environment)
     installed = build_observers(run, host)
-    sampling = Sampling(run, engines, envs, sampler, buffer, reporter, installed)
+    sampling = Sampling(run, engines, envs, sampler, buffer, installed)
     checkpointing = Checkpointing(run, sampler, envs, sampling.dispatcher, buffer)
     observers: list[Observer] = [
         reporter,

@@ -1,131 +1,50 @@
-"""What the orchestrator reports: metrics of a step, failures by name, hooks that observe a run."""
+"""What the orchestrator reports: metrics of a step to the monitors, hooks that observe a run."""
 
 from __future__ import annotations
 
-import logging
-import math
 import re
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
-from prime_rl.env.episode import RolloutResult
-from prime_rl.env.traces import timing_of
 from prime_rl.monitor.background import Failures
-from prime_rl.monitor.metrics import (
-    Progress,
-    batch_metrics,
-    off_policy_metrics,
-    outcome_metrics,
-    rollout_metrics,
-    solved_metrics,
-    timing_metrics,
-)
 from prime_rl.orchestrator.buffer import Batch
-from prime_rl.orchestrator.dispatcher import OpenGroup
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.metrics import logged_metrics, take_logged, weighted_means
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.observer import Observer
-from prime_rl.rollout import Group, Rollout
-
-log = logging.getLogger(__name__)
-
-SAMPLED = ("policy", "frozen")
-"""Sources whose rollouts were sampled in this run, so that their timing means something."""
-
-
-@dataclass
-class SinceLastStep:
-    """What happened since the last batch was sent."""
-
-    started: float = field(default_factory=time.perf_counter)
-    rewards: list[tuple[str, list[float]]] = field(default_factory=list)
-    """Env and rewards of each scored group."""
-    ended: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """How rollouts ended, by env: ``finished``, ``error/<class>``."""
-    timings: list[tuple[str, dict[str, float]]] = field(default_factory=list)
-    """Env and seconds by stage of each sampled rollout."""
-    cancelled: Counter[str] = field(default_factory=Counter)
-    """Rollouts voided in flight, by env, because new weights made them too old."""
 
 
 class Reporter(Observer):
     """Collects the metrics of each step for the monitors, and calls the hooks of each step."""
 
-    def __init__(self, hooks: Hooks, monitors: Sequence[Monitor], max_steps: int) -> None:
+    def __init__(self, hooks: Hooks, monitors: Sequence[Monitor]) -> None:
         self.sources: list[Callable[[], Mapping[str, float]]] = []
         """Functions that return what other pieces measured since the last step."""
         self._hooks, self._monitors = hooks, monitors
-        self._console = Console(max_steps)
-        self._started = time.perf_counter()
-        self._progress = Progress()
-        self._arrived: dict[int, int] = {}
+        self._started = self._last = time.perf_counter()
         self._failures = Failures()
-        self.recent = SinceLastStep()
 
     async def before_training(self) -> None:
         """Start the clock: no engine is waited for any more."""
-        self._started = self.recent.started = time.perf_counter()
-
-    def group_scored(self, group: Group, version: int) -> None:
-        """Count it in the statistics, unless no live policy sampled it."""
-        if not all(rollout.is_live for rollout in group):
-            return
-        env = group[0].env
-        self.recent.rewards.append((env, [rollout.reward for rollout in group]))
-        self.recent.ended[env]["finished"] += len(group)
-        self._arrived |= {id(rollout): version for rollout in group}
-        self.recent.timings += _timings(group)
-
-    def rollout_failed(self, group: OpenGroup, result: RolloutResult) -> None:
-        """A member of a group failed."""
-        env, kind = group.env.name, result.error_type or "unknown"
-        self.recent.ended[env][f"error/{kind}"] += 1
-        log.warning(
-            "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
-            *(env, group.example_id, group.group_id, kind, result.error),
-        )
+        self._started = self._last = time.perf_counter()
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes] = ()) -> None:
         """Log the metrics of a batch."""
-        recent, now = self.recent, time.perf_counter()
-        live = [rollout for rollout in batch.kept if rollout.is_live]
-        staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
-        arrived = [self._arrived.get(id(rollout)) for rollout in live]
-        in_flight = [
-            None if version is None else version - rollout.policy_version
-            for version, rollout in zip(arrived, live, strict=True)
-        ]
-        for rollout in batch.seen:
-            self._arrived.pop(id(rollout), None)
+        now = time.perf_counter()
         metrics = {
-            **rollout_metrics(batch.seen, "all"),
-            **rollout_metrics(batch.kept, "effective"),
-            **solved_metrics(recent.rewards),
-            **solved_metrics(_groups(live), "effective"),
-            **outcome_metrics(recent.ended, recent.cancelled),
-            **timing_metrics(recent.timings),
-            **timing_metrics(_timings(batch.kept), "effective"),
-            **off_policy_metrics(staleness, in_flight),
-            **batch_metrics(batch.seen, batch.kept),
-            "off_policy/dropped": float(recent.cancelled.total() + batch.num_stale),
-            **self._progress.step(batch.seen),
             "progress/seconds": now - self._started,
-            "time/step": now - recent.started,
+            "time/step": now - self._last,
             "wire/bytes": float(sum(map(len, frames))),
             **weighted_means(take_logged()),
         }
         for source in self.sources:
             metrics |= source()
         self.log(batch.step, metrics)
-        self._console.step(batch.step, metrics, sorted({rollout.env for rollout in batch.seen}))
         for monitor in self._monitors:
             call = partial(_log_rollouts, monitor, batch)
             self._failures.guard(monitor.name, f"rollouts of step {batch.step}", call)
-        self.recent = SinceLastStep()
+        self._last = time.perf_counter()
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the trainer's metrics, its ``time/...`` as ``time/trainer/...``."""
@@ -146,65 +65,7 @@ class Reporter(Observer):
             self._failures.guard(monitor.name, f"step {step}", call)
 
 
-def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:
-    """Env and seconds by stage of those that this attempt at the run sampled."""
-    sampled = (r for r in rollouts if r.trace is not None and r.source in SAMPLED)
-    return [(rollout.env, timing_of(rollout.trace)) for rollout in sampled]
-
-
-def _groups(rollouts: Sequence[Rollout]) -> list[tuple[str, list[float]]]:
-    """Env and rewards of each group, as far as they are among ``rollouts``."""
-    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        groups[rollout.env, rollout.group_id].append(rollout.reward)
-    return [(env, rewards) for (env, _), rewards in groups.items()]
-
-
 def _log_rollouts(monitor: Monitor, batch: Batch) -> None:
     if monitor.wants_rollouts(batch.step):
         dropped = [batch.dropped.get(id(rollout)) for rollout in batch.seen]
         monitor.log_rollouts(batch.step, batch.seen, dropped)
-
-
-class Console:
-    """Writes ``Step 3/180 | 0.71s | Reward 0.6120 | ...`` to the log."""
-
-    def __init__(self, max_steps: int) -> None:
-        self._max_steps = max_steps
-
-    def step(self, step: int, metrics: Mapping[str, float], envs: Sequence[str] = ()) -> None:
-        """Log one finished batch; several envs get a line each."""
-        log.info(
-            "Step %d/%d | %.2fs | %s | Max Off-Policy %.0f | %s",
-            step,
-            self._max_steps,
-            metrics.get("time/step", 0.0),
-            _credit("agg", metrics),
-            metrics.get("off_policy/max", 0.0),
-            _endings("agg", metrics, "has_error", "cancelled", "is_truncated"),
-        )
-        if len(envs) > 1:
-            for env in envs:
-                endings = _endings(env, metrics, "has_error", "is_truncated")
-                log.info("  |-- %s | %s | %s", env, _credit(env, metrics), endings)
-
-
-LABELS = {"has_error": "Error", "cancelled": "Cancelled", "is_truncated": "Truncation"}
-
-
-def _credit(env: str, metrics: Mapping[str, float]) -> str:
-    name = f"train/{env}/all"
-    seen, kept = (metrics.get(f"batch/{env}/{key}", 0.0) for key in ("seen", "trainable"))
-    share = 100 * kept / seen if seen else 0.0
-    return (
-        f"Reward {metrics.get(f'{name}/reward/mean', math.nan):.4f} | "
-        f"Trainable {kept:.0f}/{seen:.0f} ({share:.1f}%) | "
-        f"Turns {metrics.get(f'{name}/num_turns/mean', 0.0):.1f} | "
-        f"Branches {metrics.get(f'{name}/num_branches/mean', 0.0):.1f}"
-    )
-
-
-def _endings(env: str, metrics: Mapping[str, float], *keys: str) -> str:
-    """Fractions of rollouts, in percent."""
-    shares = {key: 100 * metrics.get(f"train/{env}/all/{key}/mean", 0.0) for key in keys}
-    return " | ".join(f"{LABELS[key]} {share:.1f}%" for key, share in shares.items())

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
-from prime_rl.monitor.metrics import mean_and_max
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
-from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler
 from prime_rl.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Sampling(Observer):
@@ -33,12 +35,11 @@ class Sampling(Observer):
         envs: Sequence[TrainEnv],
         sampler: Sampler,
         buffer: Buffer,
-        reporter: Reporter,
         installed: Sequence[Observer] = (),
     ) -> None:
         """``installed``: observers that plugins brought."""
         self.context, self.engines, self.envs = run, engines, envs
-        self.sampler, self.buffer, self.reporter = sampler, buffer, reporter
+        self.sampler, self.buffer = sampler, buffer
         self._installed = installed
         self.is_scoring = False
         """An algorithm is scoring a group or a batch: it may wait for a teacher."""
@@ -74,7 +75,7 @@ class Sampling(Observer):
             self.is_scoring = True
             await score_group(env.hooks, rollouts)
             self.is_scoring = False
-            for observer in (self.reporter, *self._installed):
+            for observer in self._installed:
                 observer.group_scored(rollouts, self.engines.policy.version)
             self.sampler.observe(rollouts)
             for rollout in () if env.hooks.scores_batches else rollouts:
@@ -108,7 +109,13 @@ class Sampling(Observer):
         try:
             rollouts = await group.env.source.produce(request)
         except RolloutFailed as failure:
-            self.reporter.rollout_failed(group, failure.result)
+            env, kind = group.env.name, failure.result.error_type or "unknown"
+            log.warning(
+                "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
+                *(env, group.example_id, group.group_id, kind, failure.result.error),
+            )
+            for observer in self._installed:
+                observer.rollouts_lost(env, f"error/{kind}", 1)
             return None
         hooks = group.env.hooks
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
@@ -127,7 +134,9 @@ class Sampling(Observer):
     async def version_pending(self, version: int) -> None:
         """Cancel groups that would be too old for any later batch."""
         dropped = await self.dispatcher.drop_stale(version)
-        self.reporter.recent.cancelled.update(dropped)
+        for env, number in dropped.items():
+            for observer in self._installed:
+                observer.rollouts_lost(env, "cancelled", number)
 
     def version_served(self, version: int) -> None:
         self.dispatcher.wake()
@@ -175,9 +184,11 @@ class Sampling(Observer):
             if isinstance(env.source, ExternalSource)
             for name, value in env.source.source.metrics().items()
         }
+        if behind := self.dispatcher.versions_behind:
+            counts["dispatcher/off_policy/mean"] = fmean(behind)
+            counts["dispatcher/off_policy/max"] = float(max(behind))
         return {
             **counts,
-            **mean_and_max(self.dispatcher.versions_behind, "dispatcher/off_policy"),
             **self.sampler.metrics(),
             **sources,
             "dispatcher/inflight/train": float(self.num_inflight),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
-from prime_rl.plugins.deprecation import deprecations, warn_of_deprecated
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
 CONTRACT_VERSION = 2
@@ -24,6 +24,11 @@ ASYNC_HOOKS = {name for name, spec in SPECS.items() if inspect.iscoroutinefuncti
 TRAINER_HOOKS = {"register_losses", "register_trainer_observers", "register_tunings"}
 SHARED_HOOKS = {"register_weight_transports"}
 """Hooks of both entry-point groups."""
+
+DEPRECATED: dict[str, tuple[str, int]] = {}
+"""What a later contract version removes: a hook (``score_group``), an argument of one
+(``step_finished.step``) or a method of a base class (``Algorithm.close``); with each, what to use
+instead, and the first version without it."""
 
 _MARK = f"{PROJECT}_impl"
 
@@ -41,17 +46,7 @@ def check_plugin(plugin: object, where: str, group: str) -> None:
             )
         if marked:
             _check_hook(name, function, where, group)
-        contract = SPECS[name] if marked else _overridden(plugin, name, function)
-        warn_of_deprecated(name, contract, function, where)
-
-
-def _overridden(plugin: object, name: str, function: object) -> object:
-    """The deprecated method of a base class that ``function`` overrides."""
-    for base in plugin.__mro__ if isinstance(plugin, type) else ():
-        found = vars(base).get(name)
-        if found is not function and deprecations(found):
-            return found
-    return None
+        _warn_of_deprecated(plugin, name, function, where)
 
 
 def marked_hooks(plugin: object) -> list[str]:
@@ -65,6 +60,25 @@ def _functions(plugin: object) -> Iterator[tuple[str, Callable[..., Any]]]:
         function = getattr(found, "__func__", found)  # static and class methods
         if inspect.isroutine(function):
             yield name, function
+
+
+def _warn_of_deprecated(
+    plugin: object, name: str, function: Callable[..., Any], where: str
+) -> None:
+    """Its reader is the user of the plugin ``where``, not its author."""
+    bases = plugin.__mro__ if isinstance(plugin, type) else ()
+    used = [f"{each.__name__}.{name}" for each in bases if vars(each).get(name) is not function]
+    if hasattr(function, _MARK):
+        used = [name, *(f"{name}.{taken}" for taken in inspect.signature(function).parameters)]
+    for key in used:
+        if key in DEPRECATED:
+            instead, gone_in = DEPRECATED[key]
+            code = inspect.unwrap(function).__code__
+            text = (
+                f"plugin {where}: {key!r} goes with contract version {gone_in}; use {instead}. "
+                "Upgrade the plugin, or report it to its author."
+            )
+            warnings.warn_explicit(text, FutureWarning, code.co_filename, code.co_firstlineno)
 
 
 def _check_version(plugin: object, where: str) -> None:

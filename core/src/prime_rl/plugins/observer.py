@@ -66,6 +66,10 @@ class Observer(Offer):
     def group_scored(self, group: Group, version: int) -> None:
         """A group has its credit; ``version`` is the policy's now."""
 
+    def rollouts_lost(self, env: str, outcome: str, number: int) -> None:
+        """Rollouts that no batch gets. ``outcome``: ``error/<class>``, or ``cancelled`` for those
+        that new weights made too old."""
+
     async def batch_taken(self, batch: Batch) -> None:
         """A batch is complete and not packed yet."""
 

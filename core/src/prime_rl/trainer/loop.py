@@ -36,7 +36,7 @@ from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.device import Offload, choose_device
 from prime_rl.trainer.export import export
-from prime_rl.trainer.metrics import append_metrics, console_line
+from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import make_optimizer, make_schedule
 from prime_rl.trainer.packed_row import PackedRow, make_row
@@ -172,7 +172,6 @@ def train(
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
             retry(partial(publisher.announce, step), f"announce weights version {step}", status)
-        logger.info("%s", console_line(step, trainer.max_steps, metrics))
         passing_on = 0.0 if last else broadcaster.pass_on()
         announced = time.perf_counter()
         if checkpointer is not None and due:  # last: engines need not wait for it

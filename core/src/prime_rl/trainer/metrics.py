@@ -239,25 +239,6 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
     return {f"{name}/{key}": float(value) for key, value in found.items()}
 
 
-def console_line(step: int, max_steps: int, metrics: Mapping[str, float]) -> str:
-    """``Step 3/180 | 0.71s | Loss ...``: one step for the trainer's log."""
-    mfu, memory = metrics.get("perf/mfu"), metrics.get("perf/peak_memory")
-    return " | ".join(
-        [
-            f"Step {step}/{max_steps}",
-            f"{metrics['time/step']:.2f}s",
-            f"Loss {metrics['loss/mean']:.4f}",
-            f"Entropy {metrics.get('entropy/all/mean', math.nan):.4f}",
-            f"Mismatch KL {metrics.get('mismatch_kl/all/mean', math.nan):.2e}",
-            f"Grad. Norm {metrics['optim/grad_norm']:.4f}",
-            f"LR {metrics['optim/lr']:.2e}",
-            f"Throughput {metrics['perf/throughput']:.0f} tokens/s",
-            *([] if mfu is None else [f"MFU {mfu:.1f}%"]),
-            *([] if memory is None else [f"Peak Mem. {memory:.1f} GiB"]),
-        ]
-    )
-
-
 def append_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append a step's line to ``<run>/trainer.jsonl``. Raises ``RunError`` if the disk refuses."""
     finite = {name: v if math.isfinite(v) else None for name, v in metrics.items()}

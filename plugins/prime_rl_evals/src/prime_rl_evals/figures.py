@@ -13,7 +13,7 @@ from typing import Any
 
 from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig
 from prime_rl.env.environment import Environment, RolloutResult, SamplingSettings
-from prime_rl.monitor.metrics import Reduced, describe
+from prime_rl_observers.rollouts import Reduced, describe
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,13 @@
-"""What watches the trainer: token export, MFU, disk space, reports of bad and of slow steps."""
+"""What watches the trainer: token export, MFU, disk space, reports of bad and of slow steps.
+
+``batches.py`` watches the orchestrator.
+"""
 
 from __future__ import annotations
 
 from prime_rl import TrainerObserver, hookimpl
 from prime_rl_observers.bad_steps import BadSteps
+from prime_rl_observers.console import Console
 from prime_rl_observers.device_usage import DeviceUsage
 from prime_rl_observers.disk import Disk
 from prime_rl_observers.slow_steps import SlowSteps
@@ -13,4 +17,4 @@ from prime_rl_observers.token_export import TokenExport
 @hookimpl
 def register_trainer_observers() -> list[type[TrainerObserver]]:
     """Offer the observers."""
-    return [BadSteps, DeviceUsage, Disk, SlowSteps, TokenExport]
+    return [BadSteps, Console, DeviceUsage, Disk, SlowSteps, TokenExport]

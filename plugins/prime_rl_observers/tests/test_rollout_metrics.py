@@ -6,7 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import Clock
 
-from prime_rl.monitor.metrics import (
+from prime_rl.orchestrator.context import Stopwatch
+from prime_rl.testing import make_rollout
+from prime_rl.testing.rollouts import make_sample
+from prime_rl_observers.rollouts import (
     Progress,
     batch_metrics,
     describe,
@@ -16,9 +19,6 @@ from prime_rl.monitor.metrics import (
     solved_metrics,
     timing_metrics,
 )
-from prime_rl.orchestrator.context import Stopwatch
-from prime_rl.testing import make_rollout
-from prime_rl.testing.rollouts import make_sample
 
 
 def test_describe_gives_the_worked_out_values():

@@ -1,0 +1,84 @@
+"""The metrics of a batch, and its line in the log."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from prime_rl import PluginConfig
+from prime_rl.orchestrator.buffer import Batch
+from prime_rl.testing import make_rollout
+from prime_rl_observers.batches import BatchMetrics, Console
+
+
+@pytest.fixture
+def observer():
+    config = SimpleNamespace(max_steps=9)
+    host = SimpleNamespace(shared=SimpleNamespace(run=SimpleNamespace(config=config)))
+    return BatchMetrics(PluginConfig(), host)
+
+
+async def test_the_metrics_of_a_step_of_two_envs(observer):
+    a = [make_rollout(reward, env="a", group_id=0) for reward in (1.0, 0.0)]
+    b = [make_rollout(reward, env="b", group_id=1) for reward in (1.0, 1.0)]
+    for rollout in a:
+        rollout.policy_version = 1
+    for rollout in b:
+        rollout.policy_version = 2
+    observer.group_scored(a, version=2)  # version 2 came while it was sampled
+    observer.group_scored(b, version=2)
+    batch = Batch(4, kept=[*a, b[0]], seen=[*a, *b], dropped={id(b[1]): "post_batch_filters"})
+    await observer.batch_taken(batch)
+    last = observer.take_metrics()
+    # batch 4 trains version 3: a is 2 behind, one of them in flight; b is 1 behind, in the queue
+    assert last["off_policy/mean"] == pytest.approx(5 / 3)
+    assert last["off_policy/in_flight/mean"] == pytest.approx(2 / 3)
+    assert last["off_policy/in_queue/mean"] == 1.0
+    assert last["off_policy/behind/2"] == pytest.approx(2 / 3)
+    assert last["train/a/effective/solved_some"] == last["train/b/effective/solved_all"] == 1.0
+    assert last["train/agg/effective/solved_all"] == 0.5
+    assert last["train/a/all/solved_some"] == 1.0 and last["train/b/all/solved_all"] == 1.0
+    assert last["train/b/all/reward/mean"] == 1.0 and last["batch/b"] == pytest.approx(1 / 3)
+    assert (last["batch/b/seen"], last["batch/b/trainable"]) == (2.0, 1.0)
+    assert last["train/agg/all/is_completed/mean"] == 1.0
+    assert observer.take_metrics() == {}
+
+
+async def test_rollouts_that_no_batch_gets_are_counted_by_what_ended_them(observer):
+    """Of env a four finished, two failed and two were cancelled: 8 ended."""
+    group = [make_rollout(reward, env="a") for reward in (1.0, 0.0, 0.0, 0.0)]
+    observer.group_scored(group, version=0)
+    observer.rollouts_lost("a", "error/TimeoutError", 1)
+    observer.rollouts_lost("a", "error/TimeoutError", 1)
+    observer.rollouts_lost("a", "cancelled", 2)
+    await observer.batch_taken(Batch(1, kept=group, seen=group))
+    metrics = observer.take_metrics()
+    assert metrics["train/a/all/is_completed/mean"] == 0.5
+    assert metrics["train/a/all/has_error/mean"] == 0.25
+    assert metrics["train/a/all/cancelled/mean"] == 0.25
+    assert metrics["train/a/all/error/TimeoutError"] == 2.0
+    assert metrics["off_policy/dropped"] == 2.0
+
+
+def test_the_console_line(caplog):
+    name = "train/agg/all"
+    metrics = {"time/step": 0.714, f"{name}/reward/mean": 0.612, f"{name}/num_turns/mean": 1.5,
+               f"{name}/num_branches/mean": 1.25, "off_policy/max": 2.0, "batch/agg/seen": 16.0,
+               "batch/agg/trainable": 12.0, f"{name}/has_error/mean": 0.0625,
+               f"{name}/is_truncated/mean": 0.5, "train/a/all/reward/mean": 0.25,
+               "batch/a/seen": 4.0, "batch/a/trainable": 4.0}  # fmt: skip
+    with caplog.at_level(logging.INFO):
+        Console(180).step(3, metrics, ["a"])
+        Console(180).step(3, metrics, ["a", "b"])
+    line = (
+        "Step 3/180 | 0.71s | Reward 0.6120 | Trainable 12/16 (75.0%) | Turns 1.5 | Branches 1.2 | "
+        "Max Off-Policy 2 | Error 6.2% | Cancelled 0.0% | Truncation 50.0%"
+    )
+    assert caplog.messages == [
+        line,
+        line,
+        "  |-- a | Reward 0.2500 | Trainable 4/4 (100.0%) | Turns 0.0 | Branches 0.0 | Error 0.0% "
+        "| Truncation 0.0%",
+        "  |-- b | Reward nan | Trainable 0/0 (0.0%) | Turns 0.0 | Branches 0.0 | Error 0.0% | "
+        "Truncation 0.0%",
+    ]
