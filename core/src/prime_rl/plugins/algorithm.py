@@ -5,32 +5,19 @@ Orchestrator side: entry-point group ``prime_rl``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from prime_rl.plugins.base import Offer
+from prime_rl.plugins.reference import Completion as Completion
+from prime_rl.plugins.reference import ReferenceModel as ReferenceModel
 
 if TYPE_CHECKING:
     import numpy as np
 
     from prime_rl.config.models import FrozenModel
-    from prime_rl.rollout import FloatColumn, LossComponent, Sample
-
-
-class ReferenceModel(Protocol):
-    """A model that scores tokens: the live policy, or a frozen one."""
-
-    async def logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
-    ) -> FloatColumn:
-        """The log-probability of each token given those before it: [T]; 0.0 for the first.
-
-        Requests are bounded and retried; while the endpoint does not answer, the call waits and the
-        run reports it. Requests with one ``group_id`` go to one replica. Raises ``EngineError`` if
-        the endpoint refuses the request.
-        """
-        ...
+    from prime_rl.rollout import LossComponent, Sample
 
 
 class Host(Protocol):
@@ -48,6 +35,15 @@ class Host(Protocol):
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Core closes it at the end of the run."""
+        ...
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[list[Completion]]]:
+        """``policy.generate``: sample from the live policy."""
+        ...
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """The text of tokens of the policy's tokenizer, without special tokens."""
         ...
 
     def render(

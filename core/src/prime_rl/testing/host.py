@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.config.models import FrozenModel
+from prime_rl.plugins.reference import Completion
 from prime_rl.rollout import ROLES, FloatColumn, Sample
 
 
@@ -20,6 +21,44 @@ class FakeReference:
     answer: Callable[[list[int]], Sequence[float]] = lambda ids: [-0.5] * len(ids)
     """[T] log-probabilities of [T] tokens; the first is replaced by 0.0."""
     asked: list[list[int]] = field(default_factory=list)
+    reply: Callable[[list[int], int], Sequence[int]] = lambda ids, seed: [121, 101, 115]
+    """The tokens that follow a prompt (``yes``, as code points), by prompt and seed: the request's,
+    or the number of earlier completions of this prompt and group, plus the choice's number."""
+    prompts: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Group and prompt of every completion."""
+
+    async def generate(
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] | None = None,
+        n: int = 1,
+        seed: int | None = None,
+        group_id: int = 0,
+    ) -> list[Completion]:
+        """``n`` results of ``reply``, cut after a stop token or ``max_tokens``, with the
+        log-probabilities of ``answer``."""
+        ids, stops = [int(token) for token in token_ids], stop_token_ids or ()
+        first = self.prompts.count((group_id, ids)) if seed is None else seed
+        self.prompts += [(group_id, ids)] * n
+        await asyncio.sleep(0)
+        found = []
+        for number in range(first, first + n):
+            tokens = list(self.reply(ids, number))
+            ends = [place for place, token in enumerate(tokens, 1) if token in stops]
+            cut = tokens[: min([max_tokens, *ends])]
+            completion = Completion(
+                prompt_ids=np.array(ids, np.int32),
+                token_ids=np.array(cut, np.int32),
+                logprobs=np.asarray(self.answer([*ids, *cut]), np.float32)[len(ids) :],
+                finish_reason="length" if max_tokens == len(cut) < len(tokens) else "stop",
+                temperature=temperature,
+                policy_versions=np.zeros(len(cut), np.int32),
+            )
+            found.append(completion)
+        return found
 
     async def logprobs(
         self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
@@ -46,6 +85,16 @@ class FakeHost:
     tasks: Sequence[Mapping[str, Any]] = ()
     agents: tuple[str, ...] = ("agent", "solver", "proposer")
     envs: tuple[str, ...] = ("test",)
+
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
+    ) -> list[Completion]:
+        """That of ``policy``."""
+        return await self.policy.generate(token_ids, max_tokens=max_tokens, **settings)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Code points as text."""
+        return "".join(chr(token) for token in token_ids if token >= 0)
 
     def connect(self, model: FrozenModel) -> FakeReference:
         """Record the model; scores come from ``frozen``."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from prime_rl import Completion
 from prime_rl.config.models import FrozenModel
 from prime_rl.errors import RunError
 from prime_rl.rollout import FloatColumn, Rollout, Sample
@@ -40,6 +41,12 @@ class RecordedReference:
             self._env, f"a model's logprobs of {len(asked)} tokens, which are not in the file"
         )
 
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
+    ) -> list[Completion]:
+        """Raises ``NotRecorded``: completions are not saved."""
+        raise _not_recorded(self._env, "a completion")
+
 
 class ReplayHost:
     """``prime_rl.Host`` for one env of a saved run."""
@@ -61,6 +68,16 @@ class ReplayHost:
     def connect(self, model: FrozenModel) -> RecordedReference:
         """The recorded answers of a frozen model."""
         return self.reference
+
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
+    ) -> list[Completion]:
+        """Raises ``NotRecorded``."""
+        return await self.reference.generate(token_ids, max_tokens=max_tokens, **settings)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Raises ``NotRecorded``: the tokenizer is not saved."""
+        raise _not_recorded(self.env, "the text of tokens")
 
     def task(self, example_id: int) -> Mapping[str, Any]:
         """The fields of an example that was sampled."""
