@@ -658,3 +658,24 @@ def test_a_completion_trains_as_a_sample_of_a_rollout():
 def test_a_greedy_completion_does_not_train():
     with pytest.raises(StreamError, match="a completion at temperature 0 is not sampled"):
         completion(temperature=0.0).sample()
+
+
+# -- alternatives ------------------------------------------------------------------------------
+
+
+async def test_the_likeliest_tokens_are_asked_for_and_the_prompts_own_is_left_out():
+    def entries(ids):
+        ranked = {"3": {"logprob": -0.5}, "4": {"logprob": -1.5}}
+        return [None, {"7": {"logprob": -9.0}} | ranked, {"4": {"logprob": -1.5}} | ranked]
+
+    async with scoring_one(entries=entries) as (engine, scoring):
+        ids, logprobs = await scoring.top_logprobs([6, 7, 4], 2)
+    assert engine.asked[0]["sampling_params"]["prompt_logprobs"] == 2
+    assert ids.tolist() == [[0, 0], [3, 4], [3, 4]]
+    assert logprobs.tolist() == [[0.0, 0.0], [-0.5, -1.5], [-0.5, -1.5]]
+
+
+async def test_an_engine_that_gives_fewer_alternatives_is_refused():
+    async with scoring_one() as (_, scoring):
+        with pytest.raises(EngineError, match="position 1 of 2: got 1 alternatives, expected 3"):
+            await scoring.top_logprobs([1, 2], 3)

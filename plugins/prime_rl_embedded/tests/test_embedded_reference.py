@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ async def test_the_mean_over_branches_is_the_value_of_a_prefix(
 
 
 async def test_a_seed_repeats_a_request_and_no_seed_repeats_none(server: Served) -> None:
-    async def drawn(model: ReferenceModel, **settings: int) -> tuple[int, ...]:
+    async def drawn(model: ReferenceModel, **settings: Any) -> tuple[int, ...]:
         (found,) = await model.generate([1, 2, 3], max_tokens=16, temperature=2.0, **settings)
         return tuple(found.token_ids.tolist())
 
@@ -91,3 +92,43 @@ async def test_a_stop_token_ends_a_completion(server: Served, score: Score) -> N
         with pytest.raises(EngineError, match=f"stop_token_ids holds {VOCAB_SIZE}"):
             await model.generate([9], max_tokens=1, stop_token_ids=[VOCAB_SIZE])
     assert (found.token_ids.tolist(), found.finish_reason) == ([likeliest], "stop")
+
+
+async def test_the_most_likely_tokens_are_those_of_the_model(server: Served, score: Score) -> None:
+    prompt = [3, 1, 4, 1, 5, 9]
+    async with reference_to(server) as model:
+        ids, logprobs = await model.top_logprobs(prompt, 7)
+    best = score(prompt)[:-1].topk(7)
+    assert (str(ids.dtype), str(logprobs.dtype), ids.shape) == ("int32", "float32", (6, 7))
+    assert not ids[0].any() and not logprobs[0].any()
+    assert ids[1:].tolist() == best.indices.tolist()
+    torch.testing.assert_close(torch.tensor(logprobs[1:]), best.values, atol=1e-5, rtol=0)
+
+
+async def test_the_kl_of_the_whole_vocabulary_is_that_of_the_models_own_logits(
+    server: Served, score: Score
+) -> None:
+    """KL(p || q) of the served model p to one of its own after another prompt, q, in float64."""
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+    shifted = [8, *prompt]
+    async with reference_to(server) as model:
+        ids, logprobs = await model.top_logprobs(prompt, VOCAB_SIZE)
+        ids_, logprobs_ = await model.top_logprobs(shifted, VOCAB_SIZE)
+    p, q = (
+        torch.zeros(len(prompt) - 1, VOCAB_SIZE, dtype=torch.float64).scatter_(
+            1, torch.tensor(i).long(), torch.tensor(x).double()
+        )
+        for i, x in ((ids[1:], logprobs[1:]), (ids_[2:], logprobs_[2:]))
+    )
+    expected_p, expected_q = score(prompt)[:-1].double(), score(shifted)[1:-1].double()
+    expected = (expected_p.exp() * (expected_p - expected_q)).sum(-1)
+    torch.testing.assert_close((p.exp() * (p - q)).sum(-1), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(p.exp().sum(-1), torch.ones(len(p)).double(), atol=1e-5, rtol=0)
+    assert float(expected.min()) > 0.01
+
+
+async def test_more_alternatives_than_tokens_are_refused(server: Served) -> None:
+    async with reference_to(server) as model:
+        with pytest.raises(EngineError, match=rf"prompt_logprobs is {VOCAB_SIZE + 1}"):
+            await model.top_logprobs([1, 2], VOCAB_SIZE + 1)
+        assert (await model.top_logprobs([1], 3))[1].tolist() == [[0.0] * 3]

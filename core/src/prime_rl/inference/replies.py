@@ -1,6 +1,6 @@
 """Read what an engine answers on ``/inference/v1/generate``.
 
-Shapes: T = tokens of the prompt.
+Shapes: T = tokens of the prompt, K = alternatives.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from prime_rl.plugins.reference import Completion
-from prime_rl.rollout import FloatColumn
+from prime_rl.rollout import FloatColumn, IntColumn
 
 IMPOSSIBLE = -9999.0
 """What engines write for a log-probability of minus infinity: JSON has none."""
@@ -73,6 +73,21 @@ def _entries(reply: Reply, ids: list[int]) -> list[dict[str, _Entry] | None]:
     if len(entries) != len(ids):
         raise ValueError(f"got {len(entries)} prompt_logprobs, expected {len(ids)}")
     return entries
+
+
+def read_top(reply: Reply, ids: list[int], k: int) -> tuple[IntColumn, FloatColumn]:
+    """Ids and log-probabilities [T, K] of the most likely tokens. Raises ``ValueError`` naming the
+    first position that has fewer."""
+    tokens, column = np.zeros((len(ids), k), np.int32), np.zeros((len(ids), k), np.float32)
+    for position, entry in enumerate(_entries(reply, ids)[1:], start=1):
+        pairs = ((e.logprob, int(token)) for token, e in (entry or {}).items())
+        found = sorted((-logprob, token) for logprob, token in pairs if logprob is not None)[:k]
+        if len(found) < k:
+            text = f"{len(found)} alternatives, expected {k}"
+            raise ValueError(f"position {position} of {len(ids)}: got {text}")
+        tokens[position] = [token for _, token in found]
+        column[position] = [-negative for negative, _ in found]
+    return tokens, column
 
 
 def read_completions(

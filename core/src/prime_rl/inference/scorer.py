@@ -1,6 +1,6 @@
 """Score and sample tokens under a model behind HTTP: the live policy, or a frozen one.
 
-    logprobs, generate -> [slot] -> pool.ask -> POST /inference/v1/generate
+    logprobs, top_logprobs, generate -> [slot] -> pool.ask -> POST /inference/v1/generate
 
 Shapes: T = tokens of one sequence, C = tokens of a completion.
 """
@@ -23,9 +23,9 @@ from prime_rl.inference import timing
 from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
-from prime_rl.inference.replies import Reply, read_completions, read_scores
+from prime_rl.inference.replies import Reply, read_completions, read_scores, read_top
 from prime_rl.plugins.reference import Completion
-from prime_rl.rollout import FloatColumn
+from prime_rl.rollout import FloatColumn, IntColumn
 
 ROUTE = "/inference/v1/generate"
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
@@ -83,6 +83,17 @@ class PromptScorer:
         if len(ids) < 2:  # nothing comes before the first
             return np.zeros(len(ids), np.float32)
         return await self._ask(ids, SCORING, group_id, lambda reply: read_scores(reply, ids))
+
+    async def top_logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """Ids and log-probabilities [T, k] of the most likely tokens. Waits and raises as
+        ``logprobs``."""
+        ids = [int(token) for token in token_ids]
+        if len(ids) < 2:  # nothing comes before the first
+            return np.zeros((len(ids), k), np.int32), np.zeros((len(ids), k), np.float32)
+        wanted = SCORING | {"prompt_logprobs": k}
+        return await self._ask(ids, wanted, group_id, lambda reply: read_top(reply, ids, k))
 
     async def generate(
         self,

@@ -68,6 +68,15 @@ class ReferenceModel(Protocol):
         """The log-probability of each token given those before it: [T]; 0.0 for the first."""
         ...
 
+    async def top_logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """The ``k`` most likely tokens in the place of each token, given those before it: ids and
+        log-probabilities, [T, k] each, likeliest first. The first row is 0. With the size of the
+        vocabulary as ``k`` it is the whole distribution. Raises ``EngineError`` if the endpoint
+        offers fewer alternatives."""
+        ...
+
     async def generate(
         self,
         token_ids: Sequence[int] | np.ndarray,

@@ -11,7 +11,7 @@ import numpy as np
 
 from prime_rl.config.models import FrozenModel
 from prime_rl.plugins.reference import Completion
-from prime_rl.rollout import ROLES, FloatColumn, Sample
+from prime_rl.rollout import ROLES, FloatColumn, IntColumn, Sample
 
 
 @dataclass
@@ -70,6 +70,19 @@ class FakeReference:
         column = np.asarray(self.answer(ids), np.float32)
         column[:1] = 0.0
         return column
+
+    async def top_logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """Each token with its log-probability of ``answer``; the ids after it share what is left of
+        the probability."""
+        own = await self.logprobs(token_ids)
+        rest = np.log(-np.expm1(np.minimum(own, -1e-6)) / max(k - 1, 1))
+        found = np.column_stack([own, np.repeat(rest[:, None], k - 1, 1)]).astype(np.float32)
+        tokens = np.add.outer(token_ids, np.arange(k)).astype(np.int32)
+        order = np.argsort(-found, axis=1, kind="stable")
+        order[:1], found[:1], tokens[:1] = 0, 0, 0
+        return np.take_along_axis(tokens, order, 1), np.take_along_axis(found, order, 1)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 from prime_rl import Completion
 from prime_rl.config.models import FrozenModel
 from prime_rl.errors import RunError
-from prime_rl.rollout import FloatColumn, Rollout, Sample
+from prime_rl.rollout import FloatColumn, IntColumn, Rollout, Sample
 
 
 class NotRecorded(RunError):
@@ -40,6 +40,12 @@ class RecordedReference:
         raise _not_recorded(
             self._env, f"a model's logprobs of {len(asked)} tokens, which are not in the file"
         )
+
+    async def top_logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """Raises ``NotRecorded``: alternatives are not saved."""
+        raise _not_recorded(self._env, f"a model's {k} most likely tokens")
 
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
