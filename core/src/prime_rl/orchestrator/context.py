@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,13 @@ class EnvHost:
         taken = {f"scoring/{self.env}/{name}": float(n) for name, n in self._asked.items()}
         self._asked.subtract(dict(self._asked))
         return taken
+
+    @cached_property
+    def initial(self) -> ReferenceModel:
+        model = self._shared.run.config.orchestrator.initial
+        if model is None:
+            raise ConfigError(f"env {self.env!r}: host.initial needs orchestrator.initial")
+        return self.connect(model)
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""

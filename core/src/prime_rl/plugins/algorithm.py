@@ -33,6 +33,12 @@ class Host(Protocol):
         """The live policy, as it samples now."""
         ...
 
+    @property
+    def initial(self) -> ReferenceModel:
+        """The policy's first weights (``orchestrator.initial``). For an algorithm that declares
+        ``needs_initial``; read it in ``setup``."""
+        ...
+
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Core closes it at the end of the run."""
         ...
@@ -101,6 +107,9 @@ class Algorithm(Offer):
 
     needs_temperature: ClassVar[float | None] = None
     """The only sampling temperature it can learn at; another one is a config error. None: any."""
+
+    needs_initial: ClassVar[bool] = False
+    """It reads ``host.initial``: a run without ``orchestrator.initial`` is a config error."""
 
     order_dependent: ClassVar[bool] = False
     """Credit depends on earlier rollouts, as with a running baseline."""

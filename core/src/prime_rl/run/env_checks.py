@@ -76,6 +76,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
     # No env uses the shared table: it must be valid if the user has written it.
     if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(env.algo for env in envs):
         choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
+    initial, readers = config.orchestrator.initial, 0
     for env in envs:
         algo = env.algo or shared
         where = f"env {env.label!r}: algo"
@@ -83,6 +84,13 @@ def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         _check_env(where, cls, env, config)
         _check_source(where, cls, env, algo, hooks)
+        readers += cls.needs_initial
+        if cls.needs_initial and initial is None:
+            raise ConfigError(
+                f"{where} compares the policy with the weights that the run began with. Serve them "
+                f"(prime-rl serve {config.model.name}), and set orchestrator.initial to the "
+                "model's name and base_url."
+            )
         renderer = config.orchestrator.renderer.name
         if cls.needs_attribution:
             rendering = select(RENDERER, renderer, collect(hooks, RENDERER), RENDERER.key)
@@ -92,6 +100,8 @@ def check_algorithms(config: RunConfig, hooks: Hooks) -> None:
                     f"{renderer!r} does not tell it. Set orchestrator.renderer.name to the "
                     "renderer of the model's family."
                 )
+    if initial is not None and not readers:
+        raise ConfigError("orchestrator.initial: no env's algorithm reads it. Leave it out.")
 
 
 def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConfig) -> None:

@@ -98,6 +98,7 @@ class FakeHost:
     tasks: Sequence[Mapping[str, Any]] = ()
     agents: tuple[str, ...] = ("agent", "solver", "proposer")
     envs: tuple[str, ...] = ("test",)
+    initial: FakeReference = field(default_factory=FakeReference)
 
     async def generate(
         self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
@@ -155,4 +156,5 @@ def _likelier(ids: list[int]) -> list[float]:
 def conformance_host() -> FakeHost:
     """The host of ``check_algorithm``. Its models find some tokens likelier than the policy did and
     some less likely, and all of them likelier after a hint."""
-    return FakeHost(policy=FakeReference(_likelier), frozen=FakeReference(_likelier))
+    policy, frozen, initial = (FakeReference(_likelier) for _ in range(3))
+    return FakeHost(policy=policy, frozen=frozen, initial=initial)

@@ -71,6 +71,11 @@ class ReplayHost:
         """The recorded answers of the policy."""
         return self.reference
 
+    @property
+    def initial(self) -> RecordedReference:
+        """The recorded answers of the first weights."""
+        return self.reference
+
     def connect(self, model: FrozenModel) -> RecordedReference:
         """The recorded answers of a frozen model."""
         return self.reference
