@@ -46,7 +46,7 @@ class Reply(msgspec.Struct):
     choices: list[_Choice] = []
 
 
-def read_scores(reply: Reply, ids: list[int]) -> FloatColumn:
+def read_scores(ids: list[int], reply: Reply) -> FloatColumn:
     """The log-probabilities [T] of the prompt's tokens. Raises ``ValueError`` naming the first
     position that has none."""
     column = np.zeros(len(ids), np.float32)
@@ -75,7 +75,7 @@ def _entries(reply: Reply, ids: list[int]) -> list[dict[str, _Entry] | None]:
     return entries
 
 
-def read_top(reply: Reply, ids: list[int], k: int) -> tuple[IntColumn, FloatColumn]:
+def read_top(ids: list[int], k: int, reply: Reply) -> tuple[IntColumn, FloatColumn]:
     """Ids and log-probabilities [T, K] of the most likely tokens. Raises ``ValueError`` naming the
     first position that has fewer."""
     tokens, column = np.zeros((len(ids), k), np.int32), np.zeros((len(ids), k), np.float32)
@@ -91,7 +91,7 @@ def read_top(reply: Reply, ids: list[int], k: int) -> tuple[IntColumn, FloatColu
 
 
 def read_completions(
-    reply: Reply, ids: list[int], n: int, temperature: float, live: bool
+    ids: list[int], n: int, temperature: float, live: bool, reply: Reply
 ) -> list[Completion]:
     """The ``n`` completions of a prompt. ``live``: the policy's. Raises ``ValueError`` if a
     completion or a logprob is missing."""

@@ -13,10 +13,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 
 from prime_rl.errors import EngineError, OverlongError
 from prime_rl.inference import timing
@@ -24,7 +23,7 @@ from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
 from prime_rl.inference.replies import Reply, read_completions, read_scores, read_top
-from prime_rl.plugins.reference import Completion
+from prime_rl.plugins.reference import Completion, Tokens
 from prime_rl.rollout import FloatColumn, IntColumn
 
 ROUTE = "/inference/v1/generate"
@@ -36,6 +35,7 @@ MOST_CHOICES = 128
 KEPT_PROMPTS = 65536
 """Prompts whose requests are counted, for their seeds."""
 
+Sampling: TypeAlias = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -70,9 +70,7 @@ class PromptScorer:
         lent._salt, lent._stops, lent._asked, lent._equal = salt, stops, asked, {}
         return lent
 
-    async def logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
-    ) -> FloatColumn:
+    async def logprobs(self, token_ids: Tokens, *, group_id: int = 0) -> FloatColumn:
         """The log-probability of each token given those before it, at temperature 1: [T]; 0.0 for
         the first.
 
@@ -80,24 +78,20 @@ class PromptScorer:
         request again and again.
         """
         ids = [int(token) for token in token_ids]
-        if len(ids) < 2:  # nothing comes before the first
-            return np.zeros(len(ids), np.float32)
-        return await self._ask(ids, SCORING, group_id, lambda reply: read_scores(reply, ids))
+        return await self._ask(ids, SCORING, group_id, partial(read_scores, ids))
 
     async def top_logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+        self, token_ids: Tokens, k: int, *, group_id: int = 0
     ) -> tuple[IntColumn, FloatColumn]:
         """Ids and log-probabilities [T, k] of the most likely tokens. Waits and raises as
         ``logprobs``."""
         ids = [int(token) for token in token_ids]
-        if len(ids) < 2:  # nothing comes before the first
-            return np.zeros((len(ids), k), np.int32), np.zeros((len(ids), k), np.float32)
         wanted = SCORING | {"prompt_logprobs": k}
-        return await self._ask(ids, wanted, group_id, lambda reply: read_top(reply, ids, k))
+        return await self._ask(ids, wanted, group_id, partial(read_top, ids, k))
 
     async def generate(
         self,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Tokens,
         *,
         max_tokens: int,
         temperature: float = 1.0,
@@ -106,8 +100,7 @@ class PromptScorer:
         seed: int | None = None,
         group_id: int = 0,
     ) -> list[Completion]:
-        """Sample ``n`` completions. Waits and raises as ``logprobs``; raises ``EngineError`` if the
-        answer lacks a choice or a logprob."""
+        """Sample ``n`` completions. Waits and raises as ``logprobs``."""
         ids = [int(token) for token in token_ids]
         stops = self._stops() if stop_token_ids is None else stop_token_ids
         asked = {
@@ -118,10 +111,8 @@ class PromptScorer:
             "seed": self._seed(ids, group_id, seed),
             "stop_token_ids": [int(token) for token in stops],
         }
-        live = self._cache_salt() is not None
-        completions = await self._ask(
-            ids, asked, group_id, lambda reply: read_completions(reply, ids, n, temperature, live)
-        )
+        read = partial(read_completions, ids, n, temperature, self._cache_salt() is not None)
+        completions = await self._ask(ids, asked, group_id, read)
         self._asked["sampled_tokens"] += sum(len(each.token_ids) for each in completions)
         return completions
 
@@ -138,13 +129,11 @@ class PromptScorer:
         return key * MOST_CHOICES
 
     async def _ask(
-        self,
-        ids: list[int],
-        sampling: Mapping[str, Any],
-        group_id: int,
-        read: Callable[[Reply], T],
+        self, ids: list[int], sampling: Sampling, group_id: int, read: Callable[[Reply], T]
     ) -> T:
         """What ``read`` makes of the answer."""
+        if len(ids) < 2 and "prompt_logprobs" in sampling:  # nothing comes before the first
+            return read(Reply(prompt_logprobs=[None] * len(ids)))
         work = partial(self._post, ids, sampling, read)
         async with self._slots:
             found = await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
@@ -152,16 +141,11 @@ class PromptScorer:
         return found
 
     async def _post(
-        self,
-        ids: list[int],
-        sampling: Mapping[str, Any],
-        read: Callable[[Reply], T],
-        engine: Engine,
+        self, ids: list[int], sampling: Sampling, read: Callable[[Reply], T], engine: Engine
     ) -> T:
         client, limit = engine.client, engine.client.health.max_model_len
-        scores = "prompt_logprobs" in sampling
-        if limit is not None and len(ids) + (not scores) > limit:
-            sampled = "" if scores else ", before any is sampled"
+        sampled = "" if "prompt_logprobs" in sampling else ", before any is sampled"
+        if limit is not None and len(ids) + bool(sampled) > limit:
             raise OverlongError(
                 f"{client.label} takes {limit} tokens (its max_model_len), and this sequence has "
                 f"{len(ids)}{sampled}. Serve it with more, or lower seq_len or "

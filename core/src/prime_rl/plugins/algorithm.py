@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from prime_rl.plugins.base import Offer
 from prime_rl.plugins.reference import Completion as Completion
 from prime_rl.plugins.reference import ReferenceModel as ReferenceModel
+from prime_rl.plugins.reference import Tokens
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from prime_rl.config.models import FrozenModel
     from prime_rl.rollout import LossComponent, Sample
 
@@ -48,7 +47,7 @@ class Host(Protocol):
         """``policy.generate``: sample from the live policy."""
         ...
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Tokens) -> str:
         """The text of tokens of the policy's tokenizer, without special tokens."""
         ...
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from prime_rl.errors import StreamError
 from prime_rl.rollout import FloatColumn, IntColumn, Sample
+
+GREEDY = 1e-5
+"""Temperatures below are greedy to an engine."""
+
+Tokens: TypeAlias = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -50,10 +55,6 @@ class Completion:
         )
 
 
-GREEDY = 1e-5
-"""Temperatures below are greedy to an engine."""
-
-
 class ReferenceModel(Protocol):
     """A model that scores and samples tokens: the live policy, or a frozen one.
 
@@ -69,7 +70,7 @@ class ReferenceModel(Protocol):
         ...
 
     async def top_logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+        self, token_ids: Tokens, k: int, *, group_id: int = 0
     ) -> tuple[IntColumn, FloatColumn]:
         """The ``k`` most likely tokens in the place of each token, given those before it: ids and
         log-probabilities, [T, k] each, likeliest first. The first row is 0. With the size of the
@@ -79,7 +80,7 @@ class ReferenceModel(Protocol):
 
     async def generate(
         self,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Tokens,
         *,
         max_tokens: int,
         temperature: float = 1.0,

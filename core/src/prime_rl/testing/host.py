@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.config.models import FrozenModel
-from prime_rl.plugins.reference import Completion
+from prime_rl.plugins.reference import Completion, Tokens
 from prime_rl.rollout import ROLES, FloatColumn, IntColumn, Sample
 
 
@@ -29,7 +29,7 @@ class FakeReference:
 
     async def generate(
         self,
-        token_ids: Sequence[int] | np.ndarray,
+        token_ids: Tokens,
         *,
         max_tokens: int,
         temperature: float = 1.0,
@@ -72,7 +72,7 @@ class FakeReference:
         return column
 
     async def top_logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+        self, token_ids: Tokens, k: int, *, group_id: int = 0
     ) -> tuple[IntColumn, FloatColumn]:
         """Each token with its log-probability of ``answer``; the ids after it share what is left of
         the probability."""
@@ -101,12 +101,12 @@ class FakeHost:
     initial: FakeReference = field(default_factory=FakeReference)
 
     async def generate(
-        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
+        self, token_ids: Tokens, *, max_tokens: int, **settings: Any
     ) -> list[Completion]:
         """That of ``policy``."""
         return await self.policy.generate(token_ids, max_tokens=max_tokens, **settings)
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+    def decode(self, token_ids: Tokens) -> str:
         """Code points as text."""
         return "".join(chr(token) for token in token_ids if token >= 0)
 
