@@ -12,6 +12,7 @@ from prime_rl.errors import StreamError as StreamError
 from prime_rl.errors import WeightsError as WeightsError
 from prime_rl.errors import WireError as WireError
 from prime_rl.plugins.algorithm import Algorithm as Algorithm
+from prime_rl.plugins.algorithm import Completion as Completion
 from prime_rl.plugins.algorithm import Filter as Filter
 from prime_rl.plugins.algorithm import Host as Host
 from prime_rl.plugins.algorithm import ReferenceModel as ReferenceModel

@@ -54,6 +54,34 @@ def test_scoring_runs_as_in_the_orchestrator_setup_first_close_last():
     assert calls == ["setup", "rollout", "rollout", "group", "close"]
 
 
+def test_the_fake_reference_completes_by_prompt_and_seed():
+    model = FakeReference(
+        answer=lambda ids: [-float(token) for token in ids],
+        reply=lambda ids, seed: [seed, 7, 8],
+    )
+
+    async def ask(**settings):
+        found = await model.generate([1, 2], **settings)
+        return [(f.token_ids.tolist(), f.logprobs.tolist(), f.finish_reason) for f in found]
+
+    assert asyncio.run(ask(max_tokens=2, n=2)) == [
+        ([0, 7], [0.0, -7.0], "length"),
+        ([1, 7], [-1.0, -7.0], "length"),
+    ]
+    assert asyncio.run(ask(max_tokens=3)) == [([2, 7, 8], [-2.0, -7.0, -8.0], "stop")]
+    stopped = asyncio.run(ask(max_tokens=3, stop_token_ids=[7], seed=5))
+    assert stopped == [([5, 7], [-5.0, -7.0], "stop")]
+    assert asyncio.run(ask(max_tokens=3, group_id=1))[0][0] == [0, 7, 8]
+
+
+def test_the_fake_references_alternatives_are_a_distribution():
+    model = FakeReference(lambda ids: [-float(token) / 4 for token in ids])
+    ids, logprobs = asyncio.run(model.top_logprobs([1, 2, 8], 3))
+    assert ids.tolist() == [[0, 0, 0], [2, 3, 4], [9, 10, 8]]
+    assert np.allclose(np.exp(logprobs[1:]).sum(1), 1.0)
+    assert np.isclose(logprobs[1, 0], -0.5) and np.isclose(logprobs[2, 2], -2.0)
+
+
 def test_the_fake_reference_answers_and_records():
     reference = FakeReference(lambda ids: [-float(token) for token in ids])
     column = asyncio.run(reference.logprobs(np.array([3, 4, 5])))

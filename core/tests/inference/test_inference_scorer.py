@@ -2,16 +2,25 @@
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import asynccontextmanager
 from itertools import chain, repeat
 
+import numpy as np
 import pytest
 import warm
 from aiohttp import web
 from loopback import listening
 from waiting import LIMIT, Clock, until
 
-from prime_rl import ConfigError, EngineError, FrozenModel
+from prime_rl import (
+    Completion,
+    ConfigError,
+    EngineError,
+    FrozenModel,
+    OverlongError,
+    StreamError,
+)
 from prime_rl.inference import engine as engine_module
 from prime_rl.inference import frozen as frozen_module
 from prime_rl.inference import pool as pool_module
@@ -59,7 +68,15 @@ class Engine:
             await self.hold.wait()
         finally:
             self.inflight -= 1
-        return web.json_response({"prompt_logprobs": self.entries(body["token_ids"])})
+        if "prompt_logprobs" in body["sampling_params"]:
+            return web.json_response({"prompt_logprobs": self.entries(body["token_ids"])})
+        return web.json_response({"choices": self.choices(body["sampling_params"]["n"])})
+
+    def choices(self, n):
+        spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}]
+        content = [{"token": "token_id:8", "logprob": -0.5}, {"token_id": 2, "logprob": -0.25}]
+        choice = {"token_ids": [8, 2], "finish_reason": "stop", "weight_versions": spans}
+        return [choice | {"logprobs": {"content": content}}] * n
 
 
 @asynccontextmanager
@@ -521,3 +538,144 @@ async def test_a_request_that_fails_again_and_again_while_others_are_answered_en
             await scoring.logprobs([1, 2])
         with pytest.raises(EngineError, match=r"a request failed 11 times: .* 500 out of luck"):
             bad.result()
+
+
+# -- completions -------------------------------------------------------------------------------
+
+
+def lent(scoring, salt="0 a", stops=(9,)):
+    asked = Counter()
+    return scoring.lend(salt, lambda: stops, asked), asked
+
+
+async def test_a_completion_is_sampled_from_the_whole_distribution():
+    async with scoring_one({"cache_salt": lambda: "4"}) as (engine, scoring):
+        model, asked = lent(scoring)
+        first, _ = await model.generate([5, 6], max_tokens=7, n=2, temperature=0.5, seed=1)
+    (body,) = engine.asked
+    assert body["cache_salt"] == "4" and body["token_ids"] == [5, 6]
+    assert body["sampling_params"].pop("seed") % 128 == 0
+    assert body["sampling_params"] == {
+        "max_tokens": 7, "temperature": 0.5, "n": 2, "stop_token_ids": [9], "logprobs": 1,
+        "top_p": 1.0, "top_k": -1, "min_p": 0.0,
+    }  # fmt: skip
+    assert first.token_ids.tolist() == [8, 2] and first.logprobs.tolist() == [-0.5, -0.25]
+    assert (first.finish_reason, first.policy_versions.tolist()) == ("stop", [3, 4])
+    assert asked == {"requests": 1, "prompt_tokens": 2, "sampled_tokens": 4}
+
+
+async def test_a_frozen_model_has_no_policy_version_and_no_stop_token_is_added():
+    async with scoring_one() as (engine, scoring):
+        (found,) = await lent(scoring)[0].generate([5], max_tokens=1, stop_token_ids=[])
+    assert found.policy_versions is None
+    assert engine.asked[0]["sampling_params"]["stop_token_ids"] == []
+
+
+async def ask(model, *requests, **shared):
+    for group, ids in requests:
+        await model.generate(ids, max_tokens=1, group_id=group, **shared)
+
+
+async def test_no_two_requests_share_a_seed_unless_they_give_the_same_one():
+    """Equal prompts, other groups, other envs, other runs; the last four repeat the first four."""
+    async with scoring_one() as (engine, scoring):
+        for salt in ("0 a", "0 b", "1 a"):
+            model, _ = lent(scoring, salt)
+            await ask(model, (1, [5]), (1, [5]), (2, [5]), (1, [6]))
+            await ask(model, (1, [5]), (1, [5]), (2, [5]), (1, [6]), seed=0)
+        await ask(lent(scoring)[0], (1, [5]), (1, [5]), (2, [5]), (1, [6]))
+    found = [body["sampling_params"]["seed"] for body in engine.asked]
+    assert len(found) == 28 and found[24:] == found[:4]
+    for start in (0, 8, 16):
+        assert found[start + 4] == found[start + 5]  # one prompt, group and seed
+    assert len(set(found[:24])) == 21
+    assert all(seed % 128 == 0 and 0 <= seed < 2**55 for seed in found)  # n = 128 choices fit
+
+
+async def test_completions_wait_for_a_slot_and_are_tried_again():
+    refusals = [(500, "oops"), (429, "slow down")]
+    async with scoring_one({"max_concurrency": 2}, refusals=refusals) as (engine, scoring):
+        model, asked = lent(scoring)
+        engine.hold.clear()
+        both = [model.generate([i], max_tokens=1) for i in range(4)]
+        everything = asyncio.gather(*both, *(model.logprobs([1, 2]) for _ in range(4)))
+        await until(lambda: engine.inflight == 2)
+        engine.hold.set()
+        await everything
+    assert engine.most_inflight == 2
+    assert asked == {"requests": 8, "prompt_tokens": 12, "sampled_tokens": 8}
+
+
+async def test_a_prompt_without_room_for_a_token_is_refused_before_it_is_sent():
+    async with scoring_one(max_model_len=4) as (engine, scoring):
+        await scoring.logprobs([1, 2, 3, 4])
+        with pytest.raises(OverlongError, match=r"takes 4 tokens .* has 4, before any is sampled"):
+            await scoring.generate([1, 2, 3, 4], max_tokens=1)
+    assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([], "got 0 choices, expected 1"),
+        ([{"token_ids": [8], "finish_reason": "stop"}], "got 0 finite logprobs of 1 sampled"),
+        (
+            [
+                {
+                    "token_ids": [8, 2],
+                    "finish_reason": "stop",
+                    "logprobs": {"content": [{"logprob": -1.0}, {"logprob": None}]},
+                }
+            ],
+            "got 1 finite logprobs of 2 sampled tokens",
+        ),
+    ],
+)
+async def test_a_completion_without_its_logprobs_is_refused(choices, message):
+    async with scoring_one(choices=lambda n: choices) as (_, scoring):
+        with pytest.raises(EngineError, match=message):
+            await scoring.generate([1], max_tokens=2)
+
+
+def completion(**fields):
+    known = {
+        "prompt_ids": np.array([5, 6]), "token_ids": np.array([8, 2]), "finish_reason": "stop",
+        "logprobs": np.array([-0.5, -0.25]), "policy_versions": np.array([3, 4]),
+    }  # fmt: skip
+    return Completion(**known | fields)
+
+
+def test_a_completion_trains_as_a_sample_of_a_rollout():
+    sample = completion(temperature=0.5).sample()
+    assert sample.token_ids.tolist() == [5, 6, 8, 2]
+    assert sample.loss_mask.tolist() == [False, False, True, True]
+    assert sample.inference_logprobs.tolist() == [0.0, 0.0, -0.5, -0.25]
+    assert sample.policy_versions.tolist() == [-1, -1, 3, 4]
+    assert sample.temperature == 0.5
+    assert completion(policy_versions=None).sample().policy_versions is None
+
+
+def test_a_greedy_completion_does_not_train():
+    with pytest.raises(StreamError, match="a completion at temperature 0 is not sampled"):
+        completion(temperature=0.0).sample()
+
+
+# -- alternatives ------------------------------------------------------------------------------
+
+
+async def test_the_likeliest_tokens_are_asked_for_and_the_prompts_own_is_left_out():
+    def entries(ids):
+        ranked = {"3": {"logprob": -0.5}, "4": {"logprob": -1.5}}
+        return [None, {"7": {"logprob": -9.0}} | ranked, {"4": {"logprob": -1.5}} | ranked]
+
+    async with scoring_one(entries=entries) as (engine, scoring):
+        ids, logprobs = await scoring.top_logprobs([6, 7, 4], 2)
+    assert engine.asked[0]["sampling_params"]["prompt_logprobs"] == 2
+    assert ids.tolist() == [[0, 0], [3, 4], [3, 4]]
+    assert logprobs.tolist() == [[0.0, 0.0], [-0.5, -1.5], [-0.5, -1.5]]
+
+
+async def test_an_engine_that_gives_fewer_alternatives_is_refused():
+    async with scoring_one() as (_, scoring):
+        with pytest.raises(EngineError, match="position 1 of 2: got 1 alternatives, expected 3"):
+            await scoring.top_logprobs([1, 2], 3)

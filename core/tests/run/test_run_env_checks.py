@@ -44,6 +44,7 @@ class Plugin:
             offered("likelihood", action_loss="ce"),
             offered("observe", needs_attribution=True),
             offered("exact", needs_temperature=1.0),
+            offered("anchored", needs_initial=True),
         ]
 
     @hookimpl
@@ -55,13 +56,14 @@ class Plugin:
         return [Plain, Full]
 
 
-def check(algo, source=None, renderer="full", env=None, **sampling):
+def check(algo, source=None, renderer="full", env=None, initial=None, **sampling):
     if source is not None:
         sampling["source"] = source
     table = {"type": algo} | ({"sampling": sampling} if sampling else {})
     orchestrator = {
         "train": {"env": [{"id": "reverse-text", "name": "a", "algo": table} | (env or {})]},
         "renderer": {"name": renderer},
+        "initial": initial,
     }
     config = {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
     hooks = Hooks()
@@ -169,3 +171,15 @@ def test_how_to_ask_needs_somebody_to_ask():
 
 def test_the_settings_class_is_the_default_one():
     assert Shelf.config_class is PluginConfig
+
+
+def test_an_algorithm_that_reads_the_first_weights_needs_their_endpoint_and_no_other_has_one():
+    check("anchored", initial=TEACHER)
+    assert refusal("anchored") == (
+        "env 'a': algorithm 'anchored' compares the policy with the weights that the run began "
+        "with. Serve them (prime-rl serve m), and set orchestrator.initial to the model's name and "
+        "base_url."
+    )
+    assert refusal("reward", initial=TEACHER) == (
+        "orchestrator.initial: no env's algorithm reads it. Leave it out."
+    )

@@ -185,6 +185,19 @@ def tempered_scores(asked: Body, reply: Body) -> None:
             score["logprob"] *= 0.5
 
 
+def offers_twenty(asked: Body, reply: Body) -> None:
+    for row in reply["prompt_logprobs"] or []:
+        for token in list(row or ())[20:]:
+            del row[token]
+
+
+def hides_the_likeliest_score(asked: Body, reply: Body) -> None:
+    for row in reply["prompt_logprobs"] or []:
+        others = list(row or ())[1:]
+        if len(others) > 1:
+            row["0"] = row.pop(max(others, key=lambda token: row[token]["logprob"]))
+
+
 # -- traffic ----------------------------------------------------------------------------
 
 
@@ -408,6 +421,8 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("alternatives", lambda e, p: telling(hides_the_likeliest)(), "top_logprobs of token 0"),
     ("prompt_logprobs", lambda e, p: telling(tempered_scores)(), "prompt_logprobs of 2 tokens"),
     ("prompt_logprobs", lambda e, p: without("prompt_logprobs")(), "is answered with null"),
+    ("prompt_logprobs", lambda e, p: telling(offers_twenty)(), "place 1 has 20 tokens"),
+    ("prompt_logprobs", lambda e, p: telling(hides_the_likeliest_score)(), "prompt_logprobs 3"),
     ("concurrency", lambda e, p: CrowdsDisturb(p), r"logprobs up to 0\.01 apart"),
     ("abort", lambda e, p: Fault(), "Watch for disconnects"),  # the proxy does not
     ("metrics", lambda e, p: Renames(), "no gauge vllm:kv_cache_usage_perc"),

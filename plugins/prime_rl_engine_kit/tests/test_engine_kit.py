@@ -96,6 +96,11 @@ def generate(**more: object) -> None:
         ({"sampling_params": {"stop": ["x"]}}, r"stop is \['x'\]; .* use stop_token_ids", 400),
         ({"sampling_params": {"n": 0}}, r"n is 0; it must be in \[1, 128\]", 400),
         ({"sampling_params": {"logprobs": 21}}, r"logprobs is 21; .* in \[0, 20\]", 400),
+        (
+            {"sampling_params": {"prompt_logprobs": 101}},
+            r"prompt_logprobs is 101; .* in \[0, 100\]",
+            400,
+        ),
         ({"sampling_params": {"min_tokens": -1}}, "min_tokens is -1; .* at least 0", 400),
         ({"sampling_params": {"max_tokens": 0}}, "unless prompt_logprobs are wanted", 400),
         ({"sampling_params": {"stop_token_ids": [100]}}, "stop_token_ids holds 100", 400),
@@ -204,3 +209,18 @@ def test_a_body_over_the_limit_is_refused() -> None:
     with pytest.raises(RequestError, match="64 MiB") as caught:
         asyncio.run(read_body(request(half, half, last)))
     assert caught.value.status == 413
+
+
+def test_the_alternatives_of_a_prompt_fit_an_answer() -> None:
+    """2**22 entries: 524,288 of each of 8 tokens."""
+    large = Limits("large", max_model_len=8, vocab_size=600_000)
+    for wanted, fits in ((524_288, True), (524_289, False)):
+        body = GenerateBody(
+            token_ids=[1] * 8,
+            sampling_params=GenerateSampling(prompt_logprobs=wanted, max_tokens=1),
+        )
+        if fits:
+            check_generate(body, large)
+        else:
+            with pytest.raises(RequestError, match="is 524289; at most 524288 of each of 8 tokens"):
+                check_generate(body, large)

@@ -251,6 +251,9 @@ class OrchestratorConfig(Settings):
     """Shorthand for ``[orchestrator.sampler]`` with type ``buffer_sampler`` and these settings."""
     buffer_sampler: str = ""
     """Name of the installed sampler that ``buffer`` selects."""
+    initial: FrozenModel | None = None
+    """The weights that the run began with, for algorithms that read them: ``prime-rl serve MODEL``.
+    """
     renderer: RendererConfig = RendererConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

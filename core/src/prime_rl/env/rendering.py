@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,16 @@ class Rendering:
         )
         return ids
 
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text without special tokens."""
+        ids = [int(token) for token in token_ids]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
+
+    def stop_token_ids(self) -> list[int]:
+        """The tokens that end an assistant's turn."""
+        return list(self._renderer(self._config).get_stop_token_ids())
+
     def supervised_sample(self, messages: Messages) -> Sample:
         """A conversation whose assistant tokens train, as if the policy had sampled them.
 
@@ -125,5 +136,9 @@ class Rendering:
         if key not in self._made:
             from renderers import create_renderer
 
-            self._made[key] = create_renderer(load_tokenizer(self._path), config)
+            self._made[key] = create_renderer(self._tokenizer, config)
         return self._made[key]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._path)

@@ -1,41 +1,42 @@
-"""Score tokens under a model behind HTTP: the live policy, or a frozen one.
+"""Score and sample tokens under a model behind HTTP: the live policy, or a frozen one.
 
-    logprobs(tokens) -> [slot] -> pool.ask -> POST /inference/v1/generate {prompt_logprobs: 0}
+    logprobs, top_logprobs, generate -> [slot] -> pool.ask -> POST /inference/v1/generate
 
-Shapes: T = tokens of one sequence.
+Shapes: T = tokens of one sequence, C = tokens of a completion.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Callable, Sequence
+import copy
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
-import numpy as np
 
 from prime_rl.errors import EngineError, OverlongError
 from prime_rl.inference import timing
 from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
-from prime_rl.streams import FloatColumn
+from prime_rl.inference.replies import Reply, read_completions, read_scores, read_top
+from prime_rl.plugins.reference import Completion, Tokens
+from prime_rl.streams import FloatColumn, IntColumn
 
 ROUTE = "/inference/v1/generate"
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 """One token has to be sampled, and is thrown away. 0: of the prompt's own tokens only."""
-IMPOSSIBLE = -9999.0
-"""What engines write for a log-probability of minus infinity: JSON has none."""
+SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1}
+"""The whole distribution: what the trainer can reproduce."""
+MOST_CHOICES = 128
+KEPT_PROMPTS = 65536
+"""Prompts whose requests are counted, for their seeds."""
 
-
-class _Entry(msgspec.Struct):
-    logprob: float | None = None
-
-
-class _Scores(msgspec.Struct):
-    """The part of the reply that is read: None for the first token, then entries by token id."""
-
-    prompt_logprobs: list[dict[str, _Entry] | None] | None = None
+Sampling: TypeAlias = Mapping[str, Any]
+T = TypeVar("T")
 
 
 class PromptScorer:
@@ -56,10 +57,20 @@ class PromptScorer:
         self._slots = asyncio.Semaphore(max_concurrency)
         self._timeout = timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._salt, self._asked = "", Counter[str]()
+        self._stops: Callable[[], Sequence[int]] = tuple
+        self._equal: dict[int, int] = {}
 
-    async def logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
-    ) -> FloatColumn:
+    def lend(
+        self, salt: str, stops: Callable[[], Sequence[int]], asked: Counter[str]
+    ) -> PromptScorer:
+        """The same model for one env, under the same limits. ``salt``: of its seeds. ``stops``:
+        tokens that end a completion by default. ``asked`` counts requests and their tokens."""
+        lent = copy.copy(self)
+        lent._salt, lent._stops, lent._asked, lent._equal = salt, stops, asked, {}
+        return lent
+
+    async def logprobs(self, token_ids: Tokens, *, group_id: int = 0) -> FloatColumn:
         """The log-probability of each token given those before it, at temperature 1: [T]; 0.0 for
         the first.
 
@@ -67,23 +78,80 @@ class PromptScorer:
         request again and again.
         """
         ids = [int(token) for token in token_ids]
-        if len(ids) < 2:  # nothing comes before the first
-            return np.zeros(len(ids), np.float32)
+        return await self._ask(ids, SCORING, group_id, partial(read_scores, ids))
 
-        async def work(engine: Engine) -> FloatColumn:
-            return await self._score(engine, ids)
+    async def top_logprobs(
+        self, token_ids: Tokens, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """Ids and log-probabilities [T, k] of the most likely tokens. Waits and raises as
+        ``logprobs``."""
+        ids = [int(token) for token in token_ids]
+        wanted = SCORING | {"prompt_logprobs": k}
+        return await self._ask(ids, wanted, group_id, partial(read_top, ids, k))
 
+    async def generate(
+        self,
+        token_ids: Tokens,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] | None = None,
+        n: int = 1,
+        seed: int | None = None,
+        group_id: int = 0,
+    ) -> list[Completion]:
+        """Sample ``n`` completions. Waits and raises as ``logprobs``."""
+        ids = [int(token) for token in token_ids]
+        stops = self._stops() if stop_token_ids is None else stop_token_ids
+        asked = {
+            **SAMPLING,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "n": n,
+            "seed": self._seed(ids, group_id, seed),
+            "stop_token_ids": [int(token) for token in stops],
+        }
+        read = partial(read_completions, ids, n, temperature, self._cache_salt() is not None)
+        completions = await self._ask(ids, asked, group_id, read)
+        self._asked["sampled_tokens"] += sum(len(each.token_ids) for each in completions)
+        return completions
+
+    def _seed(self, ids: list[int], group_id: int, seed: int | None) -> int:
+        """A seed that no other prompt, group, env or number has. Choice i gets this + i, so it is a
+        multiple of their greatest number."""
+        key = _digest([self._salt, group_id, ids, seed])
+        if seed is None:
+            number = self._equal.pop(key, 0)
+            self._equal[key] = number + 1  # the newest
+            if len(self._equal) > KEPT_PROMPTS:
+                del self._equal[next(iter(self._equal))]
+            key = _digest([key, number])
+        return key * MOST_CHOICES
+
+    async def _ask(
+        self, ids: list[int], sampling: Sampling, group_id: int, read: Callable[[Reply], T]
+    ) -> T:
+        """What ``read`` makes of the answer."""
+        if len(ids) < 2 and "prompt_logprobs" in sampling:  # nothing comes before the first
+            return read(Reply(prompt_logprobs=[None] * len(ids)))
+        work = partial(self._post, ids, sampling, read)
         async with self._slots:
-            return await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
+            found = await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
+        self._asked.update(requests=1, prompt_tokens=len(ids))
+        return found
 
-    async def _score(self, engine: Engine, ids: list[int]) -> FloatColumn:
+    async def _post(
+        self, ids: list[int], sampling: Sampling, read: Callable[[Reply], T], engine: Engine
+    ) -> T:
         client, limit = engine.client, engine.client.health.max_model_len
-        if limit is not None and len(ids) > limit:
+        sampled = "" if "prompt_logprobs" in sampling else ", before any is sampled"
+        if limit is not None and len(ids) + bool(sampled) > limit:
             raise OverlongError(
                 f"{client.label} takes {limit} tokens (its max_model_len), and this sequence has "
-                f"{len(ids)}. Serve it with more, or lower seq_len or max_completion_tokens."
+                f"{len(ids)}{sampled}. Serve it with more, or lower seq_len or "
+                "max_completion_tokens."
             )
-        body = {"model": self._model, "token_ids": ids, "sampling_params": SCORING}
+        body = {"model": self._model, "token_ids": ids, "sampling_params": sampling}
         if (salt := self._cache_salt()) is not None:
             body["cache_salt"] = salt
         content = msgspec.json.encode(body)
@@ -91,7 +159,7 @@ class PromptScorer:
             answer = await client.request(
                 "POST", ROUTE, self._timeout, content=content, headers=self._headers
             )
-            return read_scores(msgspec.json.decode(answer.content, type=_Scores), ids)
+            return read(msgspec.json.decode(answer.content, type=Reply))
         except EngineRefused as refusal:
             fix = refusal.fix
             if refusal.status == 404:
@@ -110,25 +178,7 @@ class PromptScorer:
             raise EngineError(f"{client.label}: {ROUTE}: {error}") from error
 
 
-def read_scores(scores: _Scores, ids: list[int]) -> FloatColumn:
-    """The log-probabilities [T] of a reply. Raises ``ValueError`` naming the first position that
-    has none."""
-    entries = scores.prompt_logprobs
-    if entries is None:
-        raise ValueError("no prompt_logprobs in the answer; a reference must give them")
-    if len(entries) != len(ids):
-        raise ValueError(f"got {len(entries)} prompt_logprobs, expected {len(ids)}")
-    column = np.zeros(len(ids), np.float32)
-    for position, (token, entry) in enumerate(zip(ids[1:], entries[1:], strict=True), start=1):
-        found = (entry or {}).get(str(token))
-        logprob = None if found is None else found.logprob
-        if logprob is None or not math.isfinite(logprob):
-            raise ValueError(f"position {position} of {len(ids)}: no logprob of token {token}")
-        if logprob <= IMPOSSIBLE:
-            raise ValueError(
-                f"position {position} of {len(ids)}: token {token} is impossible to this model "
-                f"(logprob {logprob:g}): no finite signal leads towards it. Use a reference whose "
-                "vocabulary is the policy's"
-            )
-        column[position] = logprob
-    return column
+def _digest(value: object) -> int:
+    """48 bits of a hash."""
+    digest = hashlib.blake2b(msgspec.json.encode(value), digest_size=6).digest()
+    return int.from_bytes(digest, "big")

@@ -91,6 +91,7 @@ def build_orchestrator(
         engines.fleet.take_metrics,
         weights.take_metrics,
         *(observer.take_metrics for observer in observers),
+        *(env.host.take_metrics for env in envs),
     ]
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)

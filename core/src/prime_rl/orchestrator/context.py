@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +116,37 @@ class EnvHost:
 
     def __init__(self, env: str, environment: Environment, shared: Shared) -> None:
         self.env = env
-        self.policy: ReferenceModel = shared.scores
         self._environment, self._shared = environment, shared
         self._connected: list[FrozenPool] = []
+        self._asked = Counter[str]()
+        self.policy: ReferenceModel = self._lend(shared.scores)
+        self.generate = self.policy.generate
+        self.decode = shared.rendering.decode
+
+    def _lend(self, model: PromptScorer) -> PromptScorer:
+        salt = f"{self._shared.run.config.seed} {self.env}"
+        return model.lend(salt, self._shared.rendering.stop_token_ids, self._asked)
+
+    def take_metrics(self) -> dict[str, float]:
+        """The algorithm's requests and their tokens since the last call. Empty without any."""
+        taken = {f"scoring/{self.env}/{name}": float(n) for name, n in self._asked.items()}
+        self._asked.subtract(dict(self._asked))
+        return taken
+
+    @cached_property
+    def initial(self) -> ReferenceModel:
+        model = self._shared.run.config.orchestrator.initial
+        if model is None:
+            raise ConfigError(f"env {self.env!r}: host.initial needs orchestrator.initial")
+        return self.connect(model)
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
         where, report = f"env {self.env!r}: reference", self._shared.engines.outages.reporter()
         pool = FrozenPool.of(model, where=where, on_waiting=report)
         self._connected.append(pool)
-        return PromptScorer(
-            pool, model.name, max_concurrency=model.max_concurrency, timeout=model.timeout
-        )
+        limit, timeout = model.max_concurrency, model.timeout
+        return self._lend(PromptScorer(pool, model.name, max_concurrency=limit, timeout=timeout))
 
     def render(
         self,

@@ -5,33 +5,19 @@ Orchestrator side: entry-point group ``prime_rl``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from prime_rl.plugins.base import Offer
+from prime_rl.plugins.reference import Completion as Completion
+from prime_rl.plugins.reference import ReferenceModel as ReferenceModel
+from prime_rl.plugins.reference import Tokens
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from prime_rl.config.models import FrozenModel
     from prime_rl.rollout import Sample
-    from prime_rl.streams import FloatColumn, LossComponent
-
-
-class ReferenceModel(Protocol):
-    """A model that scores tokens: the live policy, or a frozen one."""
-
-    async def logprobs(
-        self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
-    ) -> FloatColumn:
-        """The log-probability of each token given those before it: [T]; 0.0 for the first.
-
-        Requests are bounded and retried; while the endpoint does not answer, the call waits and the
-        run reports it. Requests with one ``group_id`` go to one replica. Raises ``EngineError`` if
-        the endpoint refuses the request.
-        """
-        ...
+    from prime_rl.streams import LossComponent
 
 
 class Host(Protocol):
@@ -47,8 +33,23 @@ class Host(Protocol):
         """The live policy, as it samples now."""
         ...
 
+    @property
+    def initial(self) -> ReferenceModel:
+        """The policy's first weights (``orchestrator.initial``). For an algorithm that declares
+        ``needs_initial``; read it in ``setup``."""
+        ...
+
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Core closes it at the end of the run."""
+        ...
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[list[Completion]]]:
+        """``policy.generate``: sample from the live policy."""
+        ...
+
+    def decode(self, token_ids: Tokens) -> str:
+        """The text of tokens of the policy's tokenizer, without special tokens."""
         ...
 
     def render(
@@ -106,6 +107,9 @@ class Algorithm(Offer):
 
     needs_temperature: ClassVar[float | None] = None
     """The only sampling temperature it can learn at; another one is a config error. None: any."""
+
+    needs_initial: ClassVar[bool] = False
+    """It reads ``host.initial``: a run without ``orchestrator.initial`` is a config error."""
 
     order_dependent: ClassVar[bool] = False
     """Credit depends on earlier rollouts, as with a running baseline."""

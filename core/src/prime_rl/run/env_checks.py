@@ -87,6 +87,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     # No env uses the shared table: it must be valid if the user has written it.
     if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(env.algo for env in envs):
         choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
+    initial, readers = config.orchestrator.initial, 0
     for env in envs:
         algo = env.algo or shared
         where = f"env {env.label!r}: algo"
@@ -99,6 +100,13 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
             raise ConfigError(f"{where} trains the loss {cls.action_loss!r}. {error}") from error
         _check_scope(where, component, env, config)
         _check_source(where, cls, env, algo, component, hooks)
+        readers += cls.needs_initial
+        if cls.needs_initial and initial is None:
+            raise ConfigError(
+                f"{where} compares the policy with the weights that the run began with. Serve them "
+                f"(prime-rl serve {config.model.name}), and set orchestrator.initial to the "
+                "model's name and base_url."
+            )
         renderer = config.orchestrator.renderer.name
         if cls.needs_attribution:
             rendering = select(RENDERER, renderer, collect(hooks, RENDERER), RENDERER.key)
@@ -108,6 +116,8 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
                     f"{renderer!r} does not tell it. Set orchestrator.renderer.name to the "
                     "renderer of the model's family."
                 )
+    if initial is not None and not readers:
+        raise ConfigError("orchestrator.initial: no env's algorithm reads it. Leave it out.")
 
 
 def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConfig) -> None:

@@ -45,17 +45,19 @@ def permutation(subject: Subject) -> None:
 
 
 def inputs_kept(subject: Subject) -> None:
-    """Scoring leaves tokens, masks, sampling logprobs, rewards and the group's order alone."""
+    """Scoring leaves tokens, masks, sampling logprobs, rewards and the group's order alone. It may
+    append samples."""
     group = subject.make_group(FOUR)
     members, before = list(group), [_inputs(rollout) for rollout in group]
     subject.score(group)
     if [id(each) for each in group] != [id(each) for each in members]:
         raise Broken("the group's own list was reordered or changed. Sort a copy: sorted(group)")
     for number, (rollout, old) in enumerate(zip(group, before, strict=True)):
-        for name, value in _inputs(rollout).items():
-            if value != old.get(name):
+        found = _inputs(rollout)
+        for name in old:
+            if (value := found.get(name)) != old[name]:
                 raise Broken(
-                    f"rollout {number}: {name} was changed from {old.get(name)} to {value}. Work "
+                    f"rollout {number}: {name} was changed from {old[name]} to {value}. Work "
                     "on a copy; write credit by rollout.assign_...()."
                 )
 
@@ -64,7 +66,7 @@ def _inputs(rollout: Rollout) -> dict[str, Any]:
     facts = {name: _plain(getattr(rollout, name)) for name in FACTS}
     for index, sample in enumerate(rollout.samples):
         facts |= {f"sample {index} {n}": _plain(getattr(sample, n)) for n in INPUTS}
-    return facts | {"the number of samples": len(rollout.samples)}
+    return facts
 
 
 def _plain(value: Any) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from prime_rl.config.models import FrozenModel
+from prime_rl.plugins.reference import Completion, Tokens
 from prime_rl.rollout import ROLES, Sample
-from prime_rl.streams import FloatColumn
+from prime_rl.streams import FloatColumn, IntColumn
 
 
 @dataclass
@@ -21,6 +22,44 @@ class FakeReference:
     answer: Callable[[list[int]], Sequence[float]] = lambda ids: [-0.5] * len(ids)
     """[T] log-probabilities of [T] tokens; the first is replaced by 0.0."""
     asked: list[list[int]] = field(default_factory=list)
+    reply: Callable[[list[int], int], Sequence[int]] = lambda ids, seed: [121, 101, 115]
+    """The tokens that follow a prompt (``yes``, as code points), by prompt and seed: the request's,
+    or the number of earlier completions of this prompt and group, plus the choice's number."""
+    prompts: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Group and prompt of every completion."""
+
+    async def generate(
+        self,
+        token_ids: Tokens,
+        *,
+        max_tokens: int,
+        temperature: float = 1.0,
+        stop_token_ids: Sequence[int] | None = None,
+        n: int = 1,
+        seed: int | None = None,
+        group_id: int = 0,
+    ) -> list[Completion]:
+        """``n`` results of ``reply``, cut after a stop token or ``max_tokens``, with the
+        log-probabilities of ``answer``."""
+        ids, stops = [int(token) for token in token_ids], stop_token_ids or ()
+        first = self.prompts.count((group_id, ids)) if seed is None else seed
+        self.prompts += [(group_id, ids)] * n
+        await asyncio.sleep(0)
+        found = []
+        for number in range(first, first + n):
+            tokens = list(self.reply(ids, number))
+            ends = [place for place, token in enumerate(tokens, 1) if token in stops]
+            cut = tokens[: min([max_tokens, *ends])]
+            completion = Completion(
+                prompt_ids=np.array(ids, np.int32),
+                token_ids=np.array(cut, np.int32),
+                logprobs=np.asarray(self.answer([*ids, *cut]), np.float32)[len(ids) :],
+                finish_reason="length" if max_tokens == len(cut) < len(tokens) else "stop",
+                temperature=temperature,
+                policy_versions=np.zeros(len(cut), np.int32),
+            )
+            found.append(completion)
+        return found
 
     async def logprobs(
         self, token_ids: Sequence[int] | np.ndarray, *, group_id: int = 0
@@ -32,6 +71,19 @@ class FakeReference:
         column = np.asarray(self.answer(ids), np.float32)
         column[:1] = 0.0
         return column
+
+    async def top_logprobs(
+        self, token_ids: Tokens, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """Each token with its log-probability of ``answer``; the ids after it share what is left of
+        the probability."""
+        own = await self.logprobs(token_ids)
+        rest = np.log(-np.expm1(np.minimum(own, -1e-6)) / max(k - 1, 1))
+        found = np.column_stack([own, np.repeat(rest[:, None], k - 1, 1)]).astype(np.float32)
+        tokens = np.add.outer(token_ids, np.arange(k)).astype(np.int32)
+        order = np.argsort(-found, axis=1, kind="stable")
+        order[:1], found[:1], tokens[:1] = 0, 0, 0
+        return np.take_along_axis(tokens, order, 1), np.take_along_axis(found, order, 1)
 
 
 @dataclass
@@ -47,6 +99,17 @@ class FakeHost:
     tasks: Sequence[Mapping[str, Any]] = ()
     agents: tuple[str, ...] = ("agent", "solver", "proposer")
     envs: tuple[str, ...] = ("test",)
+    initial: FakeReference = field(default_factory=FakeReference)
+
+    async def generate(
+        self, token_ids: Tokens, *, max_tokens: int, **settings: Any
+    ) -> list[Completion]:
+        """That of ``policy``."""
+        return await self.policy.generate(token_ids, max_tokens=max_tokens, **settings)
+
+    def decode(self, token_ids: Tokens) -> str:
+        """Code points as text."""
+        return "".join(chr(token) for token in token_ids if token >= 0)
 
     def connect(self, model: FrozenModel) -> FakeReference:
         """Record the model; scores come from ``frozen``."""
@@ -94,4 +157,5 @@ def _likelier(ids: list[int]) -> list[float]:
 def conformance_host() -> FakeHost:
     """The host of ``check_algorithm``. Its models find some tokens likelier than the policy did and
     some less likely, and all of them likelier after a hint."""
-    return FakeHost(policy=FakeReference(_likelier), frozen=FakeReference(_likelier))
+    policy, frozen, initial = (FakeReference(_likelier) for _ in range(3))
+    return FakeHost(policy=policy, frozen=frozen, initial=initial)

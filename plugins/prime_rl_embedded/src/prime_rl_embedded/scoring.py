@@ -39,7 +39,8 @@ def score_prompts(model: ServedModel, requests: Sequence[Request], *, share: boo
     states = model.forward.states(
         ids, BatchPlan.uncached(list(map(len, prompts)), model.device), None
     )
-    alternatives = max(request.params.prompt_logprobs or 0 for request in requests)
+    wanted = [max(request.params.prompt_logprobs or 0 for request in group) for group in groups]
+    alternatives = [k for k, prompt in zip(wanted, prompts, strict=True) for _ in prompt]
     scores = _score(model, states, ids, alternatives)
     ends = list(accumulate(map(len, prompts)))
     row_of: dict[int, int] = {}
@@ -65,20 +66,21 @@ def _by_prompt(requests: Sequence[Request]) -> dict[object, list[Request]]:
 
 
 def _score(
-    model: ServedModel, states: Tensor, ids: Tensor, alternatives: int
+    model: ServedModel, states: Tensor, ids: Tensor, alternatives: Sequence[int]
 ) -> list[list[TokenScore]]:
     """One entry per token, which scores the next token of the flat order. States [N, E], ids [N].
 
+    ``alternatives``: [N], the number that each entry needs at least.
     A prompt's last entry scores the next prompt's first token and is dropped by the caller.
     """
     most = _CHUNK_LOGITS.get(model.device.type, _CHUNK_LOGITS["cuda"])
     rows = max(most // model.vocab_size, _FEWEST_ROWS)
-    chunks = zip(torch.split(states, rows), torch.split(ids.roll(-1), rows), strict=True)
-    return [
-        score
-        for part, successors in chunks
-        for score in score_tokens(model.forward.logits(part), successors, alternatives)
-    ]
+    following, scores = ids.roll(-1), []
+    for first in range(0, len(ids), rows):
+        chunk = slice(first, first + rows)
+        logits = model.forward.logits(states[chunk])
+        scores += score_tokens(logits, following[chunk], max(alternatives[chunk]))
+    return scores
 
 
 def _set_scores(scores: list[list[TokenScore]], group: Sequence[Request]) -> None:

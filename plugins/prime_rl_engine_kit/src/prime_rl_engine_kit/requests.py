@@ -18,6 +18,8 @@ from prime_rl_engine_kit.errors import RequestError
 
 MAX_ALTERNATIVES = 20
 MAX_CHOICES = 128
+MAX_PROMPT_ENTRIES = 2**22
+"""Tokens times alternatives of one scored prompt: a reply of some 200 MB."""
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -119,6 +121,12 @@ def check_generate(body: GenerateBody, limits: Limits) -> None:
     fields = body.sampling_params
     scoring = fields.prompt_logprobs is not None and given(fields.max_tokens, 2) <= 1
     check_prompt(body.token_ids, limits, scoring=scoring)
+    most = MAX_PROMPT_ENTRIES // len(body.token_ids)
+    if given(fields.prompt_logprobs, 0) > max(most, MAX_ALTERNATIVES):
+        raise RequestError(
+            f"prompt_logprobs is {fields.prompt_logprobs}; at most {most} of each of "
+            f"{len(body.token_ids)} tokens fit an answer"
+        )
     if body.stream:
         raise RequestError("stream is true; this route answers whole completions only")
     if body.features is not None or body.content_parts is not None:
@@ -175,7 +183,7 @@ def check_sampling(
         ("min_tokens", fields.min_tokens, 0, None),
         ("n", fields.n, 1, MAX_CHOICES),
         ("logprobs", logprobs, 0, MAX_ALTERNATIVES),
-        ("prompt_logprobs", prompt_logprobs, 0, MAX_ALTERNATIVES),
+        ("prompt_logprobs", prompt_logprobs, 0, limits.vocab_size),
     )
     for key, number, low, high in rules:
         if number is not None and (number < low or (high is not None and number > high)):

@@ -41,6 +41,8 @@ engine contract."""
 DEFAULTS: dict[str, Any] = {
     # Otherwise OpenAI's routes default to the temperature and top_p in the model folder.
     "generation_config": "vllm",
+    # ``top_logprobs`` may ask for the whole vocabulary; our routes have limits of their own.
+    "max_logprobs": -1,
     "enable_prompt_tokens_details": True,
     "disable_uvicorn_access_log": True,
     "disable_fastapi_docs": True,

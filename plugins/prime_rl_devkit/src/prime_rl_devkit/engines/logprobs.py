@@ -138,10 +138,13 @@ def alternatives(engine: EngineSubject) -> None:
 
 def prompt_logprobs(engine: EngineSubject) -> str:
     """``prompt_logprobs`` equal those of transformers at temperature 1, at any sampling
-    temperature."""
+    temperature: of the prompt's own tokens, of the k most likely ones, and of the whole
+    vocabulary."""
     engine.need("prompt_logprobs")
     gaps = []
-    for length, asked in ((2, 0), (7, 1), (min(200, engine.max_model_len - 1), 0)):
+    vocabulary = engine.reference().logits(prompt_of(engine, 2)).shape[-1]
+    sizes = ((2, 0), (7, 1), (5, 3), (4, vocabulary), (min(200, engine.max_model_len - 1), 0))
+    for length, asked in sizes:
         prompt = prompt_of(engine, length)
         reply = engine.reply(
             prompt, max_tokens=1, prompt_logprobs=asked, temperature=0.5, top_p=0.5, seed=0
@@ -152,7 +155,28 @@ def prompt_logprobs(engine: EngineSubject) -> str:
         rows = engine.reference().logits(prompt)[:-1]
         gaps.append(largest_gap(rows, prompt[1:], own))
         _within(engine, gaps[-1], f"prompt_logprobs of {length} tokens")
+        gaps += _most_likely(engine, rows, reply.prompt_logprobs, asked)
     return f"largest gap {max(gaps):.2g} (at most {engine.bound:g})"
+
+
+def _most_likely(
+    engine: EngineSubject, rows: Any, found: list[dict[int, float]], wanted: int
+) -> list[float]:
+    """Gaps of the alternatives at each place: the ``wanted`` most likely tokens, and no other but
+    the prompt's own, which comes first."""
+    gaps = []
+    for place, (row, scores) in enumerate(zip(rows, found, strict=True), start=1):
+        ordered = [*scores.values()]
+        best = sorted(row.log_softmax(-1).tolist(), reverse=True)[: max(wanted, 1)]
+        likely = [value for value in ordered if value > best[-1] - 2 * engine.bound]
+        if not wanted <= len(scores) <= wanted + 1 or len(likely) < wanted:
+            raise Broken(
+                f"prompt_logprobs {wanted}: place {place} has {len(scores)} tokens, {len(likely)} "
+                f"of them among the {wanted} most likely"
+            )
+        gaps.append(largest_gap(row.expand(len(scores), -1), [*scores], ordered))
+        _within(engine, gaps[-1], f"prompt_logprobs {wanted} at place {place}")
+    return gaps
 
 
 def same_choice(engine: EngineSubject, one: Choice, other: Choice) -> tuple[bool, float]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from prime_rl import Completion
 from prime_rl.config.models import FrozenModel
 from prime_rl.errors import RunError
 from prime_rl.rollout import Rollout, Sample
-from prime_rl.streams import FloatColumn
+from prime_rl.streams import FloatColumn, IntColumn
 
 
 class NotRecorded(RunError):
@@ -41,6 +42,18 @@ class RecordedReference:
             self._env, f"a model's logprobs of {len(asked)} tokens, which are not in the file"
         )
 
+    async def top_logprobs(
+        self, token_ids: Sequence[int] | np.ndarray, k: int, *, group_id: int = 0
+    ) -> tuple[IntColumn, FloatColumn]:
+        """Raises ``NotRecorded``: alternatives are not saved."""
+        raise _not_recorded(self._env, f"a model's {k} most likely tokens")
+
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
+    ) -> list[Completion]:
+        """Raises ``NotRecorded``: completions are not saved."""
+        raise _not_recorded(self._env, "a completion")
+
 
 class ReplayHost:
     """``prime_rl.Host`` for one env of a saved run."""
@@ -59,9 +72,24 @@ class ReplayHost:
         """The recorded answers of the policy."""
         return self.reference
 
+    @property
+    def initial(self) -> RecordedReference:
+        """The recorded answers of the first weights."""
+        return self.reference
+
     def connect(self, model: FrozenModel) -> RecordedReference:
         """The recorded answers of a frozen model."""
         return self.reference
+
+    async def generate(
+        self, token_ids: Sequence[int] | np.ndarray, *, max_tokens: int, **settings: Any
+    ) -> list[Completion]:
+        """Raises ``NotRecorded``."""
+        return await self.reference.generate(token_ids, max_tokens=max_tokens, **settings)
+
+    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Raises ``NotRecorded``: the tokenizer is not saved."""
+        raise _not_recorded(self.env, "the text of tokens")
 
     def task(self, example_id: int) -> Mapping[str, Any]:
         """The fields of an example that was sampled."""
