@@ -10,7 +10,7 @@ import numpy as np
 
 from prime_rl.errors import StreamError
 from prime_rl.rollout import Sample
-    from prime_rl.streams import FloatColumn, IntColumn
+from prime_rl.streams import FloatColumn, IntColumn
 
 GREEDY = 1e-5
 """Temperatures below are greedy to an engine."""
