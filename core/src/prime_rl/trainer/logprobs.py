@@ -51,6 +51,18 @@ def token_logprobs(
     ``trainer.lm_head_block``. ``packing``: how the row goes through the model.
     """
     hidden = hidden_states(model, row.layout, packing)
+    return logprobs_of(model, row, hidden, fused, block_logits, entropy_gradient)
+
+
+def logprobs_of(
+    model: PreTrainedModel,
+    row: PackedRow,
+    hidden: Tensor,
+    fused: FusedHead,
+    block_logits: int | None,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """``token_logprobs`` from the row's hidden states."""
     uniform = math.log(cast(int, model.config.vocab_size))
     logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=_at_least_float32(hidden))
     entropies = torch.full_like(logprobs, uniform)

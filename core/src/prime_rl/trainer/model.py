@@ -6,10 +6,11 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,29 +22,40 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.plugins.head import Head
 from prime_rl.plugins.tuning import Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import attention, parallel
 from prime_rl.trainer.device import choose_device
-from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.heads import HeadModule
+from prime_rl.trainer.logprobs import logprobs_of
 from prime_rl.trainer.packed_row import PackedRow
-from prime_rl.trainer.packing import Packing, packings, use_attention
+from prime_rl.trainer.packing import Packing, hidden_states, packings, use_attention
 
 COMPILERS = ("c++", "g++", "clang++")
 POLL_SECONDS = 0.02
 
 
 class Policy(nn.Module):
-    """The model as the trainer calls it: a row in, logprobs and entropies out.
+    """The model as the trainer calls it: a row in, logprobs, entropies and outputs of heads out.
 
     One forward for all of it, LM head included: FSDP gathers sharded weights in hooks of a module's
     forward (``parallel.py``).
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        heads: Mapping[str, HeadModule] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
         self.model = model
+        self.heads = nn.ModuleList(heads.values())
+        self.head_names = list(heads)
+        self.read: Container[str] = ()
+        """The heads that losses of the batch read."""
         self.head = (config.fused_lm_head, config.lm_head_block)
         self.packing = packings(config, model.device)[0]
         self.entropy_gradient = False
@@ -52,14 +64,17 @@ class Policy(nn.Module):
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
         attention."""
-        use_attention(self.model, packing.attention)
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                use_attention(module, packing.attention)
         self.packing = packing
 
-    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """See ``token_logprobs``."""
-        return token_logprobs(
-            self.model, row, *self.head, self.packing.name, entropy_gradient=self.entropy_gradient
-        )
+    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """See ``token_logprobs``; and the output [T] of each head that is read."""
+        hidden = hidden_states(self.model, row.layout, self.packing.name)
+        pairs = zip(self.head_names, self.heads, strict=True)
+        outputs = {n: head(row, hidden, self.packing.name) for n, head in pairs if n in self.read}
+        return *logprobs_of(self.model, row, hidden, *self.head, self.entropy_gradient), outputs
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
@@ -68,10 +83,17 @@ class Policy(nn.Module):
         return nn.functional.pad(logprobs, (1, 0))
 
 
-def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerConfig) -> Policy:
+def make_policy(
+    model: PreTrainedModel,
+    device: torch.device,
+    config: TrainerConfig,
+    heads: Mapping[str, Head] = MappingProxyType({}),
+) -> Policy:
     """The policy on its device; with several ranks, this rank's part of it."""
-    policy = Policy(model, config)
-    prepare_blocks(model, config, choose_device(config.device))
+    modules = {n: HeadModule(heads[n], table, model) for n, table in config.heads.items()}
+    policy = Policy(model, config, modules)
+    for each in (model, *(head.model for head in modules.values() if head.model is not None)):
+        prepare_blocks(each, config, choose_device(config.device))
     if parallel.several_ranks():
         blocks = set(model._no_split_modules or ())
         parallel.shard(policy, blocks, device, config.dp_replicate)
