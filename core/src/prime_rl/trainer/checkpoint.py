@@ -205,14 +205,13 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
     with torch.no_grad():
         set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
-        for name, module in trainer.heads.modules.items():  # the weights were loaded in place
-            saved = state["heads"][name]["optimizer"]
-            set_optimizer_state_dict(module, trainer.heads.optimizers[name], saved)
+        for name, (module, its) in trainer.heads.items():  # their weights were loaded in place
+            set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
     # Learning rate, decay and betas are those of the config, not of the checkpoint.
-    for optimizer in (trainer.optimizer, *trainer.heads.optimizers.values()):
+    for optimizer in trainer.optimizers:
         fresh = optimizer.defaults
         for group in optimizer.param_groups:
             group.update({name: value for name, value in fresh.items() if name in group})
@@ -221,15 +220,10 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
 def _state(trainer: Trainer) -> dict[str, Any]:
     """Sharded as the weights are. Of heads also the weights, which are published nowhere."""
     optimizer = _optimizer_state(trainer.model, trainer.optimizer)
-    state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state()}
-    if trainer.heads.modules:
-        state["heads"] = {
-            name: {
-                "weights": module.state_dict(),
-                "optimizer": _optimizer_state(module, trainer.heads.optimizers[name]),
-            }
-            for name, module in trainer.heads.modules.items()
-        }
+    state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state(), "heads": {}}
+    for name, (module, its) in trainer.heads.items():
+        own = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
+        state["heads"][name] = own
     if trainer.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
     return state

@@ -36,7 +36,7 @@ from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.device import Offload, choose_device
 from prime_rl.trainer.export import export
-from prime_rl.trainer.heads import Heads
+from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import make_optimizer, make_schedule
@@ -72,17 +72,18 @@ class Trainer:
             self.device = choose_device(self.config.device, Rank.of_process())
         on_host = self.colocated and not parallel.several_ranks()
         home = self.model.device if on_host else self.device
-        self.policy = make_policy(self.model, home, self.config, self.losses.heads)
+        heads = [self.losses.heads[name] for name in self.config.heads]
+        self.policy = make_policy(self.model, home, self.config, heads)
         self.half = self.config.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
-        self.optimizer = make_optimizer(self.model, self.config.optim)
-        self.heads = Heads(self.policy, self.config)
-        self.learning_rate = make_schedule(
-            self.config.scheduler, self.config.optim.lr, self.max_steps
-        )
-        optimizers = [self.optimizer, *self.heads.optimizers.values()]
-        self.memory = Offload(self.policy, optimizers, self.device, self.colocated)
+        optim = self.config.optim
+        self.optimizer = make_optimizer(self.model, optim)
+        self.heads = make_optimizers(self.policy.heads, optim)
+        """Each head's module and optimizer."""
+        self.optimizers = [self.optimizer, *(own for _, own in self.heads.values())]
+        self.learning_rate = make_schedule(self.config.scheduler, optim.lr, self.max_steps)
+        self.memory = Offload(self.policy, self.optimizers, self.device, self.colocated)
         self.checked = False
         if not self.colocated:  # else it does not hold the device yet
             self.self_check()

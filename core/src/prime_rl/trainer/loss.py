@@ -102,7 +102,7 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
                 tokens[key] += int(own.sum())
                 sequences[key] += int((own > 0).sum())
                 if (unit := losses[name].unit) in ("rollouts", "groups"):
-                    ids = _ids(row, f"{unit[:-1]}_ids")
+                    ids = unit_ids(row, f"{unit[:-1]}_ids")
                     for at in own.nonzero()[0]:
                         sizes[key][int(ids[at])] += int(own[at])
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
@@ -117,11 +117,12 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units, sizes)
 
 
-def _ids(row: MicroBatch, name: str) -> Any:
+def unit_ids(row: MicroBatch, name: str) -> Any:
+    """[S] ``rollout_ids`` or ``group_ids``. Raises ``StreamError`` if the batch has none."""
     ids = getattr(row, name)
     if ids is None:
         raise StreamError(
-            f"micro batch (envs: {', '.join(row.envs)}): a loss of the run needs {name}, and the "
+            f"micro batch (envs: {', '.join(row.envs)}): a loss or head needs {name}, and the "
             "orchestrator sent none. Both sides must run with the same config and plugins."
         )
     return ids

@@ -6,11 +6,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from prime_rl.rundir.status import Status
 from prime_rl.trainer import attention, parallel
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.heads import HeadModule
-from prime_rl.trainer.logprobs import logprobs_of
+from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.trainer.packing import Packing, hidden_states, packings, use_attention
 
@@ -48,12 +47,10 @@ class Policy(nn.Module):
         self,
         model: PreTrainedModel,
         config: TrainerConfig,
-        heads: Mapping[str, HeadModule] = MappingProxyType({}),
+        heads: Iterable[HeadModule] = (),
     ) -> None:
         super().__init__()
-        self.model = model
-        self.heads = nn.ModuleList(heads.values())
-        self.head_names = list(heads)
+        self.model, self.heads = model, nn.ModuleList(heads)
         self.read: Container[str] = ()
         """The heads that losses of the batch read."""
         self.head = (config.fused_lm_head, config.lm_head_block)
@@ -71,10 +68,13 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See ``token_logprobs``; and the output [T] of each head that is read."""
-        hidden = hidden_states(self.model, row.layout, self.packing.name)
-        pairs = zip(self.head_names, self.heads, strict=True)
-        outputs = {n: head(row, hidden, self.packing.name) for n, head in pairs if n in self.read}
-        return *logprobs_of(self.model, row, hidden, *self.head, self.entropy_gradient), outputs
+        name = self.packing.name
+        hidden = hidden_states(self.model, row.layout, name)
+        given = (*self.head, name, self.entropy_gradient, hidden)
+        heads = {
+            each.name: each(row, hidden, name) for each in self.heads if each.name in self.read
+        }
+        return *token_logprobs(self.model, row, *given), heads
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
@@ -87,12 +87,12 @@ def make_policy(
     model: PreTrainedModel,
     device: torch.device,
     config: TrainerConfig,
-    heads: Mapping[str, Head] = MappingProxyType({}),
+    heads: Iterable[Head] = (),
 ) -> Policy:
     """The policy on its device; with several ranks, this rank's part of it."""
-    modules = {n: HeadModule(heads[n], table, model) for n, table in config.heads.items()}
+    modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
     policy = Policy(model, config, modules)
-    for each in (model, *(head.model for head in modules.values() if head.model is not None)):
+    for each in (model, *(head.model for head in modules if head.model is not None)):
         prepare_blocks(each, config, choose_device(config.device))
     if parallel.several_ranks():
         blocks = set(model._no_split_modules or ())

@@ -58,7 +58,7 @@ class BatchUpdate:
         self.reads_old = "old_logprobs" in reads
         trainer.policy.entropy_gradient = "entropies" in reads
         trainer.policy.read = reads
-        self.looks_ahead = self.reads_old or not reads.isdisjoint(trainer.heads.modules)
+        self.looks_ahead = self.reads_old or not reads.isdisjoint(trainer.heads)
         self.sums: list[StepMetrics] = []
         self.found: list[dict[str, float]] = []
         """Metrics of each optimizer step."""
@@ -78,8 +78,11 @@ class BatchUpdate:
         for part in self.plan:
             sums = self.forward_backward(self.parts[part], self.counts[part])
             bound = trainer.config.optim.max_norm
-            norm = float(parallel.full(clip_gradients(trainer.model.parameters(), bound)))
-            norms = {"optim/grad_norm": norm, **trainer.heads.clip(bound)}
+            apart = {f"optim/{name}": module for name, (module, _) in trainer.heads.items()}
+            norms = {
+                f"{name}/grad_norm": float(parallel.full(clip_gradients(m.parameters(), bound)))
+                for name, m in {"optim": trainer.model, **apart}.items()
+            }
             seconds += time.perf_counter() - started  # the norm has waited for the device
             found = sums.result() | norms
             bad = not all(map(math.isfinite, (*norms.values(), found["loss/mean"])))
@@ -138,12 +141,13 @@ class BatchUpdate:
         """Take it; or skip it, and log why."""
         trainer, step = self.trainer, self.step
         if not self.found[-1]["optim/skipped"]:  # else momentum and weight decay would move weights
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = trainer.learning_rate(step)
-            trainer.optimizer.step()
-            trainer.heads.step(trainer.learning_rate(step))
-        trainer.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
-        trainer.heads.zero_grad()
+            for optimizer in trainer.optimizers:
+                scale = optimizer.defaults["lr"] / trainer.config.optim.lr
+                for group in optimizer.param_groups:
+                    group["lr"] = trainer.learning_rate(step) * scale
+                optimizer.step()
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
         trainer.num_bad_steps = trainer.num_bad_steps if bad else 0
         where, fate = f"step {step}", f"version {step} has the weights of version {step - 1}"
         if len(self.plan) > 1:
