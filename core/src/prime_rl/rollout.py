@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from prime_rl.errors import StreamError
 from prime_rl.streams import (
-    RESERVED,
     STREAMS,
     WEIGHTS,
     BoolColumn,
@@ -27,6 +26,7 @@ from prime_rl.streams import (
     StreamColumn,
     Values,
     as_stream,
+    can_be_stream,
     split_stream,
     trains,
 )
@@ -260,7 +260,7 @@ class Rollout:
         Integers are kept as int32, anything else as float32. Values of shape [C, k] or [N, k] give
         each token a row of k. Raises ``StreamError`` also for a name that core uses itself.
         """
-        if name in RESERVED or name.endswith(WEIGHTS) or not name.isidentifier():
+        if not can_be_stream(name):
             raise StreamError(
                 f"{self._where(repr(name))}: no stream can have this name. Choose another one, or "
                 "use assign_weights for the weights of a component."

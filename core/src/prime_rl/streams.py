@@ -42,6 +42,11 @@ RESERVED = COMPUTED | {
 """Names that no stream may have."""
 
 
+def can_be_stream(name: str) -> bool:
+    """Whether a stream of data may have this name."""
+    return name not in RESERVED and not name.endswith(WEIGHTS) and name.isidentifier()
+
+
 class Columns(Protocol):
     """A sample, or a packed row of them: columns of one length T."""
 
@@ -136,9 +141,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
         return None
     found = {column.dtype for _, column in pairs if column is not None}
     dtype = found.pop() if len(found) == 1 else np.dtype(np.float32)
-    missing: float = np.iinfo(np.int32).min if dtype == np.int32 else np.nan
-    if name == "advantages" or name.endswith(WEIGHTS):
-        missing = float(name == f"rl{WEIGHTS}")
+    missing = absent_value(name, dtype)
     shape = first.shape[1:]
     columns = [np.full((n, *shape), missing, dtype) if c is None else c for n, c in pairs]
     if any(column.shape[1:] != shape for column in columns):
@@ -148,6 +151,13 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
             "of a run has to write it with the same number of values per token."
         )
     return np.concatenate(columns).astype(dtype, copy=False)
+
+
+def absent_value(name: str, dtype: Any = np.float32) -> float:
+    """What stands in a packed stream for a token that lacks it."""
+    if name == "advantages" or name.endswith(WEIGHTS):
+        return float(name == f"rl{WEIGHTS}")
+    return np.iinfo(np.int32).min if dtype == np.int32 else np.nan
 
 
 def is_absent(column: StreamColumn) -> BoolColumn:

@@ -25,14 +25,13 @@ from prime_rl.errors import StreamError
 from prime_rl.orchestrator.balance import plan_ranks, sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.components import Components
+from prime_rl.plugins.loss import SCOPES
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import STREAMS, IntColumn, StreamColumn, components, concatenate, stream
 from prime_rl.wire import MicroBatch, encode_batch
 
 log = logging.getLogger(__name__)
-
-SCOPES = ("token", "sequence", "rollout", "group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
             names.discard("rl")
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
-        scope = max((SCOPES.index(component.scope) for component in used), default=0)
+        scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
         pieces += [
             Piece(sample.cut(limit), rollout.env, number, group) for sample in rollout.samples
@@ -95,8 +94,8 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if order and lengths[order[0]] > capacity:
         raise StreamError(
-            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. (A loss of "
-            "scope rollout or group sees all its samples in one row.) Raise "
+            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. (A loss or "
+            "head of scope rollout or group sees all its samples in one row.) Raise "
             "trainer.micro_batch_tokens."
         )
     rows: list[list[int]] = []

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.plugins.components import Components, installed_losses
+from prime_rl.plugins.components import Component, Components, installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import WEIGHTS, LossComponent, components, members, stream
@@ -101,12 +101,10 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     """
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
-    for sample in rollout.samples:
-        if action_loss != "rl":
+    if action_loss != "rl":
+        for sample in rollout.samples:
             _route(rollout, sample, action_loss)
-        for name in components(sample):
-            if members(sample, name).any():
-                _check_complete(rollout, sample, name, losses or installed_losses())
+    _check_complete(rollout, losses or installed_losses())
     if (
         action_loss == "rl"
         and "rl_weights" not in rollout.assigned
@@ -130,22 +128,47 @@ def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
         sample.rl_weights = np.zeros(len(sample), np.float32)
 
 
-def _check_complete(
-    rollout: Rollout, sample: Sample, name: LossComponent, losses: Components
-) -> None:
-    """Raises ``StreamError`` unless the members of a component have what its loss reads."""
+def _check_complete(rollout: Rollout, losses: Components) -> None:
+    """Raises ``StreamError`` unless the members of each component have what its loss, and the heads
+    that it reads, need."""
     where = f"env {rollout.env!r}, group {rollout.group_id}"
-    try:
-        component = losses[name]
-    except ConfigError as error:
-        raise StreamError(f"{where}: tokens have {name}_weights. {error}") from error
-    for required in component.required:
-        if stream(sample, required) is None:
+    trained = [
+        (sample, name)
+        for sample in rollout.samples
+        for name in components(sample)
+        if members(sample, name).any()
+    ]
+    for _, name in trained:
+        try:
+            losses[name]
+        except ConfigError as error:
+            raise StreamError(f"{where}: tokens have {name}_weights. {error}") from error
+    written = losses.writers(name for _, name in trained)
+    for name, head in written.items():
+        if any(stream(sample, name) is not None for sample in rollout.samples):
             raise StreamError(
-                f"{where}: tokens train in the {name} component, which reads {required!r}, but no "
-                f"{required} were assigned. Assign them in score_rollout or score_group "
-                "(rollout.assign_stream), or set another action_loss."
+                f"{where}: {name} were assigned, and the trainer's head {head.name!r} writes them "
+                "for this rollout. Leave them to it, or its table [trainer.heads] out."
             )
+    for sample, name in trained:
+        component = losses[name]
+        reads = dict.fromkeys(component.required, "which")
+        for head in component.read_heads:
+            reads |= dict.fromkeys(head.reads, f"whose head {head.name!r}")
+        for required in reads.keys() - written.keys():
+            if stream(sample, required) is None:
+                raise StreamError(
+                    f"{where}: tokens train in the {name} component, {reads[required]} reads "
+                    f"{required!r}, but no {required} were assigned. Assign them in score_rollout "
+                    "or score_group (rollout.assign_stream), set another action_loss, or add the "
+                    "head that gives them ([trainer.heads.<name>])."
+                )
+        _check_sampled(rollout, sample, component)
+
+
+def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> None:
+    """Raises ``StreamError`` unless a loss that compares with the sampler can."""
+    where, name = f"env {rollout.env!r}, group {rollout.group_id}", component.name
     if not component.cls.compares_with_sampler:
         return
     if members(sample, name)[~sample.loss_mask].any():

@@ -42,15 +42,17 @@ def token_logprobs(
     block_logits: int | None = None,
     packing: PackingName = "shared",
     entropy_gradient: bool = False,
+    hidden: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """([T], [T]): log-probabilities within each document, and entropies, which have a gradient only
     with ``entropy_gradient``.
 
     A token that is not a target, such as a document's first, gets log(1/V) and log V, as if drawn
     uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
-    ``trainer.lm_head_block``. ``packing``: how the row goes through the model.
+    ``trainer.lm_head_block``. ``packing``: how the row goes through the model. ``hidden``: its
+    hidden states, if they are known.
     """
-    hidden = hidden_states(model, row.layout, packing)
+    hidden = hidden_states(model, row.layout, packing) if hidden is None else hidden
     uniform = math.log(cast(int, model.config.vocab_size))
     logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=_at_least_float32(hidden))
     entropies = torch.full_like(logprobs, uniform)

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,7 +102,7 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
                 tokens[key] += int(own.sum())
                 sequences[key] += int((own > 0).sum())
                 if (unit := losses[name].unit) in ("rollouts", "groups"):
-                    ids = _ids(row, f"{unit[:-1]}_ids")
+                    ids = unit_ids(row, f"{unit[:-1]}_ids")
                     for at in own.nonzero()[0]:
                         sizes[key][int(ids[at])] += int(own[at])
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
@@ -116,11 +117,12 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units, sizes)
 
 
-def _ids(row: MicroBatch, name: str) -> Any:
+def unit_ids(row: MicroBatch, name: str) -> Any:
+    """[S] ``rollout_ids`` or ``group_ids``. Raises ``StreamError`` if the batch has none."""
     ids = getattr(row, name)
     if ids is None:
         raise StreamError(
-            f"micro batch (envs: {', '.join(row.envs)}): a loss of the run needs {name}, and the "
+            f"micro batch (envs: {', '.join(row.envs)}): a loss or head needs {name}, and the "
             "orchestrator sent none. Both sides must run with the same config and plugins."
         )
     return ids
@@ -146,15 +148,18 @@ def row_loss(
     counts: Counts,
     entropies: Tensor | None = None,
     old_logprobs: Tensor | None = None,
+    heads: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
     ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] if a loss reads them.
-    ``old_logprobs`` [T]: None if they are those of the step itself.
+    ``old_logprobs`` [T]: None if they are those of the step itself. ``heads``: their outputs [T].
     """
     result = RowLoss(logprobs[:1].sum() * 0.0)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    given = {"entropies": entropies, "old_logprobs": old}
+    given = {"entropies": entropies, "old_logprobs": old, **heads}
+    for head in {head for name, _ in counts.members for head in losses[name].read_heads}:
+        result.loss = result.loss + heads[head.name][:1].sum() * 0.0  # on every rank a gradient
     for name, whole in row.shares.items():
         component = losses[name]
         for share, env in _parts(row, component, whole):
@@ -293,7 +298,8 @@ def _inputs(
     for name, default in component.defaults.items():
         if default is None and name in row.absent and row.absent[name][list(sequences)].any():
             kept[name] = None
-    streams = {name: kept[name] for name in component.streams}
+    heads = [head.name for head in component.read_heads]
+    streams = {name: kept[name] for name in (*component.streams, *heads)}
     known: dict[str, Any] = {name: column for name, column in kept.items() if name in FIELDS}
     return LossInputs(**known, streams=streams)
 
