@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.plugins.components import Components, installed_losses
+from prime_rl.plugins.components import Component, Components, installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import WEIGHTS, LossComponent, components, members, stream
@@ -81,28 +81,34 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
 
     rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
     1.0 on the trainable tokens and take them out of rl. A rollout that another component trains
-    leaves rl if all its advantages are zero: its tokens would only dilute the others' mean. (The
-    filters drop a rollout that trains nowhere else.) Weights that the algorithm has assigned stay
-    as they are. ``losses``: None for all that are installed. Raises ``StreamError`` for tokens
-    without a stream that their loss reads.
+    leaves the one that its advantages drive if all of them are zero: its tokens would only dilute
+    the others' mean. (The filters drop a rollout that trains nowhere else.) Weights that the
+    algorithm has assigned stay as they are. ``losses``: None for all that are installed. Raises
+    ``StreamError`` for tokens without a stream that their loss reads, and, given ``losses``, for a
+    stream that none of them reads.
     """
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
+    rollout.credited = "rl"
     for sample in rollout.samples:
         if action_loss != "rl":
             _route(rollout, sample, action_loss)
         for name in components(sample):
             if members(sample, name).any():
-                _check_complete(rollout, sample, name, losses or installed_losses())
+                component = _check_complete(rollout, sample, name, losses or installed_losses())
+                if name == action_loss and "advantages" in component.required:
+                    rollout.credited = name
+    if losses is not None:
+        _check_read(rollout, action_loss, losses)
     if (
-        action_loss == "rl"
-        and "rl_weights" not in rollout.assigned
+        rollout.credited == action_loss
+        and f"{action_loss}{WEIGHTS}" not in rollout.assigned
         and (advantages := rollout.advantages) is not None
         and not advantages.any()
         and rollout.trains_beside_rl
     ):
         for sample in rollout.samples:
-            sample.rl_weights = np.zeros(len(sample), np.float32)
+            sample.set_stream(f"{action_loss}{WEIGHTS}", np.zeros(len(sample), np.float32))
     rollout.freeze()
 
 
@@ -119,8 +125,8 @@ def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
 
 def _check_complete(
     rollout: Rollout, sample: Sample, name: LossComponent, losses: Components
-) -> None:
-    """Raises ``StreamError`` unless the members of a component have what its loss reads."""
+) -> Component:
+    """The component. Raises ``StreamError`` unless its members have what its loss reads."""
     where = f"env {rollout.env!r}, group {rollout.group_id}"
     try:
         component = losses[name]
@@ -134,7 +140,7 @@ def _check_complete(
                 "(rollout.assign_stream), or set another action_loss."
             )
     if not component.cls.compares_with_sampler:
-        return
+        return component
     if members(sample, name)[~sample.loss_mask].any():
         raise StreamError(
             f"{where}: {name}_weights weigh tokens that the policy did not sample, which have no "
@@ -146,3 +152,18 @@ def _check_complete(
             f"logprobs, and their source ({rollout.source!r}) gave none. Use an algorithm that "
             "imitates."
         )
+    return component
+
+
+def _check_read(rollout: Rollout, action_loss: LossComponent, losses: Components) -> None:
+    """Raises ``StreamError`` for a stream that no loss of the rollout reads."""
+    names = {action_loss, *(name for s in rollout.samples for name in components(s))}
+    known = {name: losses[name].streams for name in sorted(names) if name in losses}
+    further = {name for sample in rollout.samples for name in sample.streams}
+    for name in sorted(further - {each for read in known.values() for each in read}):
+        if not name.endswith(WEIGHTS):
+            reads = "; ".join(f"{n} reads {', '.join(read)}" for n, read in known.items() if read)
+            raise StreamError(
+                f"env {rollout.env!r}, group {rollout.group_id}: no loss of these tokens reads the "
+                f"stream {name!r} ({reads}). Fix the name, or choose a loss that reads it."
+            )
