@@ -90,9 +90,9 @@ def members(columns: Columns, component: LossComponent) -> BoolColumn:
     return np.zeros(len(columns), np.bool_) if weights is None else weights != 0
 
 
-def trains(columns: Columns, *, beside_rl: bool = False) -> bool:
-    """Whether any token trains, in a component other than rl if ``beside_rl``."""
-    return any(members(columns, name).any() for name in components(columns)[beside_rl:])
+def trains(columns: Columns, *, beside: LossComponent | None = None) -> bool:
+    """Whether any token trains in a component other than ``beside``."""
+    return any(members(columns, name).any() for name in components(columns) if name != beside)
 
 
 def as_stream(values: float | Values) -> StreamColumn:
@@ -109,13 +109,16 @@ def as_stream(values: float | Values) -> StreamColumn:
     return found
 
 
-def split_stream(values: StreamColumn, masks: Sequence[BoolColumn]) -> list[StreamColumn]:
+def split_stream(
+    values: StreamColumn, masks: Sequence[BoolColumn], max_dims: int = 2
+) -> list[StreamColumn]:
     """One column per sample from one value (for all trainable tokens), one per trainable token [C]
     or one per token [N]; each may be a row of k. ``masks``: the samples' loss masks. Raises
     ``ValueError`` for another shape."""
     mask = np.concatenate([*masks, np.zeros(0, np.bool_)])
     trainable, total = int(mask.sum()), len(mask)
-    if values.ndim and (values.ndim > 2 or len(values) not in (trainable, total)):
+    fits = values.ndim <= max_dims and 0 not in values.shape[1:]
+    if values.ndim and not (fits and len(values) in (trainable, total)):
         raise ValueError(
             f"got shape {values.shape}, expected one value per trainable token ({trainable},) or "
             f"one per token ({total},)"
@@ -124,7 +127,7 @@ def split_stream(values: StreamColumn, masks: Sequence[BoolColumn]) -> list[Stre
         compact, values = values, np.zeros((total, *values.shape[1:]), values.dtype)
         values[mask] = compact
     bounds = np.cumsum([len(each) for each in masks])
-    return [part.copy() for part in np.split(values, bounds[:-1])]
+    return [part.copy() for part in np.split(values, bounds[:-1])][: len(masks)]
 
 
 def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> StreamColumn | None:

@@ -189,7 +189,8 @@ def packed(
 def test_loss_and_gradient_are_those_of_the_definition(
     scope: str, unit: str, per_env: bool, rollouts: list[Rollout], num_ranks: int, seed: int
 ) -> None:
-    table = LossTable(normalize_by=unit, per_env=per_env, constant=CONSTANT)  # type: ignore[arg-type]
+    constant = CONSTANT if unit == "constant" else None
+    table = LossTable(normalize_by=unit, per_env=per_env, constant=constant)  # type: ignore[arg-type]
     losses = installed_losses().with_rl(loss_of(scope), table)
     torch.manual_seed(seed)
     size = 1 + sum(rollout.num_tokens for rollout in rollouts)

@@ -119,11 +119,13 @@ class LossTable(PluginTable):
     completion, each token counts alike, whatever the length of its rollout."""
 
     @model_validator(mode="after")
-    def _constant_is_given(self) -> LossTable:
+    def _keys_agree(self) -> LossTable:
         if self.normalize_by == "constant" and self.constant is None:
             raise ConfigError(
                 'normalize_by is "constant", and the key constant is missing. Set it.'
             )
+        if self.normalize_by == "env" and self.per_env is False:
+            raise ConfigError('normalize_by is "env", and per_env is false. Leave one of them out.')
         return self
 
 

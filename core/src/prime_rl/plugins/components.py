@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import get_args
 
 from prime_rl.config.trainer import LossTable, TrainerConfig
 from prime_rl.errors import ConfigError, PluginError
@@ -18,7 +19,14 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import SCOPES, Loss, Scope, Unit
 from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.plugins.offers import HEAD, LOSS, Offered, collect, select, settings_of
-from prime_rl.streams import COMPUTED, STREAMS, LossComponent, can_be_stream
+from prime_rl.streams import (
+    COMPUTED,
+    RESERVED,
+    STREAMS,
+    WEIGHTS,
+    LossComponent,
+    can_be_stream,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,11 +150,12 @@ class Components:
 
     def _component(self, name: str, cls: type[Loss], settings: PluginConfig) -> Component:
         """Raises ``ConfigError`` if the run divides by what the loss cannot be divided by."""
+        _check_declared(cls)
         table, run = self.tables.get(name, LossTable()), self.tables["rl"]
         asked = table.normalize_by or ("env" if run.normalize_by == "env" else None)
         per_env = table.per_env
         if per_env is None:
-            per_env = asked == "env" or bool(run.per_env)
+            per_env = "env" in (asked, run.normalize_by) or bool(run.per_env)
         unit: Unit = cls.normalize_by
         if asked is not None and asked != "env":
             unit = asked
@@ -159,6 +168,11 @@ class Components:
             )
         if unit == "constant" and table.constant is None:
             raise ConfigError(f"{where}: the loss is divided by a constant. Set the key constant.")
+        if unit != "constant" and table.constant is not None:
+            raise ConfigError(
+                f"{where}.constant: the loss is divided by its {unit}. Leave the key out, or set "
+                'normalize_by = "constant".'
+            )
         return Component(name, cls, settings, unit, per_env, table.constant, self.heads)
 
     def writers(self, names: Iterable[LossComponent]) -> dict[str, Head]:
@@ -176,6 +190,25 @@ def _checked(head: Head) -> Head:
     return head
 
 
+def _check_declared(cls: type[Loss]) -> None:
+    """Raises ``PluginError`` for class attributes that nothing would read as they are meant."""
+    names = [read if isinstance(read, str) else read[0] for read in cls.reads]
+    bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
+    bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
+    found = ""
+    if isinstance(cls.reads, str) or bad:
+        found = (
+            f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "
+            f"a column that core computes ({', '.join(sorted(COMPUTED))}) has no default, and the "
+            "first six fields of LossInputs are not named"
+        )
+    for key, values in (("scope", get_args(Scope)), ("normalize_by", get_args(Unit))):
+        if getattr(cls, key) not in values:
+            found = f"{key} is {getattr(cls, key)!r}. Expected one of {', '.join(values)}"
+    if found:
+        raise PluginError(f"loss class {cls.__qualname__}: {found}.")
+
+
 @cache
 def installed_losses() -> Components:
     """Every installed loss and head with default settings; rl is any loss of contract 1."""
@@ -184,6 +217,9 @@ def installed_losses() -> Components:
         name: each.cls(each.cls.config_class.model_construct())
         for name, each in collect(hooks, HEAD).items()
     }
-    found = Components({"rl": LossTable()}, collect(hooks, LOSS), heads)
+    installed = collect(hooks, LOSS)
+    constant = (name for name, each in installed.items() if each.cls.normalize_by == "constant")
+    tables = dict.fromkeys(constant, LossTable(constant=1.0)) | {"rl": LossTable()}
+    found = Components(tables, installed, heads)
     found.made["rl"] = Component("rl", Loss)
     return found

@@ -233,10 +233,12 @@ def _columns(
                 f"{component.name} component, and its loss {component.cls.name!r} reads the stream "
                 f"{name!r}, which they lack. Their algorithm has to assign it."
             )
+        kind = torch.float32 if isinstance(default, float) else torch.int32
         if column is None and default is not None:
-            column = torch.full_like(row.inference_logprobs, default)
+            column = torch.full_like(row.inference_logprobs, default, dtype=kind)
         elif column is not None and absent is not None:
             at = to_device(absent, np.bool_, device)[row.sequence_ids]
+            column = column.to(torch.promote_types(column.dtype, kind))
             column = column.masked_fill(at if column.dim() == 1 else at[:, None], default or 0)
         columns[name] = None if column is None else column.detach()
     columns.setdefault("ref_logprobs", None)
@@ -322,7 +324,7 @@ def _checked(component: Component, losses: Components, outputs: Any) -> LossOutp
         }
         for metric, label in labels.items():
             first = label.partition("/")[0]
-            if first in TAKEN or (not own and first in losses):
+            if first in TAKEN or (not own and first != name and first in losses):
                 raise PluginError(
                     f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
                     f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."

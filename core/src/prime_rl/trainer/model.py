@@ -71,9 +71,8 @@ class Policy(nn.Module):
         name = self.packing.name
         hidden = hidden_states(self.model, row.layout, name)
         given = (*self.head, name, self.entropy_gradient, hidden)
-        heads = {
-            each.name: each(row, hidden, name) for each in self.heads if each.name in self.read
-        }
+        read = [head for head in self.heads if head.name in self.read]
+        heads: dict[str, Tensor] = {str(head.name): head(row, hidden, name) for head in read}
         return *token_logprobs(self.model, row, *given), heads
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
