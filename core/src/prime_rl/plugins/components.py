@@ -17,7 +17,7 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import Loss, Scope, Unit
 from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.plugins.offers import LOSS, Offered, collect, select, settings_of
-from prime_rl.streams import COMPUTED, LossComponent
+from prime_rl.streams import COMPUTED, TOP_IDS, LossComponent
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,8 @@ class Component:
     @cached_property
     def required(self) -> list[str]:
         """The streams that its members must have."""
-        return [name for name in self.cls.reads if isinstance(name, str) and name not in COMPUTED]
+        names = [n for n in self.cls.reads if isinstance(n, str) and n not in COMPUTED]
+        return [TOP_IDS, *names] if "top_logprobs" in self.computed else names
 
     @cached_property
     def streams(self) -> list[str]:

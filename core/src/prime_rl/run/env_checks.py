@@ -91,13 +91,14 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     for env in envs:
         algo = env.algo or shared
         where = f"env {env.label!r}: algo"
-        cls, _ = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
+        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
+        action_loss = cls(settings).action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         _check_env(where, cls, env, config)
         try:
-            component = losses[cls.action_loss]
+            component = losses[action_loss]
         except ConfigError as error:
-            raise ConfigError(f"{where} trains the loss {cls.action_loss!r}. {error}") from error
+            raise ConfigError(f"{where} trains the loss {action_loss!r}. {error}") from error
         _check_scope(where, component, env, config)
         _check_source(where, cls, env, algo, component, hooks)
         readers += cls.needs_initial

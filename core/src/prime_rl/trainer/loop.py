@@ -111,8 +111,9 @@ class Trainer:
         self.self_check()
         return BatchUpdate(self, step, micro_batches, status).run()
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[PackedRow, Tensor, Tensor]:
-        """The row, and the logprobs and entropies [T] of its tokens, in ``trainer.dtype``."""
+    def forward(self, micro_batch: MicroBatch) -> tuple[PackedRow, Tensor, Tensor, Tensor | None]:
+        """The row, and the logprobs and entropies [T] of its tokens, in ``trainer.dtype``; and the
+        ``top_logprobs`` [T, k], if a loss of the batch reads them."""
         row = make_row(micro_batch, self.device, share=self.policy.packing.name == "shared")
         # Autocast's cache would keep a rounded copy of every weight until the forward pass ends,
         # other ranks' shards included.
@@ -120,7 +121,9 @@ class Trainer:
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         ):
             logprobs, entropies = self.policy(row)
-        return row, logprobs, entropies
+        if logprobs.dim() == 1:
+            return row, logprobs, entropies, None
+        return row, logprobs[:, 0], entropies, logprobs[:, 1:]
 
 
 def train(

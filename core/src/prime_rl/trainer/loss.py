@@ -146,15 +146,17 @@ def row_loss(
     counts: Counts,
     entropies: Tensor | None = None,
     old_logprobs: Tensor | None = None,
+    top_logprobs: Tensor | None = None,
 ) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
-    ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] if a loss reads them.
+    ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] and ``top_logprobs`` [T, k] if
+    a loss reads them.
     ``old_logprobs`` [T]: None if they are those of the step itself.
     """
     result = RowLoss(logprobs[:1].sum() * 0.0)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    given = {"entropies": entropies, "old_logprobs": old}
+    given = {"entropies": entropies, "old_logprobs": old, "top_logprobs": top_logprobs}
     for name, whole in row.shares.items():
         component = losses[name]
         for share, env in _parts(row, component, whole):

@@ -48,6 +48,8 @@ class Policy(nn.Module):
         self.packing = packings(config, model.device)[0]
         self.entropy_gradient = False
         """Whether entropies have a gradient: a loss reads them."""
+        self.top_logprobs = False
+        """Whether logprobs are those of ``top_ids`` too: a loss reads them."""
 
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
@@ -57,9 +59,8 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """See ``token_logprobs``."""
-        return token_logprobs(
-            self.model, row, *self.head, self.packing.name, entropy_gradient=self.entropy_gradient
-        )
+        settings = (*self.head, self.packing.name, self.entropy_gradient, self.top_logprobs)
+        return token_logprobs(self.model, row, *settings)
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""

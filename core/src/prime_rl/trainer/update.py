@@ -56,6 +56,7 @@ class BatchUpdate:
         reads = {column for name in names for column in trainer.losses[name].computed}
         self.reads_old = "old_logprobs" in reads
         trainer.policy.entropy_gradient = "entropies" in reads
+        trainer.policy.top_logprobs = "top_logprobs" in reads
         self.sums: list[StepMetrics] = []
         self.found: list[dict[str, float]] = []
         """Metrics of each optimizer step."""
@@ -103,13 +104,13 @@ class BatchUpdate:
             if self.status is not None:
                 progress = (len(self.sums) + number / len(rows)) / len(self.plan)
                 self.status.report("training", progress=progress, step=self.step)
-            row, logprobs, entropies = trainer.forward(micro_batch)
+            row, logprobs, entropies, top = trainer.forward(micro_batch)
             seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
             seen |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
             old = None
             if self.reads_old:
                 old = self.old_logprobs.setdefault(id(micro_batch), seen["logprobs"])
-            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old)
+            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old, top)
             parallel.begin_backward(trainer.policy, last=number == len(rows) - 1)
             torch.autograd.backward(loss.loss)
             compared = ratio_tokens(row, trainer.losses)

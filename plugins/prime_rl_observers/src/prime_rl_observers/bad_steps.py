@@ -81,7 +81,7 @@ def worst_samples(trainer: Trainer, micro_batches: Sequence[MicroBatch]) -> list
     found: list[Offender] = []
     for number, micro_batch in enumerate(micro_batches):
         with torch.no_grad():
-            row, logprobs, _ = trainer.forward(micro_batch)
+            row, logprobs, *_ = trainer.forward(micro_batch)
         compared = np.zeros(len(micro_batch), np.bool_)
         compared[row.origins[ratio_tokens(row, trainer.losses)]] = True
         found += _offenders(rank, number, row, logprobs, micro_batch, compared)
