@@ -217,9 +217,7 @@ def test_it_is_the_kl_of_the_two_models_with_its_full_gradient(
     assert metrics["top_kl/kl"] > 0.1
     assert metrics["top_kl/rest"] == pytest.approx(0, abs=1e-6) if k == VOCAB else True
     largest = max(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None)
-    for (name, got), want in zip(
-        trainer.model.named_parameters(), model.parameters(), strict=True
-    ):
+    for (name, got), want in zip(trainer.model.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(
             got.grad, want.grad, atol=1e-5 * min(largest, 1.0), rtol=1e-5, msg=name
         )

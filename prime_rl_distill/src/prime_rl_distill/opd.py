@@ -37,8 +37,8 @@ class OPDConfig(PluginConfig):
     teacher: FrozenModel
     """The model to learn from: ``name`` and ``base_url``. It must have the policy's tokenizer."""
     top_k: PositiveInt | None = None
-    """Learn from the teacher's logprobs of its ``top_k`` likeliest tokens in each place. The teacher
-    must offer as many. None: from its logprob of the sampled token."""
+    """Learn from the teacher's logprobs of its ``top_k`` likeliest tokens in each place; it must
+    offer as many. None: from its logprob of the sampled token."""
 
     @field_validator("teacher", mode="before")
     @classmethod

@@ -52,8 +52,8 @@ def fused_logprobs(
     Entropies have a gradient only with ``entropy_gradient``.
 
     ``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``temperatures`` [N], ``labels`` [N] or
-    [N, L] int64. Both results are in float32, or in float64 if the hidden states are. ``block_logits``: the
-    number of logits in a block.
+    [N, L] int64. Both results are in float32, or in float64 if the hidden states are.
+    ``block_logits``: the number of logits in a block.
     """
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
     second_pass = trained or entropy_gradient or labels.dim() > 1

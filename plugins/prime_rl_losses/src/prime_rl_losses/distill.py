@@ -11,7 +11,7 @@ Per token, t = trainer logprob, i = inference logprob, w = weight (1 if absent):
             forward  sum over v and rest of  P log(P / Q) * w
             reverse  sum over v and rest of  Q log(Q / P) * w
 
-``top_kl`` is a lower bound of the KL over the whole vocabulary, and equal to it if all tokens are in
+``top_kl`` is at most the KL over the whole vocabulary, and equal to it if all tokens are in
 ``top_ids``. Its gradient is exact: there is no sampled token in it, and no importance ratio. A
 bucket below 1e-5 counts as empty: that is the precision of 1 minus a sum of float32 probabilities.
 
