@@ -18,8 +18,8 @@ TEACHER = {"name": "big", "base_url": "http://127.0.0.1:8000/v1"}
 WHERE = "env 'a': algo"
 
 
-def opd():
-    return OPD(OPDConfig(teacher=TEACHER))
+def opd(**settings):
+    return OPD(OPDConfig(teacher=TEACHER, **settings))
 
 
 def sample(token_ids, mask):
@@ -119,6 +119,47 @@ def test_opd_with_a_teacher_without_a_server_is_refused():
 
 def test_opd_passes_the_conformance_checks():
     check_algorithm(opd())
+
+
+class Ranked(FakeReference):
+    """In the place of token t: t + 0.1, t + 0.2 ... below zero, of the ids t + 1, t + 2 ..."""
+
+    async def top_logprobs(self, token_ids, k, *, group_id=0):
+        self.asked.append((list(token_ids), k, group_id))
+        rank = np.arange(1, k + 1)
+        ids = np.add.outer(token_ids, rank).astype(np.int32)
+        return ids, -np.add.outer(token_ids, rank / 10).astype(np.float32)
+
+
+def test_opd_with_top_k_assigns_the_teachers_ids_and_logprobs_to_the_sampled_tokens():
+    host, rollout = FakeHost(frozen=Ranked()), two_samples()
+    algorithm = opd(top_k=2)
+    score(algorithm, [rollout], host=host)
+    assert host.frozen.asked == [([5, 6, 7, 8], 2, 4), ([9, 3], 2, 4)]
+    stamp(rollout, algorithm.action_loss)
+    first, second = (each.streams for each in rollout.samples)
+    assert first["top_ids"].tolist() == [[0, 0], [7, 8], [0, 0], [9, 10]]
+    assert first["top_ids"].dtype == np.int32
+    expected = np.float32([[0, 0], [-6.1, -6.2], [0, 0], [-8.1, -8.2]])
+    assert first["top_ref_logprobs"].tolist() == expected.tolist()
+    assert second["top_ids"].tolist() == [[0, 0], [4, 5]]
+    assert first["top_kl_weights"].tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert rollout.samples[0].rl_weights.tolist() == [0.0] * 4
+    assert rollout.samples[0].ref_logprobs is None
+    assert rollout.samples[0].ref_kl_weights is None
+
+
+def test_the_setting_of_one_opd_leaves_the_loss_of_another_alone():
+    assert opd(top_k=2).action_loss == "top_kl"
+    assert opd().action_loss == OPD.action_loss == "ref_kl"
+
+
+def test_opd_with_top_k_of_zero_is_refused():
+    assert "top_k" in refusal({"teacher": TEACHER, "top_k": 0})
+
+
+def test_opd_with_top_k_passes_the_conformance_checks():
+    check_algorithm(opd(top_k=3))
 
 
 # -- sft ---------------------------------------------------------------------------------------

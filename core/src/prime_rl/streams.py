@@ -31,10 +31,12 @@ WEIGHTS = "_weights"
 LossComponent: TypeAlias = str
 """``rl``, which is the run's default loss, or the name of an installed loss."""
 COMPUTED = frozenset(
-    {"entropies", "old_logprobs", "policy_lag", "temperatures"}
+    {"entropies", "top_logprobs", "old_logprobs", "policy_lag", "temperatures"}
     | {"sequence_ids", "rollout_ids", "group_ids"}
 )
 """Columns that a loss may read and core computes: no algorithm assigns them."""
+TOP_IDS = "top_ids"
+"""The int32 stream [T, k] of the tokens whose log π is the computed column ``top_logprobs``."""
 RESERVED = COMPUTED | {
     *("token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs", "roles", "is_content"),
     *("policy_versions", "is_repeat", "node_ids", "env_ids", "sequence_lengths", "loss_weights"),

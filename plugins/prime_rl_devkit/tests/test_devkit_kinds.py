@@ -80,6 +80,14 @@ class OffMask(Reinforce):
         return LossOutputs(self.per_token(inputs).sum(), {})
 
 
+class TopOffMask(Reinforce):
+    reads = ("top_logprobs", "top_wanted")
+
+    def __call__(self, inputs):
+        gaps = inputs.top_logprobs - inputs.streams["top_wanted"] + 0 * inputs.streams["top_ids"]
+        return LossOutputs(gaps.square().sum(), {})
+
+
 class Explodes(Reinforce):
     def per_token(self, inputs):
         return (inputs.trainer_logprobs - inputs.trainer_logprobs.detach()).sqrt()
@@ -155,6 +163,7 @@ BROKEN = [
     ("filter", "filter_answers", Writes, "ValueError: assignment destination is read-only"),
     ("loss", "sums_over_the_mask", NotReduced, "expected LossOutputs with a 0-dim loss"),
     ("loss", "sums_over_the_mask", OffMask, r"the gradient is .* expected 0\.0 off the mask"),
+    ("loss", "sums_over_the_mask", TopOffMask, r"the gradient is .* expected 0\.0 off the mask"),
     ("loss", "sums_over_the_mask", Explodes, "expected finite numbers"),
     ("loss", "is_a_sum", Averages, "one copy gives .*, two give "),
     ("loss", "weighs_each_term", Unweighted, "with twice the loss_weights, expected"),

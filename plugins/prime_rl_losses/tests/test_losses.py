@@ -202,7 +202,7 @@ def test_invalid_settings_are_refused(settings: dict[str, float]) -> None:
 
 def test_listing_the_plugin_imports_no_torch() -> None:
     assert [each.name for each in prime_rl_losses.register_losses()] == [
-        *("default", "ipo", "custom", "ce", "ref_kl")
+        *("default", "ipo", "custom", "ce", "ref_kl", "top_kl")
     ]
     code = "import sys, prime_rl_losses as p; p.register_losses(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

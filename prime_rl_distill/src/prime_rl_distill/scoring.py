@@ -27,3 +27,22 @@ async def sampled_logprobs(
     start = len(prefix)
     pairs = zip(columns, rollout.samples, strict=True)
     return np.concatenate([column[start:][sample.loss_mask] for column, sample in pairs])
+
+
+async def sampled_top_logprobs(
+    model: ReferenceModel, rollout: Rollout, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and logprobs of the model's ``k`` likeliest tokens in the place of each of the C
+    trainable ones, in order: [C, k] each. Raises ``EngineError`` if the model refuses."""
+    found = await asyncio.gather(
+        *(
+            model.top_logprobs(sample.token_ids, k, group_id=rollout.group_id)
+            for sample in rollout.samples
+        )
+    )
+    masks = [sample.loss_mask for sample in rollout.samples]
+    ids, logprobs = (
+        np.concatenate([part[mask] for part, mask in zip(parts, masks, strict=True)])
+        for parts in zip(*found, strict=True)
+    )
+    return ids, logprobs

@@ -92,8 +92,9 @@ class Host(Protocol):
 class Algorithm(Offer):
     """One env's training signal. Subclass, set ``name``, implement a scoring hook."""
 
-    action_loss: ClassVar[LossComponent] = "rl"
-    """The loss component that trains the tokens the model sampled."""
+    action_loss: LossComponent = "rl"
+    """The loss component that trains the tokens the model sampled. Set it in ``__init__`` where a
+    setting chooses it."""
 
     needs_heads: ClassVar[tuple[str, ...]] = ()
     """Heads whose outputs its losses read. A run without one of them is a config error."""

@@ -23,6 +23,7 @@ from prime_rl.streams import (
     COMPUTED,
     RESERVED,
     STREAMS,
+    TOP_IDS,
     WEIGHTS,
     LossComponent,
     can_be_stream,
@@ -73,8 +74,9 @@ class Component:
     @cached_property
     def required(self) -> list[str]:
         """The streams that its members must have."""
-        names = (name for name in self.cls.reads if isinstance(name, str))
-        return [name for name in names if name not in self.computed]
+        names = [name for name in self.cls.reads if isinstance(name, str)]
+        names = [name for name in names if name not in self.computed]
+        return [TOP_IDS, *names] if "top_logprobs" in self.computed else names
 
     @cached_property
     def streams(self) -> list[str]:

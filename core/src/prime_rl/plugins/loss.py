@@ -46,6 +46,9 @@ class LossInputs:
     """What each member's term is multiplied by; None means 1.0 everywhere."""
     entropies: torch.Tensor | None = None
     """Entropy of the distribution that each token is drawn from; carries a gradient."""
+    top_logprobs: torch.Tensor | None = None
+    """[T, k] log π of the tokens of the stream ``top_ids`` in the place of each token, at its
+    temperature; carries a gradient. Off the mask: any finite number."""
     old_logprobs: torch.Tensor | None = None
     """log π under the weights with which the trainer began the batch."""
     policy_lag: torch.Tensor | None = None
@@ -100,7 +103,8 @@ class Loss(Offer):
     reads: ClassVar[tuple[Read, ...]] = ("advantages", ("ref_logprobs", None))
     """Streams and computed columns that the loss reads, by name. A stream that a member token lacks
     is an error; ``(name, default)`` gives the default instead: a number, or None for the stream of
-    a whole call. Computed columns are the fields of ``LossInputs`` after ``loss_weights``."""
+    a whole call. Computed columns are the fields of ``LossInputs`` after ``loss_weights``. With
+    ``top_logprobs``, the stream ``top_ids`` is required too."""
 
     normalize_by: ClassVar[Unit] = "tokens"
     """The unit that the sum is over: ``__call__`` adds one term per token, or per sequence, rollout

@@ -91,13 +91,14 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     for env in envs:
         algo = env.algo or shared
         where = f"env {env.label!r}: algo"
-        cls, _ = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
+        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
+        action_loss = cls(settings).action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         _check_env(where, cls, env, config)
         try:
-            component = losses[cls.action_loss]
+            component = losses[action_loss]
         except ConfigError as error:
-            raise ConfigError(f"{where} trains the loss {cls.action_loss!r}. {error}") from error
+            raise ConfigError(f"{where} trains the loss {action_loss!r}. {error}") from error
         if missing := [name for name in cls.needs_heads if name not in losses.heads]:
             raise ConfigError(
                 f"{where} needs the head {missing[0]!r}, which is no part of this run. Add a table "

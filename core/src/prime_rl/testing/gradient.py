@@ -96,7 +96,7 @@ def _check_direction(
 def _credit(subject: Subject, sample: Sample, old: Floats) -> Floats:
     """[T] the direction in which the declared component moves each sampled token: its advantage,
     towards a reference, or up; 0.0 where another component acts too."""
-    component = subject.cls.action_loss
+    component = subject.fresh().action_loss
     required = installed_losses()[component].required
     credit = np.ones(len(sample))
     if "advantages" in required:

@@ -87,7 +87,7 @@ class Subject:
 
     def stamp(self, rollout: Rollout) -> Rollout:
         """Route and freeze."""
-        stamp(rollout, self.cls.action_loss)
+        stamp(rollout, self.fresh().action_loss)
         return rollout
 
     def run(

@@ -54,7 +54,7 @@ def credit_on_mask(subject: Subject) -> None:
 
 def declared_component(subject: Subject) -> None:
     """Sampled tokens feed the loss component that ``action_loss`` declares."""
-    declared = subject.cls.action_loss
+    declared = subject.fresh().action_loss
     fed: Counter[str] = Counter()
     for _, sample in _samples(subject.stamped(MIXED)):
         for component in components(sample):

@@ -7,7 +7,8 @@ gradients. So memory holds one block, and gradients of the size of their tensors
 arithmetic in the head: 8 N D V operations instead of 6. A head that is not trained (LoRA) needs no
 second pass: the gradient of a hidden state takes only the softmax, summed up in the first one,
 4 N D V. With a gradient of the entropy it takes one: summing up in the first pass would need
-another product and another [N, D], the same 6 N D V.
+another product and another [N, D], the same 6 N D V. So it does with several labels per token,
+which would need an [N, D] each.
 
 Dtypes: products take their factors in autocast's dtype (bfloat16) where autocast is on, else in the
 tensors' own, and sum in float32. Logits, everything after them and the gradient of the weight are
@@ -21,7 +22,7 @@ softmax" (2018), Algorithm 3, with the entropy's sum beside them::
     u' = shrink * (u + (m - m') * s) + sum exp(z - m') * (z - m')
     log Z = m + log s     entropy = log s - u / s
 
-Shapes: N = tokens, D = hidden size, V = vocabulary, n = tokens of a block.
+Shapes: N = tokens, D = hidden size, V = vocabulary, L = labels of a token, n = tokens of a block.
 """
 
 from __future__ import annotations
@@ -47,26 +48,27 @@ def fused_logprobs(
     block_logits: int,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(logits / temperature)[label] and the entropies, [N] each. Entropies have a
-    gradient only with ``entropy_gradient``.
+    """log softmax(logits / temperature)[label], in the shape of ``labels``, and the entropies [N].
+    Entropies have a gradient only with ``entropy_gradient``.
 
-    ``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``temperatures`` [N], ``labels`` [N] int64.
-    Both results are in float32, or in float64 if the hidden states are. ``block_logits``: the
-    number of logits in a block.
+    ``hidden`` [N, D], ``weight`` [V, D], ``bias`` [V], ``temperatures`` [N], ``labels`` [N] or
+    [N, L] int64. Both results are in float32, or in float64 if the hidden states are.
+    ``block_logits``: the number of logits in a block.
     """
     trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    frozen = hidden.requires_grad and torch.is_grad_enabled() and not (trained or entropy_gradient)
+    second_pass = trained or entropy_gradient or labels.dim() > 1
+    frozen = hidden.requires_grad and torch.is_grad_enabled() and not second_pass
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
     else:
         dtype = torch.promote_types(hidden.dtype, weight.dtype)
     apply: Any = _FusedHead.apply
-    found: tuple[Tensor, Tensor] = apply(
-        *(hidden, weight, bias, temperatures, labels, dtype, block_logits),
+    logprobs, entropies = apply(
+        *(hidden, weight, bias, temperatures, labels[..., None].flatten(1), dtype, block_logits),
         *(frozen, entropy_gradient),
     )
-    return found
+    return logprobs.view_as(labels), entropies
 
 
 class _FusedHead(torch.autograd.Function):
@@ -105,7 +107,7 @@ class _FusedHead(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.frozen:
             (slopes,) = ctx.saved_tensors
-            return ((slopes * grad[:, None]).to(*ctx.settings), *[None] * 8)
+            return ((slopes * grad).to(*ctx.settings), *[None] * 8)
         *tensors, log_normalizers, entropies = ctx.saved_tensors
         head = _Head(*tensors, *ctx.settings)
         gradients = [
@@ -132,6 +134,7 @@ class _Head:
     bias: Tensor | None
     temperatures: Tensor | None
     labels: Tensor
+    """[N, L]"""
     dtype: torch.dtype
     """Of the factors of products."""
     block_logits: int
@@ -160,8 +163,8 @@ class _Head:
         return logits
 
     def places(self, rows: slice, words: slice) -> tuple[Tensor, Tensor]:
-        """([n, 1], [n, 1] bool): each label's column in the block, and whether it is in there."""
-        places = self.labels[rows, None] - words.start
+        """([n, L], [n, L] bool): each label's column in the block, and whether it is in there."""
+        places = self.labels[rows] - words.start
         inside = (places >= 0) & (places < words.stop - words.start)
         return places.clamp(0, words.stop - words.start - 1), inside
 
@@ -169,19 +172,20 @@ class _Head:
 def _forward_rows(
     head: _Head, rows: slice, slopes: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """([n], [n], [n]): log-probabilities, entropies and log-normalizers of a block of tokens.
+    """([n, L], [n], [n]): log-probabilities, entropies and log-normalizers of a block of tokens.
 
     ``slopes`` [n, D], zeros, become d logprob / d hidden.
     """
     hidden = head.hidden[rows].to(head.dtype)
     lowest = torch.finfo(head.sum_dtype).min
     peak = torch.full((len(hidden),), lowest, dtype=head.sum_dtype, device=hidden.device)
-    total, moment, chosen = (torch.zeros_like(peak) for _ in range(3))
+    total, moment = torch.zeros_like(peak), torch.zeros_like(peak)
+    chosen = torch.zeros_like(head.labels[rows], dtype=head.sum_dtype)
     for words in head.column_blocks():
         columns = head.weight[words].to(head.dtype)
         logits = head.logits(hidden, columns, rows, words)
         places, inside = head.places(rows, words)
-        chosen += torch.where(inside, logits.gather(1, places), 0.0)[:, 0]
+        chosen += torch.where(inside, logits.gather(1, places), 0.0)
         higher = torch.maximum(peak, logits.amax(1))  # m' of the formulas; total is s, moment u
         shrink = (peak - higher).exp()
         shifted = logits.sub_(higher[:, None])
@@ -192,12 +196,12 @@ def _forward_rows(
         if slopes is not None:
             add_product(slopes.mul_(shrink[:, None]), weights.to(head.dtype), columns)
     if slopes is not None:  # softmax @ weight, not yet divided by its normalizer
-        chosen_weights = head.weight[head.labels[rows]].to(head.dtype)
+        chosen_weights = head.weight[head.labels[rows, 0]].to(head.dtype)
         slopes.div_(-total[:, None]).add_(chosen_weights)
         if head.temperatures is not None:
             slopes.div_(head.temperatures[rows, None])
     log_normalizer = peak + total.log()
-    return chosen - log_normalizer, total.log() - moment / total, log_normalizer
+    return chosen - log_normalizer[:, None], total.log() - moment / total, log_normalizer
 
 
 def _backward_rows(
@@ -208,20 +212,21 @@ def _backward_rows(
     log_normalizers: Tensor,
     gradients: list[Tensor | None],
 ) -> None:
-    """Add the rows' share to the gradients of hidden states, weight and bias. ``entropy``: the
-    entropies and their gradient, [N] each."""
+    """Add the rows' share to the gradients of hidden states, weight and bias. ``grad``: [N, L].
+    ``entropy``: the entropies and their gradient, [N] each."""
     of_hidden, of_weight, of_bias = gradients
     hidden = head.hidden[rows].to(head.dtype)
     divisor = 1.0 if head.temperatures is None else head.temperatures[rows, None]
-    scale = grad[rows, None] / divisor
+    scale = grad[rows] / divisor
+    total = scale.sum(1, keepdim=True)
     for words in head.column_blocks():
         columns = head.weight[words].to(head.dtype)
         logits = head.logits(hidden, columns, rows, words)
         log_softmax = logits.sub_(log_normalizers[rows, None])
-        factor = -scale
+        factor = -total
         if entropy is not None:
             entropies, slopes = (each[rows, None] for each in entropy)
-            factor = (log_softmax + entropies).mul_(slopes / -divisor).sub_(scale)
+            factor = (log_softmax + entropies).mul_(slopes / -divisor).sub_(total)
         of_logits = log_softmax.exp_().mul_(factor)
         places, inside = head.places(rows, words)
         of_logits.scatter_add_(1, places, torch.where(inside, scale, 0.0))

@@ -1,11 +1,12 @@
-"""log π of the tokens that train, and the entropy of their distributions.
+"""log π of the tokens that train, of others in their place, and the entropy of the distributions.
 
 Only targets of some component go through the LM head. Logits are divided by the temperature that
 each token was sampled at, so that π and μ are probabilities of one distribution. Many logits are
 computed block by block (``fused_head.py``); of few, keeping the softmax for the backward pass is
 faster.
 
-Shapes: T = tokens of the row, N = its targets, D = hidden size, V = vocabulary.
+Shapes: T = tokens of the row, N = its targets, D = hidden size, V = vocabulary, k = ids per token
+of the stream ``top_ids``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from prime_rl.errors import StreamError
+from prime_rl.streams import TOP_IDS
 from prime_rl.trainer.fused_head import fused_logprobs
 from prime_rl.trainer.packed_row import PackedRow
 from prime_rl.trainer.packing import PackingName, hidden_states
@@ -43,9 +46,11 @@ def token_logprobs(
     packing: PackingName = "shared",
     entropy_gradient: bool = False,
     hidden: Tensor | None = None,
+    top: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """([T], [T]): log-probabilities within each document, and entropies, which have a gradient only
-    with ``entropy_gradient``.
+    with ``entropy_gradient``. With ``top``, and ``top_ids`` in the row: [T, 1 + k], each token's
+    own log-probability and those of its ``top_ids``.
 
     A token that is not a target, such as a document's first, gets log(1/V) and log V, as if drawn
     uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
@@ -53,15 +58,18 @@ def token_logprobs(
     hidden states, if they are known.
     """
     hidden = hidden_states(model, row.layout, packing) if hidden is None else hidden
-    uniform = math.log(cast(int, model.config.vocab_size))
-    logprobs = hidden.new_full((len(row.token_ids),), -uniform, dtype=_at_least_float32(hidden))
-    entropies = torch.full_like(logprobs, uniform)
+    labels, size = row.token_ids[row.targets], cast(int, model.config.vocab_size)
+    if top and TOP_IDS in row.streams:
+        labels = torch.cat([labels[:, None], _top_labels(row, size)], 1)
+    uniform, dtype = math.log(size), _at_least_float32(hidden)
+    entropies = hidden.new_full((len(row.token_ids),), uniform, dtype=dtype)
+    logprobs = entropies.new_full((len(entropies), *labels.shape[1:]), -uniform)
     head = model.get_output_embeddings()
     scale, cap = head_rule(model.config)
     if not len(row.targets):  # with a graph: the backward pass has to run on every rank
         zero = 0.0 * head(hidden[:1]).sum()
         return logprobs + zero, entropies + zero if entropy_gradient else entropies
-    hidden, labels = hidden[row.layout.sources] * scale, row.token_ids[row.targets]
+    hidden = hidden[row.layout.sources] * scale
     if cap is None and _is_fused(fused, head, len(labels)):
         block = block_logits or BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cpu"])
         chosen, entropy = fused_logprobs(
@@ -73,6 +81,24 @@ def token_logprobs(
         chosen, entropy = apply(logits, row.temperatures, labels, entropy_gradient)
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
+
+
+def _top_labels(row: PackedRow, size: int) -> Tensor:
+    """[N, k] ``top_ids`` of the targets; 0 in sequences without. Raises ``StreamError`` for what
+    are no ids of a vocabulary of this size."""
+    ids = row.streams[TOP_IDS][row.targets]
+    if ids.dim() != 2 or ids.dtype != torch.int32:
+        found = f"{ids.dtype} of shape [T{', k' * (ids.dim() - 1)}], expected int32 of [T, k]"
+    else:
+        absent = ids == torch.iinfo(torch.int32).min
+        wrong = ids[(ids >= size) | (ids < 0) & ~absent]
+        if not len(wrong):
+            return ids.clamp(min=0).long()
+        found = f"id {int(wrong[0])}, expected 0 to {size - 1}, the policy's vocabulary"
+    raise StreamError(
+        f"micro batch (envs: {', '.join(row.envs)}): the stream {TOP_IDS!r} has {found}. Fix the "
+        "algorithm that assigns it, or use a reference with the policy's tokenizer."
+    )
 
 
 def head_rule(config: Any) -> tuple[float, float | None]:
@@ -114,7 +140,8 @@ def _at_least_float32(tensor: Tensor) -> torch.dtype:
 
 
 class _LogprobAndEntropy(torch.autograd.Function):
-    """log softmax(z / temperature)[label] and the entropy, from one pass over the logits.
+    """log softmax(z / temperature)[label], in the shape of the labels, [N] or [N, L], and the
+    entropy, from one pass over the logits.
 
     d logprob / dz = (onehot(label) - p) / temperature and, if asked for, d entropy H / dz =
     -p (log p + H) / temperature, where p = softmax(z / temperature). Only p is kept;
@@ -134,10 +161,11 @@ class _LogprobAndEntropy(torch.autograd.Function):
             scaled = scaled / temperatures[:, None]
         log_softmax = scaled.log_softmax(-1)
         softmax = log_softmax.exp()
-        logprobs = log_softmax.gather(-1, labels[:, None])[:, 0]
+        places = labels[..., None].flatten(1)  # [N, L]
+        logprobs = log_softmax.gather(-1, places).view_as(labels)
         entropies = -torch.linalg.vecdot(softmax, log_softmax)
         kept = entropies if entropy_gradient else None
-        ctx.save_for_backward(softmax, temperatures, labels, kept)
+        ctx.save_for_backward(softmax, temperatures, places, kept)
         ctx.dtype = logits.dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropies)
@@ -145,14 +173,15 @@ class _LogprobAndEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, temperatures, labels, entropies = ctx.saved_tensors
-        divisor = 1.0 if temperatures is None else temperatures
-        scale = (grad / divisor)[:, None]
+        softmax, temperatures, places, entropies = ctx.saved_tensors
+        divisor = 1.0 if temperatures is None else temperatures[:, None]
+        scale = grad.reshape(places.shape) / divisor
+        total = scale.sum(1, keepdim=True)
         if entropies is None:
-            logits_grad = softmax * -scale
+            logits_grad = softmax * -total
         else:
-            slope = (entropy_grad / divisor)[:, None]
+            slope = entropy_grad[:, None] / divisor
             logits_grad = torch.xlogy(softmax, softmax).mul_(-slope)  # 0 where p underflows
-            logits_grad.addcmul_(softmax, scale + slope * entropies[:, None], value=-1)
-        logits_grad.scatter_add_(1, labels[:, None], scale)
+            logits_grad.addcmul_(softmax, total + slope * entropies[:, None], value=-1)
+        logits_grad.scatter_add_(1, places, scale)
         return logits_grad.to(ctx.dtype), None, None, None

@@ -122,15 +122,19 @@ class Trainer:
     def forward(
         self, micro_batch: MicroBatch
     ) -> tuple[PackedRow, Tensor, Tensor, dict[str, Tensor]]:
-        """The row, and [T] of its tokens: logprobs and entropies in ``trainer.dtype``, and the
-        outputs of heads."""
+        """The row, and [T] of its tokens: logprobs and entropies in ``trainer.dtype``; and what
+        losses of the batch read besides: the outputs of heads, and ``top_logprobs`` [T, k]."""
         row = self.row(micro_batch)
         # Autocast's cache would keep a rounded copy of every weight until the forward pass ends,
         # other ranks' shards included.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         ):
-            return row, *self.policy(row)
+            logprobs, entropies, computed = self.policy(row)
+        if logprobs.dim() == 2:
+            computed["top_logprobs"] = logprobs[:, 1:]
+            logprobs = logprobs[:, 0]
+        return row, logprobs, entropies, computed
 
 
 def train(

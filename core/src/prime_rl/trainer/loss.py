@@ -148,18 +148,19 @@ def row_loss(
     counts: Counts,
     entropies: Tensor | None = None,
     old_logprobs: Tensor | None = None,
-    heads: Mapping[str, Tensor] = MappingProxyType({}),
+    computed: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
     ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] if a loss reads them.
-    ``old_logprobs`` [T]: None if they are those of the step itself. ``heads``: their outputs [T].
+    ``old_logprobs`` [T]: None if they are those of the step itself. ``computed``: the outputs of
+    heads [T], and ``top_logprobs`` [T, k], with gradient.
     """
     result = RowLoss(logprobs[:1].sum() * 0.0)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    given = {"entropies": entropies, "old_logprobs": old, **heads}
+    given = {"top_logprobs": None, "entropies": entropies, "old_logprobs": old, **computed}
     for head in {head for name, _ in counts.members for head in losses[name].read_heads}:
-        result.loss = result.loss + heads[head.name][:1].sum() * 0.0  # on every rank a gradient
+        result.loss = result.loss + computed[head.name][:1].sum() * 0.0  # a gradient on every rank
     for name, whole in row.shares.items():
         component = losses[name]
         for share, env in _parts(row, component, whole):

@@ -52,11 +52,9 @@ class Policy(nn.Module):
         super().__init__()
         self.model, self.heads = model, nn.ModuleList(heads)
         self.read: Container[str] = ()
-        """The heads that losses of the batch read."""
+        """The computed columns and the heads that losses of the batch read."""
         self.head = (config.fused_lm_head, config.lm_head_block)
         self.packing = packings(config, model.device)[0]
-        self.entropy_gradient = False
-        """Whether entropies have a gradient: a loss reads them."""
 
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
@@ -70,7 +68,7 @@ class Policy(nn.Module):
         """See ``token_logprobs``; and the output [T] of each head that is read."""
         name = self.packing.name
         hidden = hidden_states(self.model, row.layout, name)
-        given = (*self.head, name, self.entropy_gradient, hidden)
+        given = (*self.head, name, "entropies" in self.read, hidden, "top_logprobs" in self.read)
         read = [head for head in self.heads if head.name in self.read]
         heads: dict[str, Tensor] = {str(head.name): head(row, hidden, name) for head in read}
         return *token_logprobs(self.model, row, *given), heads

@@ -56,7 +56,6 @@ class BatchUpdate:
         names = {name for counts in self.counts for name, _ in counts.members}  # of all ranks
         reads = {column for name in names for column in trainer.losses[name].computed}
         self.reads_old = "old_logprobs" in reads
-        trainer.policy.entropy_gradient = "entropies" in reads
         trainer.policy.read = reads
         self.looks_ahead = self.reads_old or not reads.isdisjoint(trainer.heads)
         self.sums: list[StepMetrics] = []
@@ -105,13 +104,14 @@ class BatchUpdate:
         row: PackedRow,
         logprobs: Tensor,
         _: Tensor,
-        heads: Mapping[str, Tensor],
+        computed: Mapping[str, Tensor],
     ) -> PackedRow:
         """At its first forward pass of the batch: keep the logprobs of a row, and write the streams
         of heads. The row with them."""
         if id(micro_batch) in self.old_logprobs or not self.looks_ahead:
             return row
         self.old_logprobs[id(micro_batch)] = logprobs.detach()
+        heads = {n: output for n, output in computed.items() if n in self.trainer.heads}
         if heads:
             write_streams(micro_batch, row, heads, self.trainer.losses)
         return self.trainer.row(micro_batch) if heads else row
@@ -123,12 +123,12 @@ class BatchUpdate:
             if self.status is not None:
                 progress = (len(self.sums) + number / len(rows)) / len(self.plan)
                 self.status.report("training", progress=progress, step=self.step)
-            row, logprobs, entropies, heads = trainer.forward(micro_batch)
-            row = self.look_ahead(micro_batch, row, logprobs, entropies, heads)
+            row, logprobs, entropies, computed = trainer.forward(micro_batch)
+            row = self.look_ahead(micro_batch, row, logprobs, entropies, computed)
             seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
             seen |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
             old = self.old_logprobs.get(id(micro_batch))
-            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old, heads)
+            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old, computed)
             parallel.begin_backward(trainer.policy, last=number == len(rows) - 1)
             torch.autograd.backward(loss.loss)
             compared = ratio_tokens(row, trainer.losses)

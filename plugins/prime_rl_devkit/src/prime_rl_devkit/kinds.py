@@ -14,9 +14,13 @@ from prime_rl import Filter, Loss, LossInputs, LossOutputs, PluginConfig, Sample
 from prime_rl.plugins.base import Offer
 from prime_rl.plugins.components import Component
 from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.streams import TOP_IDS
 from prime_rl.testing import conformance_group, logged_metrics
 from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, run
 from prime_rl.testing.scoring import MIXED
+
+WITH_GRADIENT = ("trainer_logprobs", "entropies", "top_logprobs")
+"""The columns of a loss that carry one."""
 
 Check = Callable[[type[Any], PluginConfig], None]
 
@@ -46,14 +50,16 @@ def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
         raise Broken(f"got {outputs!r}, expected LossOutputs with a 0-dim loss")
     loss: Any = outputs.loss
     loss.backward()
-    gradient = inputs.trainer_logprobs.grad
-    if gradient is None or not torch.isfinite(gradient).all():
-        raise Broken(f"the gradient is {gradient}, expected finite numbers")
-    if gradient[~inputs.loss_mask].any():
-        raise Broken(
-            f"the gradient is {gradient.tolist()} under the mask {inputs.loss_mask.tolist()}: "
-            "expected 0.0 off the mask. Use torch.where(inputs.loss_mask, ..., 0.0)."
-        )
+    leaves: list[Any] = [getattr(inputs, name) for name in WITH_GRADIENT]
+    gradients = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+    if not gradients or not all(torch.isfinite(each).all() for each in gradients):
+        raise Broken(f"the gradient is {gradients or None}, expected finite numbers")
+    for gradient in gradients:
+        if gradient[~inputs.loss_mask].any():
+            raise Broken(
+                f"the gradient is {gradient.tolist()} under the mask {inputs.loss_mask.tolist()}: "
+                "expected 0.0 off the mask. Use torch.where(inputs.loss_mask, ..., 0.0)."
+            )
 
 
 def is_a_sum(cls: type[Loss], config: PluginConfig) -> None:
@@ -139,7 +145,7 @@ def _need_torch() -> None:
 
 def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
     """Six tokens, the last off the mask; on the policy, above and below it. Streams that the loss
-    reads are 0.5."""
+    reads are 0.5; those that begin with ``top_`` have log(1/4) and log(1/8) for each token."""
     import torch
 
     given = {
@@ -155,13 +161,23 @@ def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
         given["advantages"] = torch.full((6,), torch.nan)
     given |= {name: torch.full((6,), 0.5) for name in component.computed}
     given |= {name: given[name].long() for name in component.computed if name.endswith("_ids")}
-    known = {name: torch.cat([column] * copies) for name, column in given.items()}
-    other = torch.full((6 * copies,), 0.5)
-    streams = {name: known.get(name, other) for name in component.streams}
-    known["trainer_logprobs"].requires_grad_()
+    if "top_logprobs" in given:
+        given["top_logprobs"] = torch.tensor([[0.5, 0.25]] * 6).log()
+    read = {
+        name: torch.tensor([[0.25, 0.125]] * 6).log() if name.startswith("top_")
+        else given.get(name, torch.full((6,), 0.5))
+        for name in component.streams
+    }  # fmt: skip
+    if TOP_IDS in read:
+        read[TOP_IDS] = torch.arange(12, dtype=torch.int32).view(6, 2)
+    known, streams = (
+        {name: torch.cat([column] * copies) for name, column in columns.items()}
+        for columns in (given, read)
+    )
+    for name in known.keys() & set(WITH_GRADIENT):
+        known[name].requires_grad_()
     inputs = LossInputs(**known, streams=streams)
-    read = "ref_logprobs" in component.streams
-    return inputs if read else replace(inputs, ref_logprobs=None)
+    return inputs if "ref_logprobs" in streams else replace(inputs, ref_logprobs=None)
 
 
 ENVS = (SampledEnv("small", 3, None), SampledEnv("endless", None, None))

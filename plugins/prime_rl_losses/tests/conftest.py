@@ -1,0 +1,4 @@
+"""The fixtures of the trainer's tests."""
+
+from trainer_fixtures import make_model as make_model
+from trainer_fixtures import random_documents as random_documents
