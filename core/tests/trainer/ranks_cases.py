@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from small_head import with_scores
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Sample
 from prime_rl.config.run import CkptConfig
@@ -114,16 +115,34 @@ def bad_batch(step: int) -> tuple[list[Sample], list[str]]:
     return [*samples[:2], bad], [*envs[:2], "code"]
 
 
+def head_batch(step: int) -> tuple[list[Sample], list[str]]:
+    """The rl samples train a head, which gives their advantages."""
+    samples, envs = batch(step)
+    for number, (each, env) in enumerate(zip(samples, envs, strict=True)):
+        if env == "rl" and each.advantages is not None:
+            each.advantages = None
+            rewards = np.where(each.loss_mask, 0.1 * (number % 3), 0)
+            each.set_stream("rewards", rewards.astype(np.float32))
+            each.set_stream("fit_weights", each.loss_mask.astype(np.float32))
+    return samples, envs
+
+
 class Frames:
-    """A receiver that packs one rank's frame of each step; two samples are a group."""
+    """A receiver that packs one rank's frame of each step; two samples are a group, and a rollout
+    if a head is ``scored``."""
 
     def __init__(self, first: int, rank: Rank, make: Any, minibatches: int) -> None:
         self.step, self.rank, self.make, self.minibatches = first, rank, make, minibatches
+        self.scored = make is head_batch
 
     def receive(self, timeout: float) -> memoryview:
         packing = alone(*self.make(self.step))
-        pieces = [replace(piece, group=i // 2) for i, piece in enumerate(packing.pieces)]
+        pieces = [replace(p, group=i // 2, rollout=i // 2) for i, p in enumerate(packing.pieces)]
         packing = replace(packing, pieces=pieces, step=self.step)
+        if self.scored:
+            numbers = [*range(len(pieces))]
+            pairs = [numbers[i : i + 2] for i in range(0, len(numbers), 2)]
+            packing = replace(packing, bundles=pairs, needs=frozenset({"rollout_ids"}))
         frames = batch_frames(packing, CAPACITY, self.rank.size, 1e-2, self.minibatches)
         self.step += 1
         return memoryview(frames[self.rank.number])
@@ -154,13 +173,15 @@ def do(job: dict[str, Any]) -> None:
     observers = make_observers(config.settings, hooks)
     loss = OldRatio if job.get("old_ratio") else Ratio
     losses = installed_losses().with_rl(loss(PluginConfig()))
+    if config.heads:
+        losses = with_scores(Ratio(PluginConfig()))
     trainer = Trainer(model, losses, config, LAST, observers)
     if resume:
         restore(trainer, resume)
     first = resume.step + 1 if resume else 1
     interval = 2 if job.get("checkpoints", True) else None
     checkpointer = Checkpointer(run_dir, CkptConfig(interval=interval), model_dir, None)
-    make = bad_batch if job.get("bad") else batch
+    make = head_batch if config.heads else bad_batch if job.get("bad") else batch
     frames = Frames(first, rank, make, config.minibatches)
     status = Status(None)
     transport = GlooTransport(PluginConfig()) if "broadcast" in job else None

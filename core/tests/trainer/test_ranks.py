@@ -36,6 +36,8 @@ SMALL = {"optim": {"lr": 2e-3, "max_norm": 0.5}}
 MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
 # Adam would multiply the rounding of twenty steps.
 MINIBATCHES = {"minibatches": 2, "epochs": 2, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
+HEAD = {"heads": {"scores": {"lr": 2e-3}}, "optim": {"lr": 5e-4, "max_norm": 0.5}}
+OWN_MODEL = {**HEAD, "heads": {"scores": {"lr": 1e-3, "own_model": True}}}
 
 pytestmark = pytest.mark.slow
 
@@ -74,6 +76,8 @@ def runs(
                 job("one_lora", trainer=LORA),
                 job("one_muon", trainer=MUON),
                 job("one_minibatches", trainer=MINIBATCHES, old_ratio=True),
+                job("one_head", trainer=HEAD),
+                job("one_own_model", trainer=OWN_MODEL),
                 job("one_recurrent", RECURRENT, trainer=SMALL),
                 job("one_withholding", WITHHOLDING, trainer=SMALL),
             ],
@@ -89,6 +93,10 @@ def runs(
                 job("two_lora", trainer=LORA),
                 job("two_muon", trainer=MUON),
                 job("two_minibatches", trainer=MINIBATCHES, old_ratio=True),
+                job("two_head", trainer=HEAD),
+                job("two_head_replicas", trainer={**HEAD, "dp_replicate": 2}),
+                job("two_own_model", trainer=OWN_MODEL),
+                job("two_head_from_one", trainer=HEAD, resume=checkpoint("one_head")),
                 job("two_recurrent", RECURRENT, trainer=SMALL),
                 job("two_withholding", WITHHOLDING, trainer=SMALL),
                 job("two_from_one", resume=checkpoint("one")),
@@ -146,7 +154,8 @@ def curve(run: Path) -> dict[int, dict[str, float]]:
 
 def reference_of(runs: Path, name: str) -> Path:
     """The run of one rank that it has to equal."""
-    special = name.removeprefix("two")
+    special = name.removeprefix("two").removesuffix("_from_one")
+    special = special.removesuffix("_replicas") if "head" in special else special
     return runs / (f"one{special}" if (runs / f"one{special}").exists() else "one")
 
 
@@ -157,14 +166,21 @@ def tolerance(name: str) -> float:
 
 COMPARED = (
     *("loss/", "entropy/", "mismatch_kl/", "optim/", "tokens/", "nll", "ref_kl", "logprob_"),
-    "minibatch/",
+    *("minibatch/", "fit/"),
 )
 
 MANY = [
     *("four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"),
     *("two_by_memory", "two_minibatches", "two_recurrent", "two_withholding"),
+    *("two_head", "two_head_replicas", "two_own_model"),
 ]
-RESUMED = ["two_from_one", "two_from_four", "one_from_two", "one_from_replicas"]
+RESUMED = [
+    "two_head_from_one",
+    "two_from_one",
+    "two_from_four",
+    "one_from_two",
+    "one_from_replicas",
+]
 
 
 @pytest.mark.parametrize("name", [*MANY, *RESUMED])

@@ -1,0 +1,229 @@
+"""GAE, the value loss and the algorithm against numbers computed by hand; V against a problem that
+is small enough to enumerate."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl import ConfigError, HeadInputs, LossInputs, PluginConfig, Rollout, Sample
+from prime_rl.config.load import load_config
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.run.resolve import check
+from prime_rl.testing import check_algorithm, make_group, score
+from prime_rl.trainer.loop import Trainer
+from prime_rl.trainer.model import load_model
+from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_ppo import PPO
+from prime_rl_ppo.critic import ValueHead, ValueHeadConfig, ValueLoss, ValueLossConfig, gae
+
+ROOT = Path(__file__).parents[3]
+CONFIG = ROOT / "configs/reverse_text/ppo.toml"
+
+
+# -- advantages ------------------------------------------------------------------------------------
+
+
+def test_gae_between_the_extremes() -> None:
+    """delta = (0.9 * 0.25 - 0.5, 0.9 * 0.75 - 0.25, 1 - 0.75) = (-0.275, 0.425, 0.25)."""
+    found = gae([0, 0, 1], [0.5, 0.25, 0.75], gamma=0.9, gae_lambda=0.5)
+    assert found == pytest.approx([-0.275 + 0.45 * 0.5375, 0.425 + 0.45 * 0.25, 0.25])
+
+
+def test_gae_with_lambda_zero_is_the_error_of_one_step() -> None:
+    assert gae([0, 2], [1, 3], gamma=0.5, gae_lambda=0.0) == pytest.approx([0.5, -1.0])
+
+
+STEPS = st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), max_size=12)
+
+
+@given(STEPS)
+def test_gae_with_lambda_one_is_the_sampled_return_minus_the_value(
+    steps: list[tuple[float, float]],
+) -> None:
+    rewards, values = [r for r, _ in steps], [v for _, v in steps]
+    expected = [sum(rewards[t:]) - value for t, value in enumerate(values)]
+    assert gae(rewards, values, 1.0, 1.0) == pytest.approx(expected, abs=1e-9)
+
+
+def test_prepare_passes_over_tokens_of_the_environment_and_from_sample_to_sample() -> None:
+    """Steps: V = (0.5, 1, 0), r = (0, 0, 2), so with lambda = 0: A = (0.5, -1, 2)."""
+    mask = np.array([False, True, False, True, False, True])
+    found = ValueHead(ValueHeadConfig(gae_lambda=0.0)).prepare(
+        HeadInputs(
+            outputs=np.array([0, 0.5, 0, 1, 0, 0], np.float32),
+            loss_mask=mask,
+            streams={"rewards": np.array([0, 0, 0, 0, 0, 2], np.float32)},
+        )
+    )
+    assert found["advantages"].tolist() == [0, 0.5, 0, -1, 0, 2]
+    assert found["old_values"].tolist() == [0, 0.5, 0, 1, 0, 0]
+    assert found["returns"].tolist() == [0, 1, 0, 0, 0, 2]
+
+
+# -- the value loss --------------------------------------------------------------------------------
+
+
+def value_loss(clip_eps: float | None, weights: Any = None) -> tuple[float, list[float], Any]:
+    """Four values: moved 0.5 towards the return, not moved, not moved, moved 0.5 away from it; a
+    fifth is off the mask."""
+    values = torch.tensor([1.0, 0.0, 0.5, 1.0, 9.0], requires_grad=True)
+    streams = {
+        "values": values,
+        "old_values": torch.tensor([0.5, 0.0, 0.5, 0.5, 0.0]),
+        "returns": torch.tensor([2.0, 1.0, 0.25, 0.0, 0.0]),
+    }
+    zero = torch.zeros(5)
+    outputs = ValueLoss(ValueLossConfig(clip_eps=clip_eps))(
+        LossInputs(zero, zero, None, zero, torch.arange(5) < 4, weights, streams=streams)
+    )
+    (slope,) = torch.autograd.grad(outputs.loss, values)
+    return float(outputs.loss.detach()), slope.tolist(), outputs.metrics
+
+
+def test_the_value_loss_is_half_the_squared_error() -> None:
+    loss, slope, metrics = value_loss(None)
+    assert loss == pytest.approx((1 + 1 + 0.0625 + 1) / 2)
+    assert slope == pytest.approx([-1, -1, 0.25, 1, 0])
+    assert not metrics["clip_frac"].values.any()
+
+
+def test_a_value_that_has_moved_far_towards_its_return_stops_training() -> None:
+    """The first is held at 0.7, with error 1.3^2; the last has moved away and is pulled back."""
+    loss, slope, metrics = value_loss(0.2)
+    assert loss == pytest.approx((1.69 + 1 + 0.0625 + 1) / 2)
+    assert slope == pytest.approx([0, -1, 0.25, 1, 0])
+    assert metrics["clip_frac"].values[:4].tolist() == [1, 0, 0, 0]
+
+
+def test_the_value_loss_is_weighed() -> None:
+    loss, slope, _ = value_loss(None, torch.tensor([2.0, 0.5, 0.0, 1.0, 1.0]))
+    assert loss == pytest.approx((2 + 0.5 + 1) / 2)
+    assert slope == pytest.approx([-2, -0.5, 0, 1, 0])
+
+
+# -- the algorithm ---------------------------------------------------------------------------------
+
+
+def test_the_reward_is_at_the_last_trainable_token_and_all_of_them_train_the_critic() -> None:
+    (rollout,) = make_group([0.75], prompt=2, completion=3)
+    score(PPO(PluginConfig()), [rollout])
+    (sample,) = rollout.samples
+    assert sample.streams["rewards"].tolist() == [0, 0, 0, 0, 0.75]
+    assert sample.streams["value_loss_weights"].tolist() == [0, 0, 1, 1, 1]
+    assert sample.advantages is None and sample.rl_weights is None
+
+
+def test_it_passes_the_conformance_checks() -> None:
+    check_algorithm(PPO(PluginConfig()))
+
+
+def test_a_run_without_the_critic_is_refused_with_the_table_to_add() -> None:
+    config = load_config(CONFIG)
+    without = config.trainer.model_copy(update={"heads": {}})
+    with pytest.raises(ConfigError, match=r"'ppo' needs the head 'values'.*\[trainer.heads.values"):
+        check(config.model_copy(update={"trainer": without}))
+
+
+def test_neither_half_imports_torch() -> None:
+    code = (
+        "import sys, prime_rl_ppo, prime_rl_ppo.critic as c; c.register_heads(); "
+        "c.register_losses(); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# -- V of a problem that can be enumerated ---------------------------------------------------------
+
+FIRST = {10: Fraction(3, 4), 11: Fraction(1, 4)}
+SECOND = {
+    10: {20: Fraction(1, 4), 21: Fraction(3, 4)},
+    11: {20: Fraction(1, 2), 21: Fraction(1, 2)},
+}
+PROMPTS = {(1, 2): 1, (3, 4): -2}
+"""Two tokens follow a prompt: the first by ``FIRST``, the second by ``SECOND``. The reward is the
+prompt's number times ``reward``."""
+
+
+def reward(first: int, second: int) -> Fraction:
+    return Fraction({(10, 20): 4, (10, 21): 0, (11, 20): 1, (11, 21): -2}[first, second], 4)
+
+
+def true_values() -> dict[tuple[int, ...], Fraction]:
+    """The expected reward after each prefix, enumerated."""
+    found = {}
+    for prompt, scale in PROMPTS.items():
+        for a in FIRST:
+            found[*prompt, a] = scale * sum(p * reward(a, b) for b, p in SECOND[a].items())
+        found[prompt] = sum((p * found[*prompt, a] for a, p in FIRST.items()), Fraction(0))
+    return found
+
+
+def every_rollout() -> Iterator[Rollout]:
+    """16 of each prompt: each pair of tokens as often as it is probable."""
+    for prompt, scale in PROMPTS.items():
+        for a, p in FIRST.items():
+            for b, q in SECOND[a].items():
+                for _ in range(int(16 * p * q)):
+                    sample = Sample(
+                        token_ids=[*prompt, a, b],
+                        loss_mask=[False, False, True, True],
+                        inference_logprobs=[0.0, 0.0, np.log(float(p)), np.log(float(q))],
+                    )
+                    rollout = Rollout(
+                        env="a",
+                        example_id=0,
+                        group_id=0,
+                        reward=float(scale * reward(a, b)),
+                        samples=[sample],
+                    )
+                    rollout.assign_weights("rl", 0.0)  # the policy stays as it is
+                    yield rollout
+
+
+@pytest.mark.parametrize("gae_lambda", [1.0, 0.5])
+def test_the_critic_learns_the_enumerated_values(model_dir: Path, gae_lambda: float) -> None:
+    steps = 400
+    config = TrainerConfig.model_validate(
+        {
+            "device": "cpu",
+            "loss": {"type": "ppo_clip"},
+            "losses": {"value_loss": {"clip_eps": None}},
+            "heads": {"values": {"lr": 0.1, "detach": True, "gae_lambda": gae_lambda}},
+            "optim": {"weight_decay": 0.0, "max_norm": None},
+            "scheduler": {"type": "cosine"},
+        }
+    )
+    losses = Components.load(config, load_plugins(TRAINER_GROUP))
+    trainer = Trainer(load_model(model_dir, config), losses, config, steps)
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    rollouts = [*every_rollout()]
+    for rollout in rollouts:
+        score(PPO(PluginConfig()), [rollout])
+    (frame,) = batch_frames(packing_of(1, rollouts, losses, 256), 256)
+    for step in range(1, steps + 1):
+        rows = decode_batch(frame)[1]
+        trainer.train_step(step, rows)
+    assert all(map(torch.equal, before, trainer.model.parameters()))
+    expected, seen = true_values(), {}
+    for row in rows:
+        ids, old = row.token_ids.reshape(-1, 4).tolist(), row.streams["old_values"].reshape(-1, 4)
+        for tokens, values in zip(ids, old, strict=True):
+            seen |= {tuple(tokens[:2]): values[2], tuple(tokens[:3]): values[3]}
+    assert seen.keys() == expected.keys() and len(expected) == 6
+    for prefix, value in expected.items():
+        assert seen[prefix] == pytest.approx(float(value), abs=2e-3), prefix
