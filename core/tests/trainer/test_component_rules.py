@@ -135,7 +135,7 @@ def test_the_scope_of_a_loss_binds_only_rollouts_that_it_trains() -> None:
 
 def test_a_bundle_that_fits_no_row_is_refused_with_its_env_and_size() -> None:
     losses = installed_losses().with_rl(loss_of(scope="rollout"))
-    with pytest.raises(StreamError, match="env 'words': 3 samples with 9 tokens .* row holds 8"):
+    with pytest.raises(StreamError, match=r"env 'words': 3 samples with 9 tokens .* row holds 8"):
         packed(losses, rollout_of("words", num_samples=3), capacity=8)
 
 
