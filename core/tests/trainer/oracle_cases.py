@@ -112,30 +112,41 @@ def losses_of(case: str) -> Components:
     return losses.with_rl(classes["rl"](PluginConfig()), tables["rl"])
 
 
-def rollouts_of(losses: Components) -> list[Rollout]:
-    """Env ``words`` trains rl, and ce on what its tool says; ``code`` trains ``other``; ``mixed``
-    trains both on the same tokens. Siblings share their prompt; some rollouts have two samples."""
+GROUPS = (("words", 3), ("words", 2), ("code", 3), ("mixed", 2))
+ACTION_LOSS = {"words": "rl", "code": "other", "mixed": "rl"}
+
+
+def rollouts_of(
+    losses: Components,
+    groups: Sequence[tuple[str, int]] = GROUPS,
+    action_loss: Mapping[str, str] = ACTION_LOSS,
+) -> list[Rollout]:
+    """Groups by env and size; siblings share their prompt, and some rollouts have two samples.
+
+    Env ``words`` also trains ce on what its tool says; ``mixed`` trains ``other`` on the same
+    tokens as rl.
+    """
     rng = np.random.default_rng(0)
     found = []
-    for group, (env, size) in enumerate([("words", 3), ("words", 2), ("code", 3), ("mixed", 2)]):
+    for group, (env, size) in enumerate(groups):
         prompt = rng.integers(1, VOCAB, 3 + group).tolist()
         for member in range(size):
             lengths = rng.integers(3, 8, 2 if member == 1 else 1).tolist()
             samples = [_sample(rng, prompt, length) for length in lengths]
             rollout = Rollout(env=env, example_id=0, group_id=group, reward=0.0, samples=samples)
             rollout.assign_advantages(rng.normal(size=rollout.num_trainable_tokens))
-            rollout.assign_stream("values", rng.normal(size=rollout.num_tokens))
-            if member == 0:
-                rollout.assign_stream("target", rng.normal(-3, 1, rollout.num_trainable_tokens))
+            if "values" in losses[action_loss[env]].streams:
+                rollout.assign_stream("values", rng.normal(size=rollout.num_tokens))
+                if member == 0:
+                    rollout.assign_stream("target", rng.normal(-3, 1, rollout.num_trainable_tokens))
             if env == "words":
-                for sample in samples:  # the last token is the tool's
-                    sample.ce_weights = np.float32(0.3) * (
-                        np.arange(len(sample)) == len(sample) - 1
-                    )
+                for sample in samples:
+                    last = np.arange(len(sample)) == len(sample) - 1
+                    sample.ce_weights = np.float32(0.3) * last
             if env == "mixed":
                 rollout.assign_weights("rl", rng.choice([0, 0.5, 2], rollout.num_trainable_tokens))
                 rollout.assign_weights("other", 0.7)
-            stamp(rollout, "other" if env == "code" else "rl", losses)
+            stamp(rollout, action_loss[env], losses)
             found.append(rollout)
     return found
 

@@ -90,6 +90,17 @@ class Observing(Centred):
         return [np.where(sample.loss_mask, 0.0, 0.1) for sample in rollout.samples]
 
 
+class Named(Centred):
+    """Names a loss that needs settings."""
+
+    name = "named"
+    action_loss = "custom"
+
+
+def own_loss(inputs):
+    """What ``[trainer.losses.custom]`` may name."""
+
+
 class NoLow(Filter):
     """Drops rewards below 0.2."""
 
@@ -105,7 +116,7 @@ class Offering:
 
     @hookimpl
     def register_algorithms(self):
-        return [Centred, Counted, Taught, Hinted, Observing]
+        return [Centred, Counted, Taught, Hinted, Observing, Named]
 
 
 def offering() -> Hooks:
