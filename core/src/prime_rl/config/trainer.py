@@ -125,9 +125,7 @@ class LossTable(PluginTable):
                 'normalize_by is "constant", and the key constant is missing. Set it.'
             )
         if self.normalize_by == "env" and self.per_env is False:
-            raise ConfigError(
-                'normalize_by is "env", and per_env is false. Leave one of them out.'
-            )
+            raise ConfigError('normalize_by is "env", and per_env is false. Leave one of them out.')
         return self
 
 

@@ -228,12 +228,12 @@ def _columns(
                 f"{component.name} component, and its loss {component.cls.name!r} reads the stream "
                 f"{name!r}, which they lack. Their algorithm has to assign it."
             )
-        dtype = torch.float32 if isinstance(default, float) else torch.int32
+        kind = torch.float32 if isinstance(default, float) else torch.int32
         if column is None and default is not None:
-            column = torch.full_like(row.inference_logprobs, default, dtype=dtype)
+            column = torch.full_like(row.inference_logprobs, default, dtype=kind)
         elif column is not None and absent is not None:
             at = to_device(absent, np.bool_, device)[row.sequence_ids]
-            column = column.to(torch.promote_types(column.dtype, dtype))
+            column = column.to(torch.promote_types(column.dtype, kind))
             column = column.masked_fill(at if column.dim() == 1 else at[:, None], default or 0)
         columns[name] = None if column is None else column.detach()
     columns.setdefault("ref_logprobs", None)
