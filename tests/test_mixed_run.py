@@ -1,4 +1,5 @@
-"""Four algorithms over four environments in one run; the teacher goes away and comes back."""
+"""Four algorithms over four environments in one run, one of them a plugin's with a loss of another
+plugin; the teacher goes away and comes back."""
 
 from __future__ import annotations
 
@@ -24,12 +25,24 @@ CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
 HALF = ("--model.lessons", '["lookup"]', "--model.warmup_exact", "0.05")
 """A policy that knows how to call its tool, made in seconds; it knows nothing else."""
 TRAINS = {
-    "reverse-retry": {"rl"},
+    "reverse-retry": {"ppo_clip"},
     "word-lookup": {"rl", "ce"},
     "reverse-text": {"ref_kl"},
     "reverse-relay": {"ce"},
 }
-"""Which components each env of configs/mixed.toml feeds."""
+"""Which components each env of configs/mixed.toml feeds, the first by ``CLIPPED``."""
+CLIPPED = """
+from prime_rl import hookimpl
+from prime_rl_grpo.grpo import GRPO
+
+class Clipped(GRPO):
+    name = "clipped"
+    action_loss = "ppo_clip"
+
+@hookimpl
+def register_algorithms():
+    return [Clipped]
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -84,8 +97,9 @@ def waiting_for(run_dir: Path) -> str:
 
 
 def test_four_algorithms_share_micro_batches_and_survive_the_teachers_absence(
-    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    start: Callable[..., subprocess.Popen[str]], site: Callable[..., None], tmp_path: Path
 ) -> None:
+    site("clipped_package", "[prime_rl]\nclipped = clipped_package\n", CLIPPED)
     (port,) = free_ports(1)
     teacher = serve(start, port)
     url = json.dumps([f"http://127.0.0.1:{port}/v1"])
@@ -97,6 +111,8 @@ def test_four_algorithms_share_micro_batches_and_survive_the_teachers_absence(
         *("--orchestrator.eval.env", "[]", "--orchestrator.post_batch_filters", "[]"),
         *(f"{env}.2.algo.teacher.base_url", url),
         *(f"{env}.3.algo.sampling.source.base_url", url),
+        *(f"{env}.0.algo.type", "clipped", "--trainer.losses.ppo_clip.clip_eps_high", 0.3),
+        *("--trainer.losses.ppo_clip.normalize_by", "sequences"),
         *("--trainer.token_export.enabled", "true"),
     )
     run_dir = tmp_path / "mixed"
@@ -116,10 +132,12 @@ def check_components(run_dir: Path) -> None:
     """Every env has fed its own components, and no other, over the run."""
     fed: dict[str, set[str]] = defaultdict(set)
     for line in map(json.loads, (run_dir / "trainer.jsonl").read_text().splitlines()):
-        for component in ("rl", "ce", "ref_kl"):
+        for component in ("rl", "ce", "ref_kl", "ppo_clip"):
             for name in TRAINS:
                 if line["metrics"].get(f"tokens/{component}/{name}"):
                     fed[name].add(component)
+            if line["metrics"].get("tokens/ppo_clip"):
+                assert {"loss/ppo_clip", "ppo_clip/is_masked"} <= line["metrics"].keys()
     assert fed == TRAINS
 
 

@@ -194,6 +194,30 @@ def do(job: dict[str, Any]) -> None:
         (run_dir / f"error_{rank.number}").write_text(str(error))
 
 
+def do_oracle(job: dict[str, Any]) -> None:
+    """Loss and gradient of cases of ``oracle_cases``, in double precision."""
+    import oracle_cases
+    import torch
+
+    from prime_rl.trainer import parallel
+    from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.model import load_model
+
+    run_dir, config = Path(job["run_dir"]), TrainerConfig(device="cpu")
+    for case in job["oracle"]:
+        losses = oracle_cases.losses_of(case)
+        model = load_model(Path(job["model"]), config).double()
+        found = oracle_cases.trained(
+            Trainer(model, losses, config, LAST),
+            oracle_cases.rollouts_of(losses),
+            parallel.rank(),
+            parallel.num_ranks(),
+        )
+        if parallel.rank() == 0:
+            run_dir.mkdir(exist_ok=True)
+            torch.save(found, run_dir / case)
+
+
 def take_from_memory(run_dir: Path) -> None:
     """The engines: they receive version 1, and want the files of version 3. Checkpoints have
     those of 2 and 4."""
@@ -270,7 +294,7 @@ def start_rank(rank: int, num_ranks: int, store: str, jobs: list[dict[str, Any]]
 
         with parallel.joined(Rank.of_process(), torch.device("cpu")):
             for job in jobs:
-                do(job)
+                (do_oracle if "oracle" in job else do)(job)
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import oracle_cases
 import pytest
 import ranks_cases
 import torch
@@ -38,6 +39,8 @@ MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
 MINIBATCHES = {"minibatches": 2, "epochs": 2, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
 HEAD = {"heads": {"scores": {"lr": 2e-3}}, "optim": {"lr": 5e-4, "max_norm": 0.5}}
 OWN_MODEL = {**HEAD, "heads": {"scores": {"lr": 1e-3, "own_model": True}}}
+
+ORACLE = ["rollout", "group", "per_env"]
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +85,14 @@ def runs(
                 job("one_withholding", WITHHOLDING, trainer=SMALL),
             ],
         ),
-        (4, [job("four", trainer=EXPORT), job("two_by_two", trainer={"dp_replicate": 2})]),
+        (
+            4,
+            [
+                job("four", trainer=EXPORT),
+                job("two_by_two", trainer={"dp_replicate": 2}),
+                job("oracle_4", oracle=ORACLE),
+            ],
+        ),
         (
             2,
             [
@@ -102,6 +112,7 @@ def runs(
                 job("two_from_one", resume=checkpoint("one")),
                 job("two_from_four", resume=checkpoint("four")),
                 job("two_bad", bad=True, checkpoints=False),
+                job("oracle_2", oracle=ORACLE),
             ],
         ),
         (
@@ -282,3 +293,16 @@ def test_bad_steps_end_all_ranks_with_one_message_that_names_the_rollout(runs: P
     begun = load_file(runs / "tied/model.safetensors")
     last = load_file(runs / "two_bad/broadcasts/step_2/model.safetensors")
     assert all(begun[name].equal(tensor) for name, tensor in last.items())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("case", ORACLE)
+def test_scopes_and_divisors_over_ranks_are_those_of_transformers_sequence_by_sequence(
+    runs: Path, case: str, num_ranks: int
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(runs / TIED, dtype=torch.float64)
+    rollouts = oracle_cases.rollouts_of(oracle_cases.losses_of(case))
+    loss, gradient = oracle_cases.reference(model, rollouts, case)
+    found_loss, found = torch.load(runs / f"oracle_{num_ranks}" / case)
+    assert found_loss == pytest.approx(loss, rel=1e-6)
+    assert oracle_cases.distance(found, gradient) < 1e-6

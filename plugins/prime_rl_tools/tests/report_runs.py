@@ -119,6 +119,17 @@ class Asking(Whitened):
             rollout.assign_advantages(rollout.advantages * gain)
 
 
+class Named(Centred):
+    """Names a loss that needs settings."""
+
+    name = "named"
+    action_loss = "custom"
+
+
+def own_loss(inputs):
+    """What ``[trainer.losses.custom]`` may name."""
+
+
 class NoLow(Filter):
     """Drops rewards below 0.2."""
 
@@ -134,7 +145,7 @@ class Offering:
 
     @hookimpl
     def register_algorithms(self):
-        return [Centred, Counted, Taught, Hinted, Observing, Whitened, Asking]
+        return [Centred, Counted, Taught, Hinted, Observing, Whitened, Asking, Named]
 
 
 def offering() -> Hooks:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from prime_rl import hookimpl
 from prime_rl.cli.app import app
 from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, RunError
 from prime_rl_tools.replay import score
 from prime_rl_tools.replay.compare import change_of, credit, most_changed
@@ -73,6 +74,13 @@ def test_the_test_runs_have_groups_across_batches_and_out_of_order(tmp_path):
     scored = sorted((s.rollout.place, s.rollout.group_id) for step in steps for s in step.rollouts)
     groups = [group for _, group in scored]
     assert groups != sorted(groups)
+
+
+def test_an_algorithms_loss_has_the_settings_of_the_run(tmp_path):
+    table = LossTable.model_validate({"import_path": "report_runs:own_loss"})
+    make_run(tmp_path / "run", losses={"custom": table})
+    _, changes = replayed(tmp_path / "run", "named")
+    assert all(change.num_changed == change.num_rollouts for change in changes)  # custom_weights
 
 
 def test_a_changed_reward_changes_its_frame(tmp_path):
