@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL = .ci/quietly $(BIN)/python -m pip install --no-input --progress-bar off --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_evals plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast plugins/prime_rl_observers plugins/prime_rl_lora prime_rl_grpo prime_rl_echo prime_rl_distill
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_evals plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_ppo plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast plugins/prime_rl_observers plugins/prime_rl_lora prime_rl_grpo prime_rl_echo prime_rl_distill
 SOURCES := core/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1

@@ -160,12 +160,12 @@ def test_every_trainer_load_of_plugins_names_the_trainer_group() -> None:
     assert all(call.startswith("load_plugins(TRAINER_GROUP") for call in calls), calls
 
 
-def test_losses_transports_observers_and_tunings_are_offered_to_the_trainer() -> None:
+def test_losses_heads_transports_observers_and_tunings_are_offered_to_the_trainer() -> None:
     groups = {folder.name: pyproject(folder).get("entry-points", {}) for folder in PLUGINS}
     offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
     assert offering == [
         *("prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_lora", "prime_rl_losses"),
-        "prime_rl_observers",
+        *("prime_rl_observers", "prime_rl_ppo"),
     ]
 
 

@@ -29,6 +29,7 @@ FOLDERS = {
     "prime_rl_distill": "prime_rl_distill",
     "prime_rl_samplers": "plugins/prime_rl_samplers",
     "prime_rl_clip_losses": "plugins/prime_rl_clip_losses",
+    "prime_rl_ppo": "plugins/prime_rl_ppo",
     "prime_rl_wandb": "plugins/prime_rl_wandb",
     "prime_rl_tensorboard": "plugins/prime_rl_tensorboard",
     "prime_rl_prometheus": "plugins/prime_rl_prometheus",
@@ -49,7 +50,7 @@ FOLDERS = {
 }
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {
-    *("prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses"),
+    *("prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses", "prime-rl-ppo"),
     *("prime-rl-ray", "prime-rl-wandb", "prime-rl-tensorboard", "prime-rl-prometheus"),
     "prime-rl-vllm",
 }

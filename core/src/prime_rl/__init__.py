@@ -21,6 +21,8 @@ from prime_rl.plugins.checks import CONTRACT_VERSION as CONTRACT_VERSION
 from prime_rl.plugins.engine import Engine as Engine
 from prime_rl.plugins.engine import EngineCommand as EngineCommand
 from prime_rl.plugins.engine import EngineLaunch as EngineLaunch
+from prime_rl.plugins.head import Head as Head
+from prime_rl.plugins.head import HeadInputs as HeadInputs
 from prime_rl.plugins.hookspecs import hookimpl as hookimpl
 from prime_rl.plugins.import_path import import_function as import_function
 from prime_rl.plugins.launchers import Launcher as Launcher

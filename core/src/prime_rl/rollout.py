@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from prime_rl.errors import StreamError
 from prime_rl.streams import (
-    RESERVED,
     STREAMS,
     WEIGHTS,
     BoolColumn,
@@ -27,6 +26,7 @@ from prime_rl.streams import (
     StreamColumn,
     Values,
     as_stream,
+    can_be_stream,
     split_stream,
     trains,
 )
@@ -168,6 +168,9 @@ class Rollout:
     given: dict[str, Any] | None = None
     """``reward``, ``rewards``, ``metrics`` and ``info`` before a plugin changed them, for scoring a
     saved rollout again. Written by core; None: unchanged."""
+    credited: LossComponent = "rl"
+    """The component that its advantages drive. Written by core: rl, or the algorithm's
+    ``action_loss`` if that reads advantages."""
     assigned: set[str] = field(default_factory=set)
     """Weight streams an algorithm wrote itself: stamping keeps them."""
     frozen: bool = False
@@ -196,8 +199,8 @@ class Rollout:
 
     @property
     def trains_beside_rl(self) -> bool:
-        """Whether any token trains in a component other than rl."""
-        return any(trains(sample, beside_rl=True) for sample in self.samples)
+        """Whether any token trains in a component other than ``credited``."""
+        return any(trains(sample, beside=self.credited) for sample in self.samples)
 
     @property
     def shared_prefixes(self) -> Iterator[tuple[int, int, int]]:
@@ -260,7 +263,7 @@ class Rollout:
         Integers are kept as int32, anything else as float32. Values of shape [C, k] or [N, k] give
         each token a row of k. Raises ``StreamError`` also for a name that core uses itself.
         """
-        if name in RESERVED or name.endswith(WEIGHTS) or not name.isidentifier():
+        if not can_be_stream(name):
             raise StreamError(
                 f"{self._where(repr(name))}: no stream can have this name. Choose another one, or "
                 "use assign_weights for the weights of a component."
@@ -286,9 +289,9 @@ class Rollout:
         masks = [sample.loss_mask for sample in self.samples]
         try:
             found = as_stream(values)
-            if name in STREAMS or name.endswith(WEIGHTS):
+            if own := name in STREAMS or name.endswith(WEIGHTS):
                 found = found.astype(np.float32)
-            columns = split_stream(found, masks)
+            columns = split_stream(found, masks, max_dims=1 if own else 2)
         except ValueError as error:
             raise StreamError(f"{where}: {error}") from error
         if off_mask_must_be_zero and found.ndim:

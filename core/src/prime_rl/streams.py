@@ -44,6 +44,11 @@ RESERVED = COMPUTED | {
 """Names that no stream may have."""
 
 
+def can_be_stream(name: str) -> bool:
+    """Whether a stream of data may have this name."""
+    return name not in RESERVED and not name.endswith(WEIGHTS) and name.isidentifier()
+
+
 class Columns(Protocol):
     """A sample, or a packed row of them: columns of one length T."""
 
@@ -87,9 +92,9 @@ def members(columns: Columns, component: LossComponent) -> BoolColumn:
     return np.zeros(len(columns), np.bool_) if weights is None else weights != 0
 
 
-def trains(columns: Columns, *, beside_rl: bool = False) -> bool:
-    """Whether any token trains, in a component other than rl if ``beside_rl``."""
-    return any(members(columns, name).any() for name in components(columns)[beside_rl:])
+def trains(columns: Columns, *, beside: LossComponent | None = None) -> bool:
+    """Whether any token trains in a component other than ``beside``."""
+    return any(members(columns, name).any() for name in components(columns) if name != beside)
 
 
 def as_stream(values: float | Values) -> StreamColumn:
@@ -106,13 +111,16 @@ def as_stream(values: float | Values) -> StreamColumn:
     return found
 
 
-def split_stream(values: StreamColumn, masks: Sequence[BoolColumn]) -> list[StreamColumn]:
+def split_stream(
+    values: StreamColumn, masks: Sequence[BoolColumn], max_dims: int = 2
+) -> list[StreamColumn]:
     """One column per sample from one value (for all trainable tokens), one per trainable token [C]
     or one per token [N]; each may be a row of k. ``masks``: the samples' loss masks. Raises
     ``ValueError`` for another shape."""
     mask = np.concatenate([*masks, np.zeros(0, np.bool_)])
     trainable, total = int(mask.sum()), len(mask)
-    if values.ndim and (values.ndim > 2 or len(values) not in (trainable, total)):
+    fits = values.ndim <= max_dims and 0 not in values.shape[1:]
+    if values.ndim and not (fits and len(values) in (trainable, total)):
         raise ValueError(
             f"got shape {values.shape}, expected one value per trainable token ({trainable},) or "
             f"one per token ({total},)"
@@ -121,7 +129,7 @@ def split_stream(values: StreamColumn, masks: Sequence[BoolColumn]) -> list[Stre
         compact, values = values, np.zeros((total, *values.shape[1:]), values.dtype)
         values[mask] = compact
     bounds = np.cumsum([len(each) for each in masks])
-    return [part.copy() for part in np.split(values, bounds[:-1])]
+    return [part.copy() for part in np.split(values, bounds[:-1])][: len(masks)]
 
 
 def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> StreamColumn | None:
@@ -138,9 +146,7 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
         return None
     found = {column.dtype for _, column in pairs if column is not None}
     dtype = found.pop() if len(found) == 1 else np.dtype(np.float32)
-    missing: float = np.iinfo(np.int32).min if dtype == np.int32 else np.nan
-    if name == "advantages" or name.endswith(WEIGHTS):
-        missing = float(name == f"rl{WEIGHTS}")
+    missing = absent_value(name, dtype)
     shape = first.shape[1:]
     columns = [np.full((n, *shape), missing, dtype) if c is None else c for n, c in pairs]
     if any(column.shape[1:] != shape for column in columns):
@@ -150,6 +156,13 @@ def concatenate(parts: Iterable[tuple[int, StreamColumn | None]], name: str) -> 
             "of a run has to write it with the same number of values per token."
         )
     return np.concatenate(columns).astype(dtype, copy=False)
+
+
+def absent_value(name: str, dtype: Any = np.float32) -> float:
+    """What stands in a packed stream for a token that lacks it."""
+    if name == "advantages" or name.endswith(WEIGHTS):
+        return float(name == f"rl{WEIGHTS}")
+    return np.iinfo(np.int32).min if dtype == np.int32 else np.nan
 
 
 def is_absent(column: StreamColumn) -> BoolColumn:

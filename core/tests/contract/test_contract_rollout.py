@@ -249,3 +249,18 @@ def test_without_nodes_a_prefix_is_found_by_its_tokens():
     one.samples[1].is_repeat = np.array([True, True, True, False])
     assert list(one.shared_prefixes) == [(1, 0, 3)]
     assert one.sampled_paths[1][0].tolist() == [False, False, True, True]
+
+
+def test_a_rollout_without_samples_takes_any_credit():
+    empty = Rollout(env="e", example_id=0, group_id=7, reward=0.0, samples=[])
+    empty.assign_advantages(1.0)
+    empty.assign_advantages([])
+    assert empty.samples == [] and empty.advantages is None
+
+
+def test_weights_are_one_number_per_token_and_a_stream_has_at_least_one():
+    one = rollout("..##")
+    with pytest.raises(StreamError, match=r"ce_weights: got shape \(2, 2\), expected one value"):
+        one.assign_weights("ce", [[1.0, 2.0], [3.0, 4.0]])
+    with pytest.raises(StreamError, match=r"top: got shape \(2, 0\), expected one value"):
+        one.assign_stream("top", np.zeros((2, 0)))

@@ -101,7 +101,8 @@ def test_rl_tokens_without_advantages_are_refused():
     assert str(caught.value) == (
         "env 'test', group 4: tokens train in the rl component, which reads 'advantages', but no "
         "advantages were assigned. Assign them in score_rollout or score_group "
-        "(rollout.assign_stream), or set another action_loss."
+        "(rollout.assign_stream), set another action_loss, or add the head that gives them "
+        "([trainer.heads.<name>])."
     )
 
 
@@ -121,7 +122,8 @@ def test_ref_kl_tokens_without_a_reference_are_refused():
     assert str(caught.value) == (
         "env 'test', group 4: tokens train in the ref_kl component, which reads 'ref_logprobs', "
         "but no ref_logprobs were assigned. Assign them in score_rollout or score_group "
-        "(rollout.assign_stream), or set another action_loss."
+        "(rollout.assign_stream), set another action_loss, or add the head that gives them "
+        "([trainer.heads.<name>])."
     )
 
 

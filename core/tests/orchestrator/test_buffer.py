@@ -26,7 +26,7 @@ class Reject(Filter):
 PRE, POST, FINE = 1.0, 2.0, 3.0
 
 
-def assembler(size=2, patience=10, lag=8, first_step=1):
+def assembler(size=2, patience=10, lag=8, first_step=1, whole_groups=False):
     return Buffer(
         batch_size=size,
         max_off_policy_steps=lag,
@@ -34,6 +34,7 @@ def assembler(size=2, patience=10, lag=8, first_step=1):
         post=FilterSlot("post_batch_filters", Hooks(), [(Reject(POST), True)]),
         max_empty_batches=patience,
         first_step=first_step,
+        whole_groups=whole_groups,
     )
 
 
@@ -180,3 +181,48 @@ def test_every_rollout_is_decided_on_exactly_once_and_batches_are_full(groups, s
     decided = [id(r) for batch in [*batches, one.batch] for r in batch.seen]
     assert len(decided) == len(set(decided)) == len(added) - len(one._pending)
     assert not one._pending or one.is_full
+
+
+def groups_of(batch):
+    return [rollout.group_id for rollout in batch.kept]
+
+
+def test_a_batch_of_whole_groups_leaves_out_the_group_that_has_no_room():
+    one = assembler(size=4, whole_groups=True)
+    one.add(rollouts(FINE, POST, FINE, group_id=0))
+    assert not one.is_full
+    one.add(rollouts(FINE, FINE, FINE, group_id=1))
+    assert one.is_full and groups_of(one.take()) == [0, 0]
+    assert not one.is_full
+    one.add(rollouts(FINE, group_id=2))
+    assert groups_of(one.take()) == [1, 1, 1, 2]
+
+
+def test_a_group_that_is_larger_than_a_batch_is_a_batch():
+    """Of an env with several agents, or from a source."""
+    one = assembler(size=2, whole_groups=True)
+    one.add(rollouts(FINE, FINE, POST, FINE, group_id=0) + rollouts(FINE, group_id=1))
+    assert groups_of(one.take()) == [0, 0, 0]
+    one.add(rollouts(FINE, FINE, FINE, group_id=2))
+    assert groups_of(one.take()) == [1] and groups_of(one.take()) == [2, 2, 2]
+
+
+@given(st.lists(st.lists(st.sampled_from([PRE, POST, FINE]), max_size=7), max_size=12))
+def test_no_batch_splits_a_group_and_a_restored_buffer_makes_the_same_batches(groups):
+    one, batches = assembler(size=4, patience=999, whole_groups=True), []
+    restored, others = assembler(size=4, patience=999, whole_groups=True), []
+    for number, rewards in enumerate(groups):
+        group = rollouts(*rewards, group_id=number)
+        for buffer, taken in ((one, batches), (restored, others)):
+            buffer.add(group)
+            while buffer.is_full:
+                taken.append(groups_of(buffer.take()))
+        again = assembler(size=4, patience=999, first_step=restored.batch.step, whole_groups=True)
+        again.restore(restored.buffered)
+        restored = again
+    assert batches == others
+    assert all(batch for batch in batches)
+    for number, rewards in enumerate(groups):
+        assert sum(number in batch for batch in batches) <= 1
+        found = [batch.count(number) for batch in batches if number in batch]
+        assert found in ([], [rewards.count(FINE)])

@@ -33,13 +33,13 @@ from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import RolloutRequest
-from prime_rl.orchestrator.watchdog import Watchdog
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.testing import make_rollout
 from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_observers import watchdog
 
 STEPS = 3
 
@@ -354,10 +354,16 @@ async def test_an_engine_error_ends_the_run_whatever_the_loop_waits_for(
 
 async def watched(world: World, monkeypatch: pytest.MonkeyPatch, looks: int = 20) -> None:
     """Run the watchdog for some looks of a second each, on a clock of its own."""
-    monkeypatch.setattr("prime_rl.orchestrator.watchdog.LOOK_SECONDS", 0)
+    monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0)
     clock = iter(float(second) for second in range(10_000))
-    watchdog = Watchdog(world.context, world.engines, world.sampling, lambda: next(clock))
-    task = asyncio.create_task(watchdog.run())
+    host = SimpleNamespace(
+        shared=SimpleNamespace(run=world.context, engines=world.engines),
+        num_inflight=lambda: world.sampling.num_inflight,
+        is_scoring=lambda: world.sampling.is_scoring,
+    )
+    watching = watchdog.Watchdog(PluginConfig(), host)  # type: ignore[arg-type]
+    watching._clock = lambda: next(clock)  # type: ignore[method-assign]
+    task = asyncio.create_task(watching.run())
     for _ in range(looks):
         await asyncio.sleep(0)
     task.cancel()

@@ -43,8 +43,7 @@ def test_a_sample_longer_than_a_row_is_refused():
     with pytest.raises(StreamError) as caught:
         plan_rows([3, 11], 10)
     assert str(caught.value) == (
-        "sample 1 has 11 tokens, a row holds 10. (A loss of scope rollout or group sees all its "
-        "samples in one row.) Raise trainer.micro_batch_tokens."
+        "sample 1 has 11 tokens, a row holds 10. Raise trainer.micro_batch_tokens."
     )
 
 

@@ -162,7 +162,7 @@ def test_a_filter_and_the_wrapper_around_it():
 async def test_a_batch_reports_what_was_logged_while_it_was_collected_over_all_envs():
     hooks, monitor = hooks_of_a_run(), Lines()
     envs = [scope(name, hooks, [Spread(PluginConfig())]) for name in ("a", "b")]
-    reporter = Reporter(hooks, [monitor], 9)
+    reporter = Reporter(hooks, [monitor])
 
     async def collect(*groups):
         rollouts = [pair for pairs in groups for pair in pairs]

@@ -292,12 +292,16 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
         "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
-        "engine_metrics). Install the package that brings one: pip install prime-rl-evals"
+        "engine_metrics, watchdog). Install the package that brings one: pip install prime-rl-evals"
     )
     message = refusal({"save_rollouts": True}, **without)
     assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")
     assert message.endswith("pip install prime-rl-tools")
     check(config(**without))
+    without["plugins"] = {"disabled": ["observers"]}
+    message = refusal({"weights_timeout": 9.0}, **without)
+    assert message.startswith("orchestrator.weights_timeout: no installed observer reads it")
+    assert message.endswith("pip install prime-rl-observers")
 
 
 def test_a_disabled_plugin_that_is_not_there():

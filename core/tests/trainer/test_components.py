@@ -189,7 +189,8 @@ def packed(
 def test_loss_and_gradient_are_those_of_the_definition(
     scope: str, unit: str, per_env: bool, rollouts: list[Rollout], num_ranks: int, seed: int
 ) -> None:
-    table = LossTable(normalize_by=unit, per_env=per_env, constant=CONSTANT)  # type: ignore[arg-type]
+    constant = CONSTANT if unit == "constant" else None
+    table = LossTable(normalize_by=unit, per_env=per_env, constant=constant)  # type: ignore[arg-type]
     losses = installed_losses().with_rl(loss_of(scope), table)
     torch.manual_seed(seed)
     size = 1 + sum(rollout.num_tokens for rollout in rollouts)
@@ -253,14 +254,14 @@ def test_an_env_without_a_reference_gives_none_beside_one_that_has_it(token_wise
 def test_a_member_without_a_required_stream_is_named() -> None:
     class Needs(Seen):
         name = "needs"
-        reads = ("values",)
+        reads = ("targets",)
 
     losses = installed_losses().with_rl(Needs(PluginConfig()))
     valued = rollout_of("a")
-    valued.assign_stream("values", [0.5, 1.5])
+    valued.assign_stream("targets", [0.5, 1.5])
     (frame,) = batch_frames(packing_of(1, [valued, rollout_of("b", 1)], losses, 9), 9)
     (micro_batch,) = decode_batch(frame)[1]
-    with pytest.raises(StreamError, match=r"envs a, b: 4 tokens train .* 'needs' .* 'values'"):
+    with pytest.raises(StreamError, match=r"envs a, b: 4 tokens train .* 'needs' .* 'targets'"):
         row_loss(
             make_row(micro_batch, CPU),
             torch.zeros(6),

@@ -28,7 +28,7 @@ def test_everything_leaves_the_device_and_comes_back_as_the_same_parameters():
     """``meta`` stands in for the GPU: a tensor on it is where it was sent."""
     model, optimizer = trained(fused=True)
     before = list(model.parameters())
-    memory = Offload(model, optimizer, torch.device("meta"), enabled=True)
+    memory = Offload(model, [optimizer], torch.device("meta"), enabled=True)
     memory.load()
     tensors = [*model.parameters(), *(state[name] for state, name in moving_state(optimizer))]
     assert len(tensors) == 8 and {tensor.device.type for tensor in tensors} == {"meta"}
@@ -40,7 +40,7 @@ def test_on_the_host_steps_with_and_without_it_are_bit_equal():
     plain, steps = trained(fused=True)
     torch.manual_seed(0)
     moved, others = trained(fused=True)
-    memory = Offload(moved, others, HOST, enabled=True)
+    memory = Offload(moved, [others], HOST, enabled=True)
     for model, optimizer in ((plain, steps), (moved, others)):
         for _ in range(3):
             if model is moved:
@@ -57,6 +57,6 @@ def test_on_the_host_steps_with_and_without_it_are_bit_equal():
 
 def test_switched_off_nothing_moves():
     model, optimizer = trained()
-    memory = Offload(model, optimizer, torch.device("meta"), enabled=False)
+    memory = Offload(model, [optimizer], torch.device("meta"), enabled=False)
     assert memory.load() == memory.unload() == 0.0
     assert model.weight.device.type == "cpu"

@@ -196,9 +196,9 @@ def test_the_policy_gives_entropies_a_gradient_only_if_asked(
     config = TrainerConfig(device="cpu", fused_lm_head=is_fused)
     policy = Policy(make_model(), config)
     row = make_row(pack(random_documents([6, 4])), CPU)
-    logprobs, entropies = policy(row)
+    logprobs, entropies, _ = policy(row)
     assert logprobs.requires_grad and not entropies.requires_grad
-    policy.entropy_gradient = True
+    policy.read = {"entropies"}
     again = policy(row)
     assert again[1].requires_grad
     assert torch.equal(again[0], logprobs) and torch.equal(again[1], entropies)

@@ -56,7 +56,7 @@ class Reinforce(Loss):
     token_wise = True
 
     def per_token(self, inputs):
-        return -inputs.advantages * inputs.trainer_logprobs
+        return -inputs.advantages * inputs.trainer_logprobs * inputs.loss_weights
 
     def __call__(self, inputs):
         import torch
@@ -96,6 +96,32 @@ class Explodes(Reinforce):
 class Averages(Reinforce):
     def __call__(self, inputs):
         return LossOutputs(self.per_token(inputs)[inputs.loss_mask].mean(), {})
+
+
+class Unweighted(Reinforce):
+    def per_token(self, inputs):
+        return -inputs.advantages * inputs.trainer_logprobs
+
+
+class SeesNeighbors(Reinforce):
+    def per_token(self, inputs):
+        return super().per_token(inputs) * inputs.trainer_logprobs.sum()
+
+
+class ReadsMore(Reinforce):
+    reads = ()
+
+
+class ReadsAbsent(Reinforce):
+    def per_token(self, inputs):
+        return super().per_token(inputs) * inputs.ref_logprobs
+
+
+class SecretlyCompares(Reinforce):
+    compares_with_sampler = False
+
+    def per_token(self, inputs):
+        return super().per_token(inputs) * inputs.inference_logprobs
 
 
 class InTurn(Sampler):
@@ -140,6 +166,11 @@ BROKEN = [
     ("loss", "sums_over_the_mask", TopOffMask, r"the gradient is .* expected 0\.0 off the mask"),
     ("loss", "sums_over_the_mask", Explodes, "expected finite numbers"),
     ("loss", "is_a_sum", Averages, "one copy gives .*, two give "),
+    ("loss", "weighs_each_term", Unweighted, "with twice the loss_weights, expected"),
+    ("loss", "keeps_to_its_scope", SeesNeighbors, "log π of token 0 changed the gradient of other"),
+    ("loss", "reads_what_it_declares", ReadsMore, "the loss is nan where what it does not declare"),
+    ("loss", "reads_what_it_declares", ReadsAbsent, "TypeError: .*NoneType"),
+    ("loss", "reads_what_it_declares", SecretlyCompares, "set compares_with_sampler = True"),
     ("sampler", "sampler_in_range", Beyond, r"gave \(env 0, example 3\)"),
     ("sampler", "sampler_in_range", Dice, "seed 0 gave .* Draw from self.seed"),
     ("sampler", "sampler_resumes", StartsAnew, "after a resume, expected"),

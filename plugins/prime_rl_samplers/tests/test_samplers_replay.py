@@ -75,6 +75,7 @@ def test_credit_and_later_changes_of_the_original_are_not_stored():
     original = group(0)
     original[0].assign_advantages(3.0)
     original[0].assign_weights("rl", [1.0, 1.0, 1.0])
+    original[0].assign_stream("values", 0.5)
     made.observe(original)
     original[0].reward = 9.0
     original[0].samples[0].token_ids[:] = 0
@@ -82,7 +83,7 @@ def test_credit_and_later_changes_of_the_original_are_not_stored():
     (rollout, _) = draw(made)
     assert (rollout.reward, rollout.frozen, rollout.assigned) == (1.0, False, set())
     sample = rollout.samples[0]
-    assert all(getattr(sample, name) is None for name in CREDIT)
+    assert not any(getattr(sample, name) for name in CREDIT)
     assert sample.token_ids.tolist() == [0, 1, 2, 3, 4]
     rollout.assign_advantages(1.0)
     sample.token_ids[0] = 4  # writable, like a new sample
@@ -152,7 +153,7 @@ def test_every_field_of_a_rollout_is_stored_except_the_listed_ones():
         "has_logprobs": True,
     }
     left_out = {f.name for f in fields(Rollout)} - set(values)
-    assert left_out == {"trace", "assigned", "frozen", "place", "given"}
+    assert left_out == {"trace", "assigned", "credited", "frozen", "place", "given"}
     (back,) = restore(keep([Rollout(**values, trace=object())]))
     kept = {name: getattr(back, name) for name in values}
     assert kept == values | {"info": {"x": [1, 2], "y": [0, 1]}, "rewards": {"a": 0.5}}

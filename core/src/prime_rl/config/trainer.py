@@ -119,11 +119,13 @@ class LossTable(PluginTable):
     completion, each token counts alike, whatever the length of its rollout."""
 
     @model_validator(mode="after")
-    def _constant_is_given(self) -> LossTable:
+    def _keys_agree(self) -> LossTable:
         if self.normalize_by == "constant" and self.constant is None:
             raise ConfigError(
                 'normalize_by is "constant", and the key constant is missing. Set it.'
             )
+        if self.normalize_by == "env" and self.per_env is False:
+            raise ConfigError('normalize_by is "env", and per_env is false. Leave one of them out.')
         return self
 
 
@@ -133,6 +135,18 @@ class LossConfig(LossTable):
 
     type: str = ""
     """Name of an installed loss. Required."""
+
+
+class HeadTable(PluginTable):
+    """``[trainer.heads.<name>]``: a head of the run. Its other keys belong to the head plugin."""
+
+    lr: PositiveFloat | None = None
+    """Peak learning rate; it follows ``trainer.scheduler``. None: ``trainer.optim.lr``. Heads train
+    with AdamW, and each is clipped to ``trainer.optim.max_norm`` by itself."""
+    detach: bool = False
+    """Its losses train the head alone: no gradient into the hidden states."""
+    own_model: bool = False
+    """Put the head on a copy of the policy, which only the head's losses train."""
 
 
 class TrainerConfig(PluginTable):
@@ -146,6 +160,8 @@ class TrainerConfig(PluginTable):
     loss: LossConfig = LossConfig()
     losses: dict[str, LossTable] = {}
     """Settings of further losses by name."""
+    heads: dict[str, HeadTable] = {}
+    """The heads of the run by name, with their settings. A table may be empty."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of compute. Weights and optimizer state stay in float32: bfloat16 would round
     typical steps away."""

@@ -72,11 +72,12 @@ class Buffer:
     def is_full(self) -> bool:
         """Whether the batch has all its rollouts, or no room for the whole of the next group."""
         room = self._size - len(self.batch.kept)
-        if not (room and self._whole_groups and self._pending and self.batch.kept):
-            return not room
+        if not (self._whole_groups and self._pending and self.batch.kept):
+            return room <= 0
         group_id = self._pending[0].group_id
-        siblings = sum(rollout.group_id == group_id for rollout in self._pending)
-        return siblings > room and self.batch.kept[-1].group_id != group_id
+        if self.batch.kept[-1].group_id == group_id:  # a group may be larger than a batch
+            return False
+        return sum(rollout.group_id == group_id for rollout in self._pending) > room
 
     async def wait_until_full(self) -> None:
         """Until ``take`` has a batch to give."""

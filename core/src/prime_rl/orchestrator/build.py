@@ -25,7 +25,7 @@ from prime_rl.inference.scorer import PromptScorer
 from prime_rl.monitor.background import in_background
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
-from prime_rl.orchestrator.engines import EngineRouter, EnginesStatus
+from prime_rl.orchestrator.engines import EngineKeeper, EngineRouter, EnginesStatus
 from prime_rl.orchestrator.filters import FilterSlot
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.packer import Packer
@@ -34,7 +34,6 @@ from prime_rl.orchestrator.progress import Checkpointing
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
-from prime_rl.orchestrator.watchdog import EngineKeeper, Watchdog
 from prime_rl.plugins.algorithm import Filter
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.model import RendererOffer
@@ -70,7 +69,13 @@ def build_orchestrator(
     reporter = Reporter(run.hooks, monitors)
     sampler, buffer = build_sampler(run.config, run.hooks, envs), build_buffer(run, envs)
     environment = partial(_environment, shared)
-    host = ObserverHost(shared, reporter.log, lambda: sampling.num_inflight, environment)
+    host = ObserverHost(
+        shared,
+        reporter.log,
+        lambda: sampling.num_inflight,
+        environment,
+        lambda: sampling.is_scoring,
+    )
     installed = build_observers(run, host)
     sampling = Sampling(run, engines, envs, sampler, buffer, installed)
     checkpointing = Checkpointing(run, sampler, envs, sampling.dispatcher, buffer)
@@ -80,7 +85,6 @@ def build_orchestrator(
         checkpointing,
         sampling,
         EngineKeeper(run, engines, installed),
-        Watchdog(run, engines, sampling),
     ]
     packer = Packer(run.config, run.launch.num_ranks, run.hooks, run.losses)
     weights = WeightWatcher(run.run_dir, engines.policy, engines.fleet, observers)

@@ -1,16 +1,22 @@
-"""Which engine an episode's model calls go to, and the status of the engines."""
+"""Which engine an episode's model calls go to, the status of the engines, and what keeps them
+current."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.client import EngineFailed, NoAnswer
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, GivenUp
+from prime_rl.plugins.observer import Observer
 from prime_rl.rundir.status import HUNG, STARTING, Status
+
+if TYPE_CHECKING:
+    from prime_rl.orchestrator.context import Engines, RunContext
 
 PROVIDER_ERROR = "ProviderError"
 """verifiers' class for a model call that failed."""
@@ -94,3 +100,28 @@ def is_outage(result: RolloutResult) -> bool:
     return result.error_type == PROVIDER_ERROR and (
         status is None or status in (408, 429) or status >= 500
     )
+
+
+class EngineKeeper(Observer):
+    """Keeps the engines current. Colocated, they sleep while the trainer steps."""
+
+    def __init__(self, run: RunContext, engines: Engines, installed: Sequence[Observer]) -> None:
+        """``installed``: observers that plugins brought."""
+        self.context, self.engines, self._installed = run, engines, installed
+
+    async def run(self) -> None:
+        """Raises ``EngineError`` when no engine has served for too long."""
+        await self.engines.fleet.run()
+
+    async def batch_leaves(self, step: int) -> None:
+        """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight
+        stay there; work that needs the present version is completed first."""
+        if not self.context.config.deployment.colocated:
+            return
+        started, awaited = time.perf_counter(), f"trainer (weights of step {step - 1})"
+        self.context.status.report(f"batch {step} is ready", waiting_for=awaited)
+        await self.engines.policy.wait_for(step - 1)
+        for observer in self._installed:
+            await observer.version_pending(step)
+        await self.engines.fleet.sleep()
+        self.context.waited.add("time/sleep_engines", started)

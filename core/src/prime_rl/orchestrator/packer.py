@@ -25,14 +25,21 @@ from prime_rl.errors import StreamError
 from prime_rl.orchestrator.balance import plan_ranks, sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.components import Components
+from prime_rl.plugins.loss import SCOPES
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Rollout, Sample
-from prime_rl.streams import STREAMS, IntColumn, StreamColumn, components, concatenate, stream
+from prime_rl.streams import (
+    STREAMS,
+    IntColumn,
+    StreamColumn,
+    components,
+    concatenate,
+    members,
+    stream,
+)
 from prime_rl.wire import MicroBatch, encode_batch
 
 log = logging.getLogger(__name__)
-
-SCOPES = ("token", "sequence", "rollout", "group")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +80,10 @@ def packing_of(step: int, rollouts: Sequence[Rollout], losses: Components, limit
     scopes: dict[int, int] = {}
     for number, rollout in enumerate(rollouts):
         group = groups.setdefault((rollout.env, rollout.group_id), len(groups))
-        names = {name for sample in rollout.samples for name in components(sample)}
-        if not any(s.loss_mask.any() for s in rollout.samples):
-            names.discard("rl")
+        names = {n for s in rollout.samples for n in components(s) if members(s, n).any()}
         used = [losses[name] for name in sorted(names)]
         needs.update(*(component.needs for component in used))
-        scope = max((SCOPES.index(component.scope) for component in used), default=0)
+        scope = max((SCOPES.index(component.whole) for component in used), default=0)
         scopes[group] = max(scope, scopes.get(group, 0))
         pieces += [
             Piece(sample.cut(limit), rollout.env, number, group) for sample in rollout.samples
@@ -95,8 +100,7 @@ def plan_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if order and lengths[order[0]] > capacity:
         raise StreamError(
-            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. (A loss of "
-            "scope rollout or group sees all its samples in one row.) Raise "
+            f"sample {order[0]} has {lengths[order[0]]} tokens, a row holds {capacity}. Raise "
             "trainer.micro_batch_tokens."
         )
     rows: list[list[int]] = []
@@ -133,6 +137,13 @@ def pack_ranks(
     """The rows of each rank, equally many. Raises ``StreamError`` for a bundle that fits no row."""
     pieces, bundles = packing.pieces, packing.bundles
     lengths = [sum(len(pieces[i].sample) for i in bundle) for bundle in bundles]
+    for bundle, length in zip(bundles, lengths, strict=True):
+        if length > capacity and len(bundle) > 1:
+            raise StreamError(
+                f"env {pieces[bundle[0]].env!r}: {len(bundle)} samples with {length} tokens belong "
+                "to one rollout or group, which a loss sees whole, so they go into one row, and a "
+                f"row holds {capacity}. Raise trainer.micro_batch_tokens, or lower seq_len."
+            )
     rows = plan_rows(lengths, capacity)
     ranks = [rows]
     if num_ranks > 1:

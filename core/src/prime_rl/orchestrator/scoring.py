@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.plugins.components import Components, installed_losses
+from prime_rl.plugins.components import Component, Components, installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import WEIGHTS, LossComponent, components, members, stream
@@ -94,28 +94,32 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
 
     rl ships no weight stream: absent means 1.0 on every trainable token. The other components get
     1.0 on the trainable tokens and take them out of rl. A rollout that another component trains
-    leaves rl if all its advantages are zero: its tokens would only dilute the others' mean. (The
-    filters drop a rollout that trains nowhere else.) Weights that the algorithm has assigned stay
-    as they are. ``losses``: None for all that are installed. Raises ``StreamError`` for tokens
-    without a stream that their loss reads.
+    leaves the one that its advantages drive if all of them are zero: its tokens would only dilute
+    the others' mean. (The filters drop a rollout that trains nowhere else.) Weights that the
+    algorithm has assigned stay as they are. ``losses``: None for all that are installed. Raises
+    ``StreamError`` for tokens without a stream that their loss reads, and, given ``losses``, for a
+    stream that none of them reads.
     """
     if rollout.given is not None and _is_untouched(rollout, rollout.given):
         rollout.given = None
-    for sample in rollout.samples:
-        if action_loss != "rl":
+    rollout.credited = "rl"
+    if action_loss != "rl":
+        for sample in rollout.samples:
             _route(rollout, sample, action_loss)
-        for name in components(sample):
-            if members(sample, name).any():
-                _check_complete(rollout, sample, name, losses or installed_losses())
+    trained = _check_complete(rollout, losses or installed_losses())
+    if action_loss in trained and "advantages" in trained[action_loss].required:
+        rollout.credited = action_loss
+    if losses is not None:
+        _check_read(rollout, action_loss, losses)
     if (
-        action_loss == "rl"
-        and "rl_weights" not in rollout.assigned
+        rollout.credited == action_loss
+        and f"{action_loss}{WEIGHTS}" not in rollout.assigned
         and (advantages := rollout.advantages) is not None
         and not advantages.any()
         and rollout.trains_beside_rl
     ):
         for sample in rollout.samples:
-            sample.rl_weights = np.zeros(len(sample), np.float32)
+            sample.set_stream(f"{action_loss}{WEIGHTS}", np.zeros(len(sample), np.float32))
     rollout.freeze()
 
 
@@ -130,22 +134,48 @@ def _route(rollout: Rollout, sample: Sample, component: LossComponent) -> None:
         sample.rl_weights = np.zeros(len(sample), np.float32)
 
 
-def _check_complete(
-    rollout: Rollout, sample: Sample, name: LossComponent, losses: Components
-) -> None:
-    """Raises ``StreamError`` unless the members of a component have what its loss reads."""
+def _check_complete(rollout: Rollout, losses: Components) -> dict[LossComponent, Component]:
+    """The components that tokens train in. Raises ``StreamError`` unless their members have what
+    the loss, and the heads that it reads, need."""
     where = f"env {rollout.env!r}, group {rollout.group_id}"
-    try:
-        component = losses[name]
-    except ConfigError as error:
-        raise StreamError(f"{where}: tokens have {name}_weights. {error}") from error
-    for required in component.required:
-        if stream(sample, required) is None:
+    trained = [
+        (sample, name)
+        for sample in rollout.samples
+        for name in components(sample)
+        if members(sample, name).any()
+    ]
+    for _, name in trained:
+        try:
+            losses[name]
+        except ConfigError as error:
+            raise StreamError(f"{where}: tokens have {name}_weights. {error}") from error
+    written = losses.writers(name for _, name in trained)
+    for name, head in written.items():
+        if any(stream(sample, name) is not None for sample in rollout.samples):
             raise StreamError(
-                f"{where}: tokens train in the {name} component, which reads {required!r}, but no "
-                f"{required} were assigned. Assign them in score_rollout or score_group "
-                "(rollout.assign_stream), or set another action_loss."
+                f"{where}: {name} were assigned, and the trainer's head {head.name!r} writes them "
+                "for this rollout. Leave them to it, or its table [trainer.heads] out."
             )
+    for sample, name in trained:
+        component = losses[name]
+        reads = dict.fromkeys(component.required, "which")
+        for head in component.read_heads:
+            reads |= dict.fromkeys(head.reads, f"whose head {head.name!r}")
+        for required in reads.keys() - written.keys():
+            if stream(sample, required) is None:
+                raise StreamError(
+                    f"{where}: tokens train in the {name} component, {reads[required]} reads "
+                    f"{required!r}, but no {required} were assigned. Assign them in score_rollout "
+                    "or score_group (rollout.assign_stream), set another action_loss, or add the "
+                    "head that gives them ([trainer.heads.<name>])."
+                )
+        _check_sampled(rollout, sample, component)
+    return {name: losses[name] for _, name in trained}
+
+
+def _check_sampled(rollout: Rollout, sample: Sample, component: Component) -> None:
+    """Raises ``StreamError`` unless a loss that compares with the sampler can."""
+    where, name = f"env {rollout.env!r}, group {rollout.group_id}", component.name
     if not component.cls.compares_with_sampler:
         return
     if members(sample, name)[~sample.loss_mask].any():
@@ -159,3 +189,19 @@ def _check_complete(
             f"logprobs, and their source ({rollout.source!r}) gave none. Use an algorithm that "
             "imitates."
         )
+
+
+def _check_read(rollout: Rollout, action_loss: LossComponent, losses: Components) -> None:
+    """Raises ``StreamError`` for a stream that no loss of the rollout reads."""
+    names = {action_loss, *(name for s in rollout.samples for name in components(s))}
+    known = {name: [*losses[name].streams] for name in sorted(names) if name in losses}
+    for name, read in known.items():
+        read += [each for head in losses[name].read_heads for each in head.reads]
+    further = {name for sample in rollout.samples for name in sample.streams}
+    for name in sorted(further - {each for read in known.values() for each in read}):
+        if not name.endswith(WEIGHTS):
+            reads = "; ".join(f"{n} reads {', '.join(read)}" for n, read in known.items() if read)
+            raise StreamError(
+                f"env {rollout.env!r}, group {rollout.group_id}: no loss of these tokens reads the "
+                f"stream {name!r} ({reads}). Fix the name, or choose a loss that reads it."
+            )

@@ -96,6 +96,9 @@ class Algorithm(Offer):
     """The loss component that trains the tokens the model sampled. Set it in ``__init__`` where a
     setting chooses it."""
 
+    needs_heads: ClassVar[tuple[str, ...]] = ()
+    """Heads whose outputs its losses read. A run without one of them is a config error."""
+
     group_relative: ClassVar[bool] = False
     """Credit is relative to siblings: ``group_size = 1`` cannot learn and is a config error."""
 

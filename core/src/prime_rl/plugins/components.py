@@ -6,18 +6,28 @@ the losses declare; the trainer calls them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import get_args
 
 from prime_rl.config.trainer import LossTable, TrainerConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.head import Head
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.loss import Loss, Scope, Unit
+from prime_rl.plugins.loss import SCOPES, Loss, Scope, Unit
 from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import LOSS, Offered, collect, select, settings_of
-from prime_rl.streams import COMPUTED, TOP_IDS, LossComponent
+from prime_rl.plugins.offers import HEAD, LOSS, Offered, collect, select, settings_of
+from prime_rl.streams import (
+    COMPUTED,
+    RESERVED,
+    STREAMS,
+    TOP_IDS,
+    WEIGHTS,
+    LossComponent,
+    can_be_stream,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +41,8 @@ class Component:
     """What its sum is divided by."""
     per_env: bool = False
     constant: float | None = None
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    """The heads of the run."""
 
     @cached_property
     def loss(self) -> Loss:
@@ -44,17 +56,26 @@ class Component:
     @cached_property
     def defaults(self) -> dict[str, float | None]:
         """What stands for a stream that a token lacks, by name."""
-        return dict(item for item in self.cls.reads if not isinstance(item, str))
+        pairs = [item for item in self.cls.reads if not isinstance(item, str)]
+        return {name: default for name, default in pairs if name not in self.heads}
+
+    @cached_property
+    def read_heads(self) -> list[Head]:
+        """The heads whose outputs it reads."""
+        names = (item if isinstance(item, str) else item[0] for item in self.cls.reads)
+        return [self.heads[name] for name in names if name in self.heads]
 
     @cached_property
     def computed(self) -> frozenset[str]:
-        """The computed columns that it reads."""
-        return COMPUTED.intersection(name for name in self.cls.reads if isinstance(name, str))
+        """The computed columns that it reads, and the heads."""
+        names = COMPUTED.intersection(name for name in self.cls.reads if isinstance(name, str))
+        return names.union(head.name for head in self.read_heads)
 
     @cached_property
     def required(self) -> list[str]:
         """The streams that its members must have."""
-        names = [n for n in self.cls.reads if isinstance(n, str) and n not in COMPUTED]
+        names = [name for name in self.cls.reads if isinstance(name, str)]
+        names = [name for name in names if name not in self.computed]
         return [TOP_IDS, *names] if "top_logprobs" in self.computed else names
 
     @cached_property
@@ -69,11 +90,15 @@ class Component:
         return self.cls.normalize_by == "tokens" and self.unit not in ("tokens", "constant")
 
     @property
+    def whole(self) -> Scope:
+        """What has to lie in one row: the larger scope of the loss and of its heads."""
+        return max([self.scope, *(head.scope for head in self.read_heads)], key=SCOPES.index)
+
+    @property
     def needs(self) -> frozenset[str]:
-        """The computed columns that it, its scope or its divisor take."""
-        ids = {"rollout": {"rollout_ids"}, "group": {"group_ids"}}
-        units = {"rollouts": {"rollout_ids"}, "groups": {"group_ids"}}
-        return self.computed | ids.get(self.scope, set()) | units.get(self.unit, set())
+        """The computed columns that it, its heads, its scope or its divisor take."""
+        units = {self.unit, f"{self.scope}s", f"{self.whole}s"} & {"rollouts", "groups"}
+        return self.computed | {f"{unit[:-1]}_ids" for unit in units}
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +107,19 @@ class Components:
 
     tables: Mapping[LossComponent, LossTable]
     installed: Mapping[str, Offered[Loss]]
+    heads: Mapping[str, Head] = field(default_factory=dict)
+    """The heads of the run by name."""
     made: dict[LossComponent, Component] = field(default_factory=dict)
 
     @classmethod
     def load(cls, config: TrainerConfig, hooks: Hooks) -> Components:
         """``hooks``: of the group ``prime_rl.trainer``. Raises ``ConfigError`` for a table that no
-        loss takes."""
-        found = cls({"rl": config.loss, **config.losses}, collect(hooks, LOSS))
+        loss or head takes."""
+        installed, heads = collect(hooks, HEAD), {}
+        for name, table in config.heads.items():
+            chosen = select(HEAD, name, installed, where := f"trainer.heads.{name}")
+            heads[name] = _checked(chosen(settings_of(chosen, HEAD, table.settings, where)))
+        found = cls({"rl": config.loss, **config.losses}, collect(hooks, LOSS), heads)
         if "rl" in config.losses:
             raise ConfigError(
                 'trainer.losses.rl: "rl" is the loss of [trainer.loss]. Set it there.'
@@ -99,7 +130,8 @@ class Components:
 
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
         """The same, with ``loss`` as rl under the settings of ``table``."""
-        found = Components({**self.tables, "rl": table or LossTable()}, self.installed)
+        tables = {**self.tables, "rl": table or LossTable()}
+        found = Components(tables, self.installed, self.heads)
         found.made["rl"] = component = found._component("rl", type(loss), loss.config)
         component.__dict__["loss"] = loss
         return found
@@ -120,11 +152,12 @@ class Components:
 
     def _component(self, name: str, cls: type[Loss], settings: PluginConfig) -> Component:
         """Raises ``ConfigError`` if the run divides by what the loss cannot be divided by."""
+        _check_declared(cls)
         table, run = self.tables.get(name, LossTable()), self.tables["rl"]
         asked = table.normalize_by or ("env" if run.normalize_by == "env" else None)
         per_env = table.per_env
         if per_env is None:
-            per_env = asked == "env" or bool(run.per_env)
+            per_env = "env" in (asked, run.normalize_by) or bool(run.per_env)
         unit: Unit = cls.normalize_by
         if asked is not None and asked != "env":
             unit = asked
@@ -137,12 +170,58 @@ class Components:
             )
         if unit == "constant" and table.constant is None:
             raise ConfigError(f"{where}: the loss is divided by a constant. Set the key constant.")
-        return Component(name, cls, settings, unit, per_env, table.constant)
+        if unit != "constant" and table.constant is not None:
+            raise ConfigError(
+                f"{where}.constant: the loss is divided by its {unit}. Leave the key out, or set "
+                'normalize_by = "constant".'
+            )
+        return Component(name, cls, settings, unit, per_env, table.constant, self.heads)
+
+    def writers(self, names: Iterable[LossComponent]) -> dict[str, Head]:
+        """The streams that heads write for a rollout whose tokens train in these components."""
+        read = [head for name in names for head in self[name].read_heads]
+        return {stream: head for head in read for stream in head.writes}
+
+
+def _checked(head: Head) -> Head:
+    for name in (head.name, *head.writes):
+        if not can_be_stream(name) or (name == head.name and name in STREAMS):
+            raise PluginError(
+                f"head {head.name!r} gives {name!r}, and no stream can have this name. Rename it."
+            )
+    return head
+
+
+def _check_declared(cls: type[Loss]) -> None:
+    """Raises ``PluginError`` for class attributes that nothing would read as they are meant."""
+    names = [read if isinstance(read, str) else read[0] for read in cls.reads]
+    bad = [name for name in names if name in RESERVED - COMPUTED or name.endswith(WEIGHTS)]
+    bad += [read[0] for read in cls.reads if read[0] in COMPUTED]
+    found = ""
+    if isinstance(cls.reads, str) or bad:
+        found = (
+            f"reads is {cls.reads!r}. Expected a tuple of streams, each a name or (name, default); "
+            f"a column that core computes ({', '.join(sorted(COMPUTED))}) has no default, and the "
+            "first six fields of LossInputs are not named"
+        )
+    for key, values in (("scope", get_args(Scope)), ("normalize_by", get_args(Unit))):
+        if getattr(cls, key) not in values:
+            found = f"{key} is {getattr(cls, key)!r}. Expected one of {', '.join(values)}"
+    if found:
+        raise PluginError(f"loss class {cls.__qualname__}: {found}.")
 
 
 @cache
 def installed_losses() -> Components:
-    """Every installed loss with default settings; rl is any loss of contract 1."""
-    found = Components({"rl": LossTable()}, collect(load_plugins(TRAINER_GROUP), LOSS))
+    """Every installed loss and head with default settings; rl is any loss of contract 1."""
+    hooks = load_plugins(TRAINER_GROUP)
+    heads = {
+        name: each.cls(each.cls.config_class.model_construct())
+        for name, each in collect(hooks, HEAD).items()
+    }
+    installed = collect(hooks, LOSS)
+    constant = (name for name, each in installed.items() if each.cls.normalize_by == "constant")
+    tables = dict.fromkeys(constant, LossTable(constant=1.0)) | {"rl": LossTable()}
+    found = Components(tables, installed, heads)
     found.made["rl"] = Component("rl", Loss)
     return found

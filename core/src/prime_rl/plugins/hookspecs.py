@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from prime_rl.plugins.algorithm import Algorithm, Filter
     from prime_rl.plugins.engine import Engine
+    from prime_rl.plugins.head import Head
     from prime_rl.plugins.launchers import Launcher
     from prime_rl.plugins.loss import Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
@@ -126,6 +127,15 @@ def register_losses() -> Iterable[type[Loss]]:
     """Offer losses of the rl component, selected by ``trainer.loss.type``.
 
     Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
+    """
+
+
+@hookspec
+def register_heads() -> Iterable[type[Head]]:
+    """Offer heads, selected by a table ``[trainer.heads.<name>]``.
+
+    Called in the orchestrator and in the trainer: both load them from the entry-point group
+    ``prime_rl.trainer``.
     """
 
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 Scope: TypeAlias = Literal["token", "sequence", "rollout", "group"]
+SCOPES: tuple[Scope, ...] = ("token", "sequence", "rollout", "group")
+"""In ascending order."""
 Unit: TypeAlias = Literal["tokens", "sequences", "rollouts", "groups", "constant"]
 Read: TypeAlias = str | tuple[str, float | None]
 

@@ -29,6 +29,8 @@ class ObserverHost:
     """Rollouts in flight for training."""
     environment: Callable[[SourceConfig, dict[str, Any] | None], Environment]
     """The environment of a config; the harness is for where the env and its taskset have none."""
+    is_scoring: Callable[[], bool] = lambda: False
+    """Whether an algorithm is scoring a group: it may wait for a teacher."""
 
 
 class Observer(Offer):

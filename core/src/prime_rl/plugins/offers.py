@@ -18,6 +18,7 @@ from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.engine import Engine
+from prime_rl.plugins.head import Head
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, Origin
@@ -69,13 +70,14 @@ MODEL = Kind("model", ModelMaker, "model.name")
 LAUNCHER = Kind("launcher", Launcher, "launcher.type")
 VIEW = Kind("view", RunView, "view.type")
 LOSS = Kind("loss", Loss, "trainer.loss.type")
+HEAD = Kind("head", Head, "trainer.heads.<name>")
 TRAINER_OBSERVER = Kind("trainer_observer", TrainerObserver, "trainer.<name>")
 TUNING = Kind("tuning", Tuning, "trainer.<name>")
 WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
 
 KINDS: tuple[Kind[Any], ...] = (
     *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, OBSERVER, MODEL, LAUNCHER),
-    *(VIEW, LOSS, TRAINER_OBSERVER, TUNING, WEIGHT_TRANSPORT),
+    *(VIEW, LOSS, HEAD, TRAINER_OBSERVER, TUNING, WEIGHT_TRANSPORT),
 )
 
 

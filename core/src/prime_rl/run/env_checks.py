@@ -99,6 +99,11 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
             component = losses[action_loss]
         except ConfigError as error:
             raise ConfigError(f"{where} trains the loss {action_loss!r}. {error}") from error
+        if missing := [name for name in cls.needs_heads if name not in losses.heads]:
+            raise ConfigError(
+                f"{where} needs the head {missing[0]!r}, which is no part of this run. Add a table "
+                f"[trainer.heads.{missing[0]}]; it may be empty."
+            )
         _check_scope(where, component, env, config)
         _check_source(where, cls, env, algo, component, hooks)
         readers += cls.needs_initial

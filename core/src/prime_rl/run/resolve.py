@@ -179,7 +179,8 @@ def _check_broadcast(config: RunConfig, *sides: Hooks) -> None:
 def _check_observers(config: RunConfig, hooks: Hooks) -> None:
     """Their tables are valid, and a key that asks for an observer finds it."""
     installed = collect(hooks, OBSERVER)
-    for key in ("orchestrator.eval.env", "orchestrator.save_rollouts"):
+    keys = ("orchestrator.eval.env", "orchestrator.save_rollouts", "orchestrator.weights_timeout")
+    for key in keys:
         *path, name = key.split(".")
         table = reduce(getattr, path, config)
         is_set = name in table.model_fields_set and getattr(table, name)

@@ -21,12 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.optim import Optimizer
 
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError, WeightsError
@@ -203,26 +205,37 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
     with torch.no_grad():
         set_optimizer_state_dict(trainer.model, trainer.optimizer, state["optimizer"])
+        for name, (module, its) in trainer.heads.items():  # their weights were loaded in place
+            set_optimizer_state_dict(module, its, state["heads"][name]["optimizer"])
     torch.set_rng_state(state["rng"])
     if "cuda_rng" in state:
         torch.cuda.set_rng_state(state["cuda_rng"], trainer.device)
     # Learning rate, decay and betas are those of the config, not of the checkpoint.
-    fresh = trainer.optimizer.defaults
-    for group in trainer.optimizer.param_groups:
-        group.update({name: value for name, value in fresh.items() if name in group})
+    for optimizer in trainer.optimizers:
+        fresh = optimizer.defaults
+        for group in optimizer.param_groups:
+            group.update({name: value for name, value in fresh.items() if name in group})
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Sharded as the weights are."""
-    is_new = not trainer.optimizer.state
-    optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)
-    if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
-        for each in trainer.optimizer.state.values():
-            if "step" in each:
-                each["step"].zero_()
-    state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state()}
+    """Sharded as the weights are. Of heads also the weights, which are published nowhere."""
+    optimizer = _optimizer_state(trainer.model, trainer.optimizer)
+    state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state(), "heads": {}}
+    for name, (module, its) in trainer.heads.items():
+        own = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
+        state["heads"][name] = own
     if trainer.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
+    return state
+
+
+def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    is_new = not optimizer.state
+    state = get_optimizer_state_dict(module, optimizer)
+    if is_new:  # torch has taken a step of nothing to make the state; the next is still the first
+        for each in optimizer.state.values():
+            if "step" in each:
+                each["step"].zero_()
     return state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -57,9 +57,13 @@ class Offload:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, device: torch.device, enabled: bool
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        device: torch.device,
+        enabled: bool,
     ) -> None:
-        self._model, self._optimizer = model, optimizer
+        self._model, self._optimizers = model, optimizers
         self._device, self._enabled = device, enabled
 
     def load(self) -> float:
@@ -80,8 +84,9 @@ class Offload:
             return 0.0
         started = time.perf_counter()
         self._model.to(device)  # in place: parameters stay the objects that the optimizer knows
-        for state, name in moving_state(self._optimizer):
-            state[name] = state[name].to(device)
+        for optimizer in self._optimizers:
+            for state, name in moving_state(optimizer):
+                state[name] = state[name].to(device)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - started

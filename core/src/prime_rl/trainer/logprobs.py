@@ -45,6 +45,7 @@ def token_logprobs(
     block_logits: int | None = None,
     packing: PackingName = "shared",
     entropy_gradient: bool = False,
+    hidden: Tensor | None = None,
     top: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """([T], [T]): log-probabilities within each document, and entropies, which have a gradient only
@@ -53,9 +54,10 @@ def token_logprobs(
 
     A token that is not a target, such as a document's first, gets log(1/V) and log V, as if drawn
     uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
-    ``trainer.lm_head_block``. ``packing``: how the row goes through the model.
+    ``trainer.lm_head_block``. ``packing``: how the row goes through the model. ``hidden``: its
+    hidden states, if they are known.
     """
-    hidden = hidden_states(model, row.layout, packing)
+    hidden = hidden_states(model, row.layout, packing) if hidden is None else hidden
     labels, size = row.token_ids[row.targets], cast(int, model.config.vocab_size)
     if top and TOP_IDS in row.streams:
         labels = torch.cat([labels[:, None], _top_labels(row, size)], 1)

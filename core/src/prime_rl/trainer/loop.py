@@ -36,6 +36,7 @@ from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.device import Offload, choose_device
 from prime_rl.trainer.export import export
+from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import make_optimizer, make_schedule
@@ -71,15 +72,18 @@ class Trainer:
             self.device = choose_device(self.config.device, Rank.of_process())
         on_host = self.colocated and not parallel.several_ranks()
         home = self.model.device if on_host else self.device
-        self.policy = make_policy(self.model, home, self.config)
+        heads = [self.losses.heads[name] for name in self.config.heads]
+        self.policy = make_policy(self.model, home, self.config, heads)
         self.half = self.config.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
-        self.optimizer = make_optimizer(self.model, self.config.optim)
-        self.learning_rate = make_schedule(
-            self.config.scheduler, self.config.optim.lr, self.max_steps
-        )
-        self.memory = Offload(self.policy, self.optimizer, self.device, self.colocated)
+        optim = self.config.optim
+        self.optimizer = make_optimizer(self.model, optim)
+        self.heads = make_optimizers(self.policy.heads, optim)
+        """Each head's module and optimizer."""
+        self.optimizers = [self.optimizer, *(own for _, own in self.heads.values())]
+        self.learning_rate = make_schedule(self.config.scheduler, optim.lr, self.max_steps)
+        self.memory = Offload(self.policy, self.optimizers, self.device, self.colocated)
         self.checked = False
         if not self.colocated:  # else it does not hold the device yet
             self.self_check()
@@ -111,19 +115,26 @@ class Trainer:
         self.self_check()
         return BatchUpdate(self, step, micro_batches, status).run()
 
-    def forward(self, micro_batch: MicroBatch) -> tuple[PackedRow, Tensor, Tensor, Tensor | None]:
-        """The row, and the logprobs and entropies [T] of its tokens, in ``trainer.dtype``; and the
-        ``top_logprobs`` [T, k], if a loss of the batch reads them."""
-        row = make_row(micro_batch, self.device, share=self.policy.packing.name == "shared")
+    def row(self, micro_batch: MicroBatch) -> PackedRow:
+        """The micro batch on the device."""
+        return make_row(micro_batch, self.device, share=self.policy.packing.name == "shared")
+
+    def forward(
+        self, micro_batch: MicroBatch
+    ) -> tuple[PackedRow, Tensor, Tensor, dict[str, Tensor]]:
+        """The row, and [T] of its tokens: logprobs and entropies in ``trainer.dtype``; and what
+        losses of the batch read besides: the outputs of heads, and ``top_logprobs`` [T, k]."""
+        row = self.row(micro_batch)
         # Autocast's cache would keep a rounded copy of every weight until the forward pass ends,
         # other ranks' shards included.
         with torch.autocast(
             self.device.type, torch.bfloat16, enabled=self.half, cache_enabled=False
         ):
-            logprobs, entropies = self.policy(row)
-        if logprobs.dim() == 1:
-            return row, logprobs, entropies, None
-        return row, logprobs[:, 0], entropies, logprobs[:, 1:]
+            logprobs, entropies, computed = self.policy(row)
+        if logprobs.dim() == 2:
+            computed["top_logprobs"] = logprobs[:, 1:]
+            logprobs = logprobs[:, 0]
+        return row, logprobs, entropies, computed
 
 
 def train(

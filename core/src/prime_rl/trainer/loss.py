@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -101,7 +102,7 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
                 tokens[key] += int(own.sum())
                 sequences[key] += int((own > 0).sum())
                 if (unit := losses[name].unit) in ("rollouts", "groups"):
-                    ids = _ids(row, f"{unit[:-1]}_ids")
+                    ids = unit_ids(row, f"{unit[:-1]}_ids")
                     for at in own.nonzero()[0]:
                         sizes[key][int(ids[at])] += int(own[at])
     sent = [(*key, tokens[key], sequences[key], [*sizes[key].items()]) for key in tokens]
@@ -116,11 +117,12 @@ def count_members(micro_batches: Sequence[MicroBatch], losses: Components) -> Co
     return Counts(tokens, sum(num_tokens for _, num_tokens in parts), units, sizes)
 
 
-def _ids(row: MicroBatch, name: str) -> Any:
+def unit_ids(row: MicroBatch, name: str) -> Any:
+    """[S] ``rollout_ids`` or ``group_ids``. Raises ``StreamError`` if the batch has none."""
     ids = getattr(row, name)
     if ids is None:
         raise StreamError(
-            f"micro batch (envs: {', '.join(row.envs)}): a loss of the run needs {name}, and the "
+            f"micro batch (envs: {', '.join(row.envs)}): a loss or head needs {name}, and the "
             "orchestrator sent none. Both sides must run with the same config and plugins."
         )
     return ids
@@ -146,17 +148,19 @@ def row_loss(
     counts: Counts,
     entropies: Tensor | None = None,
     old_logprobs: Tensor | None = None,
-    top_logprobs: Tensor | None = None,
+    computed: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> RowLoss:
     """The row's share of the step's loss: zero, with a graph, if it has no members.
 
-    ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] and ``top_logprobs`` [T, k] if
-    a loss reads them.
-    ``old_logprobs`` [T]: None if they are those of the step itself.
+    ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] if a loss reads them.
+    ``old_logprobs`` [T]: None if they are those of the step itself. ``computed``: the outputs of
+    heads [T], and ``top_logprobs`` [T, k], with gradient.
     """
     result = RowLoss(logprobs[:1].sum() * 0.0)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
-    given = {"entropies": entropies, "old_logprobs": old, "top_logprobs": top_logprobs}
+    given = {"top_logprobs": None, "entropies": entropies, "old_logprobs": old, **computed}
+    for head in {head for name, _ in counts.members for head in losses[name].read_heads}:
+        result.loss = result.loss + computed[head.name][:1].sum() * 0.0  # a gradient on every rank
     for name, whole in row.shares.items():
         component = losses[name]
         for share, env in _parts(row, component, whole):
@@ -230,10 +234,12 @@ def _columns(
                 f"{component.name} component, and its loss {component.cls.name!r} reads the stream "
                 f"{name!r}, which they lack. Their algorithm has to assign it."
             )
+        kind = torch.float32 if isinstance(default, float) else torch.int32
         if column is None and default is not None:
-            column = torch.full_like(row.inference_logprobs, default)
+            column = torch.full_like(row.inference_logprobs, default, dtype=kind)
         elif column is not None and absent is not None:
             at = to_device(absent, np.bool_, device)[row.sequence_ids]
+            column = column.to(torch.promote_types(column.dtype, kind))
             column = column.masked_fill(at if column.dim() == 1 else at[:, None], default or 0)
         columns[name] = None if column is None else column.detach()
     columns.setdefault("ref_logprobs", None)
@@ -295,7 +301,8 @@ def _inputs(
     for name, default in component.defaults.items():
         if default is None and name in row.absent and row.absent[name][list(sequences)].any():
             kept[name] = None
-    streams = {name: kept[name] for name in component.streams}
+    heads = [head.name for head in component.read_heads]
+    streams = {name: kept[name] for name in (*component.streams, *heads)}
     known: dict[str, Any] = {name: column for name, column in kept.items() if name in FIELDS}
     return LossInputs(**known, streams=streams)
 
@@ -318,7 +325,7 @@ def _checked(component: Component, losses: Components, outputs: Any) -> LossOutp
         }
         for metric, label in labels.items():
             first = label.partition("/")[0]
-            if first in TAKEN or (not own and first in losses):
+            if first in TAKEN or (not own and first != name and first in losses):
                 raise PluginError(
                     f"loss {name!r} reports a metric {metric!r}, but that name is in use (taken: "
                     f"the names of losses, and {', '.join(sorted(TAKEN))}). Rename it."

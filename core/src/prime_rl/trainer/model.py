@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,46 +21,57 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.plugins.head import Head
 from prime_rl.plugins.tuning import Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import attention, parallel
 from prime_rl.trainer.device import choose_device
+from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import PackedRow
-from prime_rl.trainer.packing import Packing, packings, use_attention
+from prime_rl.trainer.packing import Packing, hidden_states, packings, use_attention
 
 COMPILERS = ("c++", "g++", "clang++")
 POLL_SECONDS = 0.02
 
 
 class Policy(nn.Module):
-    """The model as the trainer calls it: a row in, logprobs and entropies out.
+    """The model as the trainer calls it: a row in, logprobs, entropies and outputs of heads out.
 
     One forward for all of it, LM head included: FSDP gathers sharded weights in hooks of a module's
     forward (``parallel.py``).
     """
 
-    def __init__(self, model: PreTrainedModel, config: TrainerConfig) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        heads: Iterable[HeadModule] = (),
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.heads = model, nn.ModuleList(heads)
+        self.read: Container[str] = ()
+        """The computed columns and the heads that losses of the batch read."""
         self.head = (config.fused_lm_head, config.lm_head_block)
         self.packing = packings(config, model.device)[0]
-        self.entropy_gradient = False
-        """Whether entropies have a gradient: a loss reads them."""
-        self.top_logprobs = False
-        """Whether logprobs are those of ``top_ids`` too: a loss reads them."""
 
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
         attention."""
-        use_attention(self.model, packing.attention)
+        for module in self.modules():
+            if isinstance(module, PreTrainedModel):
+                use_attention(module, packing.attention)
         self.packing = packing
 
-    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """See ``token_logprobs``."""
-        settings = (*self.head, self.packing.name, self.entropy_gradient, self.top_logprobs)
-        return token_logprobs(self.model, row, *settings)
+    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """See ``token_logprobs``; and the output [T] of each head that is read."""
+        name = self.packing.name
+        hidden = hidden_states(self.model, row.layout, name)
+        given = (*self.head, name, "entropies" in self.read, hidden, "top_logprobs" in self.read)
+        read = [head for head in self.heads if head.name in self.read]
+        heads: dict[str, Tensor] = {str(head.name): head(row, hidden, name) for head in read}
+        return *token_logprobs(self.model, row, *given), heads
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
@@ -69,10 +80,17 @@ class Policy(nn.Module):
         return nn.functional.pad(logprobs, (1, 0))
 
 
-def make_policy(model: PreTrainedModel, device: torch.device, config: TrainerConfig) -> Policy:
+def make_policy(
+    model: PreTrainedModel,
+    device: torch.device,
+    config: TrainerConfig,
+    heads: Iterable[Head] = (),
+) -> Policy:
     """The policy on its device; with several ranks, this rank's part of it."""
-    policy = Policy(model, config)
-    prepare_blocks(model, config, choose_device(config.device))
+    modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
+    policy = Policy(model, config, modules)
+    for each in (model, *(head.model for head in modules if head.model is not None)):
+        prepare_blocks(each, config, choose_device(config.device))
     if parallel.several_ranks():
         blocks = set(model._no_split_modules or ())
         parallel.shard(policy, blocks, device, config.dp_replicate)

@@ -25,10 +25,11 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
         return _sgd(trained, config)
     if config.type == "sign_sgd":
         return SignSGD(trained, config.lr, config.weight_decay)
-    return _adamw(trained, config)
+    return adamw(trained, config)
 
 
-def _adamw(parameters: list[Any], config: OptimConfig) -> torch.optim.AdamW:
+def adamw(parameters: list[Any], config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with these settings, whatever ``config.type``."""
     return torch.optim.AdamW(
         parameters,
         lr=config.lr,
@@ -151,7 +152,7 @@ class Muon(Optimizer):
             ns_steps=config.ns_steps,
             adjust_lr_fn="match_rms_adamw",
         )
-        self._adamw = _adamw([{"params": others}], config)  # which may be empty
+        self._adamw = adamw([{"params": others}], config)  # which may be empty
         # Settings of one name have one value, so that each group may hold those of both.
         groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others}]
         super().__init__(groups, {**self._muon.defaults, **self._adamw.defaults})

@@ -1,6 +1,6 @@
 """What one batch does to the weights: an optimizer step for each minibatch of each epoch.
 
-    old logprobs of all rows, if a loss reads them
+    old logprobs of all rows, and the streams that heads write, if a loss reads them
         -> for each minibatch: counts over all ranks -> [forward, loss, backward] for each row
         -> clip -> optimizer
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +26,11 @@ from prime_rl.errors import RunError
 from prime_rl.plugins.metrics import running
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
+from prime_rl.trainer.heads import write_streams
 from prime_rl.trainer.loss import Counts, count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics, summarize
 from prime_rl.trainer.optim import clip_gradients
-from prime_rl.trainer.packed_row import ratio_tokens
+from prime_rl.trainer.packed_row import PackedRow, ratio_tokens
 from prime_rl.wire.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ class BatchUpdate:
         names = {name for counts in self.counts for name, _ in counts.members}  # of all ranks
         reads = {column for name in names for column in trainer.losses[name].computed}
         self.reads_old = "old_logprobs" in reads
-        trainer.policy.entropy_gradient = "entropies" in reads
-        trainer.policy.top_logprobs = "top_logprobs" in reads
+        trainer.policy.read = reads
+        self.looks_ahead = self.reads_old or not reads.isdisjoint(trainer.heads)
         self.sums: list[StepMetrics] = []
         self.found: list[dict[str, float]] = []
         """Metrics of each optimizer step."""
@@ -68,15 +69,22 @@ class BatchUpdate:
         """Take them; the batch's metrics. Raises ``RunError`` (see ``Trainer.train_step``)."""
         trainer, seconds, started = self.trainer, 0.0, time.perf_counter()
         metrics: dict[str, float] = {}
-        if self.reads_old:
-            self.keep_old_logprobs()
+        if self.looks_ahead:
+            with torch.no_grad():  # the rows of the first minibatch go forward before any change
+                for micro_batch in (row for part in self.parts[1:] for row in part):
+                    self.look_ahead(micro_batch, *trainer.forward(micro_batch))
+            parallel.reshard(trainer.policy)
         for part in self.plan:
             sums = self.forward_backward(self.parts[part], self.counts[part])
             bound = trainer.config.optim.max_norm
-            norm = float(parallel.full(clip_gradients(trainer.model.parameters(), bound)))
+            apart = {f"optim/{name}": module for name, (module, _) in trainer.heads.items()}
+            norms = {
+                f"{name}/grad_norm": float(parallel.full(clip_gradients(m.parameters(), bound)))
+                for name, m in {"optim": trainer.model, **apart}.items()
+            }
             seconds += time.perf_counter() - started  # the norm has waited for the device
-            found = sums.result() | {"optim/grad_norm": norm}
-            bad = not (math.isfinite(norm) and math.isfinite(found["loss/mean"]))
+            found = sums.result() | norms
+            bad = not all(map(math.isfinite, (*norms.values(), found["loss/mean"])))
             found["optim/skipped"] = float(bad or not sums.counts.members)
             self.num_bad += bad
             self.sums.append(sums)
@@ -90,12 +98,23 @@ class BatchUpdate:
         rate = 0.0 if metrics["optim/skipped"] == 1 else trainer.learning_rate(self.step)
         return metrics | {"optim/lr": rate}
 
-    def keep_old_logprobs(self) -> None:
-        """Of all rows but those of the first minibatch, which go forward before any change."""
-        with torch.no_grad():
-            for row in (row for part in self.parts[1:] for row in part):
-                self.old_logprobs[id(row)] = self.trainer.forward(row)[1]
-        parallel.reshard(self.trainer.policy)
+    def look_ahead(
+        self,
+        micro_batch: MicroBatch,
+        row: PackedRow,
+        logprobs: Tensor,
+        _: Tensor,
+        computed: Mapping[str, Tensor],
+    ) -> PackedRow:
+        """At its first forward pass of the batch: keep the logprobs of a row, and write the streams
+        of heads. The row with them."""
+        if id(micro_batch) in self.old_logprobs or not self.looks_ahead:
+            return row
+        self.old_logprobs[id(micro_batch)] = logprobs.detach()
+        heads = {n: output for n, output in computed.items() if n in self.trainer.heads}
+        if heads:
+            write_streams(micro_batch, row, heads, self.trainer.losses)
+        return self.trainer.row(micro_batch) if heads else row
 
     def forward_backward(self, rows: Sequence[MicroBatch], counts: Counts) -> StepMetrics:
         """Accumulate the gradients of a minibatch's loss; its metrics."""
@@ -104,13 +123,12 @@ class BatchUpdate:
             if self.status is not None:
                 progress = (len(self.sums) + number / len(rows)) / len(self.plan)
                 self.status.report("training", progress=progress, step=self.step)
-            row, logprobs, entropies, top = trainer.forward(micro_batch)
+            row, logprobs, entropies, computed = trainer.forward(micro_batch)
+            row = self.look_ahead(micro_batch, row, logprobs, entropies, computed)
             seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
             seen |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
-            old = None
-            if self.reads_old:
-                old = self.old_logprobs.setdefault(id(micro_batch), seen["logprobs"])
-            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old, top)
+            old = self.old_logprobs.get(id(micro_batch))
+            loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old, computed)
             parallel.begin_backward(trainer.policy, last=number == len(rows) - 1)
             torch.autograd.backward(loss.loss)
             compared = ratio_tokens(row, trainer.losses)
@@ -123,10 +141,13 @@ class BatchUpdate:
         """Take it; or skip it, and log why."""
         trainer, step = self.trainer, self.step
         if not self.found[-1]["optim/skipped"]:  # else momentum and weight decay would move weights
-            for group in trainer.optimizer.param_groups:
-                group["lr"] = trainer.learning_rate(step)
-            trainer.optimizer.step()
-        trainer.optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
+            for optimizer in trainer.optimizers:
+                scale = optimizer.defaults["lr"] / trainer.config.optim.lr
+                for group in optimizer.param_groups:
+                    group["lr"] = trainer.learning_rate(step) * scale
+                optimizer.step()
+        for optimizer in trainer.optimizers:
+            optimizer.zero_grad(set_to_none=True)  # memory for one more forward pass
         trainer.num_bad_steps = trainer.num_bad_steps if bad else 0
         where, fate = f"step {step}", f"version {step} has the weights of version {step - 1}"
         if len(self.plan) > 1:
@@ -163,7 +184,7 @@ class BatchUpdate:
         metrics, number = dict(self.found[0]), len(self.found)
         if number > 1:
             metrics = summarize(self.sums, self.trainer.config.epochs)
-            for name in ("optim/grad_norm", "optim/skipped"):
+            for name in (name for name in self.found[0] if name.startswith("optim/")):
                 metrics[name] = sum(found[name] for found in self.found) / number
             for n, (sums, found) in enumerate(zip(self.sums, self.found, strict=True), 1):
                 names = sorted({*SHOWN, *sums.reported} & found.keys())

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
 from typing import Any
 
+from prime_rl import Loss
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.checks import CONTRACT_VERSION, marked_hooks
+from prime_rl.plugins.components import Component
 from prime_rl.plugins.manager import (
     GROUPS,
     Hooks,
@@ -172,10 +174,12 @@ def _offer(kind: Kind[Any], offered: Offered[Any]) -> Row:
 
 
 def _declares(kind: Kind[Any], cls: type[Any]) -> Row:
-    """Class attributes of the contract whose values differ from the base class."""
+    """Class attributes of the contract whose values differ from the base class; all of a loss."""
     declared = [key for key in kind.base.__annotations__ if key not in ("name", "config_class")]
     found = {key: getattr(cls, key, None) for key in declared}
     changed = {k: v for k, v in found.items() if v != getattr(kind.base, k, None)}
+    if issubclass(cls, Loss):
+        changed = found | {"scope": Component(cls.name, cls).scope}
     return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in changed.items()}
 
 

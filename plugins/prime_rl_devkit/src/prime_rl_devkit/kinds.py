@@ -4,6 +4,7 @@ their package's own tests check them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,6 +77,67 @@ def is_a_sum(cls: type[Loss], config: PluginConfig) -> None:
         )
 
 
+def weighs_each_term(cls: type[Loss], config: PluginConfig) -> None:
+    """Each term is multiplied by its ``loss_weights``: twice the weights give twice the loss."""
+    _need_torch()
+    inputs = _loss_inputs(cls)
+    assert inputs.loss_weights is not None
+    heavy = replace(inputs, loss_weights=2 * inputs.loss_weights)
+    once, twice = (cls(config)(each).loss.item() for each in (inputs, heavy))
+    if abs(twice - 2 * once) > 1e-4 * max(1.0, abs(once)):
+        raise Broken(
+            f"the loss is {once:.6g}, and {twice:.6g} with twice the loss_weights, expected "
+            f"{2 * once:.6g}. A run that averages each sequence's tokens does so by these weights."
+        )
+
+
+def keeps_to_its_scope(cls: type[Loss], config: PluginConfig) -> None:
+    """With ``scope = "token"``, a token's gradient depends on that token alone."""
+    _need_torch()
+    import torch
+
+    if Component(cls.name, cls).scope != "token":
+        raise NotApplicable("its scope is not 'token'")
+
+    def gradient(logprobs: torch.Tensor) -> torch.Tensor:
+        inputs = replace(_loss_inputs(cls), trainer_logprobs=logprobs.requires_grad_())
+        torch.autograd.backward(cls(config)(inputs).loss)
+        assert logprobs.grad is not None
+        return logprobs.grad
+
+    before = _loss_inputs(cls).trainer_logprobs.detach()
+    moved = before.clone()
+    moved[0] -= 0.01
+    changed = (gradient(before) - gradient(moved))[1:].abs().max().item()
+    if changed > 1e-6:
+        raise Broken(
+            f"log π of token 0 changed the gradient of other tokens by {changed:.3g}. Declare the "
+            "scope that one call has to see whole: 'sequence', 'rollout' or 'group'."
+        )
+
+
+def reads_what_it_declares(cls: type[Loss], config: PluginConfig) -> None:
+    """It works with what ``reads`` declares, optional streams absent, and with nothing else; and
+    without the sampler's logprobs if it does not compare with them."""
+    _need_torch()
+    import torch
+
+    component, inputs = Component(cls.name, cls), _loss_inputs(cls)
+    absent = {name for name, default in component.defaults.items() if default is None}
+    streams = {n: None if n in absent else column for n, column in inputs.streams.items()}
+    less = replace(inputs, streams=streams)
+    if "ref_logprobs" in absent:
+        less = replace(less, ref_logprobs=None)
+    if not cls.compares_with_sampler:
+        less = replace(less, inference_logprobs=torch.full((6,), torch.nan))
+    loss = cls(config)(less).loss
+    if not torch.isfinite(loss):
+        raise Broken(
+            f"the loss is {loss.item()} where what it does not declare is NaN. Name every column "
+            "in reads; set compares_with_sampler = True to read inference_logprobs."
+        )
+
+
 def _need_torch() -> None:
     if find_spec("torch") is None:
         raise NotApplicable("torch is not installed")
@@ -95,6 +157,8 @@ def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
         "loss_weights": torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0, 1.0]),
     }
     component = Component(cls.name, cls)
+    if "advantages" not in component.streams:
+        given["advantages"] = torch.full((6,), torch.nan)
     given |= {name: torch.full((6,), 0.5) for name in component.computed}
     given |= {name: given[name].long() for name in component.computed if name.endswith("_ids")}
     if "top_logprobs" in given:
@@ -112,7 +176,8 @@ def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
     )
     for name in known.keys() & set(WITH_GRADIENT):
         known[name].requires_grad_()
-    return LossInputs(**known, streams=streams)
+    inputs = LossInputs(**known, streams=streams)
+    return inputs if "ref_logprobs" in streams else replace(inputs, ref_logprobs=None)
 
 
 ENVS = (SampledEnv("small", 3, None), SampledEnv("endless", None, None))
@@ -153,7 +218,10 @@ def _drawn(sampler: Sampler, number: int) -> list[tuple[int, int]]:
 
 BY_KIND: dict[str, tuple[Check, ...]] = {
     "filter": (filter_answers,),
-    "loss": (sums_over_the_mask, is_a_sum),
+    "loss": (
+        *(sums_over_the_mask, is_a_sum, weighs_each_term),
+        *(keeps_to_its_scope, reads_what_it_declares),
+    ),
     "sampler": (sampler_in_range, sampler_resumes),
 }
 

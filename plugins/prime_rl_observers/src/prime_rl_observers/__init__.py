@@ -1,6 +1,6 @@
 """What watches the trainer: token export, MFU, disk space, reports of bad and of slow steps.
 
-``batches.py`` watches the orchestrator.
+``orchestrator.py`` has those of the orchestrator.
 """
 
 from __future__ import annotations

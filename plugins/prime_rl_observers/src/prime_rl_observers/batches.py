@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout, hookimpl
+from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.env.traces import timing_of
 from prime_rl_observers.rollouts import (
     Progress,
@@ -115,12 +115,6 @@ class BatchMetrics(Observer):
         self._console.step(batch.step, metrics | {"time/step": seconds}, envs)
         self._batch, self.recent = None, SinceLastStep()
         return metrics
-
-
-@hookimpl
-def register_observers() -> list[type[Observer]]:
-    """Offer ``batch_metrics``."""
-    return [BatchMetrics]
 
 
 def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:

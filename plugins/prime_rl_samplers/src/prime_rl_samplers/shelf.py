@@ -17,10 +17,10 @@ import numpy as np
 
 from prime_rl import Group, Rollout, Sample
 
-CREDIT = {"advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs"}
+CREDIT = {"advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs", "streams"}
 """Columns that an algorithm writes."""
 
-NOT_KEPT = {"samples", "trace", "assigned", "frozen", "place", "given"}
+NOT_KEPT = {"samples", "trace", "assigned", "credited", "frozen", "place", "given"}
 
 ROLLOUT_FIELDS = tuple(f.name for f in fields(Rollout) if f.name not in NOT_KEPT)
 SAMPLE_FIELDS = tuple(f.name for f in fields(Sample) if f.name not in CREDIT)

@@ -9,11 +9,9 @@ import numpy as np
 
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
-from prime_rl.plugins.components import Components
-from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import FloatColumn, stream, stream_names
+from prime_rl_tools.replay.host import losses_of
 from prime_rl_tools.replay.score import Replayed, Scored
 from prime_rl_tools.rollouts import FrameDigest, StoredStep
 
@@ -22,8 +20,7 @@ def frames_of(
     config: RunConfig, step: int, kept: Sequence[Rollout], num_ranks: int = 1
 ) -> list[bytes]:
     """Pack a batch as the loop does: one frame per trainer rank."""
-    losses = Components.load(config.trainer, load_plugins(TRAINER_GROUP))
-    packing = packing_of(step, kept, losses, config.seq_len)
+    packing = packing_of(step, kept, losses_of(config), config.seq_len)
     trainer = config.trainer
     return batch_frames(
         packing, config.row_tokens, num_ranks, trainer.attention_flops, trainer.minibatches

@@ -9,13 +9,24 @@ import numpy as np
 
 from prime_rl import Completion
 from prime_rl.config.models import FrozenModel
+from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import FloatColumn, IntColumn
 
 
 class NotRecorded(RunError):
     """The algorithm needs an answer of a model or of the running run."""
+
+
+def losses_of(config: RunConfig) -> Components:
+    """The losses of a run."""
+    return Components.load(
+        config.trainer, load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    )
 
 
 class RecordedReference:

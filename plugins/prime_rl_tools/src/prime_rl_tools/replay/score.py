@@ -23,11 +23,12 @@ from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.scoring import FACTS, score_batch, score_group, score_rollout, stamp
 from prime_rl.plugins.algorithm import Algorithm
+from prime_rl.plugins.components import Components
 from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
 from prime_rl.rollout import Rollout
 from prime_rl.streams import STREAMS, stream_names
-from prime_rl_tools.replay.host import NotRecorded, ReplayHost
+from prime_rl_tools.replay.host import NotRecorded, ReplayHost, losses_of
 from prime_rl_tools.rollouts import Place, StoredRollout, StoredStep, read_step, step_files
 
 Algorithms = Mapping[str, AlgoConfig]
@@ -116,8 +117,9 @@ async def replay(config: RunConfig, steps: list[StoredStep], algorithms: Algorit
     members = {place_of(s): s for step in steps for s in (*step.waiting, *step.rollouts)}
     rollouts = [stored.rollout for stored in members.values()]
     shared, own = load_plugins(disabled=config.plugins.disabled), algorithms_of(config)
+    losses = losses_of(config)
     scorers = {
-        env: await _EnvScorer.build(shared, table, env, tuple(algorithms), rollouts)
+        env: await _EnvScorer.build(shared, losses, table, env, tuple(algorithms), rollouts)
         for env, table in algorithms.items()
     }
     groups: dict[tuple[int, int], list[StoredRollout]] = {}
@@ -147,11 +149,13 @@ class _EnvScorer:
     algorithm: Algorithm
     hooks: Hooks
     host: ReplayHost
+    losses: Components
 
     @classmethod
     async def build(
         cls,
         shared: Hooks,
+        losses: Components,
         table: AlgoConfig,
         env: str,
         envs: tuple[str, ...],
@@ -162,7 +166,7 @@ class _EnvScorer:
         algorithm = chosen(settings_of(chosen, ALGORITHM, table.settings, where))
         host = ReplayHost(env, envs, rollouts)
         await algorithm.setup(host)
-        return cls(algorithm, scope(env, shared, [algorithm]), host)
+        return cls(algorithm, scope(env, shared, [algorithm]), host, losses)
 
     async def score(self, group: Sequence[StoredRollout], may_copy: bool) -> list[Scored]:
         """``may_copy``: if scoring needs a model, or a sibling that is not saved, keep the saved
@@ -173,7 +177,7 @@ class _EnvScorer:
             scored = [await self._one(stored, may_copy) for stored in group]
             await score_group(self.hooks, [each.again for each in scored])
         for each in () if self.hooks.scores_batches else scored:
-            stamp(each.again, self.algorithm.action_loss)
+            stamp(each.again, self.algorithm.action_loss, self.losses)
         return scored
 
     async def score_batch(self, batch: list[Scored], may_copy: bool) -> list[Scored]:
@@ -183,7 +187,7 @@ class _EnvScorer:
         if not (self.hooks.scores_batches and may_copy and any(each.from_file for each in batch)):
             try:
                 for rollout in await score_batch(self.hooks, again):
-                    stamp(rollout, self.algorithm.action_loss)
+                    stamp(rollout, self.algorithm.action_loss, self.losses)
                 return batch
             except NotRecorded:
                 if not may_copy:
