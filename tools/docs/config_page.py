@@ -87,6 +87,8 @@ def _walk(model: Schema, models: Schema, prefix: str) -> Iterator[tuple[str, str
             path = f"{prefix}{key}"
             yield name, f"`[[{path}]]`" if is_list else f"`[{path}]`"
             yield from _walk(models[name], models, f"{path}.")
+        if isinstance(values := prop.get("additionalProperties"), dict):
+            yield from ((name, f"`[{prefix}{key}.<name>]`") for name, _ in _models_in(values))
 
 
 def _models_in(prop: Schema, is_list: bool = False) -> Iterator[tuple[str, bool]]:
