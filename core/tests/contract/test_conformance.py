@@ -3,6 +3,7 @@
 import asyncio
 import random
 import re
+import sys
 from importlib.util import find_spec
 
 import numpy as np
@@ -384,6 +385,14 @@ def test_the_report_names_the_algorithm_and_reads_as_text_and_as_json():
     assert table["ok"] is False
     assert [row["check"] for row in table["checks"]] == list(CHECKS)
     assert all(row["promise"].endswith(".") for row in table["checks"])
+
+
+def test_without_a_distribution_that_brings_it_the_gradient_is_skipped(monkeypatch):
+    monkeypatch.setattr(sys, "path", [])  # where distributions are found
+    subject = Subject(Sound, PluginConfig(), conformance_group, conformance_host)
+    outcome = run_check(subject, "gradient")
+    assert outcome.status == "skipped"
+    assert "no installed distribution brings it; pip install prime-rl" in outcome.message
 
 
 def test_check_algorithm_raises_with_every_failure_and_its_cause():

@@ -1,5 +1,5 @@
-"""Checks of the streams an algorithm writes: lengths, masks, components, and groups that are small,
-tied, failed, extreme or broken."""
+"""Checks of the streams an algorithm writes: lengths, masks, components, reference logprobs, and
+groups that are small, tied, failed, extreme or broken."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import hookimpl
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import components, members, stream, stream_names
-from prime_rl.testing.report import Broken
+from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl.testing.scoring import MIXED, Subject, different, streams
 
 
@@ -147,6 +147,28 @@ def nan_reward(subject: Subject) -> None:
     except (ValueError, ArithmeticError):
         return
     check_streams(group, (float("nan"), *MIXED[1:]))
+
+
+def reference_aligned(subject: Subject) -> None:
+    """A reference logprob belongs to its own token, not to a neighbor's."""
+    before = subject.scored(MIXED[:1])
+    if all(sample.ref_logprobs is None for sample in before[0].samples):
+        raise NotApplicable("assigns no ref_logprobs")
+    sample = before[0].samples[0]
+    place = int(np.flatnonzero(sample.loss_mask)[0])
+    changed = subject.make_group(MIXED[:1])
+    ids = changed[0].samples[0].token_ids.copy()
+    ids[place] += 1
+    changed[0].samples[0].token_ids = ids
+    subject.score(changed)
+    pair = [streams(group)[0]["ref_logprobs"] for group in (before, changed)]
+    assert pair[0] is not None and pair[1] is not None
+    moved = np.flatnonzero(pair[0] != pair[1]).tolist()
+    if moved and place not in moved:
+        raise Broken(
+            f"another token at position {place} changed ref_logprobs at {moved}. A model's "
+            "logprobs()[t] is that of token t given those before it: do not shift it."
+        )
 
 
 def _samples(group: Group) -> Iterator[tuple[str, Sample]]:

@@ -1,4 +1,5 @@
-"""Checks of what the trainer makes of the streams: the gradient, and the direction it points in.
+"""The check ``gradient`` of algorithms: what the trainer makes of the streams, and the direction of
+the step. Core finds it by the entry-point group ``prime_rl.checks``.
 
 A toy policy has its own logits at every position, so a token's probability depends on nothing else
 and the gradient has a closed form (``closed_form``).
@@ -7,8 +8,6 @@ and the gradient has a closed form (``closed_form``).
     dL/dlogits_v = dL/dt (1[v = token] - p_v)
 
 Shapes: T = tokens of one sample, V = vocabulary.
-
-This is the kit's only module that imports torch.
 """
 
 from __future__ import annotations
@@ -26,31 +25,9 @@ from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs
 from prime_rl.rollout import Group, Sample
 from prime_rl.streams import components, members, stream
 from prime_rl.testing.report import Broken, NotApplicable
-from prime_rl.testing.scoring import MIXED, Subject, streams
+from prime_rl.testing.scoring import MIXED, Subject
 
 Floats = npt.NDArray[np.float64]
-
-
-def reference_aligned(subject: Subject) -> None:
-    """A reference logprob belongs to its own token, not to a neighbor's."""
-    before = subject.scored(MIXED[:1])
-    if all(sample.ref_logprobs is None for sample in before[0].samples):
-        raise NotApplicable("assigns no ref_logprobs")
-    sample = before[0].samples[0]
-    place = int(np.flatnonzero(sample.loss_mask)[0])
-    changed = subject.make_group(MIXED[:1])
-    ids = changed[0].samples[0].token_ids.copy()
-    ids[place] += 1
-    changed[0].samples[0].token_ids = ids
-    subject.score(changed)
-    pair = [streams(group)[0]["ref_logprobs"] for group in (before, changed)]
-    assert pair[0] is not None and pair[1] is not None
-    moved = np.flatnonzero(pair[0] != pair[1]).tolist()
-    if moved and place not in moved:
-        raise Broken(
-            f"another token at position {place} changed ref_logprobs at {moved}. A model's "
-            "logprobs()[t] is that of token t given those before it: do not shift it."
-        )
 
 
 def gradient(subject: Subject) -> None:
