@@ -174,14 +174,14 @@ def test_the_rl_loss_may_report_metrics_under_its_own_name() -> None:
 
 
 def test_a_stream_that_no_loss_of_its_tokens_reads_is_refused() -> None:
-    losses = installed_losses().with_rl(loss_of(reads=("advantages", ("values", 0.0))))
+    losses = installed_losses().with_rl(loss_of(reads=("advantages", ("grades", 0.0))))
     rollout = rollout_of("words", group=4)
-    rollout.assign_stream("vales", 0.5)
-    message = "env 'words', group 4: no loss .* reads the stream 'vales' .*advantages, values"
+    rollout.assign_stream("grads", 0.5)
+    message = "env 'words', group 4: no loss .* reads the stream 'grads' .*advantages, grades"
     with pytest.raises(StreamError, match=message):
         stamp(rollout, "rl", losses)
     read = rollout_of("words")
-    read.assign_stream("values", 0.5)
+    read.assign_stream("grades", 0.5)
     stamp(read, "rl", losses)
 
 

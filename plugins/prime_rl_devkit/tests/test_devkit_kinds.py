@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from prime_rl import Filter, Loss, LossOutputs, PluginConfig, Sampler, hookimpl, log_metric
+from prime_rl import Filter, Head, Loss, LossOutputs, PluginConfig, Sampler, hookimpl, log_metric
 from prime_rl_devkit.kinds import BY_KIND, check_offer
 
 
@@ -124,6 +124,42 @@ class SecretlyCompares(Reinforce):
         return super().per_token(inputs) * inputs.inference_logprobs
 
 
+class Critic(Head):
+    name = "critic"
+    reads = ("rewards",)
+    writes = ("returns",)
+
+    def build(self, hidden_size):
+        from torch import nn
+
+        return nn.Sequential(nn.Linear(hidden_size, 1), nn.Flatten(0))
+
+    def prepare(self, inputs):
+        return {"returns": inputs.streams["rewards"] - inputs.outputs}
+
+
+class TwoOutputs(Critic):
+    def build(self, hidden_size):
+        from torch import nn
+
+        return nn.Linear(hidden_size, 1)
+
+
+class Constant(Critic):
+    def build(self, hidden_size):
+        from torch import nn
+
+        return nn.Flatten(0) if hidden_size == 1 else nn.AvgPool1d(hidden_size)
+
+    def prepare(self, inputs):
+        return {}
+
+
+class TooShort(Critic):
+    def prepare(self, inputs):
+        return {"returns": inputs.outputs[inputs.loss_mask]}
+
+
 class InTurn(Sampler):
     name = "in_turn"
 
@@ -171,6 +207,10 @@ BROKEN = [
     ("loss", "reads_what_it_declares", ReadsMore, "the loss is nan where what it does not declare"),
     ("loss", "reads_what_it_declares", ReadsAbsent, "TypeError: .*NoneType"),
     ("loss", "reads_what_it_declares", SecretlyCompares, "set compares_with_sampler = True"),
+    ("head", "head_gives_an_output_each", TwoOutputs, r"gave .*5, 1.*expected .* shape \(5,\)"),
+    ("head", "head_gives_an_output_each", Constant, r"gave|no gradient"),
+    ("head", "head_prepares_what_it_writes", Constant, r"writes is \('returns',\), .* gave \(\)"),
+    ("head", "head_prepares_what_it_writes", TooShort, "for 5 tokens, expected 5 finite"),
     ("sampler", "sampler_in_range", Beyond, r"gave \(env 0, example 3\)"),
     ("sampler", "sampler_in_range", Dice, "seed 0 gave .* Draw from self.seed"),
     ("sampler", "sampler_resumes", StartsAnew, "after a resume, expected"),
@@ -202,6 +242,7 @@ def test_every_check_has_something_that_fails_it():
         ("filter", Keeps),
         ("loss", Reinforce),
         ("loss", Logs),
+        ("head", Critic),
         ("sampler", InTurn),
     ],
 )

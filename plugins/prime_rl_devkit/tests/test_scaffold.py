@@ -99,7 +99,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):
     with pytest.raises(ConfigError) as caught:
         write_package("my-algo", "teapot", tmp_path / "new")
     assert str(caught.value) == (
-        "--kind: expected one of algorithm, filter, loss, engine, sampler, renderer, source, "
+        "--kind: expected one of algorithm, filter, loss, head, engine, sampler, renderer, source, "
         "monitor, got 'teapot'"
     )
 
@@ -208,7 +208,7 @@ def test_the_test_environment_has_core_and_no_torch(bare, tmp_path):
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-SKIPS = {"loss": 2, "renderer": 1}
+SKIPS = {"loss": 2, "head": 2, "renderer": 1}
 """Tests that need torch, or the renderers package."""
 
 

@@ -1,5 +1,5 @@
-"""Conformance checks of filters, losses and samplers. Other kinds need a server, a file or a model:
-their package's own tests check them."""
+"""Conformance checks of filters, losses, heads and samplers. Other kinds need a server, a file or
+a model: their package's own tests check them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prime_rl import Filter, Loss, LossInputs, LossOutputs, PluginConfig, SampledEnv, Sampler
+import numpy as np
+
+from prime_rl import (
+    Filter,
+    Head,
+    HeadInputs,
+    Loss,
+    LossInputs,
+    LossOutputs,
+    PluginConfig,
+    SampledEnv,
+    Sampler,
+)
 from prime_rl.plugins.base import Offer
 from prime_rl.plugins.components import Component
 from prime_rl.plugins.manager import Hooks, scope
@@ -180,6 +192,36 @@ def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
     return inputs if "ref_logprobs" in streams else replace(inputs, ref_logprobs=None)
 
 
+def head_gives_an_output_each(cls: type[Head], config: PluginConfig) -> None:
+    """``build`` gives a module from hidden states [N, D] to outputs [N], with weights to train."""
+    _need_torch()
+    import torch
+
+    module = cls(config).build(8)
+    outputs = module(torch.randn(5, 8))
+    if not isinstance(outputs, torch.Tensor) or outputs.shape != (5,):
+        found = getattr(outputs, "shape", type(outputs).__name__)
+        raise Broken(f"5 hidden states of size 8 gave {found}, expected a tensor of shape (5,)")
+    if not outputs.requires_grad:
+        raise Broken("the output has no gradient: nothing could train the module")
+
+
+def head_prepares_what_it_writes(cls: type[Head], config: PluginConfig) -> None:
+    """``prepare`` gives each stream of ``writes``: one finite value per token."""
+    mask = np.array([False, True, True, False, True])
+    inputs = HeadInputs(
+        outputs=np.where(mask, 0.5, 0.0).astype(np.float32),
+        loss_mask=mask,
+        streams={name: np.full(5, 0.25, np.float32) for name in cls.reads},
+    )
+    found = cls(config).prepare(inputs)
+    if set(found) != set(cls.writes):
+        raise Broken(f"writes is {cls.writes}, and prepare gave {tuple(found)}")
+    for name, column in found.items():
+        if np.shape(column) != (5,) or not np.isfinite(column).all():
+            raise Broken(f"{name}: got {column!r} for 5 tokens, expected 5 finite values")
+
+
 ENVS = (SampledEnv("small", 3, None), SampledEnv("endless", None, None))
 
 
@@ -222,6 +264,7 @@ BY_KIND: dict[str, tuple[Check, ...]] = {
         *(sums_over_the_mask, is_a_sum, weighs_each_term),
         *(keeps_to_its_scope, reads_what_it_declares),
     ),
+    "head": (head_gives_an_output_each, head_prepares_what_it_writes),
     "sampler": (sampler_in_range, sampler_resumes),
 }
 

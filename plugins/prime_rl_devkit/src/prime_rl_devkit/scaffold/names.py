@@ -20,6 +20,7 @@ KINDS: Mapping[str, str] = {
     "algorithm": PROJECT,
     "filter": PROJECT,
     "loss": TRAINER_GROUP,
+    "head": TRAINER_GROUP,
     "engine": PROJECT,
     "sampler": PROJECT,
     "renderer": PROJECT,
