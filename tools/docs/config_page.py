@@ -36,6 +36,7 @@ TABLES = {
     "launcher": '[launcher] type = "{}"',
     "view": '[view] type = "{}"',
     "loss": '[trainer.loss] type = "{}"',
+    "head": "[trainer.heads.{}]",
     "trainer_observer": "[trainer.{}]",
     "tuning": "[trainer.{}]",
     "weight_transport": '[weight_broadcast] type = "{}"',

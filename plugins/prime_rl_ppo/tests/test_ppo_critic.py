@@ -133,7 +133,7 @@ def test_it_passes_the_conformance_checks() -> None:
 
 
 def test_a_run_without_the_critic_is_refused_with_the_table_to_add() -> None:
-    config = load_config(CONFIG)
+    config = load_config([CONFIG])
     without = config.trainer.model_copy(update={"heads": {}})
     with pytest.raises(ConfigError, match=r"'ppo' needs the head 'values'.*\[trainer.heads.values"):
         check(config.model_copy(update={"trainer": without}))
