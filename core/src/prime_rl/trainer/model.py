@@ -72,7 +72,7 @@ class Policy(nn.Module):
         hidden = hidden_states(self.model, row.layout, name)
         given = (*self.head, name, self.entropy_gradient, hidden)
         heads = {
-            each.name: each(row, hidden, name) for each in self.heads if each.name in self.read
+            str(each.name): each(row, hidden, name) for each in self.heads if each.name in self.read
         }
         return *token_logprobs(self.model, row, *given), heads
 
