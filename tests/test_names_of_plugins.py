@@ -13,7 +13,7 @@ OTHER_MEANINGS = {
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
     ("trainer/logprobs.py", "auto"),
-    ("trainer/metrics.py", "values"),  # one of the kinds of its entries
+    ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
     ("trainer/parallel.py", "gloo"),  # the process group of torch
 }
 """Words of core that happen to be the name of a plugin's class, by file."""

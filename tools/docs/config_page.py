@@ -83,8 +83,10 @@ def defaults_at(path: str) -> Schema:
 
 def _walk(model: Schema, models: Schema, prefix: str) -> Iterator[tuple[str, str]]:
     for key, prop in model.get("properties", {}).items():
-        for name, is_list in _models_in(prop):
-            path = f"{prefix}{key}"
+        tables = prop.get("additionalProperties")
+        named = tables if isinstance(tables, dict) else {}
+        for name, is_list in (*_models_in(prop), *_models_in(named)):
+            path = f"{prefix}{key}.<name>" if named else f"{prefix}{key}"
             yield name, f"`[[{path}]]`" if is_list else f"`[{path}]`"
             yield from _walk(models[name], models, f"{path}.")
         if isinstance(values := prop.get("additionalProperties"), dict):

@@ -61,6 +61,7 @@ def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
     if not isinstance(outputs, LossOutputs) or outputs.loss.dim():
         raise Broken(f"got {outputs!r}, expected LossOutputs with a 0-dim loss")
     loss: Any = outputs.loss
+    _need_gradient(loss)
     loss.backward()
     leaves: list[Any] = [getattr(inputs, name) for name in WITH_GRADIENT]
     gradients = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
@@ -113,7 +114,9 @@ def keeps_to_its_scope(cls: type[Loss], config: PluginConfig) -> None:
 
     def gradient(logprobs: torch.Tensor) -> torch.Tensor:
         inputs = replace(_loss_inputs(cls), trainer_logprobs=logprobs.requires_grad_())
-        torch.autograd.backward(cls(config)(inputs).loss)
+        loss = cls(config)(inputs).loss
+        _need_gradient(loss)
+        torch.autograd.backward(loss)
         assert logprobs.grad is not None
         return logprobs.grad
 
@@ -153,6 +156,12 @@ def reads_what_it_declares(cls: type[Loss], config: PluginConfig) -> None:
 def _need_torch() -> None:
     if find_spec("torch") is None:
         raise NotApplicable("torch is not installed")
+
+
+def _need_gradient(loss: Any) -> None:
+    """A loss may train a head alone."""
+    if not loss.requires_grad:
+        raise NotApplicable("the loss does not depend on log π")
 
 
 def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
