@@ -134,7 +134,7 @@ def test_the_slim_contract_needs_nothing_heavy(dist):
     slim = requirements(dist, "prime_rl_core")
     assert slim == {"httpx", "msgspec", "numpy", "pluggy", "pydantic", "rich", "typer"}
     assert requirements(dist, "prime_rl_core", "run") >= {"torch", "verifiers", "transformers"}
-    assert requirements(dist, "prime_rl_grpo") == {"prime-rl-core", "pydantic"}
+    assert requirements(dist, "prime_rl_grpo") == {"numpy", "prime-rl-core", "pydantic"}
 
 
 def test_the_batteries_bring_every_first_party_distribution(dist):

@@ -74,15 +74,15 @@ def test_without_a_distribution_of_defaults_nothing_is_named(offer):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "trainer.loss: no loss is set"),
-        ({"trainer.loss.type": "default"}, "env 'reverse-text': algo: no algorithm is set"),
-        ({"orchestrator.algo.type": "grpo"}, "orchestrator.renderer.name: no renderer is set"),
+        ({}, "env 'reverse-text': algo: no algorithm is set"),
+        ({"orchestrator.algo.type": "grpo"}, "trainer.loss: no loss is set"),
+        ({"trainer.loss.type": "default"}, "orchestrator.renderer.name: no renderer is set"),
         ({"orchestrator.renderer.name": "qwen3"}, "inference.engine: no engine is set"),
     ],
 )
 def test_a_required_name_without_a_default_is_an_error(offer, given, message):
     offer()
-    words = {"trainer.loss.type": "default", "orchestrator.algo.type": "grpo",
+    words = {"orchestrator.algo.type": "grpo", "trainer.loss.type": "default",
              "orchestrator.renderer.name": "qwen3"}  # fmt: skip
     until = [*words].index(next(iter(given))) + 1 if given else 0
     table = {"model": {"name": "tiny-reverse"}, "max_steps": 3}

@@ -114,19 +114,21 @@ class Components:
     @classmethod
     def load(cls, config: TrainerConfig, hooks: Hooks) -> Components:
         """``hooks``: of the group ``prime_rl.trainer``. Raises ``ConfigError`` for a table that no
-        loss or head takes."""
+        head takes; ``check`` does so for those of losses."""
         installed, heads = collect(hooks, HEAD), {}
         for name, table in config.heads.items():
             chosen = select(HEAD, name, installed, where := f"trainer.heads.{name}")
             heads[name] = _checked(chosen(settings_of(chosen, HEAD, table.settings, where)))
-        found = cls({"rl": config.loss, **config.losses}, collect(hooks, LOSS), heads)
         if "rl" in config.losses:
             raise ConfigError(
                 'trainer.losses.rl: "rl" is the loss of [trainer.loss]. Set it there.'
             )
-        for name in found.tables:
-            found[name]
-        return found
+        return cls({"rl": config.loss, **config.losses}, collect(hooks, LOSS), heads)
+
+    def check(self) -> None:
+        """Raises ``ConfigError`` for a table that no loss takes."""
+        for name in self.tables:
+            self[name]
 
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
         """The same, with ``loss`` as rl under the settings of ``table``."""

@@ -98,7 +98,8 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
         try:
             component = losses[action_loss]
         except ConfigError as error:
-            raise ConfigError(f"{where} trains the loss {action_loss!r}. {error}") from error
+            where = "" if action_loss == "rl" else f"{where} trains the loss {action_loss!r}. "
+            raise ConfigError(f"{where}{error}") from error
         if missing := [name for name in cls.needs_heads if name not in losses.heads]:
             raise ConfigError(
                 f"{where} needs the head {missing[0]!r}, which is no part of this run. Add a table "

@@ -48,6 +48,7 @@ def check(config: RunConfig) -> Hooks:
     config.trainer.scheduler.check(config.trainer.optim.lr, config.max_steps)
     losses = Components.load(config.trainer, trainer)
     check_algorithms(config, hooks, losses)
+    losses.check()
     check_filters(config, hooks)
     build_model_maker(config, hooks)  # before the renderer, which depends on the model
     orchestrator = config.orchestrator

@@ -103,7 +103,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     launch = Launch.read(run_dir)
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    losses = Components.load(config.trainer, hooks)  # before the slow import: errors at once
+    losses = Components.load(config.trainer, hooks)
+    losses.check()  # before the slow import: an error at once
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
