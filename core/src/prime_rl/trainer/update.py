@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,7 +72,8 @@ class BatchUpdate:
         if self.looks_ahead:
             with torch.no_grad():  # the rows of the first minibatch go forward before any change
                 for micro_batch in (row for part in self.parts[1:] for row in part):
-                    self.look_ahead(micro_batch, *trainer.forward(micro_batch))
+                    row, logprobs, _, heads = trainer.forward(micro_batch)
+                    self.look_ahead(micro_batch, row, logprobs, heads)
             parallel.reshard(trainer.policy)
         for part in self.plan:
             sums = self.forward_backward(self.parts[part], self.counts[part])
@@ -99,12 +100,7 @@ class BatchUpdate:
         return metrics | {"optim/lr": rate}
 
     def look_ahead(
-        self,
-        micro_batch: MicroBatch,
-        row: PackedRow,
-        logprobs: Tensor,
-        _: Tensor,
-        computed: Mapping[str, Tensor],
+        self, micro_batch: MicroBatch, row: PackedRow, logprobs: Tensor, computed: dict[str, Tensor]
     ) -> PackedRow:
         """At its first forward pass of the batch: keep the logprobs of a row, and write the streams
         of heads. The row with them."""
@@ -124,7 +120,7 @@ class BatchUpdate:
                 progress = (len(self.sums) + number / len(rows)) / len(self.plan)
                 self.status.report("training", progress=progress, step=self.step)
             row, logprobs, entropies, computed = trainer.forward(micro_batch)
-            row = self.look_ahead(micro_batch, row, logprobs, entropies, computed)
+            row = self.look_ahead(micro_batch, row, logprobs, computed)
             seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
             seen |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
             old = self.old_logprobs.get(id(micro_batch))
