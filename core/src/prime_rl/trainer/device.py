@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
 from typing import Any, Literal
 
 import numpy as np
@@ -57,11 +57,7 @@ class Offload:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        device: torch.device,
-        enabled: bool,
+        self, model: nn.Module, optimizers: list[Optimizer], device: torch.device, enabled: bool
     ) -> None:
         self._model, self._optimizers = model, optimizers
         self._device, self._enabled = device, enabled

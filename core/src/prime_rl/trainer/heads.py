@@ -66,8 +66,7 @@ def make_optimizers(
     found: dict[str, tuple[HeadModule, Optimizer]] = {}
     for each in modules:
         own = config.model_copy(update={"lr": each.table.lr or config.lr})
-        trained = [parameter for parameter in each.parameters() if parameter.requires_grad]
-        found[each.name] = each, adamw(trained, own)
+        found[each.name] = each, adamw([p for p in each.parameters() if p.requires_grad], own)
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +44,7 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        config: TrainerConfig,
-        heads: Iterable[HeadModule] = (),
+        self, model: PreTrainedModel, config: TrainerConfig, heads: Iterable[HeadModule] = ()
     ) -> None:
         super().__init__()
         self.model, self.heads = model, nn.ModuleList(heads)
@@ -59,9 +56,8 @@ class Policy(nn.Module):
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
         attention."""
-        for module in self.modules():
-            if isinstance(module, PreTrainedModel):
-                use_attention(module, packing.attention)
+        for model in (self.model, *(each.model for each in self.heads if each.model is not None)):
+            use_attention(cast(PreTrainedModel, model), packing.attention)
         self.packing = packing
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -81,10 +77,7 @@ class Policy(nn.Module):
 
 
 def make_policy(
-    model: PreTrainedModel,
-    device: torch.device,
-    config: TrainerConfig,
-    heads: Iterable[Head] = (),
+    model: PreTrainedModel, device: torch.device, config: TrainerConfig, heads: Iterable[Head] = ()
 ) -> Policy:
     """The policy on its device; with several ranks, this rank's part of it."""
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
