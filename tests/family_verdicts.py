@@ -49,7 +49,7 @@ def trainer_verdict(folder: Path) -> str:
         return _refused(error)
     documents = _documents()
     row = make_row(_pack(documents), CPU, share=trainer.policy.packing.name == "shared")
-    logprobs, _ = trainer.policy(row)
+    logprobs, *_ = trainer.policy(row)
     trained = logprobs[row.targets]
     (trained * _weights(len(trained))).sum().backward()
     model = _reference(folder)

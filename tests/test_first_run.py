@@ -217,7 +217,7 @@ def test_an_algorithm_that_fails_ends_the_run_with_its_reason(
     output = process.communicate(timeout=LIMIT)[0]
     assert process.returncode == 1
     assert "orchestrator exited with code 1" in output
-    assert "advantages: got nan, expected a finite number" in output
+    assert "advantages: got nan, expected finite numbers" in output
     assert not processes_of(tmp_path / "faulty")
 
 
