@@ -13,8 +13,9 @@ SHIPPED = [
     for file in sorted(ROOT.glob(f"{folder}/src/**/*.py"))
 ]
 
-MOST_LINES_OF_CORE = 18_000
-"""The goal is 18,000."""
+MOST_LINES_OF_CORE = 18_850
+"""The goal is 18,000. Contract 2 (losses, heads, minibatches, references, metrics of plugins) is in
+core and takes about 2,000 lines; what can leave next has to be found."""
 MOST_LINES_OF_THE_LOOP = 200
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60
