@@ -67,7 +67,7 @@ def test_the_readme_has_toml_that_reads_and_names_the_plugin(kind, tmp_path):
 
 def test_every_kind_has_a_template_except_those_for_a_few_authors():
     without = {"model", "launcher", "observer", "view", "trainer_observer", "tuning"}
-    without |= {"weight_transport", "head"}
+    without |= {"weight_transport"}
     assert set(KINDS) == {kind.name for kind in OFFER_KINDS} - without
     assert set(KINDS.values()) == set(GROUPS)
 
