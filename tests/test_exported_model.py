@@ -182,8 +182,10 @@ def test_greedy_answers_are_those_of_the_runs_own_renderer(
     for word, reply in rendered.items():
         assert reply.num_prompt_tokens == len(word) + 12
         assert reply.reward == pytest.approx(score(word, reply.text))
-    # A token is a byte: equal texts are equal tokens.
-    assert generated(list(rendered), do_sample=False) == {w: r.text for w, r in rendered.items()}
+    # A token is a byte: equal texts are equal tokens. transformers stops after 16.
+    assert generated(list(rendered), do_sample=False) == {
+        word: reply.text[:16] for word, reply in rendered.items()
+    }
 
 
 def test_a_checkpoint_has_the_same_chat_template(run_dir: Path) -> None:
