@@ -1,4 +1,4 @@
-"""Whitening over the batch, with numbers worked out by hand."""
+"""Whitening over the batch, with numbers worked out manually."""
 
 import numpy as np
 import pytest

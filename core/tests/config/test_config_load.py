@@ -5,6 +5,7 @@ import pytest
 from prime_rl import ConfigError
 from prime_rl.config.load import load_config, merge, parse_overrides, parse_value, set_at
 from prime_rl.config.run import RunConfig
+from prime_rl.config.trainer import TrainerConfig
 
 LEAST = "max_steps = 3\n[model]\nname = 'm/m'\n"
 
@@ -260,3 +261,8 @@ def test_a_number_without_a_value_is_refused(tmp_path):
         load_config([file], ["--max-steps"])
     switched = load_config([file], ["--no-orchestrator.save_rollouts"])
     assert switched.orchestrator.save_rollouts is False
+
+
+def test_a_config_that_version_0_1_wrote_without_lora_is_read():
+    trainer = TrainerConfig.model_validate({"lora": None, "loss": {"type": "default"}})
+    assert trainer.settings == {}

@@ -1,4 +1,4 @@
-"""``top_kl``: numbers worked out by hand, and the KL of transformers' own distributions."""
+"""``top_kl``: numbers worked out manually, and the KL of transformers' own distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GAE, the value loss and the algorithm against numbers computed by hand; V against a problem that
+"""GAE, the value loss and the algorithm against numbers computed manually; V against a problem that
 is small enough to enumerate."""
 
 from __future__ import annotations

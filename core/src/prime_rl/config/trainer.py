@@ -214,6 +214,15 @@ class TrainerConfig(PluginTable):
     """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run
     ends. A batch of several optimizer steps counts if none of them was finite."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_no_table(cls, table: Any) -> Any:
+        """A run.json of version 0.1 has ``"lora": null``."""
+        if not isinstance(table, dict):
+            return table
+        known = cls.model_fields
+        return {key: v for key, v in table.items() if key in known or v is not None}
+
     @model_validator(mode="after")
     def _replicas_divide_ranks(self) -> TrainerConfig:
         if self.num_ranks is not None:
