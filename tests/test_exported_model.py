@@ -118,7 +118,7 @@ def generated(run_dir: Path) -> Callable[..., dict[str, str]]:
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "weights")
     model = AutoModelForCausalLM.from_pretrained(run_dir / "weights")
 
-    def generate(words: list[str], **settings: Any) -> dict[str, str]:
+    def generate(words: list[str], most_tokens: int, **settings: Any) -> dict[str, str]:
         replies = {}
         for _, alike in groupby(sorted(words, key=len), key=len):  # so no padding
             batch = list(alike)
@@ -128,7 +128,7 @@ def generated(run_dir: Path) -> Callable[..., dict[str, str]]:
                 return_tensors="pt",
                 return_dict=True,
             )
-            made = model.generate(**prompts, max_new_tokens=16, **settings)
+            made = model.generate(**prompts, max_new_tokens=most_tokens, **settings)
             texts = tokenizer.batch_decode(
                 made[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True
             )
@@ -167,7 +167,8 @@ def test_the_held_out_reward_of_the_run_is_that_of_the_model_it_leaves(
     error = statistics.stdev(rewards) / math.sqrt(NUM_EXAMPLES)
     assert abs(statistics.mean(rewards) - after["reward"]) < 4 * math.sqrt(2) * error
     torch.manual_seed(0)
-    replies = generated(list(served), do_sample=True, temperature=1.0, top_k=0)
+    longest = max(len(reply.text) for reply in served.values())
+    replies = generated(list(served), longest, do_sample=True, temperature=1.0, top_k=0)
     agree(rewards, [score(word, reply) for word, reply in replies.items()])
 
 
@@ -182,10 +183,9 @@ def test_greedy_answers_are_those_of_the_runs_own_renderer(
     for word, reply in rendered.items():
         assert reply.num_prompt_tokens == len(word) + 12
         assert reply.reward == pytest.approx(score(word, reply.text))
-    # A token is a byte: equal texts are equal tokens. transformers stops after 16.
-    assert generated(list(rendered), do_sample=False) == {
-        word: reply.text[:16] for word, reply in rendered.items()
-    }
+    # A token is a byte: equal texts are equal tokens, and the longest text has this many.
+    texts = {word: reply.text for word, reply in rendered.items()}
+    assert generated(list(texts), max(map(len, texts.values())), do_sample=False) == texts
 
 
 def test_a_checkpoint_has_the_same_chat_template(run_dir: Path) -> None:

@@ -14,8 +14,8 @@ SHIPPED = [
 ]
 
 MOST_LINES_OF_CORE = 18_850
-"""The goal is 18,000. Contract 2 (losses, heads, minibatches, references, metrics of plugins) is in
-core and takes about 2,000 lines; what can leave next has to be found."""
+"""The goal is 18,000, and issue 15 is open until core is there. Contract 2 (losses, heads,
+minibatches, references, metrics of plugins) takes about 2,000 lines."""
 MOST_LINES_OF_THE_LOOP = 200
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60

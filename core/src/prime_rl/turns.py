@@ -31,7 +31,7 @@ class Turn:
 
 
 def turns_of(rollout: Rollout) -> list[Turn]:
-    """``Rollout.turns``"""
+    """The messages in order of time, each once."""
     found: list[tuple[int, Turn]] = []
     for index, sample in enumerate(rollout.samples):
         ids, repeats, roles = sample.node_ids, sample.is_repeat, sample.roles

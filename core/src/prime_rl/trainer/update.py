@@ -66,7 +66,8 @@ class BatchUpdate:
         """By ``id()`` of the micro batch, in the order of its ``PackedRow``."""
 
     def run(self) -> dict[str, float]:
-        """Take them; the batch's metrics. Raises ``RunError`` (see ``Trainer.train_step``)."""
+        """Take all of them. Returns the batch's metrics. Raises ``RunError`` (see
+        ``Trainer.train_step``)."""
         trainer, seconds, started = self.trainer, 0.0, time.perf_counter()
         metrics: dict[str, float] = {}
         if self.looks_ahead:
@@ -134,7 +135,7 @@ class BatchUpdate:
         return metrics
 
     def optimizer_step(self, rows: Sequence[MicroBatch], bad: bool) -> None:
-        """Take it; or skip it, and log why."""
+        """Take the optimizer step, or skip it and log why."""
         trainer, step = self.trainer, self.step
         if not self.found[-1]["optim/skipped"]:  # else momentum and weight decay would move weights
             for optimizer in trainer.optimizers:
