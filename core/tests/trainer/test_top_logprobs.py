@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_head import plain, random
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,22 +31,6 @@ CPU = torch.device("cpu")
 D, V = 5, 11
 ABSENT = np.iinfo(np.int32).min
 MakeModel = Callable[..., PreTrainedModel]
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
-def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, labels: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The oracle."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    if temperatures is not None:
-        logits = logits / temperatures[:, None]
-    log_softmax = logits.log_softmax(-1)
-    return log_softmax.gather(1, labels), -(log_softmax.exp() * log_softmax).sum(-1)
 
 
 def computed(
