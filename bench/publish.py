@@ -40,8 +40,9 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from bench.gpu_trainer import SHAPES as QWEN3
 from prime_rl.config.trainer import OptimConfig
+from prime_rl.plugins.optimizer import AdamWConfig, AdamWMaker
 from prime_rl.trainer import parallel
-from prime_rl.trainer.optim import clip_gradients, make_optimizer
+from prime_rl.trainer.optim import build_optimizer, clip_gradients
 from prime_rl.trainer.publish import published_dtypes, published_tensors
 from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
@@ -182,7 +183,8 @@ def rounded(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def train(model: PreTrainedModel) -> Iterator[None]:
     """AdamW steps with default settings, on random tokens."""
-    optimizer, vocab = make_optimizer(model, OptimConfig()), model.config.vocab_size
+    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, 1e-6, 0.01)
+    vocab = model.config.vocab_size
     for _ in range(STEPS):
         ids = torch.randint(1, vocab, (1, TOKENS))
         torch.autograd.backward(model(ids, labels=ids, use_cache=False).loss)

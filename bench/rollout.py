@@ -25,13 +25,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from prime_rl.env.environment import (
-    Environment,
-    EnvSettings,
-    ModelEndpoint,
-    RolloutResult,
-    SamplingSettings,
-)
+from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
 
 REPLY_TOKENS = (20, 21, 22, 23, 24, 25, 2)
 INFLIGHT = 64

@@ -19,10 +19,11 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
-from prime_rl.trainer.attention import NAMES, Attention, register
+from prime_rl.plugins.optimizer import AdamWConfig, AdamWMaker
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.optim import clip_gradients, make_optimizer
+from prime_rl.trainer.optim import build_optimizer, clip_gradients
 from prime_rl.wire import MicroBatch
+from prime_rl_kernels.kernels import KernelConfig, Mask, Varlen
 
 VOCAB = 512
 ROW = 2048
@@ -98,12 +99,14 @@ def micro_batch(documents: Documents) -> MicroBatch:
     )
 
 
-def packed_step(attention: Attention, documents: Documents) -> Callable[[], object]:
+def packed_step(kernel: type[Varlen], documents: Documents) -> Callable[[], object]:
     """The trainer's own step."""
-    model = make_model(NAMES[attention])
-    config = TrainerConfig(device="cpu", attention=attention)
     trainer = Trainer(
-        model, installed_losses().with_rl(PolicyGradient(PluginConfig())), config, max_steps=100
+        make_model("sdpa"),
+        installed_losses().with_rl(PolicyGradient(PluginConfig())),
+        TrainerConfig(device="cpu"),
+        max_steps=100,
+        kernel=kernel(KernelConfig()),
     )
     rows = pack(documents)
     return lambda: trainer.train_step(1, rows)
@@ -113,7 +116,7 @@ def padded_step(documents: Documents) -> Callable[[], object]:
     """The plain step, in batches of at most ``ROW`` tokens including padding."""
     model = make_model("sdpa")
     optim = TrainerConfig().optim
-    optimizer = make_optimizer(model, optim)
+    optimizer = build_optimizer(AdamWMaker(AdamWConfig()), model, optim.lr, optim.weight_decay)
     longest = max(map(len, documents))
     size = max(1, ROW // longest)
     total = sum(len(document) - len(document) // 2 for document in documents)
@@ -156,7 +159,6 @@ def cpu_microseconds(step: Callable[[], object], num_tokens: int) -> float:
 
 def run() -> dict[str, dict[str, float]]:
     """Measure, print a table, return it."""
-    register()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rng = np.random.default_rng(0)
@@ -167,8 +169,8 @@ def run() -> dict[str, dict[str, float]]:
         documents = [rng.integers(1, VOCAB, length).tolist() for length in lengths(rng)]
         num_tokens = sum(map(len, documents))
         steps = {
-            "varlen": packed_step("varlen", documents),
-            "mask": packed_step("mask", documents),
+            "varlen": packed_step(Varlen, documents),
+            "mask": packed_step(Mask, documents),
             "padded": padded_step(documents),
         }
         row = {kind: cpu_microseconds(step, num_tokens) for kind, step in steps.items()}

@@ -19,6 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from prime_rl import PrimeRLError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_kernel
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row
@@ -48,7 +51,7 @@ def trainer_verdict(folder: Path) -> str:
     except PrimeRLError as error:
         return _refused(error)
     documents = _documents()
-    row = make_row(_pack(documents), CPU, share=trainer.policy.packing.name == "shared")
+    row = make_row(_pack(documents), CPU, trainer.policy.packing)
     logprobs, *_ = trainer.policy(row)
     trained = logprobs[row.targets]
     (trained * _weights(len(trained))).sum().backward()
@@ -66,7 +69,8 @@ def trainer_verdict(folder: Path) -> str:
 
 def _trainer(folder: Path) -> Trainer:
     config = TrainerConfig(device="cpu")
-    return Trainer(load_model(folder, config), installed_losses(), config, max_steps=1)
+    kernel = make_kernel(config, load_plugins(TRAINER_GROUP))
+    return Trainer(load_model(folder, config), installed_losses(), config, 1, kernel=kernel)
 
 
 def _documents() -> list[list[int]]:

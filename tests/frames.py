@@ -31,6 +31,7 @@ from prime_rl.config.load import load_config  # noqa: E402
 from prime_rl.rundir.directory import make_run_dir  # noqa: E402
 from prime_rl.rundir.launch import Launch  # noqa: E402
 from prime_rl.wire.micro_batch import decode_batch  # noqa: E402
+from prime_rl.wire.transport import unsealed  # noqa: E402
 from prime_rl_environments.tiny.chat import build_chat_tokenizer  # noqa: E402
 
 DIGESTS = Path(__file__).with_name("frames.json")
@@ -106,7 +107,7 @@ def _receive(run_dir: Path, step: int, process: subprocess.Popen[bytes], log: Pa
     while not path.exists():
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.02)
-    frame = (path / "rank_0.bin").read_bytes()
+    frame = bytes(unsealed((path / "rank_0.bin").read_bytes()))
     assert decode_batch(frame)[0] == step
     (path / "rank_0.bin").unlink()
     path.rmdir()

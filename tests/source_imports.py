@@ -15,7 +15,7 @@ CORE = ROOT / "core/src/prime_rl"
 PLUGINS = sorted([*(ROOT / "plugins").glob("prime_rl_*"), *ROOT.glob("prime_rl_*")])
 PLUGINS = [folder for folder in PLUGINS if (folder / "pyproject.toml").exists()]
 
-MODULES_OF = {"prime-rl-core": "prime_rl", "pyzmq": "zmq"}
+MODULES_OF = {"prime-rl-core": "prime_rl", "pyzmq": "zmq", "ipython": "IPython"}
 """Import name of a distribution where it is not its own name with underscores."""
 
 

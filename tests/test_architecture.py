@@ -55,11 +55,12 @@ HAS_TRANSPORT = {"prime_rl_broadcast"}
 FOR_THE_TRAINER = {
     *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
     *("prime_rl.wire.micro_batch", "prime_rl.plugins.components"),
+    *("prime_rl.plugins.calls", "prime_rl.plugins.metrics"),
     *("prime_rl.env.traces", "prime_rl.orchestrator.buffer"),
 }
-"""Further modules and folders for observers and tunings that are released with core."""
+"""Further modules and folders for observers, tunings and kernels that are released with core."""
 
-OF_THE_TRAINER = {"prime_rl_lora", "prime_rl_observers"}
+OF_THE_TRAINER = {"prime_rl_kernels", "prime_rl_lora", "prime_rl_observers"}
 
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
@@ -67,8 +68,11 @@ OF_CORE = {"prime_rl_devkit", "prime_rl_evals", "prime_rl_tools"}
 """Commands and observers that read core itself and are released with it. They may import all of it
 except the trainer."""
 
-CHECKS_GRADIENTS = "prime_rl_devkit/gradient.py"
-"""The module of the author's kit that calls the trainer's loss."""
+CHECKS_GRADIENTS = (
+    "prime_rl_devkit/algorithms/gradient.py",
+    "prime_rl_devkit/lab/updates.py",
+)
+"""The modules of the author's kit that call the trainer's loss."""
 
 
 # -- 1: core imports no plugin -------------------------------------------------------------------
@@ -97,7 +101,6 @@ SHARED = ("wire", "config", "rollout.py", "plugins", *TORCH_FREE)
 ORCHESTRATOR_SIDE = (
     "orchestrator",
     "inference",
-    "monitor",
     "run",
     "cli",
     "testing",
@@ -114,7 +117,7 @@ def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:
 
 
 def test_the_trainer_side_imports_no_orchestrator_no_environment_and_no_inference() -> None:
-    others = ("orchestrator", "inference", "monitor", "run", "env", "cli", "testing", "defaults")
+    others = ("orchestrator", "inference", "run", "env", "cli", "testing", "defaults")
     names = [f"prime_rl.{other}" for other in others]
     assert forbidden(files("trainer"), *names, "verifiers", "renderers") == []
 
@@ -128,12 +131,12 @@ def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
 
 
 def test_the_processes_of_a_run_import_nothing_of_their_supervisor() -> None:
-    sides = files(*SHARED, "env", "inference", "monitor", "orchestrator", "rundir", "trainer")
+    sides = files(*SHARED, "env", "inference", "orchestrator", "rundir", "trainer")
     assert forbidden(sides, "prime_rl.run", "prime_rl.cli") == []
 
 
 def test_what_both_sides_share_imports_neither_side() -> None:
-    both = ("prime_rl.orchestrator", "prime_rl.trainer", "prime_rl.inference", "prime_rl.monitor")
+    both = ("prime_rl.orchestrator", "prime_rl.trainer", "prime_rl.inference")
     assert forbidden(files(*SHARED), *both, "verifiers", "renderers") == []
 
 
@@ -158,12 +161,13 @@ def test_every_trainer_load_of_plugins_names_the_trainer_group() -> None:
     assert all(call.startswith("load_plugins(TRAINER_GROUP") for call in calls), calls
 
 
-def test_losses_heads_transports_observers_and_tunings_are_offered_to_the_trainer() -> None:
+def test_losses_heads_transports_observers_tunings_and_kernels_are_offered_to_the_trainer() -> None:
     groups = {folder.name: pyproject(folder).get("entry-points", {}) for folder in PLUGINS}
     offering = [name for name, found in groups.items() if "prime_rl.trainer" in found]  # type: ignore[operator]
     assert offering == [
-        *("prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_lora", "prime_rl_losses"),
-        *("prime_rl_observers", "prime_rl_ppo"),
+        *("prime_rl_baselines", "prime_rl_broadcast", "prime_rl_clip_losses", "prime_rl_kernels"),
+        *("prime_rl_lora", "prime_rl_losses", "prime_rl_observers", "prime_rl_optimizers"),
+        *("prime_rl_ppo", "prime_rl_preference"),
     ]
 
 
@@ -236,7 +240,7 @@ def test_the_loop_knows_no_trace() -> None:
     """Only the adapter's modules read a verifiers trace; the others pass it on."""
     readers = [
         path.relative_to(CORE).as_posix()
-        for path in files("orchestrator", "rollout.py", "plugins", "monitor", "wire")
+        for path in files("orchestrator", "rollout.py", "plugins", "wire")
         if re.search(r"\btrace\.\w", path.read_text())
     ]
     assert set(readers) <= {"env/episode.py", "env/traces.py"}

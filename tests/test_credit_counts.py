@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prime_rl import Algorithm, PluginConfig, Rollout
-from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.components import installed_losses

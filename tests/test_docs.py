@@ -39,7 +39,7 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl.cli.app import app
-from prime_rl.config.load import build_config, load_config, merge, read_toml
+from prime_rl.config.load import build_config, load_config, merge, read_toml, with_fitted_schedule
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.manager import Hooks
@@ -47,14 +47,14 @@ from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
 from prime_rl.run.resolve import check
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
-from prime_rl.testing.report import promise_of
 from prime_rl_broadcast.connection import Member, header_of
 from prime_rl_broadcast.group import BroadcastGroup
+from prime_rl_devkit.verdicts import promise_of
 from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling, UpdateBody
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLLOWED = {"tutorial-algorithm.md", "migrating.md"}
+FOLLOWED = {"tutorial-algorithm.md", "migrating.md", "first-environment.md"}
 """Pages whose blocks are executed in order by ``test_tutorial.py``, not one by one here."""
 READMES = sorted([*ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")])
 CONFIGS = sorted((ROOT / "configs").glob("**/*.toml"))
@@ -162,6 +162,12 @@ def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -
     check(load_config([path]))
 
 
+@pytest.mark.parametrize("path", CONFIGS, ids=named)
+def test_every_shipped_config_can_be_run_for_six_steps(path: Path) -> None:
+    config, _ = with_fitted_schedule(load_config([path], ["--max-steps", "6"]))
+    config.trainer.scheduler.check(config.trainer.optim.lr, 6)
+
+
 def test_configs_are_shipped() -> None:
     assert ROOT / "configs" / "reverse_text" / "grpo.toml" in CONFIGS
 
@@ -266,7 +272,7 @@ ENGINES = ROOT / "docs/engines.md"
 def test_every_route_of_the_embedded_engine_is_in_the_contract_and_no_other() -> None:
     source = (ROOT / "plugins/prime_rl_embedded/src/prime_rl_embedded/api.py").read_text()
     served = set(re.findall(r'\("(GET|POST)", "(/[\w/]+)"', source))
-    assert len(served) == 10
+    assert len(served) == 11
     assert set(re.findall(r"`(GET|POST) (/[\w/]+)", ENGINES.read_text())) == served
 
 
@@ -335,8 +341,8 @@ def test_every_declaration_of_an_algorithm_is_listed_with_its_default() -> None:
 
 
 def test_the_readme_counts_the_promises() -> None:
-    assert len(CHECKS) == 16
-    assert "sixteen [conformance checks]" in (ROOT / "README.md").read_text()
+    assert len(CHECKS) == 18
+    assert "eighteen [conformance checks]" in (ROOT / "README.md").read_text()
 
 
 def test_the_page_names_the_version_of_the_contract() -> None:

@@ -12,7 +12,7 @@ CORE = Path(__file__).parents[1] / "core/src/prime_rl"
 OTHER_MEANINGS = {
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
-    ("trainer/logprobs.py", "auto"),
+    ("plugins/offers.py", "auto"),
     ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
     ("trainer/parallel.py", "gloo"),  # the process group of torch
 }

@@ -30,6 +30,9 @@ FOLDERS = {
     "prime_rl_samplers": "plugins/prime_rl_samplers",
     "prime_rl_clip_losses": "plugins/prime_rl_clip_losses",
     "prime_rl_ppo": "plugins/prime_rl_ppo",
+    "prime_rl_baselines": "plugins/prime_rl_baselines",
+    "prime_rl_preference": "plugins/prime_rl_preference",
+    "prime_rl_credit": "plugins/prime_rl_credit",
     "prime_rl_wandb": "plugins/prime_rl_wandb",
     "prime_rl_tensorboard": "plugins/prime_rl_tensorboard",
     "prime_rl_prometheus": "plugins/prime_rl_prometheus",
@@ -47,12 +50,19 @@ FOLDERS = {
     "prime_rl_broadcast": "plugins/prime_rl_broadcast",
     "prime_rl_observers": "plugins/prime_rl_observers",
     "prime_rl_lora": "plugins/prime_rl_lora",
+    "prime_rl_kernels": "plugins/prime_rl_kernels",
+    "prime_rl_optimizers": "plugins/prime_rl_optimizers",
+    "prime_rl_reasoning_gym": "plugins/prime_rl_reasoning_gym",
+    "prime_rl_math": "plugins/prime_rl_math",
+    "prime_rl_smollm2": "plugins/prime_rl_smollm2",
 }
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {
     *("prime-rl-echo", "prime-rl-distill", "prime-rl-clip-losses", "prime-rl-ppo"),
+    *("prime-rl-baselines", "prime-rl-preference", "prime-rl-credit"),
     *("prime-rl-ray", "prime-rl-wandb", "prime-rl-tensorboard", "prime-rl-prometheus"),
-    "prime-rl-vllm",
+    *("prime-rl-vllm", "prime-rl-reasoning-gym", "prime-rl-math"),
+    "prime-rl-smollm2",
 }
 """First-party distributions that a user adds by name."""
 HEAVY = {"torch", "transformers", "verifiers", "renderers", "vllm", "pyzmq", "matplotlib"}
@@ -126,7 +136,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(dist, name):
     if name == META:
         assert files == ["prime_rl_defaults/defaults.toml"]
     else:
-        package = "prime_rl" if name == "prime_rl_core" else name
+        package = {"prime_rl_core": "prime_rl", "prime_rl_math": "math_problems"}.get(name, name)
         assert f"{package}/py.typed" in files
 
 
@@ -203,8 +213,8 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     assert done.returncode == 2
     assert done.stderr == (
         "error: env 'reverse-text': algo: no installed plugin offers the algorithm 'grpo' "
-        "(installed: opd, opsd, sft). Check the spelling, or install the package that brings it "
-        "(by convention prime-rl-grpo).\n"
+        "(installed: opd, opsd, sdft, sdpo, sft). Check the spelling, or install the package that "
+        "brings it (by convention prime-rl-grpo).\n"
     )
     assert list(tmp_path.iterdir()) == []
     run(*pip(bare), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")

@@ -34,6 +34,7 @@ from prime_rl.orchestrator.sources import RolloutRequest
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_kernel
 from prime_rl.rollout import Rollout
 from prime_rl.run.children import Child, end, free_ports, start
 from prime_rl.run.commands import engine_launch
@@ -294,6 +295,7 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
         Components.load(config.trainer, load_plugins(TRAINER_GROUP)),
         config.trainer,
         config.max_steps,
+        kernel=make_kernel(config.trainer, load_plugins(TRAINER_GROUP)),
     )
     publisher = Publisher(run_dir / "broadcasts", keep=config.max_steps + 1)
     async with AsyncExitStack() as stack:
@@ -302,7 +304,7 @@ async def synchronous_run(config: RunConfig, launch: Launch, run_dir: Path) -> N
         fleet = engines.fleet
         stack.push_async_callback(fleet.close)
         shared = build.build_shared(run, engines)
-        (env,) = build.build_train_envs(shared)
+        env = build.build_train_env(shared, *config.orchestrator.train.env)
         await stack.enter_async_context(env.environment)
         sampler = build.build_sampler(config, hooks, [env])
         await fleet.wait_ready(LIMIT)

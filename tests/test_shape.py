@@ -13,9 +13,8 @@ SHIPPED = [
     for file in sorted(ROOT.glob(f"{folder}/src/**/*.py"))
 ]
 
-MOST_LINES_OF_CORE = 18_850
-"""The goal is 18,000, and issue 15 is open until core is there. Contract 2 (losses, heads,
-minibatches, references, metrics of plugins) takes about 2,000 lines."""
+MOST_LINES_OF_CORE = 18_450
+"""The goal is 18,000: contract 2 took 2,000 lines, and checks of files and faults 500."""
 MOST_LINES_OF_THE_LOOP = 200
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60

@@ -7,6 +7,7 @@ fail ends in ``# fails``.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -160,6 +161,25 @@ def test_the_tutorial_goes_from_ten_lines_to_an_installed_wheel(
         reader.follow(block)
     for step in ("plugins new", "pytest", "plugins check", "--dry-run", "build", "--find-links"):
         assert any(step in command for command in reader.commands), step
+
+
+@pytest.mark.slow
+def test_the_first_environment_is_written_tested_and_trained_on(
+    tmp_path: Path,
+    commands_folder: Path,
+    model_cache: Path,
+    tiny_reverse: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))  # with the model that tiny_reverse made
+    reader = Reader(tmp_path, commands_folder)
+    for block in blocks(DOCS / "first-environment.md"):
+        reader.follow(block)
+    (run,) = tmp_path.glob("prime-rl-sorted-letters/outputs/first")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    name = "train/agg/all/reward/mean"
+    rewards = [line[name] for line in lines if name in line]
+    assert len(rewards) == 2 and all(0 < reward < 1 for reward in rewards)
 
 
 @pytest.mark.slow

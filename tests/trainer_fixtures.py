@@ -14,11 +14,25 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl import Loss, LossInputs, LossOutputs
-from prime_rl.trainer.attention import NAMES, register
+from prime_rl import Kernel, Loss, LossInputs, LossOutputs, OptimizerMaker
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_kernel, make_optimizer
 from prime_rl.wire import MicroBatch
+from prime_rl_kernels.attention import NAMES, register
 
 VOCAB = 61
+
+
+def kernel_of(config: TrainerConfig) -> Kernel:
+    """The installed kernel that a run with this config has."""
+    return make_kernel(config, load_plugins(TRAINER_GROUP))
+
+
+def maker_of(config: TrainerConfig) -> OptimizerMaker:
+    """What makes the optimizer of a run with this config."""
+    return make_optimizer(config.optim, load_plugins(TRAINER_GROUP))
 
 
 class Ratio(Loss):
@@ -58,10 +72,11 @@ def make_qwen3() -> Callable[..., Qwen3ForCausalLM]:
 
 @pytest.fixture
 def make_model() -> Callable[..., PreTrainedModel]:
-    """The tiny model with the trainer's attention, in double precision for exact comparisons."""
+    """The tiny model in double precision for exact comparisons. ``attention``: ``sdpa``, that of
+    transformers, or a kernel's."""
     register()
 
-    def make(attention: str = "varlen", **changes: Any) -> PreTrainedModel:
+    def make(attention: str = "sdpa", **changes: Any) -> PreTrainedModel:
         tiny = tiny_qwen3(**changes).double()
         names: dict[str, str] = {"sdpa": "sdpa", "varlen": NAMES["varlen"], "mask": NAMES["mask"]}
         tiny.set_attn_implementation(names[attention])

@@ -143,8 +143,8 @@ SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": Popen})
 
 def can_fork_here(argv: Sequence[str]) -> bool:
     """Whether a process of a run starts another, and has no threads, which would be missing."""
-    ours = argv[1] == "-m" and argv[2].startswith("prime_rl")
-    return ours and threading.active_count() == 1
+    option, module, *_ = [*(part for part in argv[1:] if part != "-P"), "", ""]
+    return option == "-m" and module.startswith("prime_rl") and threading.active_count() == 1
 
 
 _is_fork = False
@@ -269,13 +269,16 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
 
 
 def run_here(arguments: list[str]) -> None:
-    """As Python does: ``[-W FILTER] (-m MODULE | -c CODE | FILE) ARGUMENTS``."""
+    """As Python does: ``[-W FILTER] [-P] (-m MODULE | -c CODE | FILE) ARGUMENTS``."""
     subprocess.Popen = Popen  # type: ignore[misc]
     sys.path[0] = ""
     sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     while arguments[0] == "-W":
         warnings._setoption(arguments[1])  # type: ignore[attr-defined]
         arguments = arguments[2:]
+    if arguments[0] == "-P":
+        del sys.path[0]
+        arguments = arguments[1:]
     option, *words = arguments
     if option == "-m":
         sys.argv = words

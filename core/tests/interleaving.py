@@ -25,14 +25,9 @@ from aiohttp import web
 
 from in_process import InProcessHarness
 from in_process.turns import Refused, TurnDriver
-from prime_rl.env.environment import (
-    Environment,
-    EnvSettings,
-    ModelEndpoint,
-    RolloutResult,
-    SamplingSettings,
-)
-from prime_rl.env.trajectory import build_samples
+from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
+from prime_rl.env.traces import build_samples
 from prime_rl.rollout import Sample
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 

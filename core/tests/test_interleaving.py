@@ -282,7 +282,7 @@ def stage(
     engine = Engine()
     with asyncio.Runner() as runner:
         server = runner.run(engine.start())
-        runner.run(environment.start())
+        runner.run(environment.__aenter__())
         studio = Studio(environment, engine)
 
         def play(script: list[dict[str, Any]]) -> Any:
@@ -292,7 +292,7 @@ def stage(
             return samples_of(results), engine.calls
 
         yield play
-        runner.run(environment.close())
+        runner.run(environment.__aexit__())
         runner.run(server.cleanup())
 
 

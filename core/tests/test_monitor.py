@@ -10,7 +10,7 @@ from waiting import LIMIT
 
 from prime_rl import Monitor, PluginConfig
 from prime_rl.defaults import FileMonitor
-from prime_rl.monitor.background import MAX_WAITING_ROLLOUTS, Background, in_background
+from prime_rl.orchestrator.reporter import MAX_WAITING_ROLLOUTS, Background, in_background
 from prime_rl.testing import make_rollout
 
 
@@ -145,7 +145,7 @@ def test_a_slow_monitor_blocks_nothing_and_loses_lines(caplog):
 
 
 def test_a_monitor_that_hangs_does_not_block_the_end_of_the_run(monkeypatch, caplog):
-    monkeypatch.setattr("prime_rl.monitor.background.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("prime_rl.orchestrator.reporter.CLOSE_SECONDS", 0.05)
     recorder = Recorder()
     recorder.gate.clear()
     monitor = in_background(recorder)

@@ -14,7 +14,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.pool import GivenUp
 from prime_rl.inference.scorer import PromptScorer
-from prime_rl.orchestrator.build import report_engines
+from prime_rl.orchestrator.build import keep_reporting
 from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.rundir.launch import Launch
 
@@ -145,7 +145,7 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
         config = RunConfig(model={"name": "m"}, max_steps=1, inference=inference)
         one, two = fleet.urls if elsewhere else ("inference", "inference_1")
         engines[1].away = True
-        report_engines(config, launch_of(fleet.urls), fleet, tmp_path)
+        keep_reporting(config, launch_of(fleet.urls), fleet, tmp_path)
         assert reported() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
         await fleet.wait_ready(LIMIT)
         await fleet.update_weights("v1", 1)

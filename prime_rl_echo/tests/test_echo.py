@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
 from prime_rl.env.episode import BranchTokens
-from prime_rl.env.trajectory import build_samples
+from prime_rl.env.traces import build_samples
 from prime_rl.rollout import ROLES
 from prime_rl.testing import check_algorithm, make_group, make_rollout, score
 from prime_rl_echo import Echo, EchoConfig

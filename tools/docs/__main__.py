@@ -1,4 +1,6 @@
-"""``python -m tools.docs [--check] [DIRECTORY]``: write the generated pages, or check them."""
+"""``python -m tools.docs [--check] [--estimators] [DIRECTORY]``: write the pages, or check them.
+
+``--estimators``: also the proofs of all algorithms, which take half a minute."""
 
 from __future__ import annotations
 
@@ -7,23 +9,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tools.docs.api_page import api_page
 from tools.docs.config_page import config_page
+from tools.docs.estimators_page import estimators_page
 from tools.docs.hooks_page import hooks_page
 
 
-def pages() -> dict[str, str]:
+def pages(estimators: bool = False) -> dict[str, str]:
     """Every generated page by file name."""
-    return {"hooks.md": hooks_page(), "config.md": config_page()}
+    if estimators:
+        return pages() | {"estimators.md": estimators_page()}
+    return {"hooks.md": hooks_page(), "config.md": config_page(), "api.md": api_page()}
 
 
-def outdated(directory: Path) -> list[str]:
+def outdated(directory: Path, estimators: bool = False) -> list[str]:
     """Names of the pages in ``directory`` that are missing or differ from the code."""
 
     def differs(name: str, text: str) -> bool:
         path = directory / name
         return not path.exists() or path.read_text() != text
 
-    return [name for name, text in pages().items() if differs(name, text)]
+    return [name for name, text in pages(estimators).items() if differs(name, text)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,16 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.docs", description=__doc__)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("docs"))
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page differs")
+    parser.add_argument("--estimators", action="store_true", help="also estimators.md")
     options = parser.parse_args(arguments)
     directory: Path = options.directory
     if options.check:
-        names = outdated(directory)
+        names = outdated(directory, options.estimators)
         for name in names:
-            fix = f"Run: python -m tools.docs {directory}"
+            fix = f"Run: python -m tools.docs --estimators {directory}"
             print(f"{directory / name} differs from the code. {fix}", file=sys.stderr)
         return 1 if names else 0
     directory.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    for name, text in pages(options.estimators).items():
         (directory / name).write_text(text)
     return 0
 

@@ -39,6 +39,8 @@ TABLES = {
     "head": "[trainer.heads.{}]",
     "trainer_observer": "[trainer.{}]",
     "tuning": "[trainer.{}]",
+    "optimizer": '[trainer.optim] type = "{}"',
+    "kernel": '[trainer] attention = "{}"',
     "weight_transport": '[weight_broadcast] type = "{}"',
 }
 """The table with a plugin class's settings, by kind."""

@@ -18,6 +18,7 @@ from prime_rl.plugins.offers import KINDS
 
 IMPLEMENTERS = {
     "registration": "a module or object that an entry point names",
+    "sampling": "the env's own algorithm; any installed plugin, for every env",
     "scoring": "the env's own algorithm; any installed plugin, for every env",
     "filtering": "a filter of the slot; any installed plugin, for every slot",
     "observation": "any installed plugin; not an algorithm or a filter",

@@ -1,6 +1,9 @@
-"""The names a plugin author imports. Importing this brings in neither torch nor verifiers."""
+"""The names a plugin author imports, and ``train`` and ``Run``, the Python API, which an installed
+package offers. Importing this brings in neither torch nor verifiers."""
 
-from prime_rl.config.models import FrozenModel as FrozenModel
+import typing as _typing
+
+from prime_rl.config.inference import FrozenModel as FrozenModel
 from prime_rl.errors import ConfigError as ConfigError
 from prime_rl.errors import EngineError as EngineError
 from prime_rl.errors import EngineGone as EngineGone
@@ -25,6 +28,7 @@ from prime_rl.plugins.head import Head as Head
 from prime_rl.plugins.head import HeadInputs as HeadInputs
 from prime_rl.plugins.hookspecs import hookimpl as hookimpl
 from prime_rl.plugins.import_path import import_function as import_function
+from prime_rl.plugins.kernel import Kernel as Kernel
 from prime_rl.plugins.launchers import Launcher as Launcher
 from prime_rl.plugins.launchers import Part as Part
 from prime_rl.plugins.launchers import Place as Place
@@ -41,6 +45,9 @@ from prime_rl.plugins.model import RendererOffer as RendererOffer
 from prime_rl.plugins.monitor import Monitor as Monitor
 from prime_rl.plugins.observer import Observer as Observer
 from prime_rl.plugins.observer import ObserverHost as ObserverHost
+from prime_rl.plugins.optimizer import AdamWConfig as AdamWConfig
+from prime_rl.plugins.optimizer import OptimizerMaker as OptimizerMaker
+from prime_rl.plugins.sampler import RolloutPlan as RolloutPlan
 from prime_rl.plugins.sampler import SampledEnv as SampledEnv
 from prime_rl.plugins.sampler import Sampler as Sampler
 from prime_rl.plugins.sampler import Source as Source
@@ -62,3 +69,15 @@ from prime_rl.rollout import Sample as Sample
 from prime_rl.rundir.chat_template import ChatTemplate as ChatTemplate
 from prime_rl.streams import LossComponent as LossComponent
 from prime_rl.turns import Turn as Turn
+
+if _typing.TYPE_CHECKING:
+    train: _typing.Callable[..., _typing.Any]
+    Run: type[_typing.Any]
+else:
+
+    def __getattr__(name: str) -> object:
+        from importlib.metadata import entry_points
+
+        for entry in entry_points(group="prime_rl.api", name=name):
+            return entry.load()
+        raise AttributeError(f"module 'prime_rl' has no attribute {name!r}")

@@ -25,14 +25,16 @@ StreamColumn: TypeAlias = npt.NDArray[Any]
 """float32 or int32, [T] or [T, k]."""
 Values: TypeAlias = Sequence[float] | npt.NDArray[Any]
 
-STREAMS = ("advantages", "rl_weights", "ce_weights", "ref_kl_weights", "ref_logprobs")
+OBSERVATION_WEIGHTS = "ce_weights"
+"""The stream that the hook ``observation_weights`` assigns."""
+STREAMS = ("advantages", "rl_weights", OBSERVATION_WEIGHTS, "ref_kl_weights", "ref_logprobs")
 """The streams that are attributes."""
 WEIGHTS = "_weights"
 LossComponent: TypeAlias = str
 """``rl``, which is the run's default loss, or the name of an installed loss."""
 COMPUTED = frozenset(
-    {"entropies", "top_logprobs", "old_logprobs", "policy_lag", "temperatures"}
-    | {"sequence_ids", "rollout_ids", "group_ids"}
+    {"entropies", "top_logprobs", "old_logprobs", "initial_logprobs", "ema_logprobs"}
+    | {"policy_lag", "temperatures", "sequence_ids", "rollout_ids", "group_ids"}
 )
 """Columns that a loss may read and core computes: no algorithm assigns them."""
 TOP_IDS = "top_ids"

@@ -1,11 +1,16 @@
 """The command line, through the real entry point and through typer's runner."""
 
+import inspect
+import re
+import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from commandline import prime_rl
+from typer.main import get_group
 from typer.testing import CliRunner
 
 from prime_rl.cli import main
@@ -179,3 +184,40 @@ def test_the_version_is_the_cores(tmp_path):
     assert (
         prime_rl("--version", cwd=tmp_path).stdout == f"prime-rl-core {version('prime-rl-core')}\n"
     )
+
+
+def test_python_dash_m_is_the_command(tmp_path):
+    command = [sys.executable, "-m", "prime_rl", "-h"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage: python -m prime_rl" in done.stdout
+
+
+def walk(group, *path):
+    """Every command below a group, with the words that call it."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from walk(command, *path, name)
+        else:
+            yield [*path, name], command
+
+
+def test_every_command_has_a_panel_and_examples_that_parse():
+    panels = {command.rich_help_panel for command in get_group(app).commands.values()}
+    assert {"Train", "Look", "Serve", "Extend"} <= panels <= {*panels} - {None}
+    for words, command in walk(get_group(app)):
+        shown = re.findall(r"^```\n(.*?)^```$", inspect.cleandoc(command.help), re.M | re.S)
+        assert shown, f"prime-rl {' '.join(words)} -h has no example"
+        for line in "".join(shown).splitlines():
+            called = shlex.split(line)
+            assert called[: len(words) + 1] == ["prime-rl", *words]
+            command.make_context(" ".join(words), called[len(words) + 1 :])
+
+
+def test_help_is_wrapped_once():
+    for name in ("race", "replay", "stop"):
+        shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
+        text = shown.partition("\n\n")[2].partition("╭")[0].partition("  prime-rl")[0]
+        lines = [line.strip() for line in text.splitlines()]
+        for line, following in pairwise(lines):
+            if line and following:  # else the end of a paragraph
+                assert len(line) + 1 + len(following.split()[0]) > 77, (line, following)

@@ -1,9 +1,18 @@
 """TOML files and overrides to a frozen config, or to an error that says what to do."""
 
+import tomllib
+
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config.load import load_config, merge, parse_overrides, parse_value, set_at
+from prime_rl.config.load import (
+    build_config,
+    load_config,
+    merge,
+    parse_overrides,
+    parse_value,
+    set_at,
+)
 from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import TrainerConfig
 
@@ -136,8 +145,9 @@ def message(toml, text, overrides=()):
         ("--orchestrator.bach_size=8",
          "orchestrator.bach_size: unknown key; did you mean 'batch_size'?"),
         ("--sede=8", "sede: unknown key; did you mean 'seed'?"),
-        ("--trainer.optim.qqq=8", "trainer.optim.qqq: unknown key; known here: beta1, beta2, eps, "
-         "lr, max_norm, momentum, nesterov, ns_steps, type, weight_decay"),
+        ("--trainer.scheduler.qqq=8",
+         "trainer.scheduler.qqq: unknown key; known here: decay_steps, min_lr, type, "
+         "warmup_steps"),
         ("--trainer.dtyp=bfloat16", "trainer.dtyp: unknown key; did you mean 'dtype'?"),
         ("--max_steps=0", "max_steps: Input should be greater than 0 (got 0)"),
         ("--trainer.dtype=fp16",
@@ -230,12 +240,14 @@ def test_no_key_is_left_unread():
 
     import prime_rl
     import prime_rl_evals
+    import prime_rl_kernels
 
     root = Path(prime_rl.__file__).parent
     sources = [
         p for p in root.rglob("*.py") if not {"config", "docs"} & set(p.parts[len(root.parts) :])
     ]
-    sources += Path(prime_rl_evals.__file__).parent.glob("*.py")  # [orchestrator.eval]
+    for plugin in (prime_rl_evals, prime_rl_kernels):  # [orchestrator.eval], trainer.share_prompts
+        sources += Path(plugin.__file__).parent.glob("*.py")
     text = "\n".join(path.read_text() for path in sources)
     own = "\n".join(path.read_text() for path in (root / "config").glob("*.py"))
 
@@ -266,3 +278,23 @@ def test_a_number_without_a_value_is_refused(tmp_path):
 def test_a_config_that_version_0_1_wrote_without_lora_is_read():
     trainer = TrainerConfig.model_validate({"lora": None, "loss": {"type": "default"}})
     assert trainer.settings == {}
+
+
+ENV = LEAST + "[[orchestrator.train.env]]\nid = 'a/b@1'\n"
+PATHS = ["../../../x", "/etc/x", "a/../../x", "..", ".hidden", "a\\b", "a\0b", "a\n", "", "x" * 300]
+
+
+@pytest.mark.parametrize("key", ["id", "name"])
+@pytest.mark.parametrize("name", PATHS)
+def test_a_name_that_is_a_path_is_refused(key, name):
+    table = merge(tomllib.loads(ENV), {})
+    table["orchestrator"]["train"]["env"][0][key] = name
+    with pytest.raises(ConfigError, match=rf"^orchestrator\.train\.env\.0\.{key}: String should"):
+        build_config(table)
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("key", ["trainer.optim.lr", "orchestrator.train.env.0.args.a"])
+def test_a_number_that_json_cannot_hold_is_refused(toml, key, value):
+    with pytest.raises(ConfigError, match=rf"^{key}: expected a finite number, got {value}"):
+        load_config([toml(ENV)], [f"--{key}={value}"])

@@ -23,6 +23,7 @@ class Installer:
         version: str = "1.2",
         group: str = "prime_rl",
         value: str | None = None,
+        requires: str = "",
     ) -> str:
         """Install a distribution whose module holds ``source``; returns the module's name."""
         module = distribution.replace("-", "_")
@@ -33,6 +34,7 @@ class Installer:
         (site / f"{module}.py").write_text(head + dedent(source))
         (info / "METADATA").write_text(
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
+            + (f"Requires-Dist: {requires}\n" if requires else "")
         )
         (info / "entry_points.txt").write_text(f"[{group}]\n{plugin} = {value or module}\n")
         self.modules.append(module)

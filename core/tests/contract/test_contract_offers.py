@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import PositiveFloat
 
 from prime_rl import Algorithm, ConfigError, PluginConfig
 from prime_rl.plugins.manager import Origin
@@ -64,6 +65,18 @@ def test_settings_become_the_plugins_own_config():
     assert config == RlooConfig(alpha=0.25, strict=True)
 
 
+def test_a_default_is_validated_too():
+    class Config(PluginConfig):
+        limit: PositiveFloat = -1.0
+
+    class Bad(Algorithm):
+        name = "bad"
+        config_class = Config
+
+    with pytest.raises(ConfigError, match=r"algo .*limit: Input should be greater than 0"):
+        settings_of(Bad, ALGORITHM, {}, "algo")
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -92,7 +105,7 @@ def test_offers_compare_by_identity():
 
 
 def test_every_kind_has_a_hook_of_its_own():
-    assert len({kind.hook for kind in KINDS}) == len(KINDS) == 16
+    assert len({kind.hook for kind in KINDS}) == len(KINDS) == 18
     assert [kind.plural for kind in KINDS if kind.name == "loss"] == ["losses"]
 
 

@@ -2,11 +2,13 @@
 
 import re
 
+import numpy as np
 import pytest
 
-from prime_rl import PluginError
+from prime_rl import PluginError, hookimpl
 from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, FILTER, LOSS, collect
+from prime_rl.testing import make_sample
 
 WHO = "plugin 'demo' (demo-plugin 1.2)"
 
@@ -129,6 +131,17 @@ def test_a_failing_import(install):
     )
 
 
+def test_an_exit_at_import(install):
+    install("import sys; sys.exit(3)")
+    assert refusal().startswith(f"{WHO} failed to import: SystemExit: 3. ")
+
+
+def test_an_exit_while_registering(install):
+    install("@hookimpl\ndef register_algorithms(): raise SystemExit(3)")
+    message = refused_offer()
+    assert message.startswith(f"{WHO}: register_algorithms failed: SystemExit: 3. ")
+
+
 def test_an_entry_point_to_a_missing_module(install):
     install(value="demo_plugin:missing")
     message = refusal()
@@ -142,7 +155,9 @@ def test_two_distributions_of_one_plugin_name(install):
     message = refusal()
     assert message.startswith("two distributions name a plugin 'demo': ")
     assert "demo-one 1.0" in message and "demo-two 2.0" in message
-    assert message.endswith("Uninstall one, or list the name under plugins.disabled.")
+    assert message.endswith("Uninstall one, or list 'demo-one' under plugins.disabled.")
+    plugins = load_plugins(disabled=["demo-one"])
+    assert plugins.sources["demo"].distribution == "demo-two"
 
 
 def test_a_disabled_plugin_is_not_even_imported(install):
@@ -240,6 +255,40 @@ def test_a_config_class_that_is_no_plugin_config(install):
     )
 
 
+@pytest.mark.parametrize(("kind", "key"), [("algorithm", "sampling"), ("filter", "enforce")])
+def test_a_setting_that_is_core_s_key(install, kind, key):
+    install(
+        f"class Config(PluginConfig):\n    {key}: int = 1\n"
+        f"class Mine({kind.title()}):\n    name = 'mine'\n    config_class = Config\n"
+        f"@hookimpl\ndef register_{kind}s():\n    return [Mine]\n"
+    )
+    assert refused_offer(ALGORITHM if kind == "algorithm" else FILTER) == (
+        f"{WHO}: Config has a setting {key!r}, which no TOML can set: the key is core's in the "
+        f"table of {kind}s. Rename it."
+    )
+
+
+def test_an_async_method_that_core_calls_without_await(install):
+    body = "name = 'mine'\n    async def save(self, directory): ..."
+    install(offer(f"class Mine(Algorithm):\n    {body}"))
+    assert refused_offer() == (
+        f"{WHO}: Mine.save is 'async def' and core calls it without 'await', so its body would "
+        "never run. Make it a plain 'def'."
+    )
+
+
+def test_a_plugin_that_requires_another_core_is_flagged_and_loads(install):
+    pytest.importorskip("packaging")
+    install(requires="prime-rl-core>=7")
+    with pytest.warns(UserWarning, match=f"{re.escape(WHO)}: it asks for prime-rl-core>=7; .* is"):
+        assert "demo" in load_plugins().sources
+
+
+def test_a_plugin_that_requires_this_core_is_not_flagged(install):
+    install(requires="prime-rl-core[run]>=0.1; python_version > '3'")
+    assert "demo" in load_plugins().sources
+
+
 def test_a_registration_that_fails_is_named(install):
     install("@hookimpl\ndef register_algorithms():\n    raise KeyError('x')")
     assert refused_offer() == (
@@ -288,6 +337,19 @@ def test_losses_are_collected_from_the_trainers_group_only(install):
 
 
 # -- plugins that are not installed: an env's own algorithm ---------------------------------
+
+
+@pytest.mark.parametrize("stream", ["advantages", "mine"])
+def test_a_packed_batch_is_read_only(stream):
+    class Rebinds:
+        @hookimpl
+        def batch_packed(self, samples):
+            samples[0].set_stream(stream, np.zeros(len(samples[0]), np.float32))
+
+    hooks = Hooks()
+    hooks.register(Rebinds(), "rebinds")
+    with pytest.raises(PluginError, match=f"batch_packed of rebinds replaced {stream} of a sample"):
+        hooks.batch_packed(1, [make_sample()])
 
 
 def test_a_scopes_own_plugin_is_checked_too():

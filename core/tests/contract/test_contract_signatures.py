@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def described(name: str, found: Any) -> Iterator[str]:
         yield from (f"    {line}" for line in members(found))
     elif inspect.isroutine(found):
         yield f"{name}{signature(found)}"
-    elif isinstance(found, dict):
+    elif isinstance(found, Mapping):
         yield f"{name} = {sorted(found)}"
     elif isinstance(found, HookimplMarker):
         yield f"{name}{signature(found.__call__)}"

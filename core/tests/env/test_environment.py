@@ -16,20 +16,15 @@ from typing import Any
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.env.environment import (
-    Environment,
-    EnvSettings,
-    Examples,
-    ModelEndpoint,
-    RolloutResult,
-    SamplingSettings,
-)
+from prime_rl.env.environment import Environment, Examples, SamplingSettings
+from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
 from prime_rl.env.traces import node_versions
 
 pytest.importorskip("in_process", reason="needs the plugin prime-rl-environments")
 import verifiers.v1 as vf
 from aiohttp import web
 from loopback import listening
+from pydantic import ValidationError
 from renderers import Qwen3RendererConfig
 
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
@@ -238,6 +233,24 @@ async def test_a_rollout_becomes_aligned_columns(settings: Any, engine: FakeEngi
     assert branch.node_ids == [0] * 6 + [1] * 5
     assert branch.policy_versions == [-1] * 8 + [4, 5, 5]
     assert branch.trainable
+
+
+async def test_an_example_with_another_prompt_is_the_same_task(
+    settings: Any, engine: FakeEngine
+) -> None:
+    async with Environment(settings(PlainTaskset)) as env:
+        hint = [{"role": "user", "content": "b"}]
+        example = env.examples[0].with_prompt(hint)
+        asked = {"model": ModelEndpoint(MODEL, engine.url), "sampling": SamplingSettings()}
+        (result,) = await env.run(example, **asked)
+        assert env.examples[0].with_prompt("ab").task is env.examples[0].task
+    (branch,) = result.branches
+    assert branch.token_ids[:5] == [START, USER, *ids("b"), END, NEWLINE]
+    assert result.task_fields["answer"] == "ok" and result.reward == 2.0
+    assert [each["content"] for each in result.task_fields["prompt"]] == ["b"]
+    assert env.examples[0].fields["prompt"] == "ab"
+    with pytest.raises(ValidationError, match="teapot"):
+        example.with_prompt([{"role": "teapot", "content": "b"}])
 
 
 async def test_rewards_metrics_and_the_rest_of_the_record(
@@ -533,7 +546,7 @@ asyncio.run(main())
 
 async def test_a_folder_without_a_tokenizer_is_named(settings: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"tokenizer '.*' cannot be loaded: FileNotFoundError"):
-        await Environment(settings(PlainTaskset, tokenizer_path=tmp_path)).start()
+        await Environment(settings(PlainTaskset, tokenizer_path=tmp_path)).__aenter__()
 
 
 def test_importing_the_adapter_does_not_import_verifiers() -> None:

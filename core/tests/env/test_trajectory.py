@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Rollout, StreamError, Turn
-from prime_rl.env.environment import BranchTokens, RolloutResult
-from prime_rl.env.traces import rewards_by_node
-from prime_rl.env.trajectory import build_rollout, build_samples
+from prime_rl.env.episode import BranchTokens, RolloutResult
+from prime_rl.env.traces import build_rollout, build_samples, rewards_by_node
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 from prime_rl.testing import make_rollout
 

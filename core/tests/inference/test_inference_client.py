@@ -243,3 +243,15 @@ async def test_an_engine_that_takes_no_connection_does_not_listen():
     async with client_at(f"http://127.0.0.1:{port}") as admin:
         with pytest.raises(NoAnswer):
             await admin.look()
+
+
+@pytest.mark.parametrize(
+    ("url", "verified"),
+    [("http://h", False), ("https://h", True), ("HTTPS://h", True), ("HTTP://h", False)],
+)
+def test_the_certificate_of_an_engine_is_verified(url, verified, monkeypatch):
+    """httpx opens a TLS connection for every spelling of the scheme."""
+    found = {}
+    monkeypatch.setattr(client.httpx, "AsyncClient", lambda **given: found.update(given))
+    EngineClient(url, None)
+    assert found["verify"] is verified

@@ -22,9 +22,8 @@ from prime_rl import (
     StreamError,
 )
 from prime_rl.inference import engine as engine_module
-from prime_rl.inference import frozen as frozen_module
 from prime_rl.inference import pool as pool_module
-from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.pool import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
 from prime_rl.run.children import free_ports
 
@@ -335,7 +334,6 @@ async def test_one_look_without_an_answer_loses_nothing_however_old_the_last_one
     """A frozen model is not looked at while it serves."""
     clock = Clock()
     monkeypatch.setattr(engine_module, "time", clock)
-    monkeypatch.setattr(frozen_module, "time", clock)
     monkeypatch.setattr(pool_module, "time", clock)
     async with scoring_one() as (engine, scoring):
         await scoring.logprobs([8, 4])

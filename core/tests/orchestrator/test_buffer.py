@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Filter, PluginConfig, RunError, hookimpl
-from prime_rl.orchestrator.buffer import Buffer
-from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
 
@@ -226,3 +225,32 @@ def test_no_batch_splits_a_group_and_a_restored_buffer_makes_the_same_batches(gr
         assert sum(number in batch for batch in batches) <= 1
         found = [batch.count(number) for batch in batches if number in batch]
         assert found in ([], [rewards.count(FINE)])
+
+
+class NotTheBest(Filter):
+    name = "not_the_best"
+
+    @hookimpl
+    def filter_rollout(self, rollout, group):
+        assert any(each is rollout for each in group)
+        return "not the best" if rollout.reward < max(each.reward for each in group) else None
+
+
+@pytest.mark.parametrize("slot", ["pre", "post"])
+def test_a_filter_sees_the_group_also_when_it_is_split_or_restored(slot):
+    def buffer():
+        slots = {"pre": FilterSlot("pre", Hooks(), []), "post": FilterSlot("post", Hooks(), [])}
+        slots[slot] = FilterSlot(slot, Hooks(), [(NotTheBest(PluginConfig()), True)])
+        return Buffer(batch_size=1, max_off_policy_steps=8, max_empty_batches=9, **slots)
+
+    one, group, other = buffer(), rollouts(1, 3, 2), rollouts(5, 4, group_id=1)
+    one.add(group)
+    one.add(other)
+    resumed = buffer()
+    resumed.restore(one.buffered)  # what a checkpoint of this moment has
+    assert [
+        r.reward for each in (one, resumed) for r in (*each.take().kept, *each.take().kept)
+    ] == [
+        *(3, 5),
+        *(3, 5),
+    ]

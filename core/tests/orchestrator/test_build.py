@@ -9,8 +9,8 @@ from prime_rl.orchestrator.build import (
     build_filters,
     build_monitors,
     build_observers,
-    train_sampling,
 )
+from prime_rl.orchestrator.sources import train_sampling
 from prime_rl.plugins.manager import Hooks, load_plugins
 
 

@@ -30,3 +30,24 @@ async def test_a_reference_model_with_a_context_shorter_than_a_rollout_is_refuse
         return await host.wait_ready(1.0)
     with pytest.raises(ConfigError, match=r"'big' takes 8 tokens .* a rollout may have 16"):
         await host.wait_ready(1.0)
+
+
+def test_what_the_host_lends_of_the_run(tmp_path):
+    envs = [{"id": "a", "sampling": {"max_completion_tokens": 7}}, {"id": "b"}]
+    train = {"env": envs, "sampling": {"max_completion_tokens": 9}}
+    config = RunConfig(
+        model={"name": "m"}, max_steps=1, seq_len=64, seed=5, orchestrator={"train": train}
+    )
+    run = SimpleNamespace(config=config, run_dir=tmp_path)
+    engines = SimpleNamespace(policy=SimpleNamespace(version=3))
+    shared = SimpleNamespace(
+        scores=PromptScorer(None, "m"),
+        run=run,
+        rendering=Rendering(tmp_path, None),
+        engines=engines,
+    )
+    one, other = (EnvHost(env, None, shared) for env in ("a", "b"))
+    assert (one.max_completion_tokens, other.max_completion_tokens) == (7, 9)
+    assert (one.seq_len, one.seed, one.step) == (64, 5, 3)
+    assert one.folder.is_dir() and one.folder != other.folder and tmp_path in one.folder.parents
+    assert one.logger.name.endswith(".a")

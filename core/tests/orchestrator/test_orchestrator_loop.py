@@ -23,14 +23,14 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl.config.load import build_config
-from prime_rl.orchestrator.buffer import Batch, Buffer
+from prime_rl.defaults import StandardSampler
+from prime_rl.orchestrator.buffer import Batch, Buffer, FilterSlot
 from prime_rl.orchestrator.context import Engines, Outages, RunContext
-from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.orchestrator.reporter import Reporter
-from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import RolloutRequest
 from prime_rl.plugins.manager import Hooks, scope
@@ -264,7 +264,7 @@ async def test_every_step_goes_from_the_sampler_to_new_weights(tmp_path: Path) -
     assert world.diary.scored == [(group, group // 2) for group in range(6)]
     asked = [(ask.group_id, ask.example_id, ask.policy_version) for ask in world.source.asked[::2]]
     assert asked == [(0, 0, 0), (1, 1, 0), (2, 2, 1), (3, 3, 1), (4, 4, 2), (5, 5, 2)]
-    assert world.sampling.num_inflight == 0
+    assert world.sampling.dispatcher.num_inflight == 0
 
 
 async def test_a_batch_is_scored_after_the_filters_and_leaves_with_that_credit(
@@ -280,6 +280,21 @@ async def test_a_batch_is_scored_after_the_filters_and_leaves_with_that_credit(
         [[(group, 1.0)] for group in range(first, first + 4)] for first in (0, 4, 8)
     ]
     assert [group for group, _ in world.diary.scored] == [*range(12)]
+
+
+async def test_what_left_nothing_to_train_is_handed_to_the_observers(tmp_path: Path) -> None:
+    class DropsAll(DropsRewardZero):
+        @hookimpl
+        def filter_rollout(self, rollout: Rollout) -> str | None:
+            return "none is good"
+
+    world, lost = World(tmp_path, filters=[DropsAll(PluginConfig())]), []
+    world.diary.batch_lost = lost.append  # type: ignore[method-assign]
+    with pytest.raises(RunError, match="left nothing to train"):
+        await world.loop.run()
+    (batch,) = lost
+    assert batch.step == 1 and not batch.kept and len(batch.seen) == 36  # nine batches of four
+    assert {batch.dropped[id(rollout)] for rollout in batch.seen} == {"post_batch_filters"}
 
 
 async def test_a_stop_while_a_batch_is_scored_waits_for_its_credit(tmp_path: Path) -> None:
@@ -316,7 +331,7 @@ async def test_a_stop_ends_with_the_batch_in_training(tmp_path: Path) -> None:
     assert world.trainer.frames == [(1, 20), (2, 0)]  # an empty batch ends the training
     assert world.diary.lines[-1] == "stopping 1"
     assert asked == [2, 3]  # a resumed run asks for the groups in flight again
-    assert world.sampling.num_inflight == 0
+    assert world.sampling.dispatcher.num_inflight == 0
 
 
 async def test_an_error_of_a_plugin_ends_the_run_with_that_error(tmp_path: Path) -> None:
@@ -327,7 +342,7 @@ async def test_an_error_of_a_plugin_ends_the_run_with_that_error(tmp_path: Path)
     world = World(tmp_path, produce)
     with pytest.raises(KeyError, match="oops"):
         await world.loop.run()
-    assert world.trainer.frames == [(1, 20)] and world.sampling.num_inflight == 0
+    assert world.trainer.frames == [(1, 20)] and world.sampling.dispatcher.num_inflight == 0
 
 
 @pytest.mark.parametrize("algorithm", [AboveMean, Waits])
@@ -358,7 +373,7 @@ async def watched(world: World, monkeypatch: pytest.MonkeyPatch, looks: int = 20
     clock = iter(float(second) for second in range(10_000))
     host = SimpleNamespace(
         shared=SimpleNamespace(run=world.context, engines=world.engines),
-        num_inflight=lambda: world.sampling.num_inflight,
+        num_inflight=lambda: world.sampling.dispatcher.num_inflight,
         is_scoring=lambda: world.sampling.is_scoring,
     )
     watching = watchdog.Watchdog(PluginConfig(), host)  # type: ignore[arg-type]
@@ -392,5 +407,5 @@ async def test_the_watchdog_waits_while_work_is_running(
     world.sampling.is_scoring = busy == "scoring"
     world.engines.policy.evaluated = 0.5 if busy == "evaluating" else None
     if busy == "sampling":
-        monkeypatch.setattr(Sampling, "num_inflight", 1)
+        monkeypatch.setattr(Dispatcher, "num_inflight", 1)
     await watched(world, monkeypatch)

@@ -15,10 +15,10 @@ import pytest
 
 from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.defaults import StandardSampler
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
 from prime_rl.orchestrator.progress import Checkpointing
-from prime_rl.orchestrator.sampler import StandardSampler
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.sampler import SampledEnv
@@ -47,7 +47,7 @@ class NoOdd:
     def __init__(self, on: bool) -> None:
         self.on = on
 
-    def objectors(self, rollout: Any) -> list[str]:
+    def objectors(self, rollout: Any, group: Any) -> list[str]:
         return ["odd"] if self.on and rollout.group_id % 2 else []
 
 

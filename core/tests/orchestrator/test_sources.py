@@ -2,18 +2,30 @@
 
 import asyncio
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 from waiting import LIMIT, until
 
-from prime_rl import ConfigError, FrozenModel, PluginConfig, Source
-from prime_rl.env.environment import BranchTokens, ModelEndpoint, RolloutResult, SamplingSettings
+from prime_rl import (
+    Algorithm,
+    ConfigError,
+    FrozenModel,
+    PluginConfig,
+    PluginError,
+    RolloutPlan,
+    Source,
+    hookimpl,
+)
+from prime_rl.config.orchestrator import SamplingConfig
+from prime_rl.env.episode import BranchTokens, ModelEndpoint, RolloutResult
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.context import Outages
+from prime_rl.orchestrator.sampling import prepare
 from prime_rl.orchestrator.sources import (
     ExternalSource,
     RolloutFailed,
@@ -21,6 +33,7 @@ from prime_rl.orchestrator.sources import (
     Sampled,
     SampledFrozen,
 )
+from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.run.children import free_ports
 from prime_rl.testing import FakeHost, make_rollout
 
@@ -47,7 +60,14 @@ AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_
 
 class Examples:
     def __getitem__(self, index):
-        return SimpleNamespace(id=index, fields={"prompt": f"word {index}"})
+        fields = {"prompt": f"word {index}"}
+        return SimpleNamespace(id=index, fields=fields, with_prompt=lambda prompt: Hinted(prompt))
+
+
+@dataclass
+class Hinted:
+    id: str
+    """The prompt: it stands for the number of the example in ``Env.calls``."""
 
 
 @dataclass
@@ -74,7 +94,7 @@ class OneEndpoint:
 
 def live(*answers):
     env = Env(list(answers))
-    return Sampled("a", env, OneEndpoint(), SamplingSettings(temperature=0.7)), env
+    return Sampled("a", env, OneEndpoint(), SamplingConfig(temperature=0.7)), env
 
 
 @pytest.fixture
@@ -82,7 +102,7 @@ async def frozen():
     made = []
 
     def make(urls, *answers, client="tokens", on_waiting=lambda text: None, rendering=None):
-        env, sampling = Env(list(answers)), SamplingSettings(temperature=1.0)
+        env, sampling = Env(list(answers)), SamplingConfig()
         table = {"name": "t", "base_url": urls, "api_key_var": "KEY"}
         model = FrozenModel(**table, max_concurrency=2, timeout=9)
         made.append(SampledFrozen("a", env, model, client, sampling, rendering, on_waiting))
@@ -97,7 +117,12 @@ async def test_a_live_rollout_is_salted_by_its_version_and_ages():
     source, env = live(GOOD)
     (rollout,) = await source.produce(ASK)
     example, asked = env.calls[0]
-    assert (example, asked["cache_salt"], asked["seed"], asked["group_id"]) == (2, "5", 11, 7)
+    assert (example, asked["cache_salt"], asked["seed"], asked["group_id"]) == (
+        "word 2",
+        "5",
+        11,
+        7,
+    )
     assert source.is_live and rollout.is_live and rollout.has_logprobs
     assert (rollout.policy_version, rollout.episode_id, rollout.agent) == (5, 3, "solver")
     assert rollout.task == {"prompt": "word 2"} and rollout.samples[0].temperature == 0.7
@@ -110,6 +135,75 @@ async def test_a_frozen_rollout_has_a_stable_cache_and_never_ages(there, frozen)
     assert asked["cache_salt"] is None
     assert asked["model"] == ModelEndpoint("t", there, "KEY", timeout=9)
     assert not source.is_live and not rollout.is_live and rollout.source == "frozen"
+
+
+class Curious(Algorithm):
+    """Samples every other member of a group hotter, with a hint."""
+
+    name = "curious"
+
+    @hookimpl
+    async def prepare_rollout(self, plan):
+        await asyncio.sleep(0)
+        if plan.member % 2:
+            plan.temperature, plan.max_completion_tokens = 1.5, 8
+            plan.prompt = f"{plan.prompt}, step by step"
+
+
+async def test_a_hook_changes_how_one_rollout_is_sampled_and_the_trainer_learns_of_it():
+    seen = []
+
+    class Looks:
+        @hookimpl(wrapper=True)
+        def prepare_rollout(self, plan):
+            seen.append((plan.env, plan.group_id, plan.example_id, plan.member, plan.temperature))
+            yield
+            seen.append(plan.temperature)
+
+    hooks = scope("a", Hooks(), [Looks(), Curious(PluginConfig())])
+    source, env = live(GOOD)
+    for member in (3, 4):
+        ask = replace(ASK, member=member, prepare=hooks.prepare_rollout)
+        (rollout,) = await source.produce(ask)
+        assert rollout.samples[0].temperature == (1.5 if member == 3 else 0.7)
+    (hinted, first), (plain, second) = env.calls
+    assert (hinted, plain) == ("word 2, step by step", "word 2")
+    first, second = first["sampling"], second["sampling"]
+    assert (first.temperature, first.max_completion_tokens) == (1.5, 8)
+    assert (second.temperature, second.max_completion_tokens) == (0.7, None)
+    assert (first.top_p, first.top_k, first.min_p) == (1.0, -1, 0.0)
+    assert seen == [("a", 7, 2, 3, 0.7), 1.5, ("a", 7, 2, 4, 0.7), 0.7]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("top_p", 0.9), ("temperature", 0.0), ("max_completion_tokens", 0), ("prompt", 3),
+     ("extra_body", {"repetition_penalty": 1.1})],
+)  # fmt: skip
+async def test_a_plan_refuses_what_the_trainer_cannot_reproduce(key, value):
+    with pytest.raises(ValidationError, match=key):
+        setattr(RolloutPlan(), key, value)
+
+
+async def test_a_plan_is_checked_again_and_the_runs_own_settings_stay():
+    async def penalize(plan):
+        plan.extra_body["repetition_penalty"] = 1.1
+
+    source, _ = live(GOOD)
+    with pytest.raises(ValidationError, match="repetition_penalty would shape"):
+        await source.produce(replace(ASK, prepare=penalize))
+    (rollout,) = await source.produce(ASK)
+    assert rollout.samples[0].temperature == 0.7
+
+
+async def test_a_temperature_that_the_algorithm_cannot_learn_at_is_refused():
+    algorithm = Curious(PluginConfig())
+    env = SimpleNamespace(name="a", algorithm=algorithm, hooks=scope("a", Hooks(), [algorithm]))
+    await prepare(env, RolloutPlan(member=1))
+    algorithm.needs_temperature = 1.0
+    await prepare(env, RolloutPlan(member=0))
+    with pytest.raises(PluginError, match=r"temperature = 1\.5, and 'curious' learns at 1\.0 only"):
+        await prepare(env, RolloutPlan(member=1))
 
 
 async def test_a_failed_episode_is_unusable_and_says_how():
@@ -266,7 +360,7 @@ async def test_a_source_hands_out_whole_groups_and_an_empty_one_is_no_failure():
     source = ExternalSource("a", Env([]), Shelf(PluginConfig()))
     rollouts = await source.produce(ASK)
     assert source.whole_group and len(rollouts) == 2 and rollouts[0].group_id == 7
-    assert await source.produce(RolloutRequest(7, 0, 0, 5, 11)) == []
+    assert await source.produce(RolloutRequest(7, 0, 5, 0, 11)) == []
 
 
 def test_a_source_may_have_examples_of_its_own():

@@ -19,8 +19,7 @@ from prime_rl import (
     hookimpl,
     log_metric,
 )
-from prime_rl.orchestrator.buffer import Batch
-from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.orchestrator.buffer import Batch, FilterSlot
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout
 from prime_rl.plugins.manager import Hooks, scope

@@ -2,10 +2,11 @@
 
 import pytest
 
-from prime_rl import Algorithm, ConfigError, PluginConfig, RendererOffer, Source, hookimpl
+from prime_rl import Algorithm, ConfigError, Loss, PluginConfig, RendererOffer, Source, hookimpl
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.components import installed_losses
-from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.components import Components, installed_losses
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.run.env_checks import check_algorithms
 
 TEACHER = {"name": "teacher", "base_url": "http://127.0.0.1:1/v1"}
@@ -34,6 +35,11 @@ class Full(RendererOffer):
     name = "full"
 
 
+class Average(Loss):
+    name = "average"
+    reads = ("advantages", "ema_logprobs")
+
+
 class Plugin:
     @hookimpl
     def register_algorithms(self):
@@ -45,6 +51,10 @@ class Plugin:
             offered("observe", needs_attribution=True),
             offered("exact", needs_temperature=1.0),
             offered("anchored", needs_initial=True),
+            offered("averaged", needs_ema=True),
+            offered("clipped", losses={"ppo_clip"}),
+            offered("weighs", losses={"rl", "value_loss"}),
+            offered("unknown", losses={"gone"}),
         ]
 
     @hookimpl
@@ -56,7 +66,18 @@ class Plugin:
         return [Plain, Full]
 
 
-def check(algo, source=None, renderer="full", env=None, initial=None, **sampling):
+def check(
+    algo,
+    source=None,
+    renderer="full",
+    env=None,
+    initial=None,
+    loss=None,
+    ema_decay=None,
+    trainer=None,
+    tables=None,
+    **sampling,
+):
     if source is not None:
         sampling["source"] = source
     table = {"type": algo} | ({"sampling": sampling} if sampling else {})
@@ -66,9 +87,16 @@ def check(algo, source=None, renderer="full", env=None, initial=None, **sampling
         "initial": initial,
     }
     config = {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
+    config |= {"trainer": {"ema_decay": ema_decay}, **(tables or {})}
+    losses = installed_losses()
+    losses = losses if loss is None else losses.with_rl(loss(PluginConfig()))
     hooks = Hooks()
     hooks.register(Plugin(), "plugin")
-    check_algorithms(RunConfig.model_validate(config), hooks, installed_losses())
+    if trainer is None:
+        return check_algorithms(RunConfig.model_validate(config), hooks, losses)
+    checked = RunConfig.model_validate(config | {"trainer": trainer})
+    losses = Components.load(checked.trainer, load_plugins(TRAINER_GROUP))
+    check_algorithms(checked, hooks, losses)
 
 
 def refusal(*args, **kwargs):
@@ -173,13 +201,78 @@ def test_the_settings_class_is_the_default_one():
     assert Shelf.config_class is PluginConfig
 
 
-def test_an_algorithm_that_reads_the_first_weights_needs_their_endpoint_and_no_other_has_one():
-    check("anchored", initial=TEACHER)
-    assert refusal("anchored") == (
-        "env 'a': algorithm 'anchored' compares the policy with the weights that the run began "
-        "with. Serve them (prime-rl serve m), and set orchestrator.initial to the model's name and "
-        "base_url."
+COLOCATED = {"deployment": {"colocated": True}}
+ELSEWHERE = {"inference": {"base_url": "http://127.0.0.1:1/v1"}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "key"),
+    [(COLOCATED, "deployment.colocated"), (ELSEWHERE, "inference.base_url")],
+)
+def test_first_weights_where_the_run_starts_no_engine_for_them(tables, key):
+    check("anchored")
+    check("anchored", initial=TEACHER, tables=tables)
+    assert refusal("anchored", tables=tables) == (
+        "env 'a': algorithm 'anchored' asks an engine with the weights that the run began with, "
+        f"and with {key} the run starts none. Serve them (prime-rl serve m), and set "
+        "orchestrator.initial to the model's name and base_url."
     )
+
+
+def test_an_endpoint_of_the_first_weights_that_nothing_reads_is_refused():
     assert refusal("reward", initial=TEACHER) == (
         "orchestrator.initial: no env's algorithm reads it. Leave it out."
+    )
+
+
+def test_an_average_of_the_weights_needs_a_decay_and_a_loss_that_reads_it():
+    check("reward", loss=Average, ema_decay=0.9)
+    assert refusal("reward", loss=Average) == (
+        "env 'a': algorithm 'reward' trains the loss 'average', which reads ema_logprobs, and "
+        "trainer.ema_decay is not set. Set it, 0.99 for example."
+    )
+    assert refusal("reward", ema_decay=0.9) == (
+        "trainer.ema_decay: no env reads ema_logprobs or host.ema. Leave it out."
+    )
+
+
+@pytest.mark.parametrize("key", ["inference.base_url", "deployment.colocated"])
+def test_an_algorithm_that_reads_the_average_needs_a_decay_and_an_engine_of_the_run(key):
+    check("averaged", ema_decay=0.9)
+    assert refusal("averaged") == (
+        "env 'a': algorithm 'averaged' reads host.ema, and trainer.ema_decay is not set. Set it, "
+        "0.99 for example."
+    )
+    table, name = key.split(".")
+    value = True if name == "colocated" else ["http://a:1"]
+    assert refusal("averaged", ema_decay=0.9, tables={table: {name: value}}) == (
+        f"env 'a': algorithm 'averaged' reads host.ema, an engine that no run with {key} starts."
+    )
+
+
+def test_an_algorithm_that_needs_a_loss_does_not_train_with_another():
+    check("clipped", trainer={"loss": {"type": "ppo_clip"}})
+    said = refusal("clipped", trainer={"loss": {"type": "default"}})
+    assert "'clipped' needs the loss ppo_clip, and trainer.loss.type is 'default'" in said
+    assert "Set trainer.loss.type to 'ppo_clip'" in said
+    check("weighs", trainer={"loss": {"type": "default"}})
+    assert "trains the loss 'gone'." in refusal("unknown", trainer={"loss": {"type": "default"}})
+
+
+@pytest.mark.parametrize(
+    ("algo", "loss", "is_read"),
+    [
+        ("weighs", "value_loss", True),
+        ("reference", "ref_kl", True),
+        ("reward", "ppo_clip", False),
+        ("reward", "ce", False),
+        ("reference", "value_loss", False),
+    ],
+)
+def test_a_table_of_a_loss_that_no_algorithm_trains_is_refused(algo, loss, is_read):
+    trainer = {"loss": {"type": "default"}, "losses": {loss: {}}}
+    if is_read:
+        return check(algo, trainer=trainer)
+    assert f"trainer.losses.{loss}: no env's algorithm trains this" in refusal(
+        algo, trainer=trainer
     )

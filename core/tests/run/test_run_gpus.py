@@ -7,6 +7,8 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
 from prime_rl.config.load import load_config
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import ALGORITHM, collect
 from prime_rl.run.children import LocalLauncher
 from prime_rl.run.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks, visible_gpus
 from prime_rl.run.placement import _engine_tasks, _trainer_tasks
@@ -259,3 +261,26 @@ def test_nodes_of_a_trainer_on_one_machine_share_its_gpus(machine):
 def test_processes_on_a_machine_without_gpus_get_no_cuda_visible_devices(machine, tmp_path):
     task = Task("trainer", "trainer", gpus=plan(machine(0)).trainer)
     assert seen(LocalLauncher(PluginConfig()), task, tmp_path) == "unset"
+
+
+def test_the_engine_of_the_first_weights_has_gpus_of_its_own(machine, monkeypatch):
+    monkeypatch.setattr(collect(load_plugins(), ALGORITHM)["grpo"].cls, "needs_initial", True)
+    env = {
+        "orchestrator__train__env": '[{id = "a"}]',
+        "orchestrator__algo__type": "grpo",
+    }
+    four = machine(4)
+    assert plan(four, **env) == GpuPlan(((0,), (1,)), (3,))
+    assert [task.name for task in _engine_tasks(config(**env), plan(four, **env), 1)] == [
+        *("inference", "inference_1")
+    ]
+    served = env | {"orchestrator__initial": '{name = "m", base_url = "http://a:1/v1"}'}
+    assert plan(four, **served) == GpuPlan(((0, 1, 2),), (3,))
+    assert refused(machine(2), **env) == (
+        "inference.replicas: 2 engines (one for host.initial) cannot share 1 GPUs ([0]) "
+        "equally. Change it, or deployment.inference_gpus."
+    )
+    monkeypatch.setattr(collect(load_plugins(), ALGORITHM)["grpo"].cls, "needs_ema", True)
+    assert "3 engines (one for host.initial) (one for host.ema) cannot share 2" in refused(
+        machine(3), **env
+    )

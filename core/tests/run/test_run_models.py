@@ -173,7 +173,7 @@ def test_a_maker_that_gets_sigterm_leaves_nothing(cache, tmp_path):
 models.build_model_maker = lambda config, hooks: Slow(PluginConfig())
 models.load_plugins = lambda disabled: None
 class Launch:
-    model_path = {str(cache / "m")!r}
+    initial = Path({str(cache / "m")!r})
     read = classmethod(lambda cls, run_dir: cls)
 models.Launch = Launch
 sys.argv[1] = {str(tmp_path / "run")!r}

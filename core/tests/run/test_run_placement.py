@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 from prime_rl import ConfigError, Launcher, Place, PluginConfig
 from prime_rl.cli.app import app
 from prime_rl.config.load import load_config
+from prime_rl.plugins.components import installed_losses
 from prime_rl.run import supervisor
 from prime_rl.run.children import LocalLauncher
 from prime_rl.run.commands import Keys
 from prime_rl.run.placement import lay_out, plan
+from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE, read_status
 
@@ -63,10 +65,11 @@ def config(*overrides):
 ENGINE = SimpleNamespace(num_gpus=4)
 
 
-def launch_of(launcher, *overrides):
+def launch_of(launcher, *overrides, checkpoint=None):
     asked = config(*overrides)
-    layout = lay_out(asked, launcher, ENGINE)
-    return plan(asked, layout, launcher.place(layout.tasks, Path(), lambda what: None))
+    layout = lay_out(asked, launcher, ENGINE, checkpoint)
+    places = launcher.place(layout.tasks, Path(), lambda what: None)
+    return plan(asked, layout, places, checkpoint)
 
 
 # -- on one machine -------------------------------------------------------------------------
@@ -97,6 +100,28 @@ def test_engines_that_run_already_need_no_place():
     launch = launch_of(launcher, "--inference.base_url", "http://a:1/v1")
     assert launch.engine_urls == ["http://a:1"]
     assert [task.name for task in launcher.tasks] == ["model", "trainer", "orchestrator"]
+
+
+def test_a_resumed_run_has_the_first_weights_too_if_a_loss_reads_them(tmp_path, monkeypatch):
+    checkpoint = Checkpoint(tmp_path / "checkpoints" / "step_2")
+    checkpoint.weights.mkdir(parents=True)
+    (checkpoint.weights / "model.safetensors").touch()
+    first, again = launch_of(Elsewhere()), launch_of(launcher := Elsewhere(), checkpoint=checkpoint)
+    assert first.initial == Path(first.model_path) and first.wait_for_model
+    assert again.initial == Path(again.model_path) == checkpoint.weights
+    assert "model" not in [task.name for task in launcher.tasks]
+    monkeypatch.setattr(installed_losses()["ce"].cls, "reads", ("initial_logprobs",))
+    again = launch_of(
+        launcher := Elsewhere(),
+        *("--orchestrator.algo.type", "sft", "--orchestrator.algo.sampling.source.type", "dataset"),
+        checkpoint=checkpoint,
+    )
+    assert again.initial == Path(first.model_path)
+    assert Path(again.model_path) == checkpoint.weights and not again.wait_for_model
+    assert "model" in [task.name for task in launcher.tasks]
+    with_table = ("--trainer.losses.ce.per_env", "true")  # an algorithm adds it beside its own loss
+    again = launch_of(Elsewhere(), *with_table, checkpoint=checkpoint)
+    assert again.initial == Path(first.model_path)
 
 
 def test_files_need_no_ports():

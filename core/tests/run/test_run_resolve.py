@@ -101,7 +101,7 @@ def test_names_that_metrics_use(name):
 def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
     message = refusal({"algo": {"type": "next_one"}})
     assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'next_one'")
-    assert "grpo, hierarchical_grpo, max_rl" in message
+    assert "max_rl, mt_grpo, online_dpo" in message
     assert message.endswith("(by convention prime-rl-next-one).")
 
 
@@ -155,7 +155,8 @@ def test_filters_by_slot():
         ({"trainer": {"optm": {}}}, "trainer.optm: unknown key; did you mean 'optim'?"),
         ({"trainer": {"token_exprot": {}}},
          "trainer.token_exprot: no installed plugin offers the trainer_observer 'token_exprot' "
-         "(installed: bad_steps, console, device_usage, disk, slow_steps, token_export). Did you"),
+         "(installed: bad_steps, console, device_usage, disk, loss_checks, slow_steps, "
+         "token_export). Did you"),
         ({"trainer": {"token_export": {"zz": 1}}},
          "trainer.token_export (trainer_observer 'token_export').zz: unknown key"),
         ({"trainer": {"token_export": {"enabled": True}},
@@ -165,7 +166,8 @@ def test_filters_by_slot():
         ({"trainer": {"lora": {"zz": 1}}}, "trainer.lora (tuning 'lora').zz: unknown key"),
         ({"trainer": {"lora": {}}, "plugins": {"disabled": ["lora"]}},
          "trainer.lora: no installed plugin offers the tuning 'lora' (installed: bad_steps, "
-         "console, device_usage, disk, slow_steps, token_export). Install the package"),
+         "console, device_usage, disk, loss_checks, slow_steps, token_export). Install the "
+         "package"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
         ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),
@@ -292,7 +294,8 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
         "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
-        "engine_metrics, watchdog). Install the package that brings one: pip install prime-rl-evals"
+        "engine_metrics, hook_watch, watchdog). Install the package that brings one: "
+        "pip install prime-rl-evals"
     )
     message = refusal({"save_rollouts": True}, **without)
     assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")

@@ -13,7 +13,7 @@ from waiting import LIMIT, Clock, eventually, exists, until
 from prime_rl import PluginConfig
 from prime_rl.inference.engine import EngineState
 from prime_rl.inference.fleet import Fleet, FleetOptions
-from prime_rl.orchestrator.engines import EnginesStatus
+from prime_rl.orchestrator.engines import report_engines
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.run.children import LocalLauncher, end, free_ports
 from prime_rl.run.supervisor import Restarts
@@ -96,6 +96,23 @@ def test_the_last_engine_stays_in_the_list_with_its_exit_code(run):
         restarts.restart(processes)
     dead = [process for process in processes if process.exit_code is not None]
     assert len(dead) >= 1 and all(process.name.startswith("inference") for process in dead)
+
+
+def test_the_engine_of_the_first_weights_is_restarted_too_and_never_dropped(run):
+    """Nor does it stand in for the policy's engines."""
+    restarts, processes, _, _ = run
+    processes.append(restarts.start(Task("inference_2", "inference", 2), command("i")))
+    restarts._launcher.started.clear()
+    for _ in range(3):
+        next(p for p in processes if p.name == "inference_2").code = 1
+        restarts.restart(processes)
+    assert restarts._launcher.started == [("inference_2", ("i",))] * 2
+    assert processes[-1].exit_code == 1 and restarts._launcher.ended == []
+    for _ in range(3):
+        for process in processes[:2]:
+            process.code = 1
+        restarts.restart(processes)
+    assert len([p for p in processes if p.name in ("inference", "inference_1")]) >= 1
 
 
 def test_a_hung_engine_is_restarted_once_per_reported_hang(run):
@@ -201,7 +218,7 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
     )
     status = tmp_path / "status" / "engines.json"
     status.parent.mkdir()
-    fleet.on_change = EnginesStatus(fleet, Status(status), ["inference"]).report
+    fleet.on_change = partial(report_engines, fleet, Status(status), ["inference"])
     await fleet.wait_ready(LIMIT)
     keeping = asyncio.create_task(fleet.run())
     try:

@@ -16,8 +16,7 @@ from prime_rl.cli.run import split_resume
 from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.manager import installed_versions
-from prime_rl.run.resume import begin, plan, rewind
-from prime_rl.run.resume_checks import config_drift, version_drift
+from prime_rl.run.resume import begin, config_drift, plan, rewind, version_drift
 from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
 from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
 
@@ -71,6 +70,51 @@ def test_latest_is_the_newest_whole_checkpoint_of_the_named_run(tmp_path: Path) 
     assert (found.checkpoint.step, found.run_dir) == (4, run_dir)
     assert found.notes == [f"resuming from step 4 of {run_dir / 'checkpoints' / 'step_4'}"]
     assert plan(asked, "2").checkpoint.step == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over_by_latest_and_refused_by_its_step(
+    tmp_path: Path,
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    run_dir = make_run_dir(asked)
+    for step in (2, 4):
+        checkpoint(run_dir, step, asked)
+    weights = finished(run_dir, 4).weights / "model.safetensors"
+    weights.write_bytes(b"\1")
+    found = plan(asked, "latest")
+    assert found.checkpoint.step == 2
+    assert found.notes[0].startswith(f"--resume: {weights} is damaged")
+    for what in ("4", str(finished(run_dir, 4).directory)):
+        with pytest.raises(ConfigError, match=rf"{weights} is damaged"):
+            plan(asked, what)
+    finished(run_dir, 2).progress.unlink()
+    with pytest.raises(ConfigError, match=r"(?s)safetensors is damaged.*progress.json is mis"):
+        plan(asked, "latest")
+
+
+def test_every_damage_of_a_checkpoint_or_of_the_run_ends_in_one_line_that_names_a_file(
+    tmp_path: Path,
+) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    run_dir = make_run_dir(asked)
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n{"step": 9}\n')
+    (run_dir / "status" / "trainer.json").write_text("{}")
+    saved = checkpoint(run_dir, 4, asked)
+    rest = ("metrics.jsonl", "status/trainer.json", "configs/run.json", "configs/launch.json")
+    files = [run_dir / name for name in rest]
+    files += [path for path in saved.directory.rglob("*") if path.is_file()]
+    for path in files:
+        before = path.read_bytes() if path.exists() else b""
+        for content in (None, b"", b"[]", b"\xff\n", b'{"step": "x"}\n', b"[" * 100_000):
+            path.unlink(missing_ok=True)
+            path.mkdir() if content is None else path.write_bytes(content)
+            try:
+                with begin(asked, plan(asked, "latest")):
+                    pass
+            except ConfigError as error:
+                assert path.name in str(error), error
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+            path.write_bytes(before)
 
 
 def test_without_a_name_the_newest_run_that_has_one_is_taken(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from prime_rl import RunError
 from prime_rl.run import supervisor
 from prime_rl.run.supervisor import _watch
 from prime_rl.rundir.checkpoints import STABLE, finished
+from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.status import DONE, Status
-from prime_rl.rundir.stop import STOP, Stop, report_stopped
 
 FOREVER = "import time; time.sleep(600)"
 
@@ -139,7 +139,7 @@ def stop_of(run_dir, said, first_step=1):
 
 def test_a_stop_is_requested_once_and_needs_no_engine(spawn, view):
     said, report = [], Status(view.run_dir / "status" / "orchestrator.json")
-    report_stopped(report, 7)
+    report.report(DONE, last_step=7)
     waiting = f"while not os.path.exists({str(view.run_dir / STOP)!r}): time.sleep(0.01)"
     asked = f"import os, time\n{waiting}"
     children = [spawn("raise SystemExit(1)", "inference"), spawn(asked, "trainer")]
@@ -150,7 +150,7 @@ def test_a_stop_is_requested_once_and_needs_no_engine(spawn, view):
 
 
 def test_a_trainer_that_was_sent_nothing_is_not_waited_for(spawn, view):
-    report_stopped(Status(view.run_dir / "status" / "orchestrator.json"), 7)
+    Status(view.run_dir / "status" / "orchestrator.json").report(DONE, last_step=7)
     children = [spawn(FOREVER, "trainer"), spawn("pass", "orchestrator")]
     stop = stop_of(view.run_dir, [], first_step=8)
     _watch(children, view, stop=stop)

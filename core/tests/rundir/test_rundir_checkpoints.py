@@ -158,3 +158,45 @@ def test_a_copy_that_the_disk_refuses_says_so_and_leaves_nothing(
         "[Errno 28] No space left on device"
     )
     assert list((b / "checkpoints").iterdir()) == [] and source.is_whole
+
+
+PARTS = ("orchestrator/file", "trainer/file", "weights/file")
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_flipped_bit_is_found_and_so_is_a_lost_file(tmp_path: Path, name: str) -> None:
+    write(tmp_path, 2)
+    checkpoint = complete(tmp_path, 2)
+    checkpoint.verify()
+    path = checkpoint.directory / name
+    for bit in range(8 * path.stat().st_size):
+        data = bytearray(b"state")
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=rf"{path} is damaged: it is not the file"):
+            checkpoint.verify()
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"{path} is missing: .* Resume from another"):
+        checkpoint.verify()
+
+
+@pytest.mark.parametrize("content", [b"x", b"[]", b'{"a": 1}', b"\xff", b"[" * 100_000])
+def test_a_damaged_mark_is_named(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path, 2)
+    checkpoint = complete(tmp_path, 2)
+    marker = checkpoint.directory / "STABLE"
+    marker.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"{marker} cannot be checked"):
+        checkpoint.verify()
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_digests_and_a_copy_keeps_them(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path / "one", 2)
+    source = complete(tmp_path / "one", 2)
+    copied = copy(source, tmp_path / "two")
+    copied.verify()
+    (source.directory / "STABLE").write_bytes(b"")
+    (source.weights / "file").unlink()
+    source.verify()

@@ -27,7 +27,7 @@ from prime_rl.orchestrator.packer import alone, batch_frames
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_observers, make_tuning
+from prime_rl.plugins.offers import make_kernel, make_observers, make_optimizer, make_tuning
 from prime_rl.rundir.checkpoints import Checkpoint, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import STORE, Rank
@@ -49,6 +49,22 @@ class OldRatio(Loss):
         assert inputs.old_logprobs is not None
         ratio = (inputs.trainer_logprobs - inputs.old_logprobs).exp()
         return LossOutputs((-inputs.advantages * ratio)[inputs.loss_mask].sum(), {})
+
+
+class Anchored(Loss):
+    """-A * t + k3 to the first weights and to the average, with r = log (reference / π)"""
+
+    name = "anchored"
+    token_wise = True
+    reads = ("advantages", "initial_logprobs", "ema_logprobs")
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        loss = -inputs.advantages * inputs.trainer_logprobs
+        for reference in (inputs.initial_logprobs, inputs.ema_logprobs):
+            assert reference is not None and not reference.requires_grad
+            log_ratio = reference - inputs.trainer_logprobs
+            loss = loss + 0.5 * (log_ratio.exp() - log_ratio - 1)
+        return LossOutputs(loss[inputs.loss_mask].sum(), {})
 
 
 class Ratio(Loss):
@@ -171,11 +187,16 @@ def do(job: dict[str, Any]) -> None:
     hooks = load_plugins(TRAINER_GROUP)
     model = load_model(model_dir, config, make_tuning(config.settings, hooks))
     observers = make_observers(config.settings, hooks)
-    loss = OldRatio if job.get("old_ratio") else Ratio
+    loss = {"old_ratio": OldRatio, "anchored": Anchored}.get(job.get("loss", ""), Ratio)
     losses = installed_losses().with_rl(loss(PluginConfig()))
     if config.heads:
         losses = with_scores(Ratio(PluginConfig()))
-    trainer = Trainer(model, losses, config, LAST, observers)
+    trainer = Trainer(
+        *(model, losses, config, LAST, observers),
+        initial=Path(job["model"]),
+        kernel=make_kernel(config, hooks),
+        maker=make_optimizer(config.optim, hooks),
+    )
     if resume:
         restore(trainer, resume)
     first = resume.step + 1 if resume else 1
@@ -204,11 +225,12 @@ def do_oracle(job: dict[str, Any]) -> None:
     from prime_rl.trainer.model import load_model
 
     run_dir, config = Path(job["run_dir"]), TrainerConfig(device="cpu")
+    hooks = load_plugins(TRAINER_GROUP)
     for case in job["oracle"]:
         losses = oracle_cases.losses_of(case)
         model = load_model(Path(job["model"]), config).double()
         found = oracle_cases.trained(
-            Trainer(model, losses, config, LAST),
+            Trainer(model, losses, config, LAST, kernel=make_kernel(config, hooks)),
             oracle_cases.rollouts_of(losses),
             parallel.rank(),
             parallel.num_ranks(),

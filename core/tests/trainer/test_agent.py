@@ -156,8 +156,8 @@ def launch(num_ranks: int, nodes: int = 1) -> Launch:
 
 def test_how_the_trainer_is_started() -> None:
     run_dir = Path("/runs/a")
-    alone = [sys.executable, "-m", "prime_rl.trainer", "/runs/a"]
-    several = [sys.executable, "-m", "prime_rl.trainer.agent", "/runs/a", "--ranks"]
+    alone = [sys.executable, "-P", "-m", "prime_rl.trainer", "/runs/a"]
+    several = [sys.executable, "-P", "-m", "prime_rl.trainer.agent", "/runs/a", "--ranks"]
     nodes = ["--nodes", "2", "--endpoint", "10.0.0.2:29500", "--id", "a"]
     assert trainer_command(launch(1), run_dir) == alone
     assert trainer_command(launch(4), run_dir) == [*several, "4"]
@@ -172,11 +172,19 @@ def test_nodes_become_torchruns_arguments(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("PRIME_RL_PARENT_PID", raising=False)
     monkeypatch.setattr(agent, "exit_with_parent", lambda: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    _, _, *arguments = trainer_command(launch(8, nodes=2), Path("/runs/a"))
+    _, _, _, *arguments = trainer_command(launch(8, nodes=2), Path("/runs/a"))
     assert agent.main(arguments[1:]) == 0
     (said,) = given
     assert {"--nnodes=2", "--nproc-per-node=4", "--rdzv-endpoint=10.0.0.2:29500"} <= set(said)
-    assert said[-3:] == ["--module", "prime_rl.trainer", "/runs/a"]
+    assert said[-7:] == [
+        "--no-python",
+        sys.executable,
+        "-P",
+        "-u",
+        "-m",
+        "prime_rl.trainer",
+        "/runs/a",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_training import Frames, PolicyGradient
+from trainer_fixtures import maker_of
 from transformers import PreTrainedModel
 from waiting import LIMIT
 
@@ -42,7 +43,9 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_trainer(folder: Path, lr: float = 1e-2, max_steps: int = 6, **more: Any) -> Trainer:
     config = TrainerConfig.model_validate({"optim": {"lr": lr}, "device": "cpu"} | more)
     loss = PolicyGradient(PluginConfig())
-    return Trainer(load_model(folder, config), installed_losses().with_rl(loss), config, max_steps)
+    losses = installed_losses().with_rl(loss)
+    model = load_model(folder, config)
+    return Trainer(model, losses, config, max_steps, maker=maker_of(config))
 
 
 def run(
@@ -228,8 +231,7 @@ def test_a_checkpoint_is_retried_once_and_the_run_continues_without_it(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    writer = checkpoint.filesystem.FileSystemWriter
-    fill_disk(monkeypatch, writer, "write_data", lambda call: call != 1)
+    fill_disk(monkeypatch, checkpoint, "write_shard", lambda call: call != 1)
     trainer = make_trainer(model_dir)
     run(trainer, tmp_path, model_dir, batches[:4], ckpt=CkptConfig(interval=2))
     assert whole_steps(tmp_path) == [2]  # 2 at the second attempt; 4 never: 2 is still there

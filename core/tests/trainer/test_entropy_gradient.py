@@ -15,11 +15,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer import fused_head
-from prime_rl.trainer.fused_head import fused_logprobs
 from prime_rl.trainer.logprobs import _LogprobAndEntropy, token_logprobs
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packed_row import make_row
+from prime_rl_kernels import fused_head
+from prime_rl_kernels.fused_head import fused_logprobs
+from prime_rl_kernels.kernels import KernelConfig, Varlen
 
 CPU = torch.device("cpu")
 D, V = 5, 11
@@ -150,12 +151,13 @@ def test_weights_of_a_model_get_the_gradient_of_a_mixed_loss(
     """Against transformers, document by document, at temperatures 0.5 and 2."""
     documents = random_documents([6, 9])  # packed in descending order of length
     temperatures = [0.5, 2.0]
-    model, reference = (make_model(kind, tie_word_embeddings=False) for kind in ("varlen", "sdpa"))
+    model, reference = (make_model(kind, tie_word_embeddings=False) for kind in ("sdpa", "sdpa"))
     vars(model.config).update(keys)
     for each in (model, reference):
         each.get_output_embeddings().requires_grad_(not frozen)
     row = make_row(pack(documents, temperatures=temperatures), CPU)
-    found = token_logprobs(model, row, is_fused, 5 * 13, entropy_gradient=True)
+    kernel = Varlen(KernelConfig(fused_lm_head=is_fused, lm_head_block=5 * 13))
+    found = token_logprobs(model, row, kernel=kernel, entropy_gradient=True)
     torch.autograd.backward(mixed(*(column[row.targets] for column in found)))
     parts = []
     for document, temperature in [(documents[1], 2.0), (documents[0], 0.5)]:
@@ -177,9 +179,9 @@ def test_weights_of_a_model_get_the_gradient_of_a_mixed_loss(
 def test_the_policy_gives_entropies_a_gradient_only_if_asked(
     make_model: MakeModel, pack: Any, random_documents: Any, is_fused: bool
 ) -> None:
-    config = TrainerConfig(device="cpu", fused_lm_head=is_fused)
-    policy = Policy(make_model(), config)
-    row = make_row(pack(random_documents([6, 4])), CPU)
+    kernel = Varlen(KernelConfig(fused_lm_head=is_fused))
+    policy = Policy(make_model("varlen"), TrainerConfig(device="cpu"), kernel=kernel)
+    row = make_row(pack(random_documents([6, 4])), CPU, policy.packing)
     logprobs, entropies, _ = policy(row)
     assert logprobs.requires_grad and not entropies.requires_grad
     policy.read = {"entropies"}

@@ -4,7 +4,6 @@ and that nothing of a head is published."""
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 from small_head import Scores, with_scores
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter, save
-from trainer_fixtures import Ratio
+from trainer_fixtures import Ratio, kernel_of
 from transformers import PreTrainedModel
 
 from prime_rl import HeadInputs, PluginConfig, PluginError, Rollout, Sample, StreamError
@@ -25,7 +23,7 @@ from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.components import Components
 from prime_rl.rundir.checkpoints import Checkpoint
-from prime_rl.trainer.checkpoint import restore, snapshot
+from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.export import export
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
@@ -83,7 +81,8 @@ def trainer_of(
         {"device": "cpu", "optim": optim, "heads": {"scores": table}} | more
     )
     torch.manual_seed(3)
-    return Trainer(model, with_scores(Ratio(PluginConfig()), head), config, 20)
+    losses = with_scores(Ratio(PluginConfig()), head)
+    return Trainer(model, losses, config, 20, kernel=kernel_of(config))
 
 
 # -- the gradient ---------------------------------------------------------------------------------
@@ -299,10 +298,8 @@ def write(trainer: Trainer, step: int, folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder / f"step_{step}")
     checkpoint.weights.mkdir(parents=True)
     trainer.model.save_pretrained(checkpoint.weights)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        writer = FileSystemWriter(checkpoint.trainer)
-        save(snapshot(trainer, step), storage_writer=writer, no_dist=True)
+    checkpoint.trainer.mkdir()
+    write_shard(checkpoint.trainer, snapshot(trainer, step))
     return checkpoint
 
 

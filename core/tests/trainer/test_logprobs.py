@@ -12,15 +12,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from prime_rl.trainer import logprobs as logprobs_module
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import make_row
+from prime_rl.trainer.packing import Packing
 from prime_rl.wire import MicroBatch
+from prime_rl_kernels import kernels
+from prime_rl_kernels.kernels import KernelConfig, Varlen
+from prime_rl_kernels.packing import Packed
 
 CPU = torch.device("cpu")
 VOCAB = 61
 LENGTHS = [5, 9, 5, 1, 12, 9, 2]
 MakeModel = Callable[..., PreTrainedModel]
+AUTO = Varlen(KernelConfig())
+FUSED = Varlen(KernelConfig(fused_lm_head=True))
 
 
 def reference(model: PreTrainedModel, document: list[int], temperature: float = 1.0) -> Tensor:
@@ -40,7 +45,7 @@ def by_document(micro_batch: MicroBatch, column: Tensor) -> list[Tensor]:
     return [parts[index] for index in range(len(parts))]
 
 
-@pytest.mark.parametrize("attention", ["varlen", "mask"])
+@pytest.mark.parametrize("attention", ["sdpa", "varlen", "mask"])
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tie_word_embeddings": False, "num_key_value_heads": 4},
@@ -52,7 +57,9 @@ def test_packed_equals_separate(
 ) -> None:
     documents = random_documents(LENGTHS)
     micro_batch = pack(documents)
-    found, _ = token_logprobs(make_model(attention, **changes), make_row(micro_batch, CPU))
+    packing = Packing() if attention == "sdpa" else Packed()
+    row = make_row(micro_batch, CPU, packing)
+    found, _ = token_logprobs(make_model(attention, **changes), row, packing)
     plain = make_model("sdpa", **changes)
     for document, got in zip(documents, by_document(micro_batch, found), strict=True):
         torch.testing.assert_close(got, reference(plain, document), atol=1e-6, rtol=0)
@@ -136,8 +143,10 @@ def test_the_fused_head_changes_neither_values_nor_gradients(
 ) -> None:
     row = make_row(pack(random_documents([6, 9, 4]), temperatures=temperatures), CPU)
     plain, fused = (make_model(tie_word_embeddings=tied) for _ in range(2))
-    expected = token_logprobs(plain, row, fused=False)
-    found = token_logprobs(fused, row, fused=True, block_logits=5 * 16)  # 16 targets, 5 words
+    expected = token_logprobs(plain, row)
+    # 16 targets, 5 words
+    kernel = Varlen(KernelConfig(fused_lm_head=True, lm_head_block=5 * 16))
+    found = token_logprobs(fused, row, kernel=kernel)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want)
     torch.autograd.backward(found[0].square().sum())
@@ -159,12 +168,12 @@ def test_a_row_of_many_logits_is_fused(
     model = make_model()
     shapes = called(model.get_output_embeddings())
     row = make_row(pack(random_documents([6])), CPU)  # 5 targets
-    monkeypatch.setitem(logprobs_module.FEW_LOGITS, "cpu", 5 * VOCAB)
-    token_logprobs(model, row)
+    monkeypatch.setitem(kernels.FEW_LOGITS, "cpu", 5 * VOCAB)
+    token_logprobs(model, row, kernel=AUTO)
     assert shapes == [(5, 32)]
-    monkeypatch.setitem(logprobs_module.FEW_LOGITS, "cpu", 5 * VOCAB - 1)
-    token_logprobs(model, row)
-    token_logprobs(model, row, fused=True)
+    monkeypatch.setitem(kernels.FEW_LOGITS, "cpu", 5 * VOCAB - 1)
+    token_logprobs(model, row, kernel=AUTO)
+    token_logprobs(model, row, kernel=FUSED)
     assert shapes == [(5, 32)]
 
 
@@ -182,14 +191,14 @@ def test_a_head_that_is_more_than_linear_is_called(
         doubled.weight.copy_(model.get_output_embeddings().weight / 2)
         expected, _ = token_logprobs(model, row)
         model.set_output_embeddings(doubled)
-        found, _ = token_logprobs(model, row, fused=True)
+        found, _ = token_logprobs(model, row, kernel=FUSED)
         torch.testing.assert_close(found, expected)
         model.float()
         with torch.autocast("cpu", torch.bfloat16):
-            rounded = [token_logprobs(model, row)[0]]
+            rounded = [token_logprobs(model, row, kernel=AUTO)[0]]
         model.base_model.register_forward_hook(lambda *a: rounded.append(a[2].last_hidden_state))
         with torch.autocast("cpu", torch.bfloat16):
-            token_logprobs(model, row)
+            token_logprobs(model, row, kernel=AUTO)
         logits = 2 * rounded[1][0].double() @ doubled.weight.double().T  # of float32, not rounded
         exact = logits.log_softmax(-1)[row.layout.sources, row.token_ids[row.targets]]
     torch.testing.assert_close(rounded[0][row.targets].double(), exact, atol=1e-5, rtol=0)
@@ -204,7 +213,7 @@ def test_under_autocast_logits_are_not_rounded(
     hidden: list[Tensor] = []
     model.base_model.register_forward_hook(lambda *a: hidden.append(a[2].last_hidden_state[0]))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found, entropies = token_logprobs(model, row)
+        found, entropies = token_logprobs(model, row, kernel=AUTO)
     weight = model.get_output_embeddings().weight.bfloat16().double()
     log_softmax = (hidden[0].bfloat16().double() @ weight.T).log_softmax(-1)
     sources, targets = row.layout.sources, row.targets
@@ -219,7 +228,7 @@ def test_only_targets_go_through_the_head(
 ) -> None:
     model = make_model()
     shapes = called(model.get_output_embeddings())
-    token_logprobs(model, make_row(pack(random_documents([10, 7]), prompt=4), CPU), fused=False)
+    token_logprobs(model, make_row(pack(random_documents([10, 7]), prompt=4), CPU))
     assert shapes == [(6 + 3, 32)]
 
 
@@ -259,7 +268,7 @@ def test_a_factor_and_a_cap_on_the_logits_apply(
     model, plain = make_model(), make_model("sdpa")
     vars(model.config).update(keys)
     row = make_row(pack([document], temperatures=[0.5]), CPU)
-    found, _ = token_logprobs(model, row, fused=fused)
+    found, _ = token_logprobs(model, row, kernel=FUSED if fused else None)
     logits = plain(torch.tensor([document])).logits[0, :-1] * factor
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     chosen = torch.tensor(document[1:])[:, None]

@@ -286,6 +286,22 @@ def test_a_loss_that_gives_anything_else_is_named(given: Any, found: str, pack: 
         row_loss(make_row(row, CPU), torch.zeros(2), losses, count_members([row], losses))
 
 
+def test_a_detached_loss_is_refused_unless_it_is_zero(pack: Any) -> None:
+    class Detached(Reinforce):
+        name = "detached"
+        factor = 1.0
+
+        def __call__(self, inputs: LossInputs) -> LossOutputs:
+            outputs = super().__call__(inputs)
+            return LossOutputs(self.factor * outputs.loss.detach(), {})
+
+    row, logprobs = pack([[1, 2]]), torch.tensor([-1.0, -2.0])
+    with pytest.raises(PluginError, match=r"'detached': 1 tokens train in it.*no gradient"):
+        loss_of(row, logprobs, Detached(PluginConfig()))
+    Detached.factor = 0.0  # a pairwise loss without a pair
+    assert loss_of(row, logprobs, Detached(PluginConfig()))[:2] == (0.0, [0.0, 0.0])
+
+
 def test_per_env_denominators_by_hand(pack: Any) -> None:
     """Env x has 3 rl tokens, y one; ce has one of x and two of y."""
     row = pack(

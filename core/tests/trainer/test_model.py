@@ -19,7 +19,6 @@ from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import attention
 from prime_rl.trainer import model as module
 from prime_rl.trainer.model import (
     Policy,
@@ -30,9 +29,12 @@ from prime_rl.trainer.model import (
     prepare_blocks,
 )
 from prime_rl.trainer.packed_row import PackedRow, make_row
+from prime_rl_kernels.attention import register
+from prime_rl_kernels.kernels import Auto, KernelConfig
 
 CPU = torch.device("cpu")
 MakeModel = Callable[..., PreTrainedModel]
+AUTO = Auto(KernelConfig())
 
 
 @pytest.fixture
@@ -41,19 +43,19 @@ def rows(pack: Any, random_documents: Any) -> list[PackedRow]:
     first, second = random_documents([9, 9, 5]), random_documents([12, 7, 3, 3])
     shared = [[1, 2, 3, 4], [1, 2, 3, 5, 6]]
     batches = [pack(first), pack(second), pack(shared, prompt=3)]
-    return [make_row(batch, CPU) for batch in batches]
+    return [make_row(batch, CPU, AUTO.packings(CPU)[0]) for batch in batches]
 
 
 @pytest.fixture
 def restore_attention() -> Any:
     yield
-    attention.register()
+    register()
 
 
 def gradients(model: PreTrainedModel, rows: list[PackedRow], **settings: Any) -> list[Tensor]:
     """Summed over the rows."""
     config = TrainerConfig(device="cpu", **settings)
-    policy = Policy(model, config)
+    policy = Policy(model, config, kernel=AUTO)
     prepare_blocks(model, config)
     for row in rows:
         torch.autograd.backward(policy(row)[0].square().sum())
@@ -64,15 +66,17 @@ def gradients(model: PreTrainedModel, rows: list[PackedRow], **settings: Any) ->
 def test_recomputed_gradients_are_the_same_bit_for_bit(
     make_model: MakeModel, rows: list[PackedRow], every: int
 ) -> None:
-    expected = gradients(make_model(num_hidden_layers=3), rows)
-    found = gradients(make_model(num_hidden_layers=3), rows, activation_checkpointing=every)
+    expected = gradients(make_model("varlen", num_hidden_layers=3), rows)
+    found = gradients(
+        make_model("varlen", num_hidden_layers=3), rows, activation_checkpointing=every
+    )
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_under_autocast_too(make_model: MakeModel, rows: list[PackedRow]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        expected = gradients(make_model().float(), rows)
-        found = gradients(make_model().float(), rows, activation_checkpointing=1)
+        expected = gradients(make_model("varlen").float(), rows)
+        found = gradients(make_model("varlen").float(), rows, activation_checkpointing=1)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -87,11 +91,11 @@ def test_recomputed_blocks_keep_their_input_alone(
             sizes.append(tensor.nbytes)
             return tensor
 
-        model = make_model(num_hidden_layers=4)
+        model = make_model("varlen", num_hidden_layers=4)
         config = TrainerConfig(device="cpu", activation_checkpointing=every)
         prepare_blocks(model, config)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            Policy(model, config)(rows[0])
+            Policy(model, config, kernel=AUTO)(rows[0])
         return sum(sizes)
 
     kept, half, none = saved(0), saved(2), saved(1)
@@ -100,14 +104,14 @@ def test_recomputed_blocks_keep_their_input_alone(
 
 
 def test_names_of_weights_stay(make_model: MakeModel) -> None:
-    model = make_model()
+    model = make_model("varlen")
     names = list(model.state_dict())
     prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
     assert list(model.state_dict()) == names
 
 
 def test_preparing_twice_does_it_once(make_model: MakeModel, rows: list[PackedRow]) -> None:
-    model, calls = make_model(num_hidden_layers=1), []
+    model, calls = make_model("varlen", num_hidden_layers=1), []
     block = model.model.layers[0]
     block.register_forward_pre_hook(lambda *_: calls.append("outer"))
     block.get_submodule("mlp").register_forward_pre_hook(lambda *_: calls.append("inner"))
@@ -124,11 +128,11 @@ def test_compiled_blocks_give_the_same_gradients(
     make_model: MakeModel, rows: list[PackedRow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recomputed, too. For rows of other documents nothing is compiled again."""
-    expected = gradients(make_model(num_hidden_layers=1).float(), rows)
+    expected = gradients(make_model("varlen", num_hidden_layers=1).float(), rows)
     counting = CompileCounterWithBackend("inductor")
     monkeypatch.setattr(module.torch, "compile", partial(torch.compile, backend=counting))
     torch._dynamo.reset()
-    model = make_model(num_hidden_layers=1).float()
+    model = make_model("varlen", num_hidden_layers=1).float()
     settings = {"compile": True, "activation_checkpointing": 1}
     gradients(model, rows[:1], **settings)
     num_graphs = counting.frame_count
@@ -152,12 +156,12 @@ def test_no_triton_is_said_before_training(
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):
         check_compiler(torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):  # not there yet
-        prepare_blocks(make_model(), TrainerConfig(compile=True), torch.device("cuda"))
+        prepare_blocks(make_model("varlen"), TrainerConfig(compile=True), torch.device("cuda"))
     check_compiler(CPU)
 
 
 def test_a_model_without_blocks_is_refused(make_model: MakeModel) -> None:
-    model = make_model()
+    model = make_model("varlen")
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM does not say which modules"):
         prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))

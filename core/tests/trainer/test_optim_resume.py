@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_optimizer
 from prime_rl.rundir.checkpoints import Checkpoint
-from prime_rl.trainer.checkpoint import restore, snapshot
+from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.wire import MicroBatch
@@ -63,6 +64,7 @@ def make_trainer(
         installed_losses().with_rl(loss(PluginConfig())),
         config,
         10,
+        maker=make_optimizer(config.optim, load_plugins(TRAINER_GROUP)),
     )
 
 
@@ -71,10 +73,8 @@ def write(trainer: Trainer, step: int, folder: Path) -> Checkpoint:
     checkpoint = Checkpoint(folder / f"step_{step}")
     checkpoint.weights.mkdir(parents=True)
     trainer.model.save_pretrained(checkpoint.weights)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        writer = FileSystemWriter(checkpoint.trainer)
-        save(snapshot(trainer, step), storage_writer=writer, no_dist=True)
+    checkpoint.trainer.mkdir()
+    write_shard(checkpoint.trainer, snapshot(trainer, step))
     return checkpoint
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from oracle_cases import CASES, distance, losses_of, reference, rollouts_of, trained
+from trainer_fixtures import kernel_of
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
@@ -30,7 +31,7 @@ def test_loss_and_gradient_are_those_of_transformers_sequence_by_sequence(
     config = TrainerConfig(
         device="cpu", share_prompts=share, fused_lm_head=fused, lm_head_block=5 * 61
     )
-    trainer = Trainer(make_model(), losses, config, max_steps=9)
+    trainer = Trainer(make_model(), losses, config, max_steps=9, kernel=kernel_of(config))
     assert trainer.policy.packing.name == ("shared" if share else "packed")
     found_loss, found = trained(trainer, rollouts)
     assert found_loss == pytest.approx(loss, rel=1e-6)
@@ -48,7 +49,7 @@ def test_an_env_with_a_loss_of_its_own_has_the_gradient_that_it_has_alone(
     rollouts = rollouts_of(losses, [("a", 3), ("b", 2), ("a", 2), ("b", 3)], envs)
     found = []
     for chosen in ("ab", "a", "b"):
-        trainer = Trainer(make_model(), losses, config, max_steps=9)
+        trainer = Trainer(make_model(), losses, config, max_steps=9, kernel=kernel_of(config))
         found.append(trained(trainer, [each for each in rollouts if each.env in chosen])[1])
     both, alone, other = found
     rest = {name: tensor - other[name] for name, tensor in both.items()}

@@ -37,6 +37,7 @@ SMALL = {"optim": {"lr": 2e-3, "max_norm": 0.5}}
 MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
 # Adam would multiply the rounding of twenty steps.
 MINIBATCHES = {"minibatches": 2, "epochs": 2, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
+ANCHORED = {"ema_decay": 0.5, "optim": {"type": "sgd", "lr": 2e-2, "max_norm": 0.5}}
 HEAD = {"heads": {"scores": {"lr": 2e-3}}, "optim": {"lr": 5e-4, "max_norm": 0.5}}
 OWN_MODEL = {**HEAD, "heads": {"scores": {"lr": 1e-3, "own_model": True}}}
 
@@ -78,7 +79,8 @@ def runs(
                 job("one_untied", UNTIED),
                 job("one_lora", trainer=LORA),
                 job("one_muon", trainer=MUON),
-                job("one_minibatches", trainer=MINIBATCHES, old_ratio=True),
+                job("one_minibatches", trainer=MINIBATCHES, loss="old_ratio"),
+                job("one_anchored", trainer=ANCHORED, loss="anchored"),
                 job("one_head", trainer=HEAD),
                 job("one_own_model", trainer=OWN_MODEL),
                 job("one_recurrent", RECURRENT, trainer=SMALL),
@@ -102,7 +104,14 @@ def runs(
                 job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
                 job("two_lora", trainer=LORA),
                 job("two_muon", trainer=MUON),
-                job("two_minibatches", trainer=MINIBATCHES, old_ratio=True),
+                job("two_minibatches", trainer=MINIBATCHES, loss="old_ratio"),
+                job("two_anchored", trainer=ANCHORED, loss="anchored"),
+                job(
+                    "two_anchored_from_one",
+                    trainer=ANCHORED,
+                    loss="anchored",
+                    resume=checkpoint("one_anchored"),
+                ),
                 job("two_head", trainer=HEAD),
                 job("two_head_replicas", trainer={**HEAD, "dp_replicate": 2}),
                 job("two_own_model", trainer=OWN_MODEL),
@@ -182,11 +191,12 @@ COMPARED = (
 
 MANY = [
     *("four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"),
-    *("two_by_memory", "two_minibatches", "two_recurrent", "two_withholding"),
+    *("two_by_memory", "two_minibatches", "two_anchored", "two_recurrent", "two_withholding"),
     *("two_head", "two_head_replicas", "two_own_model"),
 ]
 RESUMED = [
     "two_head_from_one",
+    "two_anchored_from_one",
     "two_from_one",
     "two_from_four",
     "one_from_two",

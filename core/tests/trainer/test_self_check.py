@@ -15,19 +15,21 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.utils import logging as transformers_logging
 
-from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
+from prime_rl import ConfigError, Kernel, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
-from prime_rl.trainer.attention import register
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import Policy, load_model, prepare_blocks
 from prime_rl.trainer.packed_row import PackedRow, make_row
-from prime_rl.trainer.packing import Packing, batch_sizes, packings
+from prime_rl.trainer.packing import Packing, batch_sizes
 from prime_rl.trainer.self_check import find_packing
+from prime_rl_kernels.attention import register
+from prime_rl_kernels.kernels import Auto, KernelConfig
 from prime_rl_lora.tuning import Lora, LoraConfig
 
 CPU = torch.device("cpu")
 CONFIG = TrainerConfig(device="cpu")
+AUTO = Auto(KernelConfig())
 LENGTHS = (9, 17, 16, 5, 5, 2)
 """16 and 17 share a padded batch."""
 
@@ -135,9 +137,11 @@ def make_batch(pack: Any, random_documents: Any) -> Any:
     return pack(documents, prompt=2, temperatures=[1.0, 0.7, 1.0, 0.9, 1.0, 1.3])
 
 
-def checked(model: PreTrainedModel, config: TrainerConfig = CONFIG) -> Policy:
-    policy = Policy(model, config)
-    find_packing(policy, packings(config, CPU), CPU)
+def checked(
+    model: PreTrainedModel, config: TrainerConfig = CONFIG, kernel: Kernel = AUTO
+) -> Policy:
+    policy = Policy(model, config, kernel=kernel)
+    find_packing(policy, policy.packings(CPU), CPU)
     return policy
 
 
@@ -169,7 +173,7 @@ def gradients(model: PreTrainedModel, logprobs: Tensor) -> dict[str, Tensor]:
 
 def assert_as_alone(policy: Policy, batch: Any) -> None:
     model = policy.model
-    row = make_row(batch, CPU, share=policy.packing.name == "shared")
+    row = make_row(batch, CPU, policy.packing)
     found = policy(row)[0][row.targets]
     found_gradients = gradients(model, found)
     expected = alone(model, row)
@@ -192,17 +196,25 @@ def test_documents_of_a_row_have_the_logprobs_and_gradients_that_they_have_alone
 
 @pytest.mark.parametrize("family", FAST)
 def test_a_family_that_leaks_is_refused_if_its_rows_may_only_be_packed(family: str) -> None:
-    packed = [each for each in packings(CONFIG, CPU) if each.name != "apart"]
+    packed = [each for each in AUTO.packings(CPU) if each.name != "apart"]
     with pytest.raises(ConfigError, match=rf"{family}ForCausalLM.*off by .*at most \d"):
-        find_packing(Policy(make(family), CONFIG), packed, CPU)
+        find_packing(Policy(make(family), CONFIG, kernel=AUTO), packed, CPU)
 
 
 def test_a_model_whose_attention_keeps_documents_apart_shares_prompts(
     make_qwen3: Callable[..., PreTrainedModel],
 ) -> None:
     assert checked(make_qwen3()).packing.name == "shared"
-    config = TrainerConfig(device="cpu", share_prompts=False)
-    assert checked(make_qwen3(), config).packing.name == "packed"
+    kernel = Auto(KernelConfig(share_prompts=False))
+    assert checked(make_qwen3(), kernel=kernel).packing.name == "packed"
+
+
+def test_core_alone_computes_documents_apart(
+    make_qwen3: Callable[..., PreTrainedModel], pack: Any, random_documents: Any
+) -> None:
+    policy = checked(make_qwen3(), kernel=Kernel(PluginConfig()))
+    assert policy.packing == Packing("apart", "eager")
+    assert_as_alone(policy, make_batch(pack, random_documents))
 
 
 def test_a_model_that_packs_but_cannot_share_prompts_packs_and_says_so(
@@ -252,12 +264,11 @@ def test_kernels_that_take_the_boundaries_keep_rows_packed(
 def test_recomputed_blocks_and_either_head_go_the_same_way(
     fused: bool, pack: Any, random_documents: Any
 ) -> None:
-    config = TrainerConfig(
-        device="cpu", fused_lm_head=fused, lm_head_block=61 * 4, activation_checkpointing=1
-    )
+    config = TrainerConfig(device="cpu", activation_checkpointing=1)
+    kernel = Auto(KernelConfig(fused_lm_head=fused, lm_head_block=61 * 4))
     model = make("Qwen3_5")
     prepare_blocks(model, config)
-    policy = checked(model, config)
+    policy = checked(model, config, kernel)
     assert policy.packing.name == "apart"
     assert_as_alone(policy, make_batch(pack, random_documents))
 
@@ -294,9 +305,10 @@ def test_the_trainer_takes_a_step_on_a_model_loaded_from_files(
         installed_losses().with_rl(Plain(PluginConfig())),
         *(CONFIG, 1),
         colocated=colocated,
+        kernel=AUTO,
     )
     batch = make_batch(pack, random_documents)
-    row = make_row(batch, CPU, share=False)
+    row = make_row(batch, CPU)
     with torch.no_grad():
         expected = -float(alone(make("Falcon"), row).sum() / len(row.targets))
     metrics = trainer.train_step(1, [batch])

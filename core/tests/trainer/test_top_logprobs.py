@@ -14,18 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_head import plain, random
 from torch import Tensor
+from trainer_fixtures import kernel_of
 from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import StreamError
 from prime_rl.plugins.components import Component, installed_losses
-from prime_rl.trainer import fused_head
-from prime_rl.trainer.fused_head import fused_logprobs
 from prime_rl.trainer.logprobs import _LogprobAndEntropy, token_logprobs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.update import BatchUpdate
+from prime_rl_kernels import fused_head
+from prime_rl_kernels.fused_head import fused_logprobs
+from prime_rl_kernels.kernels import KernelConfig, Varlen
 
 CPU = torch.device("cpu")
 D, V = 5, 11
@@ -167,13 +169,14 @@ def test_weights_of_a_model_get_the_gradient_of_every_id(
 ) -> None:
     """Against transformers, document by document, at temperatures 0.5 and 2."""
     documents, temperatures = random_documents([9, 6]), [2.0, 0.5]
-    model, reference = (make_model(kind, tie_word_embeddings=False) for kind in ("varlen", "sdpa"))
+    model, reference = (make_model(kind, tie_word_embeddings=False) for kind in ("sdpa", "sdpa"))
     vars(model.config).update({} if cap is None else {"logits_soft_cap": cap})
     for each in (model, reference):
         each.get_output_embeddings().requires_grad_(not frozen)
     ids = numbered_ids(15, 4)
     row = make_row(with_ids(pack(documents, temperatures=temperatures), ids), CPU)
-    found, entropies = token_logprobs(model, row, is_fused, 5 * 13, top=True)
+    kernel = Varlen(KernelConfig(fused_lm_head=is_fused, lm_head_block=5 * 13))
+    found, entropies = token_logprobs(model, row, kernel=kernel, top=True)
     assert found.shape == (15, 5) and entropies.shape == (15,)
     torch.autograd.backward(mixed(found[row.targets], entropies[row.targets], False))
     parts, start = [], 0
@@ -235,8 +238,9 @@ def test_what_are_no_ids_is_refused(
     is_fused: bool,
 ) -> None:
     row = make_row(with_ids(pack(random_documents([5, 4])), change(numbered_ids(9, 2))), CPU)
+    kernel = Varlen(KernelConfig(fused_lm_head=is_fused))
     with pytest.raises(StreamError, match=f"envs: a.*'top_ids' has .*{message}.*tokenizer"):
-        token_logprobs(make_model(), row, is_fused, top=True)
+        token_logprobs(make_model(), row, kernel=kernel, top=True)
 
 
 class TopSum(Loss):
@@ -263,7 +267,8 @@ def trained(
     """The gradients of one minibatch, and its loss."""
     config = TrainerConfig.model_validate({"device": "cpu"} | table)
     trainer = Trainer(
-        make_model(), installed_losses().with_rl(loss(PluginConfig())), config, 20
+        make_model(), installed_losses().with_rl(loss(PluginConfig())), config, 20,
+        kernel=kernel_of(config),
     )  # fmt: skip
     update = BatchUpdate(trainer, 1, rows, None)
     return trainer, update.forward_backward(rows, update.counts[0]).result()["loss/mean"]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_fixtures import Ratio
+from trainer_fixtures import Ratio, kernel_of, maker_of
 from transformers import PreTrainedModel
 
 from prime_rl import (
@@ -77,7 +77,8 @@ def make_trainer(make_model: Callable[..., PreTrainedModel]) -> Make:
         optim = {"type": "sgd", "lr": 0.05, "weight_decay": 0.0} | table.pop("optim", {})
         config = TrainerConfig.model_validate({"device": "cpu", "optim": optim} | table)
         losses = installed_losses().with_rl(loss(PluginConfig()))
-        return Trainer(make_model(), losses, config, 20, observers)
+        made: dict[str, Any] = {"kernel": kernel_of(config), "maker": maker_of(config)}
+        return Trainer(make_model(), losses, config, 20, observers, **made)
 
     return make
 

@@ -12,7 +12,15 @@ from waiting import LIMIT, until
 from prime_rl import ConfigError, WireError
 from prime_rl.run.children import free_ports
 from prime_rl.rundir.launch import Launch
-from prime_rl.wire.transport import Receiver, Sender, make_receiver, make_sender, wire_dir
+from prime_rl.wire.transport import (
+    Receiver,
+    Sender,
+    make_receiver,
+    make_sender,
+    sealed,
+    unsealed,
+    wire_dir,
+)
 
 
 def free_port() -> int:
@@ -175,3 +183,26 @@ async def test_draining_waits_until_every_frame_is_read(wire: Wire) -> None:
         assert not draining.done()
         assert await wire.receive() == b"frame"
     await asyncio.wait_for(draining, 60)
+
+
+def test_every_flipped_bit_and_every_cut_of_a_frame_is_found() -> None:
+    frame = bytes(range(40))
+    whole = sealed(frame)
+    assert unsealed(whole) == frame
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(WireError, match=r"was damaged on the way.*--resume"):
+            unsealed(bytes(damaged))
+    for end in range(1, len(whole)):
+        with pytest.raises(WireError, match=r"was damaged on the way"):
+            unsealed(whole[:end])
+
+
+async def test_a_frame_that_is_damaged_on_the_disk_is_not_delivered(tmp_path: Path) -> None:
+    wire = Wire(make_launch("filesystem"), tmp_path)
+    await wire.sender.send(1, [b"frame"])
+    path = wire_dir(tmp_path) / "step_1" / "rank_0.bin"
+    path.write_bytes(b"F" + path.read_bytes()[1:])
+    with pytest.raises(WireError, match=r"a micro batch frame of 5 bytes was damaged"):
+        await wire.receive()

@@ -17,7 +17,7 @@ BIN = Path(sys.executable).with_name("prime-rl")
 def test_a_broken_plugin_is_listed_with_the_reason_beside_the_others(tmp_path, site):
     site("bad", "[prime_rl]\nbad = no_such_module_anywhere\n")
     done = prime_rl("plugins", "list", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1 and done.stderr == ""
     text = " ".join(done.stdout.split())
     assert "prime-rl-grpo" in text and "broken: plugin 'bad' (bad" in text
     rows = json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
@@ -45,7 +45,7 @@ def test_two_plugins_of_one_name_are_listed_with_the_reason(tmp_path, site):
     assert first["error"] is None
     assert second["error"] == (
         f"plugin 'zz' is also brought by plugin 'zz' ({first['distribution']} 0.1). Uninstall one, "
-        "or list its plugin under plugins.disabled."
+        f"or list {second['distribution']!r} under plugins.disabled."
     )
 
 
@@ -176,7 +176,7 @@ def test_an_unknown_plugin_is_an_error_with_what_is_close(tmp_path):
 def test_a_sound_algorithm_passes_the_check_with_code_0():
     done = shown("check", "max_rl")
     assert done.exit_code == 0, done.stdout
-    assert done.stdout.startswith("algorithm max_rl  15 passed, 1 skipped\n")
+    assert done.stdout.startswith("algorithm max_rl  16 passed, 2 skipped\n")
     assert "permutation" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -189,7 +189,7 @@ def test_a_plugin_is_checked_by_the_import_name_of_its_distribution():
 def test_settings_are_given_as_in_toml():
     teacher = ['teacher.name="t"', 'teacher.base_url="http://127.0.0.1:1/v1"']
     done = shown("check", "opd", "--set", teacher[0], "--set", teacher[1])
-    assert done.exit_code == 0 and "algorithm opd  16 passed" in done.stdout
+    assert done.exit_code == 0 and "algorithm opd  17 passed, 1 skipped" in done.stdout
     done = shown("check", "opd", "--json")
     (report,) = json.loads(done.stdout)["reports"]
     (outcome,) = report["checks"]
@@ -284,6 +284,126 @@ def test_a_heavy_import_is_found(folder):
     assert message == (
         "importing odd_one imports verifiers. Import it inside the function that needs it."
     )
+
+
+HANGS = """
+@hookimpl
+def score_group(group):
+    while True:
+        pass
+"""
+
+
+def test_a_hook_that_hangs_fails_its_check(folder):
+    with (folder / "src/odd_one.py").open("a") as file:
+        file.write(HANGS)
+    done = shown("check", str(folder), "--json", "--limit", "0.5")
+    _, hooks, _ = json.loads(done.stdout)["reports"]
+    (message,) = [each["message"] for each in hooks["checks"] if each["status"] == "failed"]
+    assert "TimeoutError: it did not return within 0.5 s" in message
+
+
+def test_an_import_that_hangs_fails_to_load(folder):
+    with (folder / "src/odd_one.py").open("a") as file:
+        file.write("while True: pass\n")
+    done = shown("check", str(folder), "--json", "--limit", "0.2")
+    (report,) = json.loads(done.stdout)["reports"]
+    assert "failed to import: TimeoutError: it did not return" in report["checks"][0]["message"]
+
+
+def test_a_slow_import_is_found(folder, monkeypatch):
+    monkeypatch.setattr("prime_rl_devkit.check.IMPORT_SECONDS", 0.01)
+    with (folder / "src/odd_one.py").open("a") as file:
+        file.write("import time; time.sleep(0.02)\n")
+    done = shown("check", str(folder), "--json")
+    (message,) = [
+        each["message"]
+        for each in json.loads(done.stdout)["reports"][0]["checks"]
+        if each["check"] == "light_import"
+    ]
+    assert message.endswith(
+        "s, expected at most 0.01 s. Do the work in the function that needs it."
+    )
+
+
+def test_an_invalid_default_fails_and_a_missing_setting_does_not(folder):
+    code = (folder / "src/odd_one.py").read_text()
+    (folder / "src/odd_one.py").write_text(code.replace("float = 1.0", "float = 'much'"))
+    done = shown("check", str(folder), "--json")
+    (outcome,) = json.loads(done.stdout)["reports"][1]["checks"]
+    assert outcome["status"] == "failed" and "scale: Input should be" in outcome["message"]
+
+
+def test_an_algorithm_that_core_cannot_build_fails(folder):
+    with (folder / "src/odd_one.py").open("a") as file:
+        file.write("\ndef _init(self): ...\nOdd.__init__ = _init\n")
+    done = shown("check", str(folder), "--json")
+    (outcome,) = json.loads(done.stdout)["reports"][1]["checks"]
+    assert (outcome["check"], outcome["status"]) == ("builds", "failed")
+    assert "its __init__ takes (self)" in outcome["message"]
+
+
+def test_a_broken_plugin_does_not_stop_the_check_of_another(tmp_path, site):
+    site("bad", "[prime_rl]\nbad = bad\n", "import sys; sys.exit(3)\n")
+    done = prime_rl("plugins", "check", "prime_rl_filters", cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("plugin filters  3 passed\n")
+    done = prime_rl("plugins", "check", "bad", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "failed to import: SystemExit: 3." in " ".join(done.stdout.split())
+
+
+OWN_LOSS = """
+import prime_rl
+
+
+class Steady(prime_rl.Loss):
+    name = "steady"
+    token_wise = True
+
+    def __call__(self, inputs):
+        gain = inputs.advantages * inputs.trainer_logprobs * inputs.loss_weights
+        return prime_rl.LossOutputs(-gain[inputs.loss_mask].sum(), {})
+
+
+@prime_rl.hookimpl
+def register_losses():
+    return [Steady]
+"""
+
+
+def test_an_algorithm_of_a_folder_may_train_the_folders_own_loss(folder):
+    sound = BROKEN.replace("index * self.config.scale", "0").replace(
+        '"odd"', '"odd"\n    action_loss = "steady"'
+    )
+    (folder / "src/odd_one.py").write_text(sound)
+    (folder / "src/odd_loss.py").write_text(OWN_LOSS)
+    both = PROJECT + '[project.entry-points."prime_rl.trainer"]\nodd = "odd_loss"\n'
+    (folder / "pyproject.toml").write_text(both)
+    found = {
+        r["kind"]: r["checks"]
+        for r in json.loads(shown("check", str(folder), "--json").stdout)["reports"]
+    }
+    sys.modules.pop("odd_loss", None)
+    status = {each["check"]: each["status"] for each in found["algorithm"]}
+    assert status["declared_component"] == status["credit_on_mask"] == "passed"
+    assert "failed" not in status.values() and found["loss"]
+
+
+def test_a_broken_loss_does_not_stop_the_check_of_another_algorithm(tmp_path, site):
+    site("bad", "[prime_rl.trainer]\nbad = bad\n", "import sys; sys.exit(3)\n")
+    done = prime_rl("plugins", "check", "grpo", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_distribution_may_be_left_out_by_its_name(tmp_path, site):
+    site("bad", "[prime_rl]\nworse = bad\n", "import sys; sys.exit(3)\n")
+    (row,) = [
+        r
+        for r in json.loads(prime_rl("plugins", "list", "--json", cwd=tmp_path).stdout)
+        if r["error"]
+    ]
+    done = prime_rl("plugins", "list", "--json", "--without", row["distribution"], cwd=tmp_path)
+    assert done.returncode == 0 and not any(r["error"] for r in json.loads(done.stdout))
 
 
 def test_a_plugin_that_breaks_the_contract_fails_to_load(folder):

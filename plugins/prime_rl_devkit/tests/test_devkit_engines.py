@@ -17,7 +17,7 @@ from prime_rl import EngineCommand
 from prime_rl.errors import EngineError
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.engine import Engine, EngineLaunch
-from prime_rl.testing.report import Report, promise_of
+from prime_rl.testing.conformance import Report
 from prime_rl_devkit import check as plugin_check
 from prime_rl_devkit.engines import CHECKS, EngineSubject, conformance, hold, run_check, started
 from prime_rl_devkit.engines.bench import Bench, not_started
@@ -25,6 +25,7 @@ from prime_rl_devkit.engines.checkpoints import changed, merged, read, write_ada
 from prime_rl_devkit.engines.reference import Reference
 from prime_rl_devkit.engines.statistics import deviation
 from prime_rl_devkit.engines.suite import FIRST, LAST
+from prime_rl_devkit.verdicts import promise_of
 
 ALIVE = [check for check in CHECKS if check != LAST]
 

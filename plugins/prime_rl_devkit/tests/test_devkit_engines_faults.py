@@ -16,7 +16,6 @@ import pytest
 import torch
 from engine_proxy import GENERATE, Answer, Fault, Proxy, asking, sampling, telling
 
-from prime_rl.testing.report import Broken
 from prime_rl_broadcast.connection import Member
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_devkit.engines import CHECKS, EngineSubject, run_check
@@ -24,6 +23,7 @@ from prime_rl_devkit.engines.checkpoints import read, write
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.reference import distribution
 from prime_rl_devkit.engines.replies import read_reply
+from prime_rl_devkit.verdicts import Broken
 
 Body = dict[str, Any]
 

@@ -1,13 +1,31 @@
-"""The kit's checks of filters, losses and samplers: sound ones pass, and each check can fail."""
+"""The kit's checks by kind: sound ones pass, and each check can fail."""
 
 import json
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
-from prime_rl import Filter, Head, Loss, LossOutputs, PluginConfig, Sampler, hookimpl, log_metric
-from prime_rl_devkit.kinds import BY_KIND, check_offer
+from prime_rl import (
+    ConfigError,
+    Filter,
+    Head,
+    Loss,
+    LossOutputs,
+    ModelMaker,
+    Monitor,
+    PluginConfig,
+    RendererOffer,
+    Sampler,
+    Source,
+    hookimpl,
+    log_metric,
+)
+from prime_rl.run.children import LocalLauncher
+from prime_rl.testing import make_rollout
+from prime_rl_devkit.kinds import BY_KIND, builds, check_offer
+from prime_rl_devkit.verdicts import run
 
 
 class Short(Filter):
@@ -96,6 +114,37 @@ class Explodes(Reinforce):
 class Averages(Reinforce):
     def __call__(self, inputs):
         return LossOutputs(self.per_token(inputs)[inputs.loss_mask].mean(), {})
+
+
+class AveragesEachSequence(Averages):
+    token_wise = False
+
+
+class Detached(Reinforce):
+    def per_token(self, inputs):
+        return super().per_token(inputs).detach()
+
+
+class SequenceRatio(Reinforce):
+    """GSPO, declared as a sum of terms of single tokens."""
+
+    def per_token(self, inputs):
+        gaps = inputs.trainer_logprobs - inputs.inference_logprobs
+        ratio = (gaps * inputs.loss_mask).sum() / inputs.loss_mask.sum()
+        return -inputs.advantages * ratio.exp() * inputs.loss_weights
+
+
+class OfASequence(SequenceRatio):
+    token_wise = False
+
+
+class OfAHead(Reinforce):
+    """Trains a head alone, whose output it reads."""
+
+    reads = ("values",)
+
+    def per_token(self, inputs):
+        return inputs.streams["values"].square() * inputs.loss_weights
 
 
 class Unweighted(Reinforce):
@@ -193,6 +242,149 @@ class StartsAnew(InTurn):
         pass
 
 
+class Refuses(InTurn):
+    def reject(self, group):
+        return len(group) > 1
+
+
+class Demonstrations(Source):
+    name = "demonstrations"
+    feeds = frozenset({"ce"})
+    num_examples = 3
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.given = 0
+
+    def rollout(self, request):
+        return make_rollout(completion=2 + self.given, group_id=request.group_id)
+
+    async def group(self, request):
+        self.given += 1
+        return [self.rollout(request)]
+
+    def save(self, directory):
+        (directory / "given").write_text(str(self.given))
+
+    def load(self, directory):
+        self.given = int((directory / "given").read_text())
+
+
+class Scored(Demonstrations):
+    def rollout(self, request):
+        rollout = super().rollout(request)
+        rollout.assign_advantages(1.0)
+        return rollout
+
+
+class OtherGroup(Demonstrations):
+    def rollout(self, request):
+        return make_rollout(group_id=request.group_id + 7)
+
+
+class FeedsNothing(Demonstrations):
+    feeds = frozenset({"echo"})
+
+
+class ForgetsSome(Demonstrations):
+    def load(self, directory):
+        pass
+
+
+class Prints(Monitor):
+    name = "prints"
+
+    def log(self, step, metrics):
+        (self.run_dir / "log").write_text(f"{step} {dict(metrics)}")
+
+
+class InOrder(Prints):
+    def __init__(self, config, run_dir):
+        super().__init__(config, run_dir)
+        self.last = -1
+
+    def log(self, step, metrics):
+        assert step > self.last, f"step {step} after {self.last}"
+        self.last = step
+
+
+class Renames(Prints):
+    def log(self, step, metrics):
+        metrics["mine"] = 1.0
+
+
+class Rewrites(Prints):
+    def log_rollouts(self, step, rollouts, dropped):
+        for sample in rollouts[0].samples:
+            sample.advantages = sample.advantages * 0
+
+
+class Elsewhere(LocalLauncher):
+    def start(self, task, command):
+        return super().start(task, replace(command, env={"GREETING": "good-bye"}))
+
+
+class Nowhere(LocalLauncher):
+    def place(self, tasks, run_dir, tell):
+        return {}
+
+
+class LetsRun(LocalLauncher):
+    """Ends nothing when asked; the test ends it all the same."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.started = []
+
+    def end(self, processes):
+        pass
+
+    def close(self):
+        super().end(self.started)
+        super().close()
+
+    def start(self, task, command):
+        self.started.append(super().start(task, command))
+        return self.started[-1]
+
+
+class Knows(RendererOffer):
+    name = "knows"
+
+    def check(self, model):
+        raise ConfigError(f"{model}: no template")
+
+
+class Raises(Knows):
+    def check(self, model):
+        raise KeyError(model)
+
+
+class Makes(ModelMaker):
+    name = "makes"
+    seeded = True
+
+    def make(self, directory, seed, progress):
+        (directory / "config.json").write_text("{}")
+        weights = random.Random(seed if self.seeded else None).randbytes(8)
+        (directory / "model.safetensors").write_bytes(weights)
+        progress("made", 1.0)
+
+
+class MakesAnother(Makes):
+    seeded = False
+
+
+class MakesNothing(Makes):
+    def make(self, directory, seed, progress):
+        pass
+
+
+class InPercent(Makes):
+    def make(self, directory, seed, progress):
+        super().make(directory, seed, lambda state, share: progress(state, 100 * share))
+
+
 BROKEN = [
     ("filter", "filter_answers", SaysTrue, "got True, expected the reason"),
     ("filter", "filter_answers", Forgets, r"it said \[\] and \['seen'\]"),
@@ -202,6 +394,9 @@ BROKEN = [
     ("loss", "sums_over_the_mask", TopOffMask, r"the gradient is .* expected 0\.0 off the mask"),
     ("loss", "sums_over_the_mask", Explodes, "expected finite numbers"),
     ("loss", "is_a_sum", Averages, "one copy gives .*, two give "),
+    ("loss", "is_a_sum", AveragesEachSequence, "6 tokens give .* it is a mean"),
+    ("loss", "sums_over_the_mask", Detached, "the loss has no gradient: it would train nothing"),
+    ("loss", "keeps_to_its_scope", SequenceRatio, "changed the gradient of other tokens"),
     ("loss", "weighs_each_term", Unweighted, "with twice the loss_weights, expected"),
     ("loss", "keeps_to_its_scope", SeesNeighbors, "log π of token 0 changed the gradient of other"),
     ("loss", "reads_what_it_declares", ReadsMore, "the loss is nan where what it does not declare"),
@@ -214,6 +409,21 @@ BROKEN = [
     ("sampler", "sampler_in_range", Beyond, r"gave \(env 0, example 3\)"),
     ("sampler", "sampler_in_range", Dice, "seed 0 gave .* Draw from self.seed"),
     ("sampler", "sampler_resumes", StartsAnew, "after a resume, expected"),
+    ("sampler", "sampler_takes_groups", Refuses, "reject gave True, expected why"),
+    ("source", "source_gives_groups", Scored, "a rollout has credit"),
+    ("source", "source_gives_groups", OtherGroup, "asked for group 0, it gave"),
+    ("source", "source_gives_groups", FeedsNothing, "feeds names 'echo', which is no installed"),
+    ("source", "source_resumes", ForgetsSome, "after save and load it gives"),
+    ("monitor", "monitor_logs", InOrder, "step 0 after 1"),
+    ("monitor", "monitor_logs", Renames, "TypeError: .*does not support item assignment"),
+    ("monitor", "monitor_logs", Rewrites, "log_rollouts changed the rollouts: advantages"),
+    ("launcher", "launcher_runs_a_process", Elsewhere, "its log has .*good-bye"),
+    ("launcher", "launcher_runs_a_process", Nowhere, "place gave none to quick, slow"),
+    ("launcher", "launcher_runs_a_process", LetsRun, "a process runs after end"),
+    ("renderer", "renderer_refuses_in_words", Raises, "KeyError: 'no-such-model'"),
+    ("model", "model_is_reproducible", MakesAnother, "another model.safetensors the second time"),
+    ("model", "model_is_reproducible", MakesNothing, r"it wrote \[\], expected config.json"),
+    ("model", "model_is_reproducible", InPercent, "progress reported .*100.0"),
 ]
 
 
@@ -243,7 +453,14 @@ def test_every_check_has_something_that_fails_it():
         ("loss", Reinforce),
         ("loss", Logs),
         ("head", Critic),
+        ("loss", OfASequence),
+        ("loss", OfAHead),
         ("sampler", InTurn),
+        ("source", Demonstrations),
+        ("monitor", Prints),
+        ("launcher", LocalLauncher),
+        ("renderer", Knows),
+        ("model", Makes),
     ],
 )
 def test_a_sound_class_passes(kind, sound):
@@ -252,6 +469,36 @@ def test_a_sound_class_passes(kind, sound):
 
 
 def test_a_kind_without_checks_says_so():
-    (outcome,) = check_offer("monitor", Short, PluginConfig()).outcomes
+    (outcome,) = check_offer("observer", Short, PluginConfig()).outcomes
     assert outcome.status == "skipped"
-    assert outcome.message == "the kit has no checks of monitors: test it yourself"
+    assert outcome.message == (
+        "observers need the loop of a run, which the kit lacks: test it in a short run"
+    )
+
+
+class WrongInit(Short):
+    def __init__(self):
+        self.seen = set()
+
+
+class NoSuper(Short):
+    def __init__(self, config):
+        self.seen = set()
+
+
+class MonitorOfTheConfig(Prints):
+    def __init__(self, config):
+        super().__init__(config, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken", "says"),
+    [
+        ("filter", WrongInit, r"takes 1 positional argument but 2 were given"),
+        ("filter", NoSuper, r"Call super\(\).__init__"),
+        ("monitor", MonitorOfTheConfig, r"takes 2 positional arguments but 3 were given"),
+    ],
+)
+def test_a_class_that_core_cannot_build_is_named(kind, broken, says):
+    outcome = run(builds, kind, broken, PluginConfig())
+    assert outcome.status == "failed" and re.search(says, outcome.message), outcome.message

@@ -9,6 +9,7 @@ import pytest
 from prime_rl import Algorithm, PluginConfig, PluginError, hookimpl
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.testing import make_group, make_rollout
+from prime_rl_devkit import trace
 
 
 class Slow(Algorithm):
@@ -96,3 +97,14 @@ def test_without_a_tracer_the_variable_is_an_error(monkeypatch):
     monkeypatch.setattr("prime_rl.plugins.manager.entry_points", lambda group: ())
     with pytest.raises(PluginError, match="PRIME_RL_TRACE is set, and no tracer is installed"):
         Hooks().register(Clip(), "clip")
+
+
+def test_a_call_that_has_not_returned_is_printed_again_and_again(monkeypatch, capsys):
+    monkeypatch.setattr(trace, "_watch", lambda: None)  # the thread has a clock of its own
+    with trace._timed(lambda seconds, outcome: print(seconds, outcome)):
+        (call,) = trace.OPEN.values()
+        for seconds in (4, 6, 9, 13):  # due after 5, then at twice the time of the last line
+            trace.print_overdue(call.started + seconds)
+    *overdue, done = capsys.readouterr().out.splitlines()
+    assert overdue == ["None  has not returned for 6 s", "None  has not returned for 13 s"]
+    assert float(done) >= 0 and not trace.OPEN

@@ -66,10 +66,63 @@ def test_the_readme_has_toml_that_reads_and_names_the_plugin(kind, tmp_path):
 
 
 def test_every_kind_has_a_template_except_those_for_a_few_authors():
-    without = {"model", "launcher", "observer", "view", "trainer_observer", "tuning"}
-    without |= {"weight_transport"}
-    assert set(KINDS) == {kind.name for kind in OFFER_KINDS} - without
+    without = {"observer", "view", "trainer_observer", "tuning", "kernel"}
+    without |= {"weight_transport", "optimizer"}
+    assert set(KINDS) - {"wrapper"} == {kind.name for kind in OFFER_KINDS} - without
     assert set(KINDS.values()) == set(GROUPS)
+
+
+def test_an_environment_is_a_module_that_verifiers_finds_by_its_id(tmp_path):
+    files = write_package("plum-tree", "environment", tmp_path / "new").files
+    names = {str(path.relative_to(tmp_path / "new")) for path in files}
+    assert {"src/plum_tree/__init__.py", "train.toml", "tests/test_plum_tree.py"} <= names
+    assert not any("@@" in path.read_text() for path in files)
+    run = tomllib.loads((tmp_path / "new/train.toml").read_text())
+    assert run["orchestrator"]["train"]["env"][0]["id"] == "plum-tree"
+    assert (
+        "entry-points"
+        not in tomllib.loads((tmp_path / "new/pyproject.toml").read_text())["project"]
+    )
+
+
+def test_a_package_of_an_algorithm_and_its_loss_names_both(tmp_path):
+    package = write_package("plum-pair", "algorithm+loss", tmp_path / "new")
+    assert not any("@@" in path.read_text() for path in package.files)
+    names = {str(path.relative_to(package.folder)) for path in package.files}
+    module = "src/prime_rl_plum_pair"
+    assert {f"{module}/__init__.py", f"{module}/algorithm.py", f"{module}/loss.py"} < names
+    project = tomllib.loads((package.folder / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"] == {
+        "prime_rl": {"plum_pair": "prime_rl_plum_pair.algorithm"},
+        "prime_rl.trainer": {"plum_pair": "prime_rl_plum_pair.loss"},
+    }
+    assert package.next_commands()[2] == "prime-rl plugins check prime-rl-plum-pair"
+    assert 'losses = ("plum_pair",)' in (package.folder / module / "algorithm.py").read_text()
+
+
+@pytest.mark.slow
+def test_an_algorithm_and_its_loss_pass_their_check_and_their_tests(tmp_path, monkeypatch):
+    package = write_package("plum-pair", "algorithm+loss", tmp_path / "new")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    done = CliRunner().invoke(app, ["plugins", "check", str(package.folder)])
+    assert done.exit_code == 0, done.stdout
+    assert "algorithm plum_pair" in done.stdout and "loss plum_pair" in done.stdout
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    path = os.environ | {"PYTHONPATH": str(package.folder / "src")}
+    ran = subprocess.run(tests, cwd=package.folder, env=path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+
+
+def test_two_plugins_of_one_group_have_two_names_and_no_kind_comes_twice(tmp_path):
+    write_package("plum-twins", "sampler+filter", tmp_path / "new")
+    project = tomllib.loads((tmp_path / "new/pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["prime_rl"] == {
+        "plum_twins": "prime_rl_plum_twins.sampler",
+        "plum_twins_filter": "prime_rl_plum_twins.filter",
+    }
+    for kind in ("filter+filter", "filter+environment", "filter+"):
+        with pytest.raises(ConfigError, match="--kind: expected one of"):
+            names_for("plum-twins", kind)
 
 
 @pytest.mark.parametrize("name", ["my-algo", "my_algo", "prime-rl-my-algo"])
@@ -100,7 +153,7 @@ def test_an_unknown_kind_is_refused_with_the_known_ones(tmp_path):
         write_package("my-algo", "teapot", tmp_path / "new")
     assert str(caught.value) == (
         "--kind: expected one of algorithm, filter, loss, head, engine, sampler, renderer, source, "
-        "monitor, got 'teapot'"
+        "monitor, launcher, model, wrapper, environment, got 'teapot'"
     )
 
 
@@ -208,7 +261,7 @@ def test_the_test_environment_has_core_and_no_torch(bare, tmp_path):
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
-SKIPS = {"loss": 2, "head": 2, "renderer": 1}
+SKIPS = {"loss": 2, "head": 2, "renderer": 1, "model": 2}
 """Tests that need torch, or the renderers package."""
 
 

@@ -106,7 +106,8 @@ def test_a_client_that_disconnects_from_a_stream_frees_its_slot(
         ({"messages": [{"role": "user", "content": "x" * 600}]}, "the prompt has 6"),
         ({"temperature": -1}, "temperature is -1"),
         ({"presence_penalty": 1.0}, "presence_penalty is 1.0"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "does not constrain its output"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
         ({"stop": ""}, "empty string"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),
     ],
@@ -116,6 +117,12 @@ def test_bad_requests_are_refused_with_the_reason(
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=reason):
         ask(client, **options)
+
+
+def test_text_parts_are_one_text(client: openai.OpenAI) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    message: Any = [{"role": "user", "content": parts}]
+    assert ask(client, messages=message).choices == ask(client).choices
 
 
 def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:

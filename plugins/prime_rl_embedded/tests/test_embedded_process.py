@@ -48,12 +48,12 @@ def test_the_command_carries_the_launch_and_the_settings_but_never_the_key() -> 
     assert "secret" not in " ".join(command.argv)
     assert command.env["PRIME_RL_ADMIN_KEY"] == "secret"
     assert command.env["OMP_NUM_THREADS"] == "1" and command.env["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert command.argv[:3] == [sys.executable, "-m", "prime_rl_embedded.server"]
-    args = parse(command.argv[3:])
+    assert command.argv[:4] == [sys.executable, "-P", "-m", "prime_rl_embedded.server"]
+    args = parse(command.argv[4:])
     assert args.model == Path("folder") and args.wait_for_model
     assert (args.port, args.seed, args.max_model_len, args.policy_version) == (1234, 3, 64, 4)
     assert args.settings.num_slots == 5 and args.served_model_name == "tiny"
-    assert not parse(engine.command(launch()).argv[3:]).wait_for_model
+    assert not parse(engine.command(launch()).argv[4:]).wait_for_model
 
 
 def test_importing_the_plugin_is_light() -> None:

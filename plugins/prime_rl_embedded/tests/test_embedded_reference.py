@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from prime_rl import EngineError, ReferenceModel
-from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.pool import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
 from prime_rl_embedded.testing import VOCAB_SIZE, Served
 

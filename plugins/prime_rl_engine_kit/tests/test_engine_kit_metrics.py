@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from prime_rl.inference.engine import EngineState
 from prime_rl_engine_kit.metrics import EngineMetrics, EngineMetricsConfig, parse
 
 PAGE = """\
@@ -30,8 +31,9 @@ def page(running, tokens, seconds=0, number=0):
     return PAGE.format(running=running, tokens=tokens, seconds=seconds, number=number)
 
 
-def watch_of(pages=None, **settings):
-    fleet = SimpleNamespace(pages=pages)
+def watch_of(request=None, **settings):
+    engine = SimpleNamespace(state=EngineState.SERVING, client=SimpleNamespace(request=request))
+    fleet = SimpleNamespace(engines=[engine])
     shared = SimpleNamespace(engines=SimpleNamespace(fleet=fleet))
     return EngineMetrics(EngineMetricsConfig(**settings), SimpleNamespace(shared=shared))
 
@@ -81,13 +83,14 @@ def test_a_restarted_engine_has_no_negative_rate():
 async def test_a_malformed_page_is_logged_once_and_polling_continues(caplog):
     looks = []
 
-    async def broken():
-        looks.append(1)
-        return ["# TYPE x gauge\nx one"]
+    async def broken(method, route, timeout):
+        looks.append(route)
+        return SimpleNamespace(text="# TYPE x gauge\nx one")
 
     with caplog.at_level(logging.WARNING):
         task = asyncio.create_task(watch_of(broken, interval=0.001).run())
         while len(looks) < 3:
             await asyncio.sleep(0.001)
         task.cancel()
+    assert set(looks) == {"/metrics"}
     assert len([r for r in caplog.records if "engine metrics cannot be read" in r.message]) == 1

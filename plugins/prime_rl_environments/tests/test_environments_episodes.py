@@ -11,14 +11,9 @@ import pytest
 from renderers import Qwen3RendererConfig
 from waiting import LIMIT
 
-from prime_rl.env.environment import (
-    Environment,
-    EnvSettings,
-    ModelEndpoint,
-    RolloutResult,
-    SamplingSettings,
-)
-from prime_rl.env.trajectory import build_rollout, build_samples
+from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
+from prime_rl.env.traces import build_rollout, build_samples
 from prime_rl.rollout import ROLES
 from prime_rl_environments.tasks import book_entry
 from prime_rl_environments.tiny.tokenizer import build_tokenizer

@@ -18,13 +18,8 @@ from renderers import Qwen3RendererConfig
 from waiting import LIMIT
 
 from prime_rl import EngineLaunch
-from prime_rl.env.environment import (
-    BranchTokens,
-    Environment,
-    EnvSettings,
-    ModelEndpoint,
-    SamplingSettings,
-)
+from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.episode import BranchTokens, EnvSettings, ModelEndpoint
 
 pytestmark = pytest.mark.slow
 VERSION = 3

@@ -1,6 +1,7 @@
 """Evaluations as an observer: what and when they sample, and how training keeps its engines."""
 
 import asyncio
+import json
 import resource
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from waiting import LIMIT, until
 
 from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import ModelEndpoint, RolloutResult
+from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.run.resume import rewind
 from prime_rl_evals.evaluation import EvalLog, Evaluation, free_slots
@@ -75,13 +76,17 @@ class World:
             model={"name": "m"}, max_steps=last_version, seed=1000,
             orchestrator={"max_inflight_rollouts": slots, "eval": table},
         )  # fmt: skip
+        if began_with != version:
+            attempt = run_dir / "configs/launch.attempt_1.json"
+            attempt.parent.mkdir(parents=True, exist_ok=True)
+            attempt.write_text(json.dumps({"first_step": began_with + 1}))
         self.shares, self.logged, self.num_training = [], [], 0
         status = SimpleNamespace(report=lambda text, progress: self.shares.append(progress))
         run = SimpleNamespace(
             config=config,
             run_dir=run_dir,
             status=status,
-            launch=SimpleNamespace(first_step=version + 1, began_with=lambda run_dir: began_with),
+            launch=SimpleNamespace(first_step=version + 1),
         )
         self.environment = FakeEnvironment(rewards)
         self.policy = Policy(version)

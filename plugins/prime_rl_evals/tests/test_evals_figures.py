@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl.config.orchestrator import EvalConfig
-from prime_rl.env.environment import RolloutResult, SamplingSettings
-from prime_rl.env.episode import BranchTokens
+from prime_rl.env.environment import SamplingSettings
+from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,

@@ -9,8 +9,12 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
+from prime_rl.config.trainer import OptimConfig
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_optimizer
 from prime_rl.run.models import model_path
-from prime_rl.run.resume_checks import check_optimizer, check_tuning
+from prime_rl.run.resume import check_optimizer, check_tuning
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl_lora.tuning import Lora, LoraConfig
@@ -91,9 +95,10 @@ def check(before: Any, now: Any, run_dir: Path) -> None:
 
 
 def test_an_adapter_is_not_offered_as_a_model(tmp_path: Path) -> None:
-    then, now = ({"trainer": {"lora": {}, "optim": {"type": each}}} for each in ("adamw", "muon"))
+    then = {"trainer": {"lora": {}, "optim": {"type": "adamw"}}}
+    muon = make_optimizer(OptimConfig(type="muon"), load_plugins(TRAINER_GROUP))
     with pytest.raises(ConfigError, match=r"Set it back, or start a new run\.$"):
-        check_optimizer(then, now, checkpoint_of(tmp_path, *FILES))
+        check_optimizer(then, muon, checkpoint_of(tmp_path, *FILES))
 
 
 def test_a_run_cannot_start_from_an_adapter(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trainer_fixtures import kernel_of
 from transformers import PreTrainedModel
 
 from prime_rl import ConfigError, LossInputs, LossOutputs, Rollout, Sample, StreamError
@@ -179,7 +180,7 @@ def backward(
     (frame,) = batch_frames(packing_of(1, rollouts, losses, 32), 32)
     rows = decode_batch(frame)[1]
     config = TrainerConfig.model_validate({"device": "cpu"} | table)
-    trainer = Trainer(model, losses, config, 20)
+    trainer = Trainer(model, losses, config, 20, kernel=kernel_of(config))
     update = BatchUpdate(trainer, 1, rows, None)
     return trainer, update.forward_backward(rows, update.counts[0]).result()
 

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from prime_rl import Loss, LossInputs, LossOutputs
-from prime_rl.trainer.attention import Continuation, Documents
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.packed_row import make_row
+from prime_rl_kernels.attention import Continuation, Documents
+from prime_rl_kernels.packing import Shared
+from prime_rl_kernels.prefix_sharing import RowLayout
 from prime_rl_lora.tuning import Lora, LoraConfig
 from prime_rl_observers.device_usage import mfu, model_cost, num_pairs, peak_flops, peak_of
 
@@ -35,12 +37,17 @@ def model(make_model: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     return make_model()
 
 
+def pairs(documents: Documents, window: int | None) -> int:
+    empty = torch.empty(0, dtype=torch.int64)
+    return num_pairs(RowLayout(empty, documents.lengths, empty, empty, documents), window)
+
+
 def test_a_packed_row(model: PreTrainedModel, pack: Any, random_documents: Any) -> None:
     """9 + 5 tokens, of which 8 + 4 are targets; each sequence's last one is not computed."""
     cost = model_cost(model)
     assert cost is not None
-    shared = make_row(pack(random_documents([9, 5])), CPU)
-    plain = make_row(pack(random_documents([9, 5])), CPU, share=False)
+    shared = make_row(pack(random_documents([9, 5])), CPU, Shared())
+    plain = make_row(pack(random_documents([9, 5])), CPU)
     head, pair = 6 * HEAD * 12, 12 * 4 * 8 * 2  # two layers
     assert cost.of(plain) == 6 * 2 * BLOCK * 14 + head + pair * (9 * 10 / 2 + 5 * 6 / 2)
     assert cost.of(shared) == 6 * 2 * BLOCK * 12 + head + pair * (8 * 9 / 2 + 4 * 5 / 2)
@@ -52,7 +59,7 @@ def test_it_counts_what_torch_counts(
     """Whose attention is the whole square here, without the causal half."""
     cost = model_cost(model)
     assert cost is not None
-    row = make_row(pack(random_documents([9])), CPU, share=False)
+    row = make_row(pack(random_documents([9])), CPU)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counter:
         out = model(input_ids=row.token_ids[None], use_cache=False).logits
@@ -90,26 +97,26 @@ def test_an_adapter_counts_beside_its_frozen_base_and_a_replacement_in_its_place
 
 def test_pairs_of_documents() -> None:
     documents = Documents((4, 4, 2), CPU)
-    assert num_pairs(documents, None) == 10 + 10 + 3
-    assert num_pairs(documents, 2) == 7 + 7 + 3  # 1 + 2 + 2 + 2
-    assert num_pairs(documents, 1) == 4 + 4 + 2
-    assert num_pairs(documents, 9) == 10 + 10 + 3
+    assert pairs(documents, None) == 10 + 10 + 3
+    assert pairs(documents, 2) == 7 + 7 + 3  # 1 + 2 + 2 + 2
+    assert pairs(documents, 1) == 4 + 4 + 2
+    assert pairs(documents, 9) == 10 + 10 + 3
 
 
 def test_pairs_of_continuations() -> None:
     """Two of 2 tokens after a prompt of 3: 4 + 5 keys each, beside the prompt's own 6 pairs."""
     empty = torch.empty(0, dtype=torch.int64)
     documents = Documents((3,), CPU, (Continuation(2, 2, 5, empty),))
-    assert num_pairs(documents, None) == 6 + 2 * 9
-    assert num_pairs(documents, 3) == 6 + 2 * 6
-    assert num_pairs(documents, 5) == 6 + 2 * 9
-    assert num_pairs(documents, 4) == 6 + 2 * 8
+    assert pairs(documents, None) == 6 + 2 * 9
+    assert pairs(documents, 3) == 6 + 2 * 6
+    assert pairs(documents, 5) == 6 + 2 * 9
+    assert pairs(documents, 4) == 6 + 2 * 8
 
 
 def test_every_mask_has_as_many_pairs_as_are_counted() -> None:
     documents = Documents((7, 3, 1), CPU)
     for window in (None, 1, 2, 5, 7, 20):
-        assert num_pairs(documents, window) == int(documents.block_mask(window).sum())
+        assert pairs(documents, window) == int(documents.block_mask(window).sum())
 
 
 def test_a_layer_with_a_window_costs_less(make_model: Callable[..., PreTrainedModel]) -> None:
@@ -199,8 +206,8 @@ def test_upstreams_published_mfu_comes_out() -> None:
         cost = model_cost(Qwen3ForCausalLM(config))
     assert cost is not None
     ((_, per_pair),) = cost.per_pair
-    pairs = num_pairs(Documents((16_384,), CPU), None)
-    per_token = cost.per_token + cost.per_target + per_pair * pairs / 16_384
+    number = pairs(Documents((16_384,), CPU), None)
+    per_token = cost.per_token + cost.per_target + per_pair * number / 16_384
     assert per_token == pytest.approx(9.21e9, rel=1e-3)
     found = mfu(11_896 * per_token, 1.0, 989e12)
     assert found["perf/mfu"] == pytest.approx(11.1, abs=0.05)

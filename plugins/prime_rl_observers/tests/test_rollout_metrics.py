@@ -8,7 +8,7 @@ from waiting import Clock
 
 from prime_rl.orchestrator.context import Stopwatch
 from prime_rl.testing import make_rollout
-from prime_rl.testing.rollouts import make_sample
+from prime_rl.testing.scoring import make_sample
 from prime_rl_observers.rollouts import (
     Progress,
     batch_metrics,

@@ -51,7 +51,7 @@ def test_the_critic_is_in_the_checkpoint_and_in_no_weights(run_dir: Path) -> Non
     names = [load_file(folder / "model.safetensors").keys() for folder in folders]
     assert len(names) > 3 and all(each == names[0] for each in names)
     assert not [name for name in names[0] if "head.module" in name or "values" in name]
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    saved = FileSystemReader(run_dir / "checkpoints/step_30/trainer").read_metadata()
+    saved = HuggingFaceStorageReader(str(run_dir / "checkpoints/step_30/trainer")).read_metadata()
     assert "heads.values.weights.module.0.weight" in saved.state_dict_metadata

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from prime_rl import ConfigError, PluginConfig, RunError, SampledEnv
-from prime_rl.orchestrator.sampler import StandardSampler
+from prime_rl.defaults import StandardSampler
 from prime_rl.testing import make_rollout
 from prime_rl_samplers import DifficultyPools
 from prime_rl_samplers.pool_settings import DifficultyPoolsConfig

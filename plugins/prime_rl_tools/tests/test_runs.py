@@ -140,6 +140,7 @@ def test_only_the_end_of_a_long_file_is_read(tmp_path, monkeypatch):
 def test_runs_are_listed_the_newest_last(make):
     make.run("old", steps=3, age=7200)
     make.run("new", steps=5, max_steps=5)
+    (make.run("dry") / ".dry-run").touch()
     (make.run("half") / "configs" / "run.json").write_text('{"max_st')
     assert [(run.name, run.step, run.max_steps, run.reward) for run in list_runs(make.folder)] == [
         ("old", 3, 10, 0.3), ("new", 5, 5, 0.5)

@@ -98,8 +98,8 @@ def test_dtype_must_be_a_string():
 
 def test_the_server_parses_the_command_of_the_engine():
     command = Vllm(config(dtype="float32", compilation_config={"level": 0})).command(LAUNCH)
-    assert command.argv[:3] == [sys.executable, "-m", "prime_rl_vllm.server"]
-    args = parse(command.argv[3:])
+    assert command.argv[:4] == [sys.executable, "-P", "-m", "prime_rl_vllm.server"]
+    args = parse(command.argv[4:])
     assert args.settings.arguments == {"dtype": "float32", "compilation_config": {"level": 0}}
     assert (args.model, args.served_model_name) == (Path("folder/model"), "owner/name")
     assert (args.host, args.port, args.max_model_len, args.seed) == ("127.0.0.1", 4321, 64, 7)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from waiting import LIMIT
 
-from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.pool import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
 from prime_rl_devkit.engines.checkpoints import changed
 

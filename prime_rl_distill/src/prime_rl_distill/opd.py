@@ -66,6 +66,12 @@ class OPD(Algorithm):
         if self.config.top_k is not None:
             self.action_loss = "top_kl"
 
+    def objective(self, outcomes: Any) -> Any:
+        """Minus the KL between policy and teacher in the states that the policy visits."""
+        forward = self.config.top_k is not None
+        divergence = outcomes.forward_kl if forward else outcomes.reverse_kl
+        return -(outcomes.visits * divergence).sum()
+
     async def setup(self, host: Host) -> None:
         self.teacher: ReferenceModel = host.connect(self.config.teacher)
 

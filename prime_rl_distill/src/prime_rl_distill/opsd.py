@@ -22,7 +22,7 @@ has fallen by more than 0.2 is dropped.
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import AfterValidator
@@ -59,14 +59,19 @@ class OPSD(Algorithm):
     # signal even without a demonstration, and the policy would follow it.
     needs_temperature = 1.0
 
+    def objective(self, outcomes: Any) -> Any:
+        """Minus the KL from the policy to itself with the demonstration, in the states that it
+        visits; with ``skip_truncated``, its estimate lacks the rollouts that do not end."""
+        return -(outcomes.visits * outcomes.reverse_kl).sum()
+
     async def setup(self, host: Host) -> None:
-        self.host = host
+        self.host, self.reference = host, host.policy
 
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:
         """Score the sampled tokens with the policy that has seen the demonstration."""
         if self.config.skip_truncated and rollout.is_truncated:
-            return _skip(rollout)
+            return skip(rollout)
         demonstration = demonstration_of(rollout, self.config.demo_key)
         message = {
             "role": "system",
@@ -76,16 +81,16 @@ class OPSD(Algorithm):
         try:
             await self._score(rollout, demonstration, hint)
         except OverlongError:  # with the demonstration it exceeds the context
-            rollout.metrics["opsd_overlong"] = 1.0
-            _skip(rollout)
+            rollout.metrics[f"{self.name}_overlong"] = 1.0
+            skip(rollout)
 
     async def _score(self, rollout: Rollout, demonstration: str, hint: list[int]) -> None:
         if self.config.min_gain is not None:
             gain = await self.gain(rollout, demonstration, hint)
-            rollout.metrics["opsd_gain"] = gain
+            rollout.metrics[f"{self.name}_gain"] = gain
             if gain <= self.config.min_gain:
-                return _skip(rollout)
-        rollout.assign_ref_logprobs(await sampled_logprobs(self.host.policy, rollout, hint))
+                return skip(rollout)
+        rollout.assign_ref_logprobs(await sampled_logprobs(self.reference, rollout, hint))
 
     async def gain(self, rollout: Rollout, demonstration: str, hint: list[int]) -> float:
         """Nats per token by which the hint raises the logprob of the expert's reply to the first
@@ -96,15 +101,13 @@ class OPSD(Algorithm):
         expert = self.host.supervised_sample(turn)
         reply = expert.token_ids[expert.loss_mask]  # as the policy would have sampled it
         shown, plain = await asyncio.gather(
-            *(
-                self.host.policy.logprobs([*start, *prompt, *reply], group_id=rollout.group_id)
-                for start in (hint, [])
-            )
+            self.reference.logprobs([*hint, *prompt, *reply], group_id=rollout.group_id),
+            self.host.policy.logprobs([*prompt, *reply], group_id=rollout.group_id),
         )
         return float(np.mean(shown[-len(reply) :] - plain[-len(reply) :]))
 
 
-def _skip(rollout: Rollout) -> None:
+def skip(rollout: Rollout) -> None:
     """Train no token. The batch gets another rollout instead."""
     rollout.assign_weights("ref_kl", np.zeros(rollout.num_tokens))
     rollout.assign_ref_logprobs(np.zeros(rollout.num_tokens))

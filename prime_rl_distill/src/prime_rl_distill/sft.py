@@ -13,6 +13,8 @@ Changed from the paper: 1. samples at the source's temperature instead of the mo
 
 from __future__ import annotations
 
+from typing import Any
+
 from prime_rl import Algorithm
 
 
@@ -22,3 +24,7 @@ class SFT(Algorithm):
     name = "sft"
     action_loss = "ce"
     needs_frozen_source = True
+
+    def objective(self, outcomes: Any) -> Any:
+        """The log-likelihood of the source's replies."""
+        return (outcomes.sampled * outcomes.log_probabilities).sum()

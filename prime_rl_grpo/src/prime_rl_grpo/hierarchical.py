@@ -32,7 +32,8 @@ class HierarchicalGRPO(Algorithm):
     name = "hierarchical_grpo"
     config_class = HierarchicalGRPOConfig
     config: HierarchicalGRPOConfig
-    # Not group_relative: one episode is a cohort for agents that run several times in it.
+    # One episode is a cohort for agents that run several times in it.
+    group_relative = False
 
     def check_agents(self, env: str, agents: tuple[str, ...]) -> None:
         """Raises ``ConfigError`` if the env lacks a configured agent."""

@@ -3,8 +3,9 @@
     A_i = (r_i - mean(r)) / mean(r)          0 if mean(r) <= 0
 
 It weights hard examples by 1/p: an unbiased gradient of the maximum-likelihood objective, truncated
-at the group's size. It has no ``length_penalty``: with shaped rewards the mean would not be the
-success rate, nor the objective the likelihood.
+one below the group's size (``objective``: the baseline takes the last term). It has no
+``length_penalty``: with shaped rewards the mean would not be the success rate, nor the objective
+the likelihood.
 
 Changed from the paper: 1. the group is the rollouts that did not fail, so the truncation is at
 their number.
@@ -13,6 +14,7 @@ their number.
 from __future__ import annotations
 
 from statistics import fmean
+from typing import Any
 
 from prime_rl import Algorithm, Group, hookimpl
 from prime_rl_grpo.center import centered
@@ -23,6 +25,13 @@ class MaxRL(Algorithm):
 
     name = "max_rl"
     group_relative = True
+
+    def objective(self, outcomes: Any) -> Any:
+        """The log of the success rate p, truncated: -sum over k < G of (1 - p)^k / k."""
+        if not outcomes.is_binary:
+            return None
+        failure = 1 - outcomes.mean_reward
+        return 0 * failure - sum(failure**k / k for k in range(1, outcomes.group_size))
 
     @hookimpl
     def score_group(self, group: Group) -> None:

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
+from importlib.metadata import entry_points
 
 
 def main() -> None:
     """``prime-rl``. Our own errors, and a full or read-only disk, end in one message without a
     traceback."""
-    from prime_rl.cli.app import app
     from prime_rl.errors import PrimeRLError
 
     try:
+        _disable_plugins()
+        from prime_rl.cli.app import app
+
         app()
     except PrimeRLError as error:
-        print(f"error: {error}", file=sys.stderr)
+        message = str(error)
+        for entry in entry_points(group="prime_rl.errors"):  # say where in which file
+            message = entry.load()(message, sys.argv[1:])
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
         print(f"error: the disk is full or read-only: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _disable_plugins() -> None:
+    """Move each ``--without NAME`` to the environment, for this process and those it starts."""
+    from prime_rl.errors import ConfigError
+    from prime_rl.plugins.manager import DISABLE
+
+    kept, names, rest = [], [os.environ.get(DISABLE, "")], iter(sys.argv)
+    for word in rest:
+        if word.partition("=")[0] != "--without":
+            kept.append(word)
+        elif not (name := word.partition("=")[2] or next(rest, "")):
+            raise ConfigError("--without: expected the name of a plugin (prime-rl plugins list)")
+        else:
+            names.append(name)
+    sys.argv[:], os.environ[DISABLE] = kept, ",".join(filter(None, names))

@@ -16,7 +16,7 @@ from typer.main import get_group
 from prime_rl.cli import run
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
-from prime_rl.plugins.manager import Hooks, add_entry, installed_entries, source_of
+from prime_rl.plugins.manager import Hooks, add_entry, disabled_names, installed_entries, source_of
 from prime_rl.plugins.offers import bringer
 
 COMMANDS = "prime_rl.commands"
@@ -46,10 +46,11 @@ app = typer.Typer(
     name="prime-rl",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
+    rich_markup_mode="markdown",  # joins a docstring's lines, and shows its examples as they are
+    context_settings={"help_option_names": ["-h", "--help"]},
     cls=Commands,
 )
-plugins = typer.Typer(help="Installed plugins.", no_args_is_help=True)
+plugins = typer.Typer(help="Installed plugins.", no_args_is_help=True, rich_markup_mode="markdown")
 
 
 def _version(asked: bool) -> None:
@@ -63,9 +64,16 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--without",
+            metavar="PLUGIN",
+            help="Do not load this plugin; works after every command.",
+        ),
+    ] = None,  # cli.main has read it: plugins bring commands
 ) -> None:
     """Reinforcement-learning post-training in which an algorithm is a pip package."""
 
@@ -73,8 +81,10 @@ def root(
 def add_commands(group: str) -> list[PluginError]:
     """Add the commands of the plugins in an entry-point group. Returns the errors of those that
     cannot be loaded: the others work all the same."""
-    hooks, broken = Hooks(), []
+    hooks, broken, skip = Hooks(), [], disabled_names()
     for entry in installed_entries(group):
+        if entry.name in skip:
+            continue
         try:
             add_entry(hooks, entry, source_of(entry))
         except PluginError as error:
@@ -87,7 +97,7 @@ def _missing(broken: list[PluginError]) -> str:
     return f"Commands of these plugins are missing: {' '.join(map(str, broken))}"
 
 
-app.command("run", context_settings=run.CONTEXT)(run.run)
-app.add_typer(plugins, name="plugins", cls=Commands)
+app.command("run", context_settings=run.CONTEXT, rich_help_panel="Train")(run.run)
+app.add_typer(plugins, name="plugins", cls=Commands, rich_help_panel="Extend")
 if errors := add_commands(COMMANDS):
     app.info.epilog = _missing(errors)

@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
     from prime_rl.plugins.manager import Hooks
+    from prime_rl.plugins.view import RunView
     from prime_rl.rundir.checkpoints import Checkpoint
 
 NAME = "prime-rl"
@@ -32,7 +33,11 @@ def run(
     ],
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Validate, write the resolved config, and exit."),
+        typer.Option("--dry-run", help="Build everything, show what would run, start nothing."),
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="With --dry-run: build no environment; saves seconds."),
     ] = False,
     launcher: Annotated[
         str | None,
@@ -40,8 +45,12 @@ def run(
     ] = None,
 ) -> None:
     """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
-    SIGTERM) saves and stops the run; a second one ends it at once."""
-    from prime_rl.config.load import load_config
+    SIGTERM) saves and stops the run; a second one ends it at once.
+
+    ```
+    prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
+    ```
+    """
     from prime_rl.run import resume
     from prime_rl.run.models import check_tuning
     from prime_rl.run.resolve import check
@@ -50,9 +59,8 @@ def run(
     arguments, checkpoint = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
-    config = load_config([Path(path) for path in paths], overrides)
-    hooks = check(config)
-    tuning = check_tuning(config)
+    config = _load(paths, overrides)
+    hooks, tuning = check(config), check_tuning(config)
     typed = sys.argv[0]  # this program as a shell finds it
     program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
     again = shlex.join([program, "run", *paths, *overrides])
@@ -63,10 +71,13 @@ def run(
             with resume.begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
         return
-    run_dir = make_run_dir(config, dry=dry_run)
     if dry_run:
+        lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
+        run_dir = make_run_dir(config, dry=True)
+        typer.echo("\n".join(lines), err=True)  # stdout has one line, for scripts
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
         return
+    run_dir = make_run_dir(config)
     with held(run_dir):
         _train(config, hooks, run_dir, again, None)
 
@@ -93,30 +104,58 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
     return arguments, None
 
 
+def _load(paths: list[str], overrides: list[str]) -> RunConfig:
+    """The config, with what ``--without`` disables: remote processes need to know it too."""
+    from prime_rl.config.load import load_config, with_fitted_schedule
+    from prime_rl.plugins.manager import disabled_names
+
+    config, notice = with_fitted_schedule(load_config([Path(path) for path in paths], overrides))
+    if notice:
+        typer.echo(notice, err=True)
+    named = {"disabled": (*config.plugins.disabled, *disabled_names())}
+    return config.model_copy(update={"plugins": config.plugins.model_copy(update=named)})
+
+
+def _view(config: RunConfig, hooks: Hooks, run_dir: Path) -> RunView:
+    from prime_rl.plugins.offers import VIEW, make
+
+    chosen = VIEW, config.view.type, config.view.settings, hooks, "view"
+    return make(*chosen, run_dir, config.max_steps)
+
+
 def _train(
     config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
 ) -> None:
     from prime_rl.errors import RunError
-    from prime_rl.plugins.offers import VIEW, make
-    from prime_rl.run import supervisor
-    from prime_rl.rundir.control import supervised
-    from prime_rl.rundir.stop import Stopped
 
-    view = make(
-        *(VIEW, config.view.type, config.view.settings, hooks, "view"), run_dir, config.max_steps
-    )
     try:
-        with supervised(run_dir):
-            with view:
-                supervisor.run(config, view, checkpoint)
-            view.ended()
-    except KeyboardInterrupt as interrupt:
-        step, saved = (
-            (interrupt.step, interrupt.trained) if isinstance(interrupt, Stopped) else (None, False)
-        )
-        named = "" if config.run.name else shlex.join(["--run.name", run_dir.name])
-        view.stopped(step, saved, f"{again} {named}".strip())
+        train(config, hooks, run_dir, again, checkpoint)
+    except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except RunError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
+
+
+def train(
+    config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
+) -> None:
+    """Train in a run directory and show it; ``again``: the command line that ``--resume``
+    continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
+    from prime_rl.plugins.manager import wrappers
+    from prime_rl.run import supervisor
+    from prime_rl.rundir.control import Stopped, supervised
+
+    view = _view(config, hooks, run_dir)
+    try:
+        with supervised(run_dir):
+            for line in wrappers(hooks):
+                view.print(line)
+            with view:
+                supervisor.run(config, view, checkpoint)
+            view.ended()
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(None, trained=False)
+        named = "" if config.run.name else shlex.join(["--run.name", run_dir.name])
+        view.stopped(stopped.step, stopped.trained, f"{again} {named}".strip())
+        raise

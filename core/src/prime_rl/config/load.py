@@ -7,16 +7,18 @@ replaced whole. ``--dotted.key value`` comes last; a number in the path
 
 from __future__ import annotations
 
+import difflib
+import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from importlib.resources import files as resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from prime_rl.config.explain import explain
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
 
@@ -44,10 +46,31 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
         default = defaults.get("inference", {}).get("engine")
         if "engine" in inference and inference["engine"] == default:
             whole["inference"] = {k: v for k, v in inference.items() if k != "engine"}
+    _check_finite(whole, ())
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig)) from error
+
+
+def _check_finite(value: Any, path: tuple[str, ...]) -> None:
+    """Processes read the config as JSON, which has no infinity."""
+    if isinstance(value, dict | list):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_finite(part, (*path, str(key)))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
+
+
+def with_fitted_schedule(config: RunConfig) -> tuple[RunConfig, str]:
+    """The config, its learning-rate schedule shortened to ``max_steps``, and a notice of that."""
+    before = config.trainer.scheduler
+    after = before.fitted(config.max_steps)
+    if after == before:
+        return config, ""
+    trainer = config.trainer.model_copy(update={"scheduler": after})
+    notice = f"trainer.scheduler: max_steps {config.max_steps} shortens warmup_steps to "
+    return config.model_copy(update={"trainer": trainer}), f"{notice}{after.warmup_steps}"
 
 
 def installed_defaults() -> dict[str, Any]:
@@ -65,12 +88,14 @@ def installed_defaults() -> dict[str, Any]:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    """One file as a table."""
+    """One file as a table: TOML, or the JSON of a run's resolved config."""
     try:
-        return tomllib.loads(file.read_text())
+        loads = json.loads if file.suffix == ".json" else tomllib.loads
+        table: dict[str, Any] = loads(file.read_text())
+        return table
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file. Give the path of a TOML config.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
+    except (ValueError, IsADirectoryError) as error:
         raise ConfigError(f"{file}: not a TOML file: {error}") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
@@ -128,7 +153,7 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
             raise ConfigError(f"--{'.'.join(path)}: {'.'.join(path[: depth - 1])} is not a table")
         key: Any = part
         if isinstance(current, list):
-            if not part.isdigit() or int(part) >= len(current):
+            if not part.isdecimal() or int(part) >= len(current):
                 raise ConfigError(
                     f"--{'.'.join(path[:depth])}: expected the number of an entry, 0 to "
                     f"{len(current) - 1}, got {part!r}"
@@ -138,3 +163,63 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
             current[key] = value
         else:
             current = current[key] if isinstance(current, list) else current.setdefault(key, {})
+
+
+TAGS = ("policy", "frozen", "plugin")
+"""Union tags that pydantic puts into a path."""
+
+EXPECTED = {
+    "tuple_type": "expected a list",
+    "list_type": "expected a list",
+    "dict_type": "expected a table of keys",
+    "model_type": "expected a table of keys",
+}
+"""In the words of TOML instead of Python."""
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
+    """One line per problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
+    problems = error.errors()
+
+    def follows(problem: Any) -> bool:
+        """pydantic also calls a list too short if it refused its entries."""
+        place = problem["loc"]
+        deeper = [p for p in problems if p["loc"][: len(place)] == place != p["loc"]]
+        return problem["type"] == "too_short" and bool(deeper)
+
+    return "\n".join(_line(each, model, where) for each in problems if not follows(each))
+
+
+def _line(problem: Any, model: type[BaseModel], where: str) -> str:
+    location = tuple(part for part in problem["loc"] if part not in TAGS)
+    place = ".".join(map(str, (where, *location) if where else location)) or "configuration"
+    known = sorted(_fields_at(model, location[:-1]))
+    is_value = problem["type"] == "dict_type"  # where unknown keys must be tables of plugins
+    if problem["type"] == "extra_forbidden" or (is_value and known and location[-1] not in known):
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        here = f"known here: {', '.join(known) or 'none'}{', tables of plugins' * is_value}"
+        return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
+    if problem["type"] == "missing":
+        return f"{place}: required, and nothing was given"
+    said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    found = f" (got {problem['input']!r})"
+    if isinstance(problem["input"], dict):
+        is_list = said == EXPECTED["list_type"] and _fields_at(model, location)
+        found = f", got a table. Write [[{place}]]" if is_list else ""
+    return f"{place}: {said}{found}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
+    current: type[BaseModel] | None = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        info = current.model_fields.get(part) if current else None
+        current = _model_in(info.annotation) if info else None
+    return set(current.model_fields) if current else set()
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)

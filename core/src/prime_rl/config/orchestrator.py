@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from prime_rl.config.base import PluginTable, Settings
-from prime_rl.config.models import FrozenModel
+from prime_rl.config.inference import FrozenModel
 
 
 class SourceTable(PluginTable):
@@ -128,12 +128,16 @@ class EvalSamplingConfig(Settings):
     """More sampling parameters of the engine."""
 
 
+NAME = r"\w[\w.+=@: -]*"
+"""Names that can be a folder's: they have no separator, and do not start with a dot."""
+
+
 class SourceConfig(Settings):
     """One verifiers environment, to train on or to evaluate with."""
 
-    id: str
+    id: Annotated[str, Field(pattern=rf"^{NAME}(/{NAME})*$", max_length=200)]
     """The taskset's id, as verifiers resolves it."""
-    name: str | None = None
+    name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)] | None = None
     """Label in metrics and files. None: the id."""
     args: dict[str, Any] = {}
     """The taskset's own settings."""
@@ -253,7 +257,7 @@ class OrchestratorConfig(Settings):
     """Name of the installed sampler that ``buffer`` selects."""
     initial: FrozenModel | None = None
     """The weights that the run began with, for algorithms that read them: ``prime-rl serve MODEL``.
-    """
+    None: the run starts an engine for them, like those of the policy."""
     renderer: RendererConfig = RendererConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()

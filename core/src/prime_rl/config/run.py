@@ -138,7 +138,8 @@ class PluginsConfig(Settings):
     """``[plugins]``"""
 
     disabled: tuple[str, ...] = ()
-    """Entry-point names of installed plugins that this run does not load."""
+    """Installed plugins that this run does not load, by the name of their entry point or of their
+    distribution."""
 
 
 class LogConfig(Settings):

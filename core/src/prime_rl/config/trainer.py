@@ -17,52 +17,18 @@ from prime_rl.config.base import PluginTable, Settings
 from prime_rl.errors import ConfigError
 
 
-class OptimConfig(Settings):
-    """``[trainer.optim]``: optimizer and gradient clipping. Keys of other optimizers are errors."""
+class OptimConfig(PluginTable):
+    """``[trainer.optim]``: optimizer and gradient clipping. Its other keys belong to the
+    optimizer."""
 
-    type: Literal["adamw", "sgd", "muon", "sign_sgd"] = "adamw"
-    """``muon`` makes the updates of the blocks' matrices orthogonal, at AdamW's scale, so both use
-    one learning rate; embeddings, head, norms and biases get AdamW. ``sgd`` without momentum and
-    ``sign_sgd`` keep no state."""
+    type: str = "adamw"
+    """Name of an installed optimizer. Heads train with AdamW, whatever it is."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled: each step subtracts this times the learning rate times the weights."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """adamw, muon: decay of the gradient's running mean."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """adamw, muon: decay of the squared gradient's running mean."""
-    eps: PositiveFloat = 1e-8
-    """adamw, muon: added to the root of the squared gradient's mean."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """sgd, muon: decay of the sum of gradients. None: 0 for sgd, 0.95 for muon."""
-    nesterov: bool | None = None
-    """sgd, muon: Nesterov momentum. None: off for sgd, on for muon."""
-    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    """muon: Newton-Schulz iterations that make an update orthogonal."""
     max_norm: PositiveFloat | None = 1.0
     """Clip the global gradient norm to this. None: no clipping."""
-
-    @model_validator(mode="after")
-    def _keys_of_this_optimizer(self) -> OptimConfig:
-        for key, owners in OWNERS.items():
-            value = getattr(self, key)
-            if self.type not in owners and value != type(self).model_fields[key].default:
-                raise ConfigError(
-                    f"{key} is a key of {' and '.join(owners)}, and type is {self.type!r}. "
-                    f"Remove {key}, or choose another type."
-                )
-        if self.type == "sgd" and self.nesterov and not self.momentum:
-            raise ConfigError("nesterov needs a momentum above 0. Set momentum, 0.9 for example.")
-        return self
-
-
-OWNERS = {
-    **dict.fromkeys(("beta1", "beta2", "eps"), ("adamw", "muon")),
-    **dict.fromkeys(("momentum", "nesterov"), ("sgd", "muon")),
-    "ns_steps": ("muon",),
-}
-"""The optimizers of a key of ``[trainer.optim]``; other keys belong to all."""
 
 
 class SchedulerConfig(Settings):
@@ -85,6 +51,16 @@ class SchedulerConfig(Settings):
         if self.type == "cosine" or self.decay_steps is None:
             return max(0, max_steps - self.warmup_steps)
         return self.decay_steps
+
+    def fitted(self, max_steps: int) -> SchedulerConfig:
+        """Shortened if it does not fit: warm-up and decay keep their ratio. A decay without a
+        number of steps gets as many as the warm-up."""
+        if self.warmup_steps + self.num_decay_steps(max_steps) <= max_steps:
+            return self
+        decay = self.decay_steps if self.type == "linear" and self.decay_steps else None
+        given = self.warmup_steps * 2 if decay is None else self.warmup_steps + decay
+        warmup = max_steps * self.warmup_steps // given
+        return self.model_copy(update={"warmup_steps": warmup, "decay_steps": None})
 
     def check(self, peak: float, max_steps: int) -> None:
         """Raises ``ConfigError`` if it does not fit a run of ``max_steps`` at rate ``peak``."""
@@ -170,12 +146,16 @@ class TrainerConfig(PluginTable):
     learning rate and the version are those of the batch; each part is clipped by itself."""
     epochs: PositiveInt = 1
     """Passes over a batch. The first takes the minibatches in order, later ones shuffle them."""
+    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """For readers of ``ema_logprobs`` or ``host.ema``: after each batch, average = decay * average
+    + (1 - decay) * weights. It starts at the first weights."""
     micro_batch_tokens: PositiveInt | None = None
     """Capacity of one packed row, in tokens. None: ``seq_len``."""
-    attention: Literal["auto", "varlen", "mask"] = "auto"
-    """How documents of a packed row are separated: ``varlen`` computes each alone, ``mask`` builds
-    a dense block mask, ``auto`` takes the faster one for the device. If neither is exact for the
-    model (checked at start-up), documents run one by one through transformers' attention."""
+    attention: str = "auto"
+    """The installed kernel that separates the documents of a packed row: ``varlen`` computes each
+    alone, ``mask`` builds a dense block mask, ``auto`` takes the faster one for the device. If it
+    is not exact for the model (checked at start-up), and for ``auto`` if none is installed,
+    documents run one by one through transformers' attention."""
     fused_lm_head: Literal["auto"] | bool = "auto"
     """Compute logits in blocks, forward and again backward, and never store them: saves memory for
     a quarter more arithmetic in the head. ``auto``: for rows with many logits. Always on with

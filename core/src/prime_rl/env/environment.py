@@ -21,12 +21,8 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.env.episode import BranchTokens as BranchTokens
-from prime_rl.env.episode import EnvSettings as EnvSettings
-from prime_rl.env.episode import Example as Example
-from prime_rl.env.episode import ModelEndpoint as ModelEndpoint
-from prime_rl.env.episode import RolloutResult as RolloutResult
-from prime_rl.env.episode import SamplingSettings as SamplingSettings
+from prime_rl.config.orchestrator import EvalSamplingConfig
+from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult
 from prime_rl.env.loading import agents_of, fixed_seats, import_verifiers, load_environment
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, warm_renderer
 from prime_rl.env.traces import results_of
@@ -35,6 +31,9 @@ from prime_rl.rundir.processes import lasting_imports
 
 if TYPE_CHECKING:
     from verifiers.v1 import ModelContext, Task
+
+SamplingSettings = EvalSamplingConfig
+"""Sampling parameters of an episode. None: the engine's default."""
 
 
 class Examples:
@@ -78,8 +77,7 @@ class Examples:
 
 
 class Environment:
-    """One verifiers environment, run in this process. Use ``async with``, or ``start`` and
-    ``close``."""
+    """One verifiers environment, run in this process, inside ``async with``."""
 
     def __init__(self, settings: EnvSettings) -> None:
         """Import verifiers, find the taskset, load its rows. Raises ``ConfigError``."""
@@ -102,22 +100,16 @@ class Environment:
         """None: the env generates examples without end."""
         return self.examples.count
 
-    async def start(self) -> None:
+    async def __aenter__(self) -> Environment:
         """Start what episodes share: interception, shared tool servers, the renderer."""
         path = self.settings.tokenizer_path
         if path is not None:
             await asyncio.to_thread(warm_renderer, path, self.settings.renderer)
         await self._stack.enter_async_context(self._env.serving())
-
-    async def close(self) -> None:
-        await self._stack.aclose()
-
-    async def __aenter__(self) -> Environment:
-        await self.start()
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self.close()
+        await self._stack.aclose()
 
     async def run(
         self,

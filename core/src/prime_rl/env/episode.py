@@ -6,9 +6,11 @@ Shapes: T = tokens of one branch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 if TYPE_CHECKING:
     from verifiers.v1 import Task, Trace
@@ -64,20 +66,6 @@ class ModelEndpoint:
     """Seconds per call. None: only the episode's limit."""
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
-    """Sampling parameters. None: the engine's default."""
-
-    temperature: float | None = 1.0
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    max_completion_tokens: int | None = None
-    """Per turn. None: up to the end of the context."""
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Further sampling parameters."""
-
-
 @dataclass(frozen=True, eq=False)
 class Example:
     """One row of the environment."""
@@ -90,6 +78,14 @@ class Example:
     def fields(self) -> dict[str, Any]:
         """The row's own fields, ``prompt`` among them."""
         return dict(self.task.data.model_dump(exclude_none=True))
+
+    def with_prompt(self, prompt: Any) -> Example:
+        """This row with another prompt. Raises ``ValidationError``."""
+        if prompt == self.fields.get("prompt"):
+            return self
+        kind: Any = type(self.task.data).model_fields["prompt"].annotation
+        checked = TypeAdapter(kind).validate_python(prompt)
+        return replace(self, task=self.task.with_data(prompt=checked))
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +154,6 @@ class RolloutResult:
         if self.trace is None:
             return {}
         return dict(self.trace.task.data.model_dump(exclude_none=True))
-
-    @property
-    def trace_record(self) -> dict[str, Any]:
-        """The whole trace as JSON, as verifiers writes it."""
-        return {} if self.trace is None else self.trace.model_dump(mode="json", exclude_none=True)
 
     @property
     def had_tools(self) -> bool:

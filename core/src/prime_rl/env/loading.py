@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import logging
+import os
 import pkgutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -59,17 +61,42 @@ def find_agents(settings: EnvSettings) -> tuple[str, ...]:
     return agents_of(env.config)
 
 
+HANDED_ON = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+|"
+    r"PYTHON\w*|VIRTUAL_ENV|LD_LIBRARY_PATH|UV_(CACHE_DIR|PYTHON\w*|OFFLINE|(DEFAULT_)?INDEX(_URL)?)|"
+    r"(HTTPS?|ALL|NO)_PROXY|(SSL_CERT|REQUESTS_CA|CURL_CA)_\w+|(OMP|MKL|OPENBLAS)_NUM_THREADS|"
+    r"TOKENIZERS_PARALLELISM|HF_HOME|HF_HUB_(CACHE|OFFLINE)|VF_RUN_ID",
+    re.IGNORECASE,
+)
+"""Environment variables that programs of a rollout get. They may run code that the model has
+written, so none holds a key. A harness's ``forward_env`` adds others by name."""
+
+
+class _PublicOs:
+    """``os`` for verifiers' subprocess runtime, which hands on nearly all of ``os.environ``."""
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if HANDED_ON.fullmatch(name)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
 def import_verifiers(settings: EnvSettings) -> ModuleType:
-    """verifiers' v1 API, with quiet loggers. Raises ``ConfigError`` if it is not installed."""
+    """verifiers' v1 API, with quiet loggers and without our keys in the processes that it starts.
+    Raises ``ConfigError`` if it is not installed."""
     for name, level in QUIET_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
     try:
         import verifiers.v1 as vf
+        from verifiers.v1.runtimes import subprocess
     except ImportError as error:
         raise ConfigError(
             f"env {settings.label!r}: verifiers cannot be imported ({error}). "
             "pip install 'prime-rl-core[run]'"
         ) from error
+    subprocess.os = _PublicOs()
     return vf  # type: ignore[no-any-return]
 
 
@@ -191,10 +218,7 @@ def _check_sampling(config: Any, where: str) -> None:
 def _check_tools(env: Any, where: str) -> None:
     """Refuse tool servers with a harness without MCP: verifiers fails at every rollout."""
     task = type(env.taskset).task_type()
-    tools = [
-        *env.taskset.toolsets(env.taskset.config),
-        *task.toolsets(env.taskset.config.task),
-    ]
+    tools = [*env.taskset.toolsets(env.taskset.config), *task.toolsets(env.taskset.config.task)]
     for harness in env._harnesses.values():
         if tools and not harness.SUPPORTS_MCP:
             raise ConfigError(

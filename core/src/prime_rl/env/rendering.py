@@ -79,10 +79,12 @@ class Rendering:
         )
         return ids
 
-    def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """Text without special tokens."""
+    def decode(
+        self, token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool = True
+    ) -> str:
+        """Their text."""
         ids = [int(token) for token in token_ids]
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def stop_token_ids(self) -> list[int]:

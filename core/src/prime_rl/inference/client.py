@@ -93,11 +93,7 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        url: str,
-        key: str | None,
-        retry: RetryPolicy | None = None,
-        label: str = "engine",
+        self, url: str, key: str | None, retry: RetryPolicy | None = None, label: str = "engine"
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.label = f"{label} {self.url}"
@@ -111,7 +107,7 @@ class EngineClient:
             headers={"Authorization": f"Bearer {key}"} if key else {},
             limits=httpx.Limits(max_connections=None),
             # An SSL context costs 70 ms, and plain HTTP needs none.
-            verify=url.startswith("https://"),
+            verify=not url.lower().startswith("http://"),
         )
 
     async def request(self, method: str, route: str, timeout: float, **body: Any) -> httpx.Response:
@@ -186,12 +182,6 @@ class EngineClient:
         await self._pause()
         await self._post("/sleep", params={"level": "1"})
         self.asleep = True
-
-    async def metrics(self) -> str | None:
-        """Its Prometheus page; None if it does not answer at once."""
-        with suppress(EngineError):
-            return (await self.request("GET", "/metrics", timing.METRICS_SECONDS)).text
-        return None
 
     async def close(self) -> None:
         await self._http.aclose()

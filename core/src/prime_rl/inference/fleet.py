@@ -265,12 +265,6 @@ class Fleet(EnginePool):
 
     # -- metrics ----------------------------------------------------------------------------------
 
-    async def pages(self) -> list[str]:
-        """The Prometheus page of every engine that answers at once."""
-        up = [e for e in self.engines if e.state is not EngineState.STARTING]
-        found = await asyncio.gather(*(engine.client.metrics() for engine in up))
-        return [page for page in found if page is not None]
-
     def take_metrics(self) -> dict[str, float]:
         """Of each engine, under its number; counts are since the last call."""
         serving = sum(engine.in_service for engine in self.engines)

@@ -14,14 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import time
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
+from prime_rl.config.inference import FrozenModel
 from prime_rl.errors import ConfigError, EngineError, EngineGone
 from prime_rl.inference import timing
-from prime_rl.inference.client import EngineFailed, Health
+from prime_rl.inference.client import EngineClient, EngineFailed, EngineRefused, Health
 from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.timing import RetryPolicy
 
@@ -112,7 +114,10 @@ class EnginePool:
                             text = f"a request failed {failures} times: {error}. See its log."
                             raise GivenUp(text) from error
                         attempt, failed_at = attempt + 1, engine
-                        self._note_failure(engine, error)
+                        if engine.problem is None:
+                            log.warning("%s; trying again", error)
+                        engine.problem = error
+                        self._notify()
                         with self._shown_waiting():
                             await asyncio.sleep(self._pause.wait_after(attempt))
                         continue
@@ -159,12 +164,6 @@ class EnginePool:
             engine.running -= 1
             if not task.done():
                 await end(task)
-
-    def _note_failure(self, engine: Engine, error: Exception) -> None:
-        if engine.problem is None:
-            log.warning("%s; trying again", error)
-        engine.problem = error
-        self._notify()
 
     # -- engines ----------------------------------------------------------------------------------
 
@@ -311,3 +310,60 @@ async def end(task: asyncio.Future[Any]) -> None:
     if task.done():
         with suppress(asyncio.CancelledError):
             task.exception()  # retrieved, so that asyncio does not log it
+
+
+class FrozenPool(EnginePool):
+    """``where``: whose model it is, in messages: ``env 'a': teacher``."""
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        model: str,
+        *,
+        where: str,
+        api_key: str | None = None,
+        on_waiting: Callable[[str | None], None] = lambda text: None,
+        poll: float = timing.POLL_SECONDS,
+    ) -> None:
+        self.label = f"{where} {model!r}"
+        clients = [EngineClient(url, api_key, label=f"{self.label} at") for url in urls]
+        super().__init__(list(map(Engine, range(len(urls)), clients)), model, poll=poll)
+        self.on_waiting = on_waiting
+
+    @classmethod
+    def of(
+        cls, model: FrozenModel, *, where: str, on_waiting: Callable[[str | None], None]
+    ) -> FrozenPool:
+        """The pool of a table of the TOML. Raises ``ConfigError`` if its key is not in the
+        environment."""
+        key = None if model.api_key_var is None else os.environ.get(model.api_key_var)
+        if model.api_key_var is not None and not key:
+            raise ConfigError(
+                f"{where} {model.name!r}: api_key_var = {model.api_key_var!r}, and the environment "
+                "has no such variable, or an empty one. Export it, or leave api_key_var out if the "
+                "endpoint needs no key."
+            )
+        return cls(model.base_url, model.name, where=where, api_key=key, on_waiting=on_waiting)
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that every engine takes, once ``wait_ready`` has returned; None: unknown."""
+        limits = [engine.client.health.max_model_len for engine in self.engines]
+        return min((limit for limit in limits if limit), default=None)
+
+    async def _until_next_look(self, engine: Engine, pause: float) -> None:
+        if engine.serving and engine.lost is not None:
+            await asyncio.wait([engine.lost])
+        await asyncio.sleep(pause)
+
+    async def _look(self, engine: Engine) -> Health | None:
+        if engine.serving and engine.problem is None:
+            # The last look may be hours ago; the patience with a silent engine begins here.
+            engine.ready_at = time.monotonic()
+        return await super()._look(engine)
+
+    def _check(self, kind: type[ConfigError | EngineError]) -> None:
+        super()._check(kind)
+        for engine in self.engines:
+            if isinstance(problem := engine.problem, EngineRefused):
+                raise kind(f"{problem}. {problem.fix}")

@@ -8,8 +8,6 @@ CONNECT_SECONDS = 10.0
 """To open a connection. The kernel does it, however busy the engine is."""
 HEALTH_SECONDS = 10.0
 """For ``GET /health``, which an engine answers whatever it does."""
-METRICS_SECONDS = 2.0
-"""For ``GET /metrics``. A page that comes later is worth nothing."""
 READ_SECONDS = 300.0
 """For ``/pause`` and ``/resume``: the engine may finish a long step first."""
 UPDATE_SECONDS = 720.0

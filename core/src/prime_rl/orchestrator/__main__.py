@@ -20,14 +20,15 @@ from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
+from prime_rl.plugins.calls import fault
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins, write_versions
+from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.chat_template import write_chat_template
+from prime_rl.rundir.control import stop_asked
 from prime_rl.rundir.launch import Launch, wait_for_model
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status
-from prime_rl.rundir.stop import report_stopped, stop_asked
 from prime_rl.wire.transport import make_sender
 
 log = logging.getLogger("prime_rl")
@@ -69,12 +70,9 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         await task
     except asyncio.CancelledError:
         return 0
-    except PrimeRLError as error:
+    except Exception as error:
         if status.last.state != FAILED:
             _report(error, status)
-        return 1
-    except Exception:
-        log.exception("the orchestrator failed")
         return 1
     return 0
 
@@ -98,10 +96,10 @@ async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:
             if last is None:
                 status.report(DONE)
             else:
-                report_stopped(status, last)
+                status.report(DONE, last_step=last)  # see ``Stop.result``
             _exit_within(TEARDOWN_SECONDS, 0)
         except BaseException as error:
-            if isinstance(error, PrimeRLError):
+            if isinstance(error, Exception):
                 _report(error, status)  # before closing, which may take time
             _exit_within(TEARDOWN_SECONDS, 1)
             raise
@@ -121,15 +119,19 @@ def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> I
         yield
     except asyncio.CancelledError:
         if stop.done():
-            report_stopped(status, launch.first_step - 1)
+            status.report(DONE, last_step=launch.first_step - 1)
         raise
     finally:
         is_building = False
 
 
-def _report(error: PrimeRLError, status: Status) -> None:
-    log.error("%s: %s", type(error).__name__, error)
-    status.report(FAILED, error=str(error))
+def _report(error: Exception, status: Status) -> None:
+    """The log has the framework's frames too; they stand before the line that the user sees."""
+    if not isinstance(error, PrimeRLError):
+        log.error("the orchestrator failed", exc_info=error)
+    text = fault(error) or str(error)
+    log.error("%s: %s", type(error).__name__, text)
+    status.report(FAILED, error=text)
 
 
 def _exit_within(seconds: float, code: int) -> None:
@@ -145,12 +147,12 @@ async def _build(stack: AsyncExitStack, run: RunContext) -> Orchestrator:
     if launch.wait_for_model:
         run.status.report("waiting", waiting_for="model (being made)")
         await wait_for_model(Path(launch.model_path))
-    write_versions(run_dir, run.hooks, config.plugins.disabled)
     engines = build.build_engines(run)
-    stack.push_async_callback(engines.fleet.close)
+    for fleet in (engines.fleet, *engines.average):
+        stack.push_async_callback(fleet.close)
     shared = build.build_shared(run, engines)
     _choose_chat_template(run, shared.renderer)
-    envs = build.build_train_envs(shared)
+    envs = [build.build_train_env(shared, env) for env in config.orchestrator.train.env]
     for env in envs:
         await stack.enter_async_context(env.environment)
     for env in envs:
@@ -187,7 +189,8 @@ async def _wait_for_models(
     """Until the policy and every frozen model answer."""
     timeout, outages = run.config.inference.ready_timeout, engines.outages
     run.status.report("waiting", waiting_for="inference (engine start)")
-    await engines.fleet.wait_ready(timeout)
+    for fleet in (engines.fleet, *engines.average):
+        await fleet.wait_ready(timeout)
     outages.changed = lambda: run.status.report(
         "waiting", waiting_for=outages.waiting_for or "models"
     )

@@ -7,9 +7,10 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from prime_rl.errors import RunError
-from prime_rl.orchestrator.filters import FilterSlot
-from prime_rl.rollout import Rollout
+from prime_rl.errors import PluginError, RunError
+from prime_rl.plugins.algorithm import Filter
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.rollout import Group, Rollout
 
 STALE, FAILED, REJECTED, LEFT_OUT = "stale", "failed", "sampler", "left out by its algorithm"
 
@@ -18,6 +19,10 @@ WHY_DROPPED = (
     "A filter that drops every rollout often means that the rewards in each group are equal: the "
     "task is too easy or too hard for the policy."
 )
+
+
+class NothingToTrain(RunError):
+    """No rollout of several batches may train."""
 
 
 @dataclass
@@ -31,11 +36,6 @@ class Batch:
     """What trains and what was dropped, in the order of the decisions."""
     dropped: dict[int, str] = field(default_factory=dict)
     """The reason by ``id()`` of the rollout: the slot that objected, or one of the words above."""
-
-    @property
-    def num_stale(self) -> int:
-        """Rollouts that became too old while they waited."""
-        return sum(reason == STALE for reason in self.dropped.values())
 
 
 class Buffer:
@@ -56,7 +56,8 @@ class Buffer:
         self._max_off_policy = max_off_policy_steps
         self._pre, self._post = pre, post
         self._patience = max_empty_batches * batch_size
-        self._pending: deque[Rollout] = deque()
+        self._pending: deque[tuple[Rollout, Group]] = deque()
+        """Each with its group."""
         self._fruitless = 0
         self._reasons: Counter[str] = Counter()
         self.batch = Batch(first_step)
@@ -74,10 +75,10 @@ class Buffer:
         room = self._size - len(self.batch.kept)
         if not (self._whole_groups and self._pending and self.batch.kept):
             return room <= 0
-        group_id = self._pending[0].group_id
+        group_id = self._pending[0][0].group_id
         if self.batch.kept[-1].group_id == group_id:  # a group may be larger than a batch
             return False
-        return sum(rollout.group_id == group_id for rollout in self._pending) > room
+        return sum(rollout.group_id == group_id for rollout, _ in self._pending) > room
 
     async def wait_until_full(self) -> None:
         """Until ``take`` has a batch to give."""
@@ -93,10 +94,10 @@ class Buffer:
         for rollout in rollouts:
             if rejected is not None:
                 self._drop(rollout, REJECTED, rejected)
-            elif objectors := self._pre.objectors(rollout):
+            elif objectors := self._pre.objectors(rollout, rollouts):
                 self._drop(rollout, "pre_batch_filters", *objectors)
             else:
-                self._pending.append(rollout)
+                self._pending.append((rollout, rollouts))
         self.fill()
 
     def note_failed(self, count: int, env: str) -> None:
@@ -106,10 +107,10 @@ class Buffer:
     def fill(self) -> None:
         """Move pending rollouts into the batch until it is full; drop what is stale or filtered."""
         while self._pending and not self.is_full:
-            rollout = self._pending.popleft()
+            rollout, group = self._pending.popleft()
             if self.staleness(rollout) > self._max_off_policy:
                 self._drop(rollout, STALE)
-            elif objectors := self._post.objectors(rollout):
+            elif objectors := self._post.objectors(rollout, group):
                 self._drop(rollout, "post_batch_filters", *objectors)
             elif not rollout.has_members:
                 self._drop(rollout, LEFT_OUT)
@@ -131,13 +132,16 @@ class Buffer:
         """Every rollout that no batch has taken yet, in order, and the reason if it was dropped on
         the way to the next one."""
         decided = [(rollout, self.batch.dropped.get(id(rollout))) for rollout in self.batch.seen]
-        return decided + [(rollout, None) for rollout in self._pending]
+        return decided + [(rollout, None) for rollout, _ in self._pending]
 
     def restore(self, buffered: Sequence[tuple[Rollout, str | None]]) -> None:
         """Continue with what another buffer held; post-batch filters decide again."""
+        groups: dict[tuple[str, int], list[Rollout]] = {}
         for rollout, reason in buffered:
+            group = groups.setdefault((rollout.env, rollout.group_id), [])
+            group.append(rollout)
             if reason is None:
-                self._pending.append(rollout)
+                self._pending.append((rollout, group))
             else:
                 self.batch.dropped[id(rollout)] = reason
                 self.batch.seen.append(rollout)
@@ -165,8 +169,62 @@ class Buffer:
         if self._fruitless >= self._patience:
             reasons = "; ".join(f"{n} x {name}" for name, n in self._reasons.most_common())
             failing = self._reasons.most_common(1)[0][0].startswith(FAILED)
-            raise RunError(
+            raise NothingToTrain(
                 f"step {self.batch.step}: the last {self._fruitless} rollouts left nothing to "
                 f"train ({reasons}). {WHY_FAILED if failing else WHY_DROPPED} "
                 "orchestrator.max_empty_batches sets the patience."
             )
+
+
+class FilterSlot:
+    """The filters of one slot, each with every installed plugin's wrappers around it."""
+
+    def __init__(self, label: str, shared: Hooks, filters: Sequence[tuple[Filter, bool]]) -> None:
+        self.label = label
+        self.seen = 0
+        self.dropped = 0
+        self.objections: Counter[str] = Counter()
+        enforce = {id(filter): flag for filter, flag in filters}
+        hooks = scope(label, shared, [filter for filter, _ in filters])
+        impls = [i for i in hooks.hook.filter_rollout.get_hookimpls() if not i.wrapper]
+        plugins = [impl.plugin for impl in impls]
+        self._calls = [
+            (
+                getattr(impl.plugin, "name", impl.plugin_name),
+                enforce.get(id(impl.plugin), True),
+                hooks.subset_hook_caller(
+                    "filter_rollout", [other for other in plugins if other is not impl.plugin]
+                ),
+            )
+            for impl in impls
+        ]
+
+    def objectors(self, rollout: Rollout, group: Group = ()) -> list[str]:
+        """Call every filter; ``group``: of the rollout, empty for it alone. Returns the enforcing
+        ones that object: none if it may train."""
+        self.seen += 1
+        enforcing = []
+        for name, is_enforcing, call in self._calls:
+            reasons = call(rollout=rollout, group=group or [rollout])
+            if wrong := [reason for reason in reasons if not isinstance(reason, str)]:
+                raise PluginError(
+                    f"filter {name!r}: filter_rollout gave {wrong[0]!r}, expected the reason to "
+                    "drop the rollout, or None to keep it"
+                )
+            self.objections[name] += bool(reasons)
+            if reasons and is_enforcing:
+                enforcing.append(name)
+        self.dropped += bool(enforcing)
+        return enforcing
+
+    def take_metrics(self) -> dict[str, float]:
+        """Shares since the last call: ``filters/<slot>/<name>`` and ``.../dropped``."""
+        seen = max(self.seen, 1)
+        metrics = {
+            f"filters/{self.label}/{name}": self.objections[name] / seen
+            for name, _, _ in self._calls
+        }
+        metrics[f"filters/{self.label}/dropped"] = self.dropped / seen
+        self.seen, self.dropped = 0, 0
+        self.objections.clear()
+        return metrics

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.models import FrozenModel
+from prime_rl.config.inference import FrozenModel
 from prime_rl.config.orchestrator import (
     AlgoSamplingConfig,
     EnvConfig,
     FilterConfig,
-    SamplingConfig,
     SourceConfig,
     SourceTable,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.env.environment import Environment, EnvSettings, SamplingSettings
+from prime_rl.env.environment import Environment
+from prime_rl.env.episode import EnvSettings
 from prime_rl.env.rendering import Rendering
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.inference.scorer import PromptScorer
-from prime_rl.monitor.background import in_background
-from prime_rl.orchestrator.buffer import Buffer
+from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
-from prime_rl.orchestrator.engines import EngineKeeper, EngineRouter, EnginesStatus
-from prime_rl.orchestrator.filters import FilterSlot
+from prime_rl.orchestrator.engines import EngineKeeper, EngineRouter, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.orchestrator.progress import Checkpointing
-from prime_rl.orchestrator.reporter import Reporter
+from prime_rl.orchestrator.reporter import Reporter, in_background
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
 from prime_rl.plugins.algorithm import Filter
@@ -54,15 +53,12 @@ from prime_rl.plugins.offers import (
 from prime_rl.plugins.sampler import SampledEnv, Sampler
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import ENGINES, Status, process_name
-from prime_rl.weights.versions import Weights
+from prime_rl.weights.versions import AVERAGES, Weights
 from prime_rl.wire.transport import Sender
 
 
 def build_orchestrator(
-    shared: Shared,
-    envs: Sequence[TrainEnv],
-    monitors: Sequence[Monitor],
-    wire: Sender,
+    shared: Shared, envs: Sequence[TrainEnv], monitors: Sequence[Monitor], wire: Sender
 ) -> Orchestrator:
     """The loop with its observers, in the order in which they are called."""
     run, engines = shared.run, shared.engines
@@ -72,9 +68,10 @@ def build_orchestrator(
     host = ObserverHost(
         shared,
         reporter.log,
-        lambda: sampling.num_inflight,
+        lambda: sampling.dispatcher.num_inflight,
         environment,
         lambda: sampling.is_scoring,
+        lambda: sampling.dispatcher.num_waiting,
     )
     installed = build_observers(run, host)
     sampling = Sampling(run, engines, envs, sampler, buffer, installed)
@@ -116,32 +113,33 @@ def build_engines(run: RunContext) -> Engines:
     inference, table, launch = run.config.inference, run.config.weight_broadcast, run.launch
     transport = make_transport(table, run.hooks)
     broadcasts = run.run_dir / "broadcasts"
+    key, version = os.environ.get(ADMIN_KEY, ""), launch.first_step - 1
+    own, have_first = inference.base_url is None, launch.engine_version == version
+    timeouts = inference.ready_timeout, inference.hang_timeout
+    options = FleetOptions(launch.served_model_name, own, have_first, *timeouts)
     fleet = Fleet(
-        launch.engine_urls,
-        os.environ.get(ADMIN_KEY, ""),
-        Weights(launch.first_weights, launch.first_step - 1),
-        FleetOptions(
-            model=launch.served_model_name,
-            own=inference.base_url is None,
-            have_first=launch.engine_version == launch.first_step - 1,
-            timeout=inference.ready_timeout,
-            hang_timeout=inference.hang_timeout,
-        ),
+        *(launch.engine_urls, key, Weights(launch.first_weights, version), options),
         delivery=None if transport is None else transport.delivery(broadcasts, table.timeout),
     )
     outages = Outages()
     fleet.on_waiting = outages.reporter()
-    report_engines(run.config, launch, fleet, run.run_dir)
-    return Engines(fleet, Policy(launch.first_step - 1), outages)
+    keep_reporting(run.config, launch, fleet, run.run_dir)
+    path = run.run_dir / AVERAGES / f"step_{version}" if version else launch.initial
+    options = replace(options, have_first=not version)  # it begins with the first weights
+    urls = [url for name, url in launch.reference_urls.items() if name == "ema"]
+    average = [Fleet([url], key, Weights(path, version), options) for url in urls]
+    for each in average:
+        each.on_waiting = outages.reporter()
+    return Engines(fleet, Policy(version), outages, average)
 
 
-def report_engines(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
+def keep_reporting(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
     """Have the fleet report its engines in ``status/engines.json``."""
     local = (process_name("inference", number) for number in range(len(launch.engine_urls)))
     names = list(config.inference.base_url or local)
-    engines = EnginesStatus(fleet, Status(run_dir / "status" / f"{ENGINES}.json"), names)
-    fleet.on_change = engines.report
-    engines.report()
+    status = Status(run_dir / "status" / f"{ENGINES}.json")
+    fleet.on_change = partial(report_engines, fleet, status, names)
+    fleet.on_change()
 
 
 def build_shared(run: RunContext, engines: Engines) -> Shared:
@@ -176,12 +174,8 @@ def build_renderer(config: RunConfig, hooks: Hooks, name: str | None = None) -> 
     return offer.build(config.model.name, offer.config.model_dump())
 
 
-def build_train_envs(shared: Shared) -> list[TrainEnv]:
-    """Every training env with its scope."""
-    return [_train_env(shared, env) for env in shared.run.config.orchestrator.train.env]
-
-
-def _train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
+def build_train_env(shared: Shared, env: EnvConfig) -> TrainEnv:
+    """A training env with its scope."""
     config, hooks = shared.run.config.orchestrator, shared.run.hooks
     algo = env.algo or config.algo
     algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
@@ -203,7 +197,7 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
     config = shared.run.config.orchestrator
     table: AlgoSamplingConfig = (env.algo or config.algo).sampling
     source, where = table.source, f"env {env.label!r}: algo.sampling.source"
-    sampling = train_sampling(env.sampling or config.train.sampling)
+    sampling = env.sampling or config.train.sampling
     if isinstance(source, SourceTable):
         built = make(SOURCE, source.type, source.settings, shared.run.hooks, where)
         return ExternalSource(env.label, environment, built)
@@ -230,18 +224,6 @@ def _environment(
             renderer=shared.renderer,
             tokenizer_path=Path(shared.run.launch.model_path),
         )
-    )
-
-
-def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
-    """The whole distribution at one temperature: what the trainer can reproduce."""
-    return SamplingSettings(
-        temperature=sampling.temperature,
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
-        max_completion_tokens=sampling.max_completion_tokens,
-        extra_body=sampling.extra_body,
     )
 
 

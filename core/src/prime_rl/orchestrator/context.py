@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +12,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.models import FrozenModel
+from prime_rl.config.inference import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.pool import FrozenPool
 from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
@@ -24,8 +26,7 @@ from prime_rl.orchestrator.sources import RolloutSource
 from prime_rl.plugins.algorithm import Algorithm, ReferenceModel
 from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.manager import Hooks
-from prime_rl.rollout import Sample
-from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.launch import ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status
 
 
@@ -92,6 +93,8 @@ class Engines:
     policy: Policy
     outages: Outages
     """Endpoints that a request waits for."""
+    average: Sequence[Fleet] = ()
+    """One for ``host.ema``, if an algorithm asks for it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,9 +122,28 @@ class EnvHost:
         self._environment, self._shared = environment, shared
         self._connected: list[FrozenPool] = []
         self._asked = Counter[str]()
+        self.seq_len, self.seed = shared.run.config.seq_len, shared.run.config.seed
+        self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
         self.policy: ReferenceModel = self._lend(shared.scores)
         self.generate = self.policy.generate
         self.decode = shared.rendering.decode
+        self.supervised_sample = shared.rendering.supervised_sample
+
+    @property
+    def max_completion_tokens(self) -> int | None:
+        train = self._shared.run.config.orchestrator.train
+        own = next((env.sampling for env in train.env if env.label == self.env), None)
+        return (own or train.sampling).max_completion_tokens
+
+    @property
+    def step(self) -> int:
+        return self._shared.engines.policy.version
+
+    @property
+    def folder(self) -> Path:
+        path = self._shared.run.run_dir / "algorithms" / self.env
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
     def _lend(self, model: PromptScorer) -> PromptScorer:
         salt = f"{self._shared.run.config.seed} {self.env}"
@@ -135,10 +157,23 @@ class EnvHost:
 
     @cached_property
     def initial(self) -> ReferenceModel:
-        model = self._shared.run.config.orchestrator.initial
+        run = self._shared.run
+        model, url = run.config.orchestrator.initial, run.launch.reference_urls.get("initial")
+        if model is None and url:
+            name = run.launch.served_model_name
+            model = FrozenModel(name=name, base_url=(f"{url}/v1",), api_key_var=ENGINE_KEY)
         if model is None:
-            raise ConfigError(f"env {self.env!r}: host.initial needs orchestrator.initial")
+            raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_initial")
         return self.connect(model)
+
+    @cached_property
+    def ema(self) -> ReferenceModel:
+        name, key = self._shared.run.launch.served_model_name, os.environ[ENGINE_KEY]
+        if not (fleets := self._shared.engines.average):
+            raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_ema")
+        return self._lend(
+            PromptScorer(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
+        )
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
         """A frozen model to score with. Raises ``ConfigError`` if its key is missing."""
@@ -160,10 +195,6 @@ class EnvHost:
         return self._shared.rendering.ids(
             messages, config=config, add_generation_prompt=add_generation_prompt
         )
-
-    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
-        """A conversation whose assistant tokens train."""
-        return self._shared.rendering.supervised_sample(messages)
 
     def task(self, example_id: int) -> Mapping[str, Any]:
         """The fields of one example of the env."""

@@ -128,6 +128,11 @@ class Dispatcher:
         return sum(group.num_inflight for group in self._open.values())
 
     @property
+    def num_waiting(self) -> int:
+        """Rollouts of groups that are not taken in yet."""
+        return sum(group.size for group in self._open.values())
+
+    @property
     def versions_behind(self) -> list[int]:
         """Versions since its group was opened, of each rollout in flight that grows stale."""
         version = self._engines.policy.version

@@ -3,6 +3,7 @@ current."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, GivenUp
 from prime_rl.plugins.observer import Observer
 from prime_rl.rundir.status import HUNG, STARTING, Status
+from prime_rl.weights.versions import AVERAGES
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.context import Engines, RunContext
@@ -60,24 +62,17 @@ class EngineRouter:
             return last or [lost]
 
 
-class EnginesStatus:
-    """Writes the state of each engine into a status file: for the live view, and for the
+def report_engines(fleet: Fleet, status: Status, names: Sequence[str]) -> None:
+    """Write the state of each engine into a status file: for the live view, and for the
     supervisor, which restarts engines that have served and then die or hang."""
-
-    def __init__(self, fleet: Fleet, status: Status, names: Sequence[str]) -> None:
-        self._fleet, self._status, self._names = fleet, status, names
-
-    def report(self) -> None:
-        """Write it."""
-        fleet = self._fleet
-        named = list(zip(self._names, fleet.engines, strict=True))
-        away = [f"{name}{_why(engine)}" for name, engine in named if not engine.in_service]
-        details: dict[str, Any] = {name: _state(engine) for name, engine in named}
-        self._status.report(
-            "asleep" if fleet.asleep else f"{len(named) - len(away)} of {len(named)} serve",
-            waiting_for=", ".join(away) or ("trainer" if fleet.asleep else None),
-            **details,
-        )
+    named = list(zip(names, fleet.engines, strict=True))
+    away = [f"{name}{_why(engine)}" for name, engine in named if not engine.in_service]
+    details: dict[str, Any] = {name: _state(engine) for name, engine in named}
+    status.report(
+        "asleep" if fleet.asleep else f"{len(named) - len(away)} of {len(named)} serve",
+        waiting_for=", ".join(away) or ("trainer" if fleet.asleep else None),
+        **details,
+    )
 
 
 def _state(engine: Engine) -> str:
@@ -111,7 +106,12 @@ class EngineKeeper(Observer):
 
     async def run(self) -> None:
         """Raises ``EngineError`` when no engine has served for too long."""
-        await self.engines.fleet.run()
+        await asyncio.gather(*(e.run() for e in (self.engines.fleet, *self.engines.average)))
+
+    async def version_pending(self, version: int) -> None:
+        """The average first: what is scored from now on sees it."""
+        for fleet in self.engines.average:
+            await fleet.update_weights(self.context.run_dir / AVERAGES / f"step_{version}", version)
 
     async def batch_leaves(self, step: int) -> None:
         """Colocated: put the engines to sleep until version ``step`` wakes them. Requests in flight

@@ -25,7 +25,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from prime_rl.orchestrator.buffer import Batch, Buffer
+from prime_rl.orchestrator.buffer import Batch, Buffer, NothingToTrain
 from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import WeightWatcher
@@ -81,7 +81,11 @@ class Orchestrator:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise first_error(group) from None
+            error = first_error(group)
+            if isinstance(error, NothingToTrain):  # its rollouts and metrics show why
+                for observer in reversed(self.observers):
+                    observer.batch_lost(self.buffer.batch)
+            raise error from None
         return await self._end_early() if stopped else None
 
     async def _train(self, tasks: asyncio.TaskGroup, background: list[asyncio.Task[None]]) -> None:

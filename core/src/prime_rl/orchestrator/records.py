@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 import numpy as np
@@ -15,6 +15,7 @@ from prime_rl.rollout import Rollout, sample_of
 
 FIELDS = tuple(field.name for field in fields(Rollout) if field.name not in ("samples", "trace"))
 """What is saved of a rollout beside its samples."""
+TYPES = get_type_hints(Rollout)
 
 
 class StoredRollout(NamedTuple):
@@ -48,10 +49,11 @@ def decode_rollouts(path: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = {"waiting": [], "frames": []}
         record |= msgspec.msgpack.decode(path.read_bytes())
+        record["step"] = msgspec.convert(record["step"], int)
         for name in ("rollouts", "waiting"):
             record[name] = [_stored(row) for row in record[name]]
         return record
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise RunError(
             f"{path}: not a file of rollouts: {error}. Expected what a run writes as "
             "rollouts/step_N.msgpack."
@@ -86,7 +88,8 @@ def _stored(row: Mapping[str, Any]) -> StoredRollout:
             for name, (dtype, data, *more) in sample["columns"].items()
         }
         samples.append(sample_of(columns, sample["temperature"]))
-    plain = {name: row[name] for name in FIELDS if name in row}  # older files have fewer
-    plain["assigned"], plain["frozen"] = set(row.get("assigned", ())), row.get("frozen", True)
-    plain["place"] = tuple(row["place"]) if row.get("place") else None
-    return StoredRollout(Rollout(**plain, samples=samples), row["dropped_by"])
+    plain = {  # older files have fewer
+        name: msgspec.convert(row[name], TYPES[name]) for name in FIELDS if name in row
+    }
+    rollout = Rollout(**{"frozen": True} | plain, samples=samples)
+    return StoredRollout(rollout, msgspec.convert(row["dropped_by"], str | None))

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
+from prime_rl.errors import PluginError
 from prime_rl.orchestrator.buffer import Batch, Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
 from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
 from prime_rl.plugins.observer import Observer
-from prime_rl.plugins.sampler import Sampler
+from prime_rl.plugins.sampler import RolloutPlan, Sampler
 from prime_rl.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -105,7 +107,8 @@ class Sampling(Observer):
         # Distinct for every member of every group, and the same in every run of one seed.
         seed = (self.context.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
         version = group.policy_version
-        request = RolloutRequest(group.group_id, group.example_id, index, version, seed)
+        own = version, index, seed, partial(prepare, group.env)
+        request = RolloutRequest(group.group_id, group.example_id, *own)
         try:
             rollouts = await group.env.source.produce(request)
         except RolloutFailed as failure:
@@ -120,11 +123,6 @@ class Sampling(Observer):
         hooks = group.env.hooks
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))
         return rollouts
-
-    @property
-    def num_inflight(self) -> int:
-        """Rollouts being sampled now."""
-        return self.dispatcher.num_inflight
 
     # -- observer ---------------------------------------------------------------------------------
 
@@ -150,7 +148,7 @@ class Sampling(Observer):
             return "models"
         if self.engines.fleet.asleep:
             return "trainer"
-        if self.num_inflight or self.dispatcher.room() > 0:
+        if self.dispatcher.num_inflight or self.dispatcher.room() > 0:
             return "inference"
         return "trainer" if self.engines.policy.evaluated is None else "eval"
 
@@ -167,7 +165,7 @@ class Sampling(Observer):
         self.context.status.report(
             f"sampling batch {self.buffer.batch.step}",
             waiting_for=texts.get(self.waits_for),
-            inflight=self.num_inflight,
+            inflight=self.dispatcher.num_inflight,
             buffered=f"{min(self.buffer.num_buffered, size)}/{size}",
             **detail,
         )
@@ -175,9 +173,8 @@ class Sampling(Observer):
     def take_metrics(self) -> Mapping[str, float]:
         """Counts of rollouts, how far they are off policy, and the sampler's and sources' own."""
         counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
-        for env in self.envs:
-            name = f"dispatcher/cancelled/{env.name}"
-            counts[name] = float(self.dispatcher.cancelled[env.name])
+        cancelled = {env.name: float(self.dispatcher.cancelled[env.name]) for env in self.envs}
+        counts |= {f"dispatcher/cancelled/{env}": number for env, number in cancelled.items()}
         sources = {
             f"source/{env.name}/{name}": value
             for env in self.envs
@@ -191,5 +188,13 @@ class Sampling(Observer):
             **counts,
             **self.sampler.metrics(),
             **sources,
-            "dispatcher/inflight/train": float(self.num_inflight),
+            "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
         }
+
+
+async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:
+    """Call ``prepare_rollout``. Raises ``PluginError`` if the algorithm needs a temperature."""
+    await env.hooks.prepare_rollout(plan)
+    if (wanted := env.algorithm.needs_temperature) not in (None, plan.temperature):
+        needs = f"{env.algorithm.name!r} learns at {wanted} only"
+        raise PluginError(f"prepare_rollout set temperature = {plan.temperature}, and {needs}.")

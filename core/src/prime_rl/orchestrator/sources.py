@@ -8,24 +8,22 @@ by version, the rollout ages. Frozen: a stable cache, no aging.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from prime_rl.config.models import FrozenModel
-from prime_rl.env.environment import (
-    Environment,
-    RolloutResult,
-    SamplingSettings,
-)
+from prime_rl.config.inference import FrozenModel
+from prime_rl.config.orchestrator import SamplingConfig
+from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.episode import RolloutResult
 from prime_rl.env.rendering import Rendering
-from prime_rl.env.trajectory import build_rollout
+from prime_rl.env.traces import build_rollout
 from prime_rl.errors import ConfigError
-from prime_rl.inference.frozen import FrozenPool
+from prime_rl.inference.pool import FrozenPool
 from prime_rl.orchestrator.engines import EngineRouter
-from prime_rl.plugins.sampler import Source, SourceRequest
+from prime_rl.plugins.sampler import RolloutPlan, Source, SourceRequest
 from prime_rl.rollout import Group, Rollout
 
 
@@ -38,14 +36,19 @@ class RolloutFailed(Exception):
 
 
 @dataclass(frozen=True)
-class RolloutRequest:
+class RolloutRequest(SourceRequest):
     """One member of one group."""
 
-    group_id: int
-    example_id: int
     member: int
-    policy_version: int
     seed: int
+    prepare: Callable[[RolloutPlan], Awaitable[None]] | None = None
+    """Calls the env's ``prepare_rollout``."""
+
+
+def train_sampling(sampling: SamplingConfig) -> SamplingSettings:
+    """The whole distribution at one temperature: what the trainer can reproduce."""
+    checked = SamplingConfig(**sampling.model_dump(include={*SamplingConfig.model_fields}))
+    return SamplingSettings(**dict(checked), top_p=1.0, top_k=-1, min_p=0.0)
 
 
 class RolloutSource:
@@ -86,50 +89,52 @@ class Sampled(RolloutSource):
     label = "policy"
 
     def __init__(
-        self,
-        env: str,
-        environment: Environment,
-        router: EngineRouter,
-        sampling: SamplingSettings,
+        self, env: str, environment: Environment, router: EngineRouter, sampling: SamplingConfig
     ) -> None:
         self._env = env
         self._environment = environment
         self._router = router
         self._sampling = sampling
-        self._temperature = 1.0 if sampling.temperature is None else sampling.temperature
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
-        results = await self._episode(ask)
+        prompt = self._environment.examples[ask.example_id].fields.get("prompt")
+        place = {"env": self._env, "group_id": ask.group_id, "example_id": ask.example_id}
+        plan = RolloutPlan(**place, member=ask.member, prompt=prompt, **dict(self._sampling))
+        if ask.prepare is not None:
+            await ask.prepare(plan)
+        results = await self._episode(ask, plan)
         if failure := next((result for result in results if not result.ok), None):
             raise RolloutFailed(failure)
-        found = [self._rollout(ask, result) for result in results if result.trainable]
+        found = [self._rollout(ask, plan, result) for result in results if result.trainable]
         rollouts = [rollout for rollout in found if rollout.samples]
         if not rollouts:
             reason = "no agent left tokens to train"
             raise RolloutFailed(RolloutResult(ok=False, error_type="NoTokens", error=reason))
         return rollouts
 
-    async def _episode(self, ask: RolloutRequest) -> list[RolloutResult]:
+    async def _episode(self, ask: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
+        example = self._environment.examples[ask.example_id].with_prompt(plan.prompt)
+        sampling = train_sampling(plan)
         return await self._router.run(
             ask.group_id,
             lambda endpoint: self._environment.run(
-                self._environment.examples[ask.example_id],
+                example,
                 model=endpoint,
-                sampling=self._sampling,
+                sampling=sampling,
                 group_id=ask.group_id,
                 cache_salt=str(ask.policy_version) if self.is_live else None,
                 seed=ask.seed,
             ),
         )
 
-    def _rollout(self, ask: RolloutRequest, result: RolloutResult) -> Rollout:
+    def _rollout(self, ask: RolloutRequest, plan: RolloutPlan, result: RolloutResult) -> Rollout:
         rollout = build_rollout(
             result,
             env=self._env,
             example_id=ask.example_id,
             group_id=ask.group_id,
             policy_version=ask.policy_version,
-            temperature=self._temperature,
+            temperature=plan.temperature,
         )
         rollout.episode_id = ask.member
         rollout.source = self.label
@@ -150,7 +155,7 @@ class SampledFrozen(Sampled):
         environment: Environment,
         model: FrozenModel,
         client: str,
-        sampling: SamplingSettings,
+        sampling: SamplingConfig,
         rendering: Rendering,
         on_waiting: Callable[[str | None], None],
     ) -> None:
@@ -163,24 +168,24 @@ class SampledFrozen(Sampled):
         self._rendering = rendering
         self._chat = client == "chat"
 
-    async def _episode(self, ask: RolloutRequest) -> list[RolloutResult]:
+    async def _episode(self, ask: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:
         async with self._slots:
-            return await super()._episode(ask)
+            return await super()._episode(ask, plan)
 
-    def _rollout(self, ask: RolloutRequest, result: RolloutResult) -> Rollout:
+    def _rollout(self, ask: RolloutRequest, plan: RolloutPlan, result: RolloutResult) -> Rollout:
         if not self._chat:
-            return super()._rollout(ask, result)
+            return super()._rollout(ask, plan, result)
         if result.had_tools:
             raise ConfigError(
                 f"env {self._env!r}: algo.sampling.client = 'chat' tokenizes what was said, and "
                 "this env also tells the model of tools, which would be missing. Use client = "
                 "'tokens' with a model of the policy's tokenizer."
             )
-        rollout = super()._rollout(ask, replace(result, branches=[]))
+        rollout = super()._rollout(ask, plan, replace(result, branches=[]))
         sample = self._rendering.supervised_sample(result.wire_messages)
         if result.is_truncated:  # the reply was cut off: its end is the renderer's, not the model's
             sample.loss_mask[np.flatnonzero(sample.loss_mask)[-1:]] = False
-        sample.temperature = self._temperature
+        sample.temperature = plan.temperature
         rollout.samples = [sample]
         rollout.has_logprobs = False
         return rollout
@@ -211,5 +216,4 @@ class ExternalSource(RolloutSource):
         self.source.observe(group)
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
-        request = SourceRequest(ask.group_id, ask.example_id, ask.policy_version)
-        return await self.source.group(request)
+        return await self.source.group(ask)

@@ -5,7 +5,7 @@ Orchestrator side: entry-point group ``prime_rl``.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -15,7 +15,9 @@ from prime_rl.plugins.reference import ReferenceModel as ReferenceModel
 from prime_rl.plugins.reference import Tokens
 
 if TYPE_CHECKING:
-    from prime_rl.config.models import FrozenModel
+    import logging
+
+    from prime_rl.config.inference import FrozenModel
     from prime_rl.rollout import Sample
     from prime_rl.streams import LossComponent
 
@@ -29,14 +31,50 @@ class Host(Protocol):
         ...
 
     @property
+    def seq_len(self) -> int:
+        """Longest sample that trains, in tokens."""
+        ...
+
+    @property
+    def max_completion_tokens(self) -> int | None:
+        """Most tokens of a turn; None: up to the end of the context."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The run's. Derive yours from it, so that a run can be repeated."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """The last step that the policy, as it samples now, has trained."""
+        ...
+
+    @property
+    def folder(self) -> Path:
+        """A folder of the run for this env's own files, which nothing reads or deletes. State that
+        a resumed run needs belongs into ``save``."""
+        ...
+
+    @property
+    def logger(self) -> logging.Logger:
+        """Its lines are in the orchestrator's log, with the env's label."""
+        ...
+
+    @property
     def policy(self) -> ReferenceModel:
         """The live policy, as it samples now."""
         ...
 
     @property
     def initial(self) -> ReferenceModel:
-        """The policy's first weights (``orchestrator.initial``). For an algorithm that declares
-        ``needs_initial``; read it in ``setup``."""
+        """The policy's first weights: an engine that the run starts, or ``orchestrator.initial``.
+        For an algorithm that declares ``needs_initial``; read it in ``setup``."""
+        ...
+
+    @property
+    def ema(self) -> ReferenceModel:
+        """The moving average of the policy's weights. As ``initial``, with ``needs_ema``."""
         ...
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
@@ -96,6 +134,16 @@ class Algorithm(Offer):
     """The loss component that trains the tokens the model sampled. Set it in ``__init__`` where a
     setting chooses it."""
 
+    losses: Collection[str] = ()
+    """Losses that it was written for. Without ``rl`` and its ``action_loss`` among them, the run's
+    ``[trainer.loss]`` must be one of them. Declare what ``assign_weights`` names too, with ``rl``
+    for any loss of ``[trainer.loss]``: a table ``[trainer.losses.<name>]`` that no algorithm
+    declares is a config error."""
+
+    objective: str | Callable[[Any], Any] = "expected_reward"
+    """Whose gradient its expected update claims to be; ``none``: no claim. Another one is a method
+    of a question's ``Outcomes`` (``prime-rl plugins prove``)."""
+
     needs_heads: ClassVar[tuple[str, ...]] = ()
     """Heads whose outputs its losses read. A run without one of them is a config error."""
 
@@ -112,8 +160,11 @@ class Algorithm(Offer):
     needs_temperature: ClassVar[float | None] = None
     """The only sampling temperature it can learn at; another one is a config error. None: any."""
 
-    needs_initial: ClassVar[bool] = False
-    """It reads ``host.initial``: a run without ``orchestrator.initial`` is a config error."""
+    needs_initial: bool = False
+    """It reads ``host.initial``: an engine that the run starts, or ``orchestrator.initial``."""
+
+    needs_ema: bool = False
+    """It reads ``host.ema``: an engine that the run starts, with ``trainer.ema_decay``."""
 
     order_dependent: ClassVar[bool] = False
     """Credit depends on earlier rollouts, as with a running baseline."""

@@ -13,9 +13,11 @@ from pydantic import BaseModel, ConfigDict
 
 class PluginConfig(BaseModel):
     """Settings of a plugin class. Unknown keys are errors; the string under a field documents
-    it."""
+    it. Defaults are validated like values of the TOML."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class Offer:

@@ -21,7 +21,10 @@ SPECS: dict[str, Callable[..., Any]] = {
     name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, f"{PROJECT}_spec")
 }
 ASYNC_HOOKS = {name for name, spec in SPECS.items() if inspect.iscoroutinefunction(spec)}
-TRAINER_HOOKS = {f"register_{kind}" for kind in ("losses", "heads", "trainer_observers", "tunings")}
+TRAINER_HOOKS = {
+    *("register_losses", "register_heads", "register_trainer_observers", "register_tunings"),
+    *("register_kernels", "register_optimizers"),
+}
 SHARED_HOOKS = {"register_weight_transports"}
 """Hooks of both entry-point groups."""
 

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="empty-body"
 """Every hook, in the order a run meets them.
 
-    sampler -> rollout -> [score_rollout] [observation_weights] -> [score_group] -> [filter_rollout]
-            -> [score_batch] -> packer -> [batch_packed] -> wire -> trainer -> [step_finished]
-            -> weights -> [weights_published] -> sampler
+    sampler -> [prepare_rollout] -> rollout -> [score_rollout] [observation_weights]
+            -> [score_group] -> [filter_rollout] -> [score_batch] -> packer -> [batch_packed]
+            -> wire -> trainer -> [step_finished] -> weights -> [weights_published] -> sampler
 
 A plugin implements a hook by decorating a function of that name with ``@hookimpl``; it may take any
 subset of the arguments, by name. Five rules:
@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from prime_rl.plugins.algorithm import Algorithm, Filter
     from prime_rl.plugins.engine import Engine
     from prime_rl.plugins.head import Head
+    from prime_rl.plugins.kernel import Kernel
     from prime_rl.plugins.launchers import Launcher
     from prime_rl.plugins.loss import Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
     from prime_rl.plugins.monitor import Monitor
     from prime_rl.plugins.observer import Observer
-    from prime_rl.plugins.sampler import Sampler, Source
+    from prime_rl.plugins.optimizer import OptimizerMaker
+    from prime_rl.plugins.sampler import RolloutPlan, Sampler, Source
     from prime_rl.plugins.trainer_observer import TrainerObserver
     from prime_rl.plugins.tuning import Tuning
     from prime_rl.plugins.view import RunView
@@ -122,12 +124,13 @@ def register_commands(cli: typer.Typer, plugins: typer.Typer) -> None:
     """
 
 
+# The trainer loads the entry-point group ``prime_rl.trainer`` only. Offer there what follows, up to
+# weight transports.
+
+
 @hookspec
 def register_losses() -> Iterable[type[Loss]]:
-    """Offer losses of the rl component, selected by ``trainer.loss.type``.
-
-    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
-    """
+    """Offer losses of the rl component, selected by ``trainer.loss.type``."""
 
 
 @hookspec
@@ -141,18 +144,22 @@ def register_heads() -> Iterable[type[Head]]:
 
 @hookspec
 def register_trainer_observers() -> Iterable[type[TrainerObserver]]:
-    """Offer observers of the trainer. All are active; ``[trainer.<name>]`` has their settings.
-
-    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
-    """
+    """Offer observers of the trainer. All are active; ``[trainer.<name>]`` has their settings."""
 
 
 @hookspec
 def register_tunings() -> Iterable[type[Tuning]]:
-    """Offer tunings, each selected by a table ``[trainer.<name>]``; a run has one at most.
+    """Offer tunings, each selected by a table ``[trainer.<name>]``; a run has one at most."""
 
-    Called in the trainer, which loads the entry-point group ``prime_rl.trainer`` only.
-    """
+
+@hookspec
+def register_optimizers() -> Iterable[type[OptimizerMaker]]:
+    """Offer optimizers of the policy, selected by ``trainer.optim.type``."""
+
+
+@hookspec
+def register_kernels() -> Iterable[type[Kernel]]:
+    """Offer kernels, which compute packed rows, selected by ``trainer.attention``."""
 
 
 @hookspec
@@ -160,6 +167,17 @@ def register_weight_transports() -> Iterable[type[WeightTransport]]:
     """Offer weight transports, selected by ``weight_broadcast.type``.
 
     Called in the orchestrator and in the trainer: name the plugin under both entry-point groups.
+    """
+
+
+# -- sampling: called in the scope of one env ----------------------------------------------
+
+
+@hookspec
+async def prepare_rollout(plan: RolloutPlan) -> None:
+    """Change how one rollout is sampled: a hint in the prompt, the temperature, the length.
+
+    Not called for the groups of a ``Source``, nor in an evaluation.
     """
 
 
@@ -208,8 +226,9 @@ async def score_batch(groups: Sequence[Group]) -> None:
 
 
 @hookspec
-def filter_rollout(rollout: Rollout) -> str | None:
-    """The reason to drop the rollout, or None to keep it.
+def filter_rollout(rollout: Rollout, group: Group) -> str | None:
+    """The reason to drop the rollout, or None to keep it. ``group``: it and its siblings that were
+    scored with it, dropped or not; after a resume, those that the checkpoint has.
 
     Every filter is called, also after an objection, so that each rate can be logged.
     """

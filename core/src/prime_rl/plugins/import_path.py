@@ -67,8 +67,7 @@ def _check_call(
 
 def _import(path: str, module: str) -> Any:
     here = os.getcwd()
-    # As ``python -m`` does: an installed command does not have the working directory on its path.
-    sys.path.insert(0, here)
+    sys.path.append(here)  # last: its files must not replace installed modules
     importlib.invalidate_caches()
     try:
         return importlib.import_module(module)
@@ -85,4 +84,4 @@ def _import(path: str, module: str) -> Any:
             f"{type(error).__name__}: {error}. Fix it."
         ) from error
     finally:
-        sys.path.remove(here)
+        del sys.path[-1 - sys.path[::-1].index(here)]

@@ -63,6 +63,10 @@ class LossInputs:
     group_ids: torch.Tensor | None = None
     streams: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
     """Every stream of ``Loss.reads`` by name, ``advantages`` and ``ref_logprobs`` included."""
+    initial_logprobs: torch.Tensor | None = None
+    """log π under the policy's first weights, those of ``model.name``."""
+    ema_logprobs: torch.Tensor | None = None
+    """log π under the moving average of the weights (``trainer.ema_decay``)."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ errors here: at start-up, they name the plugin, its distribution, the fault and 
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import platform
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points, version
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -22,17 +21,18 @@ import pluggy
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
-from prime_rl.plugins.checks import ASYNC_HOOKS, check_plugin
+from prime_rl.plugins.checks import ASYNC_HOOKS, SPECS, check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 from prime_rl.plugins.metrics import run_as, running
+from prime_rl.plugins.sampler import RolloutPlan
 from prime_rl.rollout import Group, Rollout, Sample
 
 TRACE = "PRIME_RL_TRACE"
 """Environment variable: print every hook call, by the function in the entry-point group
 ``prime_rl.tracers``."""
 
-PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
-"""Distributions whose version may decide what a run does."""
+DISABLE = "PRIME_RL_DISABLE"
+"""Environment variable: names of plugins or distributions that no command loads, after commas."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,18 @@ class Hooks(pluggy.PluginManager):
         for caller in self.get_hookcallers(plugin) or ():
             if caller.name not in ASYNC_HOOKS and not caller.name.startswith("register_"):
                 (impl,) = (each for each in caller.get_hookimpls() if each.plugin is plugin)
-                impl.function = run_as(_name(impl), impl.function)  # type: ignore[misc]
+                known = _name(impl), caller.name, plugin, impl.argnames
+                impl.function = run_as(*known, impl.function)  # type: ignore[misc]
         if registered is not None and os.environ.get(TRACE, "0") not in ("", "0"):
             if not (tracers := entry_points(group="prime_rl.tracers")):
                 raise PluginError(f"{TRACE} is set, and no tracer is installed. Unset it.")
             for entry in tracers:
                 entry.load()(self, registered, self.label)
         return registered
+
+    async def prepare_rollout(self, plan: RolloutPlan) -> None:
+        """Run every ``prepare_rollout``, one after the other."""
+        await _call_async(self.hook.prepare_rollout, plan=plan)
 
     async def score_rollout(self, rollout: Rollout) -> None:
         """Run every ``score_rollout``, one after the other."""
@@ -115,8 +120,19 @@ class Hooks(pluggy.PluginManager):
         return combined
 
     def batch_packed(self, step: int, samples: Sequence[Sample]) -> None:
-        """A batch leaves for the trainer."""
+        """A batch leaves for the trainer. Raises ``PluginError`` if a hook has changed it."""
+        before = [sample.columns for sample in samples]
         self.hook.batch_packed(step=step, samples=samples)
+        for sample, columns in zip(samples, before, strict=True):
+            now = sample.columns
+            changed = [n for n in {**columns, **now} if now.get(n) is not columns.get(n)]
+            if changed:
+                names = ", ".join(i.plugin_name for i in self.hook.batch_packed.get_hookimpls())
+                raise PluginError(
+                    f"step {step}: batch_packed of {names} replaced {changed[0]} of a sample. The "
+                    "batch is frozen there: assign credit in score_rollout, score_group or "
+                    "score_batch."
+                )
 
     def step_finished(self, step: int, metrics: Mapping[str, float]) -> None:
         """The trainer took a step."""
@@ -134,11 +150,24 @@ async def _call_async(hook: pluggy.HookCaller, **arguments: object) -> None:
         for impl in reversed(hook.get_hookimpls()):
             given = [arguments[name] for name in impl.argnames]
             function: Callable[..., Any] = impl.function
-            wrappers.enter_context(running(_name(impl)))
+            call = running(_name(impl), hook=hook.name, owner=impl.plugin, arguments=arguments)
             if impl.wrapper:
+                wrappers.enter_context(call)
                 wrappers.enter_context(contextmanager(function)(*given))
-            elif inspect.isawaitable(result := function(*given)):
-                await result
+                continue
+            with call:
+                if inspect.isawaitable(result := function(*given)):
+                    await result
+
+
+def wrappers(hooks: Hooks) -> list[str]:
+    """``score_group wrapped by 'clip' (my-dist 0.1)``, for each wrapper, the outermost first."""
+    return [
+        f"{name} wrapped by {hooks.sources.get(impl.plugin_name, impl.plugin_name)}"
+        for name in SPECS
+        for impl in reversed(getattr(hooks.hook, name).get_hookimpls())
+        if impl.wrapper
+    ]
 
 
 def _name(impl: pluggy.HookImpl) -> str:
@@ -160,9 +189,9 @@ def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.n
 def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks:
     """Load every installed plugin of an entry-point group, in name order. Raises
     ``PluginError``."""
-    hooks, skip = Hooks(group), frozenset(disabled)
+    hooks, skip = Hooks(group), {*disabled, *disabled_names()}
     for entry in installed_entries(group):
-        if entry.name in skip:
+        if skip & names_of(entry):
             continue
         source = source_of(entry)
         first = hooks.sources.get(entry.name)
@@ -170,21 +199,36 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
             raise PluginError(
                 f"two distributions name a plugin {entry.name!r}: {first.distribution} "
                 f"{first.version} and {source.distribution} {source.version}. Uninstall one, or "
-                "list the name under plugins.disabled."
+                f"list {source.distribution!r} under plugins.disabled."
             )
         add_entry(hooks, entry, source)
     return hooks
 
 
+def disabled_names() -> list[str]:
+    """The plugins that ``PRIME_RL_DISABLE`` names; ``prime-rl --without NAME`` adds to it. Raises
+    ``PluginError`` for one that is not installed."""
+    names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    known = {n for group in GROUPS for e in installed_entries(group) for n in names_of(e)}
+    if unknown := [name for name in names if name not in known]:
+        raise PluginError(
+            f"--without ({DISABLE}): no installed plugin is called {unknown[0]!r} (installed: "
+            f"{', '.join(sorted(known))})"
+        )
+    return names
+
+
 def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
     hooks.sources[entry.name] = source
+    if misfit := core_misfit(entry):
+        warnings.warn(f"plugin {source}: {misfit}", stacklevel=2)
     try:
         plugin = entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"plugin {source} failed to import: {type(error).__name__}: {error}. "
-            f"{_core_wanted_by(entry)}Fix or uninstall {source.distribution}, or list "
+            f"Fix or uninstall {source.distribution}, or list "
             f"{entry.name!r} under plugins.disabled."
         ) from error
     hooks.register(plugin, entry.name)
@@ -196,19 +240,28 @@ def source_of(entry: EntryPoint) -> Origin:
     return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 
+def names_of(entry: EntryPoint) -> set[str]:
+    """What ``plugins.disabled`` may call a plugin: its entry point, or its distribution."""
+    return {entry.name, source_of(entry).distribution}
+
+
 def installed_entries(group: str) -> list[EntryPoint]:
     """Entry points of a group, in name order."""
     return sorted(entry_points(group=group), key=lambda entry: entry.name)
 
 
-def _core_wanted_by(entry: EntryPoint) -> str:
-    """The core version that the plugin's distribution requires, and ours; empty if unknown."""
-    required = (entry.dist.requires or []) if entry.dist else []
-    wanted = next((each for each in required if each.startswith("prime-rl-core")), None)
-    try:
-        return f"It asks for {wanted}; {version('prime-rl-core')} is here. " if wanted else ""
-    except PackageNotFoundError:
+def core_misfit(entry: EntryPoint) -> str:
+    """Why this core is not what the plugin's distribution requires; empty if it is, or unknown."""
+    if find_spec("packaging") is None:  # the slim contract comes without
         return ""
+    from packaging.requirements import Requirement
+
+    for each in (entry.dist.requires or []) if entry.dist else []:
+        if each.startswith("prime-rl-core"):
+            here = version("prime-rl-core")
+            if not Requirement(each).specifier.contains(here, prereleases=True):
+                return f"it asks for {each}; {here} is here. Install a version that fits."
+    return ""
 
 
 def scope(label: str, shared: Hooks, own: Iterable[object]) -> Hooks:
@@ -233,22 +286,3 @@ def installed_versions() -> dict[str, str]:
     entries = [entry for group in GROUPS for entry in installed_entries(group)]
     found = {entry.dist.name: entry.dist.version for entry in entries if entry.dist is not None}
     return {"prime-rl-core": version("prime-rl-core")} | dict(sorted(found.items()))
-
-
-def write_versions(run_dir: Path, hooks: Hooks, disabled: Iterable[str] = ()) -> None:
-    """Write ``plugins.json``: versions of Python, of packages, and of both sides' plugins. The
-    trainer's are those that it will load, without importing them here."""
-    plugins, skip = [(source, hooks.group) for source in hooks.sources.values()], {*disabled}
-    for entry in installed_entries(TRAINER_GROUP):
-        if entry.name not in skip:
-            plugins.append((source_of(entry), TRAINER_GROUP))
-    packages = {}
-    for name in PACKAGES:
-        with suppress(PackageNotFoundError):
-            packages[name] = version(name)
-    found = {
-        "python": platform.python_version(),
-        "packages": packages,
-        "plugins": [{**asdict(source), "group": group} for source, group in plugins],
-    }
-    (run_dir / "plugins.json").write_text(json.dumps(found, indent=2) + "\n")

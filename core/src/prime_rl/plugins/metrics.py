@@ -6,18 +6,21 @@ import inspect
 import math
 import re
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, SupportsFloat
+from types import MappingProxyType
+from typing import Any, SupportsFloat, TypeAlias
 
 import numpy as np
 
 from prime_rl.errors import PluginError
+from prime_rl.plugins.calls import RUNNING, Call, blame
 
 Logged = deque[tuple[str, Any, Any]]
 """Names, values and weights: floats, or 0-dim tensors."""
+Function: TypeAlias = Callable[..., Any]
 
 _running: ContextVar[tuple[str, Logged]] = ContextVar("running", default=("", deque()))
 """The plugin whose code runs, and where its values go."""
@@ -86,12 +89,28 @@ def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
 
 
 @contextmanager
-def running(plugin: str, logged: Logged | None = None) -> Iterator[None]:
-    """The code inside is the plugin's. ``logged`` keeps its values apart from the process's."""
+def running(
+    plugin: str,
+    logged: Logged | None = None,
+    *,
+    hook: str = "",
+    owner: object = None,
+    arguments: Mapping[str, Any] = MappingProxyType({}),
+) -> Iterator[None]:
+    """The code inside is the plugin's. ``logged`` keeps its values apart from the process's. With
+    a ``hook``, the call is in ``RUNNING`` and is to blame for an error."""
     token = _running.set((plugin, _running.get()[1] if logged is None else logged))
+    call = Call(plugin, hook, owner, arguments)
     try:
+        if hook:
+            RUNNING[id(call)] = call
         yield
+    except Exception as error:
+        if hook:
+            blame(error, call)
+        raise
     finally:
+        RUNNING.pop(id(call), None)
         _running.reset(token)
 
 
@@ -105,14 +124,33 @@ def logged_metrics(plugin: str = "test") -> Iterator[dict[str, float]]:
         metrics |= weighted_means(take_logged())
 
 
-def run_as(plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation or a wrapper of a sync hook, as code of the plugin."""
-    if not inspect.isgeneratorfunction(function):
-        return running(plugin)(function)
+def run_as(plugin: str, hook: str, owner: object, names: Sequence[str], function: Function) -> Any:
+    """An implementation or a wrapper of a sync hook, as code of the plugin; it takes ``names``."""
+
+    def call(arguments: Sequence[Any]) -> AbstractContextManager[None]:
+        given = dict(zip(names, arguments, strict=True))
+        return running(plugin, hook=hook, owner=owner, arguments=given)
+
+    @wraps(function)
+    def plain(*arguments: Any) -> Any:
+        with call(arguments):
+            return function(*arguments)
 
     @wraps(function)
     def wrapper(*arguments: Any) -> Generator[Any, Any, Any]:
-        with running(plugin):  # what it wraps sets and resets a name of its own
+        with call(arguments):  # what it wraps sets and resets a name of its own
             return (yield from function(*arguments))
 
-    return wrapper
+    return wrapper if inspect.isgeneratorfunction(function) else plain
+
+
+class ReadOnly(dict[str, float]):
+    """Metrics that a plugin may not add to: the key would be dropped."""
+
+    def __setitem__(self, *arguments: Any, **more: Any) -> Any:
+        raise PluginError(
+            "these metrics are read only. Log one of your own by prime_rl.log_metric(name, value), "
+            "in a hook, or add to a copy: dict(metrics)."
+        )
+
+    update = setdefault = __ior__ = __setitem__

@@ -31,6 +31,8 @@ class ObserverHost:
     """The environment of a config; the harness is for where the env and its taskset have none."""
     is_scoring: Callable[[], bool] = lambda: False
     """Whether an algorithm is scoring a group: it may wait for a teacher."""
+    num_waiting: Callable[[], int] = lambda: 0
+    """Rollouts that were requested and have no place in the buffer yet."""
 
 
 class Observer(Offer):
@@ -80,6 +82,10 @@ class Observer(Offer):
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
         """A batch was sent: one frame per trainer rank."""
+
+    def batch_lost(self, batch: Batch) -> None:
+        """The run ends because nothing was left to train: ``batch.dropped`` says why. Observers are
+        called from last to first."""
 
     async def version_pending(self, version: int) -> None:
         """The engines are about to load ``version``: complete what needs the present one. Colocated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -10,21 +11,31 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from prime_rl.config.explain import explain
-from prime_rl.config.run import WeightBroadcastConfig
-from prime_rl.config.trainer import TrainerConfig
+from prime_rl.config.base import Settings
+from prime_rl.config.load import explain
+from prime_rl.config.orchestrator import (
+    AlgoConfig,
+    FilterConfig,
+    RendererConfig,
+    SamplerConfig,
+    SourceTable,
+)
+from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
+from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
 from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.head import Head
+from prime_rl.plugins.kernel import Kernel
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.loss import Loss
 from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.monitor import Monitor
 from prime_rl.plugins.observer import Observer
+from prime_rl.plugins.optimizer import AdamWMaker, OptimizerMaker
 from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.tuning import Tuning
@@ -45,6 +56,8 @@ class Kind(Generic[AnyOffer]):
     """The key that selects it in the TOML."""
     hooks: frozenset[str] = frozenset()
     """Hooks that are called on its instances; any other on the class would never be."""
+    table: type[Settings] = Settings
+    """The TOML table that its settings share with core's keys."""
 
     @property
     def plural(self) -> str:
@@ -58,26 +71,30 @@ class Kind(Generic[AnyOffer]):
 
 SCORING = frozenset({"score_rollout", "observation_weights", "score_group", "score_batch"})
 
-ALGORITHM = Kind("algorithm", Algorithm, "algo.type", SCORING)
-FILTER = Kind("filter", Filter, "type", frozenset({"filter_rollout"}))
-RENDERER = Kind("renderer", RendererOffer, "orchestrator.renderer.name")
-SAMPLER = Kind("sampler", Sampler, "orchestrator.sampler.type")
-SOURCE = Kind("source", Source, "algo.sampling.source.type")
+ALGORITHM = Kind("algorithm", Algorithm, "algo.type", SCORING | {"prepare_rollout"}, AlgoConfig)
+FILTER = Kind("filter", Filter, "type", frozenset({"filter_rollout"}), FilterConfig)
+RENDERER = Kind("renderer", RendererOffer, "orchestrator.renderer.name", table=RendererConfig)
+SAMPLER = Kind("sampler", Sampler, "orchestrator.sampler.type", table=SamplerConfig)
+SOURCE = Kind("source", Source, "algo.sampling.source.type", table=SourceTable)
 ENGINE = Kind("engine", Engine, "inference.engine")
 MONITOR = Kind("monitor", Monitor, "monitors.<name>")
 OBSERVER = Kind("observer", Observer, "observers.<name>")
-MODEL = Kind("model", ModelMaker, "model.name")
-LAUNCHER = Kind("launcher", Launcher, "launcher.type")
-VIEW = Kind("view", RunView, "view.type")
-LOSS = Kind("loss", Loss, "trainer.loss.type")
-HEAD = Kind("head", Head, "trainer.heads.<name>")
+MODEL = Kind("model", ModelMaker, "model.name", table=ModelConfig)
+LAUNCHER = Kind("launcher", Launcher, "launcher.type", table=LauncherConfig)
+VIEW = Kind("view", RunView, "view.type", table=ViewConfig)
+LOSS = Kind("loss", Loss, "trainer.loss.type", table=LossConfig)
+HEAD = Kind("head", Head, "trainer.heads.<name>", table=HeadTable)
 TRAINER_OBSERVER = Kind("trainer_observer", TrainerObserver, "trainer.<name>")
+KERNEL = Kind("kernel", Kernel, "trainer.attention")
+OPTIMIZER = Kind("optimizer", OptimizerMaker, "trainer.optim.type", table=OptimConfig)
 TUNING = Kind("tuning", Tuning, "trainer.<name>")
-WEIGHT_TRANSPORT = Kind("weight_transport", WeightTransport, "weight_broadcast.type")
+WEIGHT_TRANSPORT = Kind(
+    "weight_transport", WeightTransport, "weight_broadcast.type", table=WeightBroadcastConfig
+)
 
 KINDS: tuple[Kind[Any], ...] = (
     *(ALGORITHM, FILTER, RENDERER, SAMPLER, SOURCE, ENGINE, MONITOR, OBSERVER, MODEL, LAUNCHER),
-    *(VIEW, LOSS, HEAD, TRAINER_OBSERVER, TUNING, WEIGHT_TRANSPORT),
+    *(VIEW, LOSS, HEAD, TRAINER_OBSERVER, TUNING, KERNEL, OPTIMIZER, WEIGHT_TRANSPORT),
 )
 
 
@@ -99,7 +116,7 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
         )
         try:
             classes = list(impl.function())
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
                 f"plugin {source}: {kind.hook} failed: {type(error).__name__}: {error}. It must "
                 f"give a list of subclasses of {kind.base.__name__}."
@@ -133,6 +150,18 @@ def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
             f"plugin {source}: {cls.__qualname__}.config_class must be a subclass of PluginConfig, "
             f"got {config_class!r}"
         )
+    if taken := sorted(config_class.model_fields.keys() & kind.table.model_fields.keys()):
+        raise PluginError(
+            f"plugin {source}: {config_class.__qualname__} has a setting {taken[0]!r}, which "
+            f"no TOML can set: the key is core's in the table of {kind.plural}. Rename it."
+        )
+    for member, method in inspect.getmembers(kind.base, inspect.isroutine):
+        own = getattr(cls, member)
+        if inspect.iscoroutinefunction(own) and not inspect.iscoroutinefunction(method):
+            raise PluginError(
+                f"plugin {source}: {cls.__qualname__}.{member} is 'async def' and core calls it "
+                "without 'await', so its body would never run. Make it a plain 'def'."
+            )
     for hook in marked_hooks(cls):
         if hook not in kind.hooks:
             called = ", ".join(sorted(kind.hooks)) or "none"
@@ -206,6 +235,34 @@ def make_tuning(tables: Mapping[str, Any], hooks: Hooks) -> Tuning | None:
     if len(names) > 1:
         raise ConfigError(f"[trainer] selects the tunings {', '.join(names)}; expected at most one")
     return make(TUNING, names[0], tables[names[0]], hooks, f"trainer.{names[0]}") if names else None
+
+
+class _Plain(Kernel):
+    """Core's own way of rows through the model."""
+
+    name = "auto"
+
+
+def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
+    """The kernel that ``trainer.attention`` selects, with the keys that the run sets; for ``auto``
+    where none is installed, core's own. Raises ``ConfigError``."""
+    offers = {
+        "auto": Offered[Kernel](_Plain, Origin("core", "prime-rl-core", "")),
+        **collect(hooks, KERNEL),
+    }
+    cls = select(KERNEL, config.attention, offers, "trainer.attention")
+    fields = TrainerConfig.model_fields
+    keys = ("fused_lm_head", "lm_head_block", "share_prompts")
+    found = {key: value for key in keys if (value := getattr(config, key)) != fields[key].default}
+    return cls(settings_of(cls, KERNEL, found, "trainer"))
+
+
+def make_optimizer(config: OptimConfig, hooks: Hooks) -> OptimizerMaker:
+    """What makes the optimizer of ``[trainer.optim]``. Raises ``ConfigError``."""
+    own = Offered[OptimizerMaker](AdamWMaker, Origin("core", "prime-rl-core", ""))
+    offers = {AdamWMaker.name: own, **collect(hooks, OPTIMIZER)}
+    cls = select(OPTIMIZER, config.type, offers, "trainer.optim.type")
+    return cls(settings_of(cls, OPTIMIZER, config.settings, "trainer.optim"))
 
 
 def choose(

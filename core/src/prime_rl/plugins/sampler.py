@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import ConfigDict
+
+from prime_rl.config.orchestrator import SamplingConfig
 from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:
@@ -74,6 +77,21 @@ class SourceRequest:
     example_id: int
     policy_version: int
     """The policy's version now."""
+
+
+class RolloutPlan(SamplingConfig):
+    """How a rollout is about to be sampled. ``prepare_rollout`` may set its prompt, and what the
+    trainer can reproduce: the keys of ``[orchestrator.train.sampling]``."""
+
+    model_config = ConfigDict(frozen=False, validate_assignment=True)
+
+    env: str = ""
+    group_id: int = 0
+    example_id: int = 0
+    member: int = 0
+    """Its number in the group, from 0."""
+    prompt: str | list[dict[str, Any]] | None = None
+    """The example's: a text, or messages of the OpenAI form. None: its user begins."""
 
 
 class Source(Offer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -30,6 +31,10 @@ class Tuning(Offer):
         ``adapter`` where a run resumes. ``model`` is a transformers model, not sharded yet. Raises
         ``ConfigError``."""
         raise NotImplementedError
+
+    def initial(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """Within it the prepared ``model`` computes as before any training. None: the trainer has
+        to keep a copy of the first weights, which the model's folder has under the same names."""
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """The tensors to publish, by name, as this rank holds them."""

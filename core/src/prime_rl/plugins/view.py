@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.rundir.status import StatusReport, read_status
+
+if TYPE_CHECKING:
+    from prime_rl.config.run import RunConfig
+    from prime_rl.plugins.manager import Hooks
 
 
 class RunView(Offer):
@@ -44,6 +48,11 @@ class RunView(Offer):
     def print(self, line: str) -> None:
         """Show a line of text: a restart, a wait, a stop."""
         print(line, flush=True)
+
+    def dry_run(self, config: RunConfig, hooks: Hooks, quick: bool) -> Sequence[str]:
+        """Lines about a run that ``--dry-run`` has checked; ``quick``: without its environments.
+        Raises ``ConfigError``. The base class has none."""
+        return ()
 
     def ended(self) -> None:
         """All steps are trained. Called after ``__exit__``."""

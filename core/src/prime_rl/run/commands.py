@@ -17,6 +17,9 @@ from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
 from prime_rl.rundir.status import process_name
 
+PYTHON = [sys.executable, "-P", "-m"]
+"""``-P``: no file in the working directory replaces a module of the standard library or a plugin.
+"""
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 TRAINER, AGENT = "prime_rl.trainer", "prime_rl.trainer.agent"
 """The modules that these processes run. The agent starts the trainer's ranks of one node."""
@@ -58,16 +61,19 @@ class Commands:
     def of(self, task: Task) -> ProcessCommand:
         """The command of one task."""
         log = log_dir(self.run_dir) / f"{task.name}.log"
-        module = [sys.executable, "-m"]
+        module = PYTHON
         env = {"HF_HUB_OFFLINE": "1"}  # the model is, or will be, a local folder
         needs = [self.run_dir / "configs" / "launch.json"]
         if task.part == "model":  # the only process that may access the hub
             return ProcessCommand([*module, MODEL, str(self.run_dir)], log, {}, needs)
-        model = Path(self.launch.model_path)
+        model, initial = Path(self.launch.model_path), self.launch.initial
         # A machine must see the model's folder, or its parent until the folder exists.
         needs.append(model.parent if self.launch.wait_for_model else model)
+        if initial != model:
+            needs.append(initial if initial.exists() else initial.parent)
         # For engines elsewhere the user's own proxy settings apply.
-        engines = [] if self.config.inference.base_url else self.launch.engine_urls
+        ours = [*self.launch.engine_urls, *self.launch.reference_urls.values()]
+        engines = [] if self.config.inference.base_url else ours
         env |= self.keys.env | unproxied(engines)
         if task.part == "inference":
             command = self.engine.command(
@@ -85,11 +91,11 @@ def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
 
     To start the trainer manually on each of two machines, once ``configs/launch.json`` exists::
 
-        python -m prime_rl.trainer.agent RUN_DIR --ranks 16 --nodes 2 --endpoint trainer-0:29500
+        python -P -m prime_rl.trainer.agent RUN_DIR --ranks 16 --nodes 2 --endpoint trainer-0:29500
     """
     if launch.num_ranks == 1:
-        return [sys.executable, "-m", TRAINER, str(run_dir)]
-    command = [sys.executable, "-m", AGENT, str(run_dir), "--ranks", str(launch.num_ranks)]
+        return [*PYTHON, TRAINER, str(run_dir)]
+    command = [*PYTHON, AGENT, str(run_dir), "--ranks", str(launch.num_ranks)]
     if launch.trainer_nodes > 1:
         command += ["--nodes", str(launch.trainer_nodes), "--endpoint", launch.rendezvous]
         command += ["--id", run_dir.name]
@@ -108,11 +114,14 @@ def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
 def engine_launch(
     config: RunConfig, launch: Launch, run_dir: Path, admin_key: str, number: int = 0
 ) -> EngineLaunch:
-    host, _, port = launch.engine_urls[number].removeprefix("http://").rpartition(":")
+    """An engine of the policy, or one after them, which starts with its first weights."""
+    url = [*launch.engine_urls, *launch.reference_urls.values()][number]
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    lives, initial = number < len(launch.engine_urls), launch.initial
     name = process_name("inference", number)
     return EngineLaunch(
-        model_path=Path(launch.model_path),
-        wait_for_model=launch.wait_for_model,
+        model_path=Path(launch.model_path) if lives else initial,
+        wait_for_model=launch.wait_for_model if lives else not initial.exists(),
         served_model_name=launch.served_model_name,
         host=host.strip("[]"),
         port=int(port),
@@ -120,7 +129,7 @@ def engine_launch(
         seed=config.seed,
         admin_key=admin_key,
         status_path=run_dir / "status" / f"{name}.json",
-        policy_version=launch.engine_version,
+        policy_version=launch.engine_version if lives else 0,
         python=config.inference.interpreter,
         can_sleep=config.deployment.colocated,
     )

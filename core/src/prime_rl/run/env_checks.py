@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from prime_rl import Algorithm
+from prime_rl.config.inference import FrozenModel
 from prime_rl.config.load import installed_defaults
-from prime_rl.config.models import FrozenModel
 from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import EnvSettings
 from prime_rl.env.loading import check_taskset, find_agents
 from prime_rl.errors import ConfigError
+from prime_rl.plugins.checks import marked_hooks
 from prime_rl.plugins.components import Component, Components
-from prime_rl.plugins.manager import Hooks
-from prime_rl.plugins.offers import (
-    ALGORITHM,
-    RENDERER,
-    SOURCE,
-    choose,
-    collect,
-    select,
-)
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, select
+from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 
 RESERVED_LABELS = ("agg", "all", "effective")
 """Labels that metrics use for all envs together."""
@@ -48,8 +45,8 @@ def check_envs(config: RunConfig) -> None:
                 raise ConfigError(
                     f"orchestrator.{part}.env: the name {label!r} is taken by metrics"
                 )
-    for env in envs:
-        size = env.group_size or orchestrator.group_size
+    sizes = [env.group_size or orchestrator.group_size for env in envs]
+    for env, size in zip(envs, sizes, strict=True):
         if orchestrator.batch_size % size:
             raise ConfigError(
                 f"env {env.label!r}: group_size {size} does not divide orchestrator.batch_size "
@@ -60,7 +57,6 @@ def check_envs(config: RunConfig) -> None:
             f"trainer.micro_batch_tokens: a row of {row} tokens cannot hold a sample of seq_len = "
             f"{config.seq_len}. Raise it to seq_len or more, or leave it out."
         )
-    sizes = [env.group_size or orchestrator.group_size for env in envs]
     sources = [(env.algo or orchestrator.algo).sampling.source for env in envs]
     if any(isinstance(source, SourceTable) for source in sources):  # groups of any size
         sizes.append(1)
@@ -87,33 +83,28 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     # No env uses the shared table: it must be valid if the user has written it.
     if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(env.algo for env in envs):
         choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
-    initial, readers = config.orchestrator.initial, 0
+    chosen = []
     for env in envs:
         algo = env.algo or shared
         where = f"env {env.label!r}: algo"
         cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
-        action_loss = cls(settings).action_loss
+        algorithm = cls(settings)
+        action_loss = algorithm.action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
-        _check_env(where, cls, env, config)
         try:
             component = losses[action_loss]
         except ConfigError as error:
             where = "" if action_loss == "rl" else f"{where} trains the loss {action_loss!r}. "
             raise ConfigError(f"{where}{error}") from error
+        _check_losses(where, algorithm, losses)
         if missing := [name for name in cls.needs_heads if name not in losses.heads]:
             raise ConfigError(
                 f"{where} needs the head {missing[0]!r}, which is no part of this run. Add a table "
                 f"[trainer.heads.{missing[0]}]; it may be empty."
             )
-        _check_scope(where, component, env, config)
+        _check_env(where, cls, component, env, config)
         _check_source(where, cls, env, algo, component, hooks)
-        readers += cls.needs_initial
-        if cls.needs_initial and initial is None:
-            raise ConfigError(
-                f"{where} compares the policy with the weights that the run began with. Serve them "
-                f"(prime-rl serve {config.model.name}), and set orchestrator.initial to the "
-                "model's name and base_url."
-            )
+        chosen.append((where, algorithm, component))
         renderer = config.orchestrator.renderer.name
         if cls.needs_attribution:
             rendering = select(RENDERER, renderer, collect(hooks, RENDERER), RENDERER.key)
@@ -123,13 +114,99 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
                     f"{renderer!r} does not tell it. Set orchestrator.renderer.name to the "
                     "renderer of the model's family."
                 )
-    if initial is not None and not readers:
+    _check_unread(config, hooks, losses)
+    _check_earlier_weights(chosen, config)
+
+
+def _check_earlier_weights(
+    chosen: Sequence[tuple[str, Algorithm, Component]], config: RunConfig
+) -> None:
+    """The run has the earlier weights that losses and algorithms read, and no others."""
+    initial, decay = config.orchestrator.initial, config.trainer.ema_decay
+    key, num_readers = "deployment.colocated" if config.deployment.colocated else "", 0
+    key = key if config.inference.base_url is None else "inference.base_url"
+    for where, algorithm, component in chosen:
+        num_readers += (of_loss := "ema_logprobs" in component.computed) or algorithm.needs_ema
+        if num_readers and decay is None:
+            loss = of_loss and f"trains the loss {component.cls.name!r}, which reads ema_logprobs"
+            raise ConfigError(
+                f"{where} {loss or 'reads host.ema'}, and trainer.ema_decay is not "
+                "set. Set it, 0.99 for example."
+            )
+        if algorithm.needs_ema and key:
+            raise ConfigError(f"{where} reads host.ema, an engine that no run with {key} starts.")
+        if algorithm.needs_initial and initial is None and key:
+            raise ConfigError(
+                f"{where} asks an engine with the weights that the run began with, and with {key} "
+                f"the run starts none. Serve them (prime-rl serve {config.model.name}), and set "
+                "orchestrator.initial to the model's name and base_url."
+            )
+    if initial is not None and not any(each.needs_initial for _, each, _ in chosen):
         raise ConfigError("orchestrator.initial: no env's algorithm reads it. Leave it out.")
+    if decay is not None and not num_readers:
+        raise ConfigError("trainer.ema_decay: no env reads ema_logprobs or host.ema. Leave it out.")
 
 
-def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConfig) -> None:
-    """The algorithm's needs: siblings to compare with, and a temperature."""
-    if cls.group_relative and (env.group_size or config.orchestrator.group_size) == 1:
+def readers_of_earlier(config: RunConfig) -> tuple[bool, list[str]]:
+    """Whether a loss of the run reads the policy's first weights, and the earlier weights that
+    algorithms ask engines for which the run has to start: ``initial``, ``ema``."""
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    losses, initial, ema = Components.load(config.trainer, trainer), False, False
+    names = set(config.trainer.losses)
+    for env in config.orchestrator.train.env:
+        algo = env.algo or config.orchestrator.algo
+        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, "algo")
+        names.add((algorithm := cls(settings)).action_loss)
+        initial |= algorithm.needs_initial and config.orchestrator.initial is None
+        ema |= algorithm.needs_ema
+    asked = ["initial"] * initial + ["ema"] * ema
+    return any("initial_logprobs" in losses[name].computed for name in names), asked
+
+
+def _check_losses(where: str, algorithm: Algorithm, losses: Components) -> None:
+    """The losses that the algorithm declares are installed, and rl is one of them."""
+    declared = {*algorithm.losses}
+    for name in sorted(declared - {"rl"}):
+        try:
+            losses[name]
+        except ConfigError as error:
+            raise ConfigError(f"{where} trains the loss {name!r}. {error}") from error
+    used = losses["rl"].loss.name if algorithm.action_loss == "rl" and declared else "rl"
+    if declared and not declared & {"rl", used, algorithm.action_loss}:
+        raise ConfigError(
+            f"{where} needs the loss {' or '.join(sorted(declared))}, and trainer.loss.type is "
+            f"{used!r}: its tokens would train in another loss than it was written for. Set "
+            f"trainer.loss.type to {sorted(declared)[0]!r}."
+        )
+
+
+def _check_unread(config: RunConfig, hooks: Hooks, losses: Components) -> None:
+    """Refuse a table of an installed loss that no env trains."""
+    observed = {OBSERVATION_WEIGHTS.removesuffix(WEIGHTS)}
+    named = observed if hooks.hook.observation_weights.get_hookimpls() else set[str]()
+    for env in config.orchestrator.train.env:
+        algo = env.algo or config.orchestrator.algo
+        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, "algo")
+        algorithm = cls(settings)
+        named |= {algorithm.action_loss, *algorithm.losses}
+        named |= observed if "observation_weights" in marked_hooks(cls) else set()
+    for name in sorted(config.trainer.losses.keys() - named):
+        if name in losses:  # else the message about its name says more
+            raise ConfigError(
+                f"trainer.losses.{name}: no env's algorithm trains this loss (they train "
+                f"{', '.join(sorted(named))}). Leave the table out, choose an algorithm that names "
+                "the loss, or have yours declare it (Algorithm.losses)."
+            )
+
+
+def _check_env(
+    where: str, cls: type[Algorithm], component: Component, env: EnvConfig, config: RunConfig
+) -> None:
+    """The algorithm's needs: siblings to compare with, a temperature, and a row that holds the
+    longest group that its loss may see whole."""
+    size, longest = env.group_size or config.orchestrator.group_size, config.seq_len
+    if cls.group_relative and size == 1:
         raise ConfigError(
             f"{where} credits a rollout relative to its siblings, so with group_size = 1 every "
             "advantage is zero and nothing is learned. Set group_size to 2 or more."
@@ -141,11 +218,6 @@ def _check_env(where: str, cls: type[Algorithm], env: EnvConfig, config: RunConf
             f"{where} can learn at a sampling temperature of {wanted:g} only, got {found:g}. Set "
             "orchestrator.train.sampling.temperature, or the env's own."
         )
-
-
-def _check_scope(where: str, component: Component, env: EnvConfig, config: RunConfig) -> None:
-    """A row holds the longest group that a loss may see whole."""
-    size, longest = env.group_size or config.orchestrator.group_size, config.seq_len
     if component.scope == "group" and size * longest > config.row_tokens:
         raise ConfigError(
             f"{where}: its loss {component.cls.name!r} sees a group whole, so one row has to hold "

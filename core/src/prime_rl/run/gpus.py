@@ -11,6 +11,7 @@ from functools import cache
 from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import Launcher
+from prime_rl.run.env_checks import readers_of_earlier
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
@@ -91,8 +92,9 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
     # A list of the config must divide; our own choice may leave a rest.
     share, rest = divmod(len(inference), max(engines, 1))
     if engines and (share == 0 or (rest and deployment.inference_gpus)):
+        more = "".join(f" (one for host.{name})" for name in readers_of_earlier(config)[1])
         raise ConfigError(
-            f"inference.replicas: {engines} engines cannot share {len(inference)} GPUs "
+            f"inference.replicas: {engines} engines{more} cannot share {len(inference)} GPUs "
             f"({list(inference)}) equally. Change it, or deployment.inference_gpus."
         )
     shares = tuple(inference[n * share : (n + 1) * share] for n in range(engines))
@@ -100,8 +102,10 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
 
 
 def num_engines(config: RunConfig) -> int:
-    """Engines that this run starts."""
-    return 0 if config.inference.base_url is not None else config.inference.replicas
+    """Engines that this run starts, those of earlier weights included."""
+    if config.inference.base_url is not None:
+        return 0
+    return config.inference.replicas + len(readers_of_earlier(config)[1])
 
 
 def check_shares(gpus: GpuPlan, needed: int) -> None:

@@ -128,7 +128,7 @@ def main() -> int:
             else:
                 maker.make(folder, config.seed, lambda s, share: status.report(s, progress=share))
 
-        make(fill, Path(Launch.read(run_dir).model_path))
+        make(fill, Launch.read(run_dir).initial)
     except (PrimeRLError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
         return 1

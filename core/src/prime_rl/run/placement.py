@@ -12,6 +12,7 @@ from pathlib import Path
 from prime_rl import Engine
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
+from prime_rl.run.env_checks import readers_of_earlier
 from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
 from prime_rl.run.models import model_path
 from prime_rl.rundir.checkpoints import Checkpoint
@@ -30,7 +31,9 @@ class Layout:
     tasks: tuple[Task, ...]
     num_ranks: int
     model_path: str
-    wait_for_model: bool
+    initial_path: str
+    to_make: bool
+    """The folder ``initial_path`` does not exist yet."""
 
     def of(self, part: Part) -> list[Task]:
         """The tasks of one part, in order."""
@@ -43,13 +46,15 @@ def lay_out(
     """The processes of a run and their resources. Raises ``ConfigError``.
 
     A resumed run loads model and tokenizer from the checkpoint. If the checkpoint is an adapter,
-    it loads the original base model.
+    it loads the original base model. The original model is there too where something reads it.
     """
+    cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
+    initial, to_make = model_path(config, cache)
+    path = initial
     if checkpoint is not None and not checkpoint.is_adapter:
-        path, to_make = str(checkpoint.weights), False
-    else:
-        cache = Path(config.output_dir).absolute() / MODELS if launcher.is_remote else None
-        path, to_make = model_path(config, cache)
+        path = str(checkpoint.weights)
+        if not any(readers_of_earlier(config)):
+            initial, to_make = path, False
     gpus = gpus_of(config, launcher)
     ranks = num_ranks(config, gpus)
     on_gpu = launcher.is_remote and launcher.num_gpus() > 0
@@ -60,7 +65,7 @@ def lay_out(
         *_trainer_tasks(config, gpus, ranks, on_gpu and config.trainer.device != "cpu"),
         Task("orchestrator", "orchestrator", num_ports=wire_ports),
     ]
-    return Layout(tuple(tasks), ranks, path, to_make)
+    return Layout(tuple(tasks), ranks, path, initial, to_make)
 
 
 def _engine_tasks(config: RunConfig, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
@@ -95,19 +100,22 @@ def plan(
     checkpoint: Checkpoint | None = None,
 ) -> Launch:
     inference, transport = config.inference, config.rollout_transport
+    _, earlier = readers_of_earlier(config)
     engines = [places[task.name] for task in layout.of("inference")]
     engine_ports = _ports(inference.port, [each.ports[0] for each in engines])
+    urls = [
+        f"http://{_host(place.address or inference.host)}:{port}"
+        for place, port in zip(engines, engine_ports, strict=True)
+    ]
     trainers = [places[task.name] for task in layout.of("trainer")]
     wire = places["orchestrator"]
     return Launch(
         model_path=layout.model_path,
-        wait_for_model=layout.wait_for_model,
+        wait_for_model=layout.to_make and layout.model_path == layout.initial_path,
+        initial_path=layout.initial_path,
+        reference_urls=dict(zip(earlier, urls[inference.replicas :], strict=True)),
         served_model_name=config.model.name,
-        engine_urls=list(inference.base_url or ())
-        or [
-            f"http://{_host(place.address or inference.host)}:{port}"
-            for place, port in zip(engines, engine_ports, strict=True)
-        ],
+        engine_urls=list(inference.base_url or urls[: inference.replicas]),
         transport_type=transport.type,
         transport_host=wire.address or transport.host,
         transport_ports=_ports(transport.port, wire.ports),

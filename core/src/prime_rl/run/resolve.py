@@ -13,7 +13,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
-from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins
+from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins, names_of
 from prime_rl.plugins.offers import (
     ENGINE,
     FILTER,
@@ -28,7 +28,9 @@ from prime_rl.plugins.offers import (
     choose,
     collect,
     make,
+    make_kernel,
     make_observers,
+    make_optimizer,
     make_transport,
     make_tuning,
     select,
@@ -65,6 +67,8 @@ def check(config: RunConfig) -> Hooks:
     _check_deployment(config, hooks)
     _check_broadcast(config, hooks, trainer)
     make_observers(config.trainer.settings, trainer)
+    make_kernel(config.trainer, trainer)
+    make_optimizer(config.trainer.optim, trainer)
     check_tasksets(config, hooks)
     return hooks
 
@@ -195,9 +199,10 @@ def _check_observers(config: RunConfig, hooks: Hooks) -> None:
 
 
 def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:
-    installed = {entry.name for hooks in loaded for entry in installed_entries(hooks.group)}
+    entries = [entry for hooks in loaded for entry in installed_entries(hooks.group)]
+    installed = {entry.name for entry in entries}
     for name in config.plugins.disabled:
-        if name not in installed:
+        if not any(name in names_of(entry) for entry in entries):
             raise ConfigError(
                 f"plugins.disabled: no installed plugin is called {name!r} "
                 f"(installed: {', '.join(sorted(installed))})"

@@ -13,30 +13,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.manager import installed_versions
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import installed_versions, load_plugins
+from prime_rl.plugins.offers import TUNING, make_optimizer, settings_of
+from prime_rl.plugins.optimizer import OptimizerMaker
 from prime_rl.plugins.tuning import Tuning
-from prime_rl.run.resume_checks import (
-    check_model,
-    check_optimizer,
-    check_tuning,
-    config_drift,
-    version_drift,
-)
-from prime_rl.rundir.checkpoints import (
-    Checkpoint,
-    checkpoints_dir,
-    copy,
-    finished,
-    whole_steps,
-)
+from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.directory import held, make_run_dir, new_attempt, runs_of, write_config
 from prime_rl.rundir.status import replace_text
 
@@ -57,7 +48,7 @@ class Plan:
 def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
     """Find the checkpoint and compare it with the config and its tuning. Raises ``ConfigError`` if
     there is none or the config does not fit it."""
-    checkpoint, run_dir = _find(config, what)
+    checkpoint, run_dir, damaged = _find(config, what)
     if checkpoint.step >= config.max_steps:
         raise ConfigError(
             f"--resume: {checkpoint.directory} is of step {checkpoint.step}, max_steps is "
@@ -67,12 +58,13 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
     now = config.model_dump(mode="json")
     check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
     check_tuning(progress["config"], tuning, checkpoint)
-    check_optimizer(progress["config"], now, checkpoint)
+    hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    check_optimizer(progress["config"], make_optimizer(config.trainer.optim, hooks), checkpoint)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
     drift = config_drift(progress["config"], now)
     drift += version_drift(progress["plugins"], installed_versions())
     notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]
-    return Plan(checkpoint, run_dir, notes + [f"changed since: {line}" for line in drift])
+    return Plan(checkpoint, run_dir, damaged + notes + [f"changed since: {line}" for line in drift])
 
 
 @contextmanager
@@ -94,16 +86,26 @@ def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint]]:
         yield chosen.run_dir, chosen.checkpoint
 
 
-def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None]:
+def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None, list[str]]:
+    """A checkpoint whose files are as they were written, its run, and what is wrong with newer ones
+    of that run."""
     if what != LATEST and not what.isdecimal():
-        return _in_folder(config, Path(what))
+        checkpoint, continues = _in_folder(config, Path(what))
+        checkpoint.verify()
+        return checkpoint, continues, []
     runs = runs_of(config)
     for run_dir in runs:
         steps = whole_steps(run_dir)
-        if what == LATEST and steps:
-            return finished(run_dir, steps[-1]), run_dir
-        if what != LATEST and int(what) in steps:
-            return finished(run_dir, int(what)), run_dir
+        damaged: list[str] = []
+        for step in reversed([n for n in steps if what == LATEST or n == int(what)]):
+            checkpoint = finished(run_dir, step)
+            try:
+                checkpoint.verify()
+                return checkpoint, run_dir, damaged
+            except ConfigError as error:
+                damaged.append(str(error))
+        if damaged:
+            raise ConfigError("\n".join(damaged))
     wanted = "a whole checkpoint" if what == LATEST else f"a whole checkpoint of step {what}"
     listed = "; ".join(f"{run} has steps {whole_steps(run) or 'none'}" for run in runs)
     raise ConfigError(
@@ -140,7 +142,8 @@ def rewind(run_dir: Path, step: int) -> None:
         _cut(run_dir / name, step)
     for folder in ("broadcasts", "rollouts", "token_exports"):
         _remove_steps(run_dir / folder, after=step)
-    _remove_steps(run_dir / "rollouts_wire", after=-1)
+    for folder in ("rollouts_wire", "averages"):  # the trainer has its average in its checkpoint
+        _remove_steps(run_dir / folder, after=-1)
     for path in (run_dir / "status").glob("*.json"):
         path.unlink()
 
@@ -151,10 +154,10 @@ def _cut(path: Path, step: int) -> None:
         return
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, KeyError, TypeError):
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
             if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
-    replace_text(path, b"".join(kept).decode())
+    replace_text(path, b"".join(kept).decode(errors="replace"))
 
 
 def _remove_steps(folder: Path, after: int) -> None:
@@ -177,3 +180,111 @@ def _abandon(run_dir: Path, step: int) -> None:
         for each in later:
             path = finished(run_dir, each).directory
             path.rename(aside / path.name)
+
+
+NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}
+"""Keys of a model's ``config.json`` that do not affect its weights."""
+
+
+def version_drift(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """One line per distribution whose version has changed."""
+    return [f"plugin {line}" for line in _changes(before, now, "not installed", str)]
+
+
+def config_drift(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line per key whose value has changed."""
+    flat = dict(_leaves(before)), dict(_leaves(now))
+    return _changes(*flat, "absent", partial(json.dumps, default=str))
+
+
+def _changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], absent: str, show: Callable[[Any], str]
+) -> list[str]:
+    def shown(side: Mapping[str, Any], key: str) -> str:
+        return show(side[key]) if key in side else absent
+
+    return [
+        f"{key}: {shown(before, key)} then, {shown(now, key)} now"
+        for key in sorted(before.keys() | now.keys())
+        if key not in before or key not in now or before[key] != now[key]
+    ]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values, also of the tables in a list."""
+    if isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping) or not value:
+        yield path, list(value) if isinstance(value, tuple) else value
+        return
+    for name, part in value.items():
+        yield from _leaves(part, f"{path}.{name}" if path else str(name))
+
+
+def check_model(before: Mapping[str, Any], now: Mapping[str, Any], weights: Path) -> None:
+    """Refuse a model that differs from the checkpoint's ``weights``.
+
+    ``before`` and ``now`` are the ``[model]`` tables. Raises ``ConfigError`` if the new model has
+    another architecture, or cannot be compared because it is not a folder.
+    """
+    changed = config_drift(before, now)
+    ours = _model_config(Path(str(now.get("name")))) if changed else {}
+    if ours is None:
+        raise ConfigError(
+            f"--resume: [model] has changed ({'; '.join(changed)}) and the policy is the "
+            "checkpoint's. Set it back, or start a new run."
+        )
+    if changed and (different := config_drift(_model_config(weights) or {}, ours)):
+        raise ConfigError(
+            f"--resume: the checkpoint's weights cannot be those of model {now.get('name')!r}: "
+            f"{'; '.join(different[:5])}. Name the model that the checkpoint is of."
+        )
+
+
+def check_tuning(before: Mapping[str, Any], tuning: Tuning | None, checkpoint: Checkpoint) -> None:
+    """Refuse an adapter that differs from the checkpoint's: its weights fit no other one.
+
+    ``before`` is the checkpoint's whole config. Raises ``ConfigError`` if the table that selects
+    the ``tuning`` has changed.
+    """
+    table = None if tuning is None else before.get("trainer", {}).get(tuning.name)
+    changed: list[str] = []
+    if tuning is None:
+        changed = ["an adapter then, all weights now"] if checkpoint.is_adapter else []
+    elif table is None:
+        changed = [f"all weights then, an adapter now: [trainer.{tuning.name}]"]
+    else:
+        key = f"trainer.{tuning.name}"
+        theirs = settings_of(type(tuning), TUNING, table, f"--resume: {key} then")
+        sides = ({key: each.model_dump(mode="json")} for each in (theirs, tuning.config))
+        changed = config_drift(*sides)
+    if changed:
+        raise ConfigError(
+            f"--resume: what trains has changed ({'; '.join(changed)}). Set it back, or start a "
+            "new run from the model that this one exported."
+        )
+
+
+def check_optimizer(
+    before: Mapping[str, Any], optimizer: OptimizerMaker, checkpoint: Checkpoint
+) -> None:
+    """Raises ``ConfigError`` if the ``optimizer`` needs a state that the checkpoint does not
+    contain. ``before`` is the checkpoint's whole config."""
+    table = before.get("trainer", {}).get("optim") or {"type": "adamw"}
+    if optimizer.resumes(table):
+        return
+    given = optimizer.config.model_dump(exclude_defaults=True).items()
+    ours = optimizer.name + "".join(f", {key} = {value}" for key, value in given)
+    way = "" if checkpoint.is_adapter else f' from its weights: model.name = "{checkpoint.weights}"'
+    raise ConfigError(
+        f"--resume: the checkpoint has the state of {table['type']}, and [trainer.optim] says "
+        f"{ours}. Set it back, or start a new run{way}."
+    )
+
+
+def _model_config(folder: Path) -> dict[str, Any] | None:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return {name: value for name, value in config.items() if name not in NOT_THE_MODEL}

@@ -28,8 +28,8 @@ from prime_rl.run.commands import Commands, Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
+from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.status import DONE, ENGINES, HUNG, STARTING, Status, read_status
-from prime_rl.rundir.stop import STOP, Stop
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
@@ -40,7 +40,8 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     """Train, from a checkpoint if one is given. Raises ``RunError`` when a process dies,
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     run_dir = view.run_dir
-    (run_dir / STOP).unlink(missing_ok=True)  # left by the previous attempt
+    for left in (STOP, "status/orchestrator.json", "status/trainer.json"):  # by an attempt before
+        (run_dir / left).unlink(missing_ok=True)
     first_step = 1 if checkpoint is None else checkpoint.step + 1
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     processes: list[Process] = []
@@ -139,10 +140,15 @@ def _check_alive(process: Process, run_dir: Path) -> None:
     if code is None or (code == 0 and _is_done(process.name, run_dir)):
         return
     how = ending(code) + (" before it was done" if code == 0 else "")
-    tail = "\n".join(f"    {line}" for line in process.last_lines())
+    report = read_status(run_dir / "status" / f"{process.name}.json")
+    said = str(report.detail.get("error", "")) if report is not None else ""
+    is_fault = said.startswith("plugin ")  # the log has more, but nothing more to the point
+    lines = said.splitlines() if is_fault else process.last_lines()
+    head = "More is in its log" if is_fault else "The end of its log"
+    tail = "\n".join(f"    {line}" for line in lines)
     steps = whole_steps(run_dir)
     resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
-    raise RunError(f"{process.name} {how}. The end of its log ({process.log}):\n{tail}{resume}")
+    raise RunError(f"{process.name} {how}. {head} ({process.log}):\n{tail}{resume}")
 
 
 def _is_done(name: str, run_dir: Path) -> bool:
@@ -179,7 +185,8 @@ class Restarts:
         report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
         states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
         for process in [each for each in processes if each.name in self._engines]:
-            name, state = process.name, states.get(process.name, STARTING)
+            # A frozen engine has no state there. It is restarted too; the run needs it.
+            name, state = process.name, states.get(process.name, "" if states else STARTING)
             if state == STARTING or (process.exit_code is None and not self._hangs(name, state)):
                 continue
             code = process.exit_code
@@ -189,7 +196,9 @@ class Restarts:
                 count = f"{self._used[name]} of {self._limit} times"
                 self._tell(f"{how}: starting it again ({count})")
                 processes[processes.index(process)] = self._launcher.start(*self._engines[name])
-            elif any(self._works(other, states) for other in processes if other is not process):
+            elif name in states and any(
+                self._works(other, states) for other in processes if other is not process
+            ):
                 self._tell(f"{how}: going on without it")
                 self._launcher.end([process])  # and its remaining children
                 processes.remove(process)
@@ -201,4 +210,4 @@ class Restarts:
     def _works(self, other: Process, states: Mapping[str, str]) -> bool:
         """Whether the run can continue with this engine."""
         hangs = self._hangs(other.name, states.get(other.name, STARTING))
-        return other.name in self._engines and other.exit_code is None and not hangs
+        return other.name in states and other.exit_code is None and not hangs

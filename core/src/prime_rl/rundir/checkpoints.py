@@ -3,27 +3,31 @@
     <run>/checkpoints/.step_5/orchestrator/   1. written before batch 5 goes to the trainer
     <run>/checkpoints/.step_5/weights/        2. the trainer, after step 5
     <run>/checkpoints/.step_5/trainer/
-    <run>/checkpoints/.step_5/STABLE          3. everything is flushed to the disk
+    <run>/checkpoints/.step_5/STABLE          3. everything is flushed to the disk; its digests
     <run>/checkpoints/step_5/                 4. one rename
 
 The orchestrator writes its part before it sends the batch that completes the step, so neither
 process waits for the other. The trainer writes last and completes the checkpoint if both parts
 exist. At a stop the orchestrator writes its part before it tells the trainer which step was the
-last. A complete checkpoint never changes.
+last. A complete checkpoint never changes: a resume compares every file with its digest.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import msgspec
 
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError
 
 STABLE = "STABLE"
-"""Marker file in a complete checkpoint."""
+"""Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
 PROGRESS = "progress.json"
 """Last file of the orchestrator's part."""
 
@@ -53,7 +57,7 @@ class Checkpoint:
 
     @property
     def trainer(self) -> Path:
-        """Optimizer, random state and step, written by torch.distributed.checkpoint."""
+        """Optimizer, random state and step: the ranks' shards and their index."""
         return self.directory / "trainer"
 
     @property
@@ -69,6 +73,23 @@ class Checkpoint:
     @property
     def is_whole(self) -> bool:
         return (self.directory / STABLE).exists()
+
+    def verify(self) -> None:
+        """Raise ``ConfigError`` unless every file is as it was written. Marks of earlier versions
+        are empty, and say nothing about the files."""
+        marker = self.directory / STABLE
+        try:
+            expected = msgspec.json.decode(marker.read_bytes() or b"{}", type=dict[str, str])
+            found = digests(self.directory) if expected else {}
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"--resume: {marker} cannot be checked: {error}") from error
+        for name, digest in expected.items():
+            if found.get(name) != digest:
+                fault = "is damaged" if name in found else "is missing"
+                raise ConfigError(
+                    f"--resume: {self.directory / name} {fault}: it is not the file that {STABLE} "
+                    "has the digest of. Resume from another checkpoint."
+                )
 
 
 def checkpoints_dir(run_dir: Path) -> Path:
@@ -88,7 +109,7 @@ def finished(run_dir: Path, step: int) -> Checkpoint:
 def whole_steps(run_dir: Path) -> list[int]:
     """Steps of the complete checkpoints, in order. Other names are ignored."""
     found = checkpoints_dir(run_dir).glob("step_*")
-    numbered = [path for path in found if path.name.removeprefix("step_").isdigit()]
+    numbered = [path for path in found if path.name.removeprefix("step_").isdecimal()]
     return sorted(c.step for c in map(Checkpoint, numbered) if c.is_whole)
 
 
@@ -96,13 +117,27 @@ def complete(run_dir: Path, step: int) -> Checkpoint:
     """Turn an unfinished checkpoint into a complete one, atomically. Raises ``OSError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
     flush(*written.directory.rglob("*"))
-    (written.directory / STABLE).touch()
-    flush(written.directory)
+    marker = written.directory / STABLE
+    marker.write_bytes(msgspec.json.encode(digests(written.directory)))
+    flush(marker, written.directory)
     if final.directory.exists():
         remove(final)
     written.directory.rename(final.directory)
     flush(final.directory.parent)
     return final
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file but the mark, by its path in the directory. Raises ``OSError``."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != STABLE]
+    with ThreadPoolExecutor(4) as threads:
+        names = (str(path.relative_to(directory)) for path in files)
+        return dict(zip(names, threads.map(digest, files), strict=True))
 
 
 def flush(*paths: Path) -> None:

@@ -1,24 +1,38 @@
-"""The supervisor's record: its process id during a run and, at the end, the outcome.
+"""The supervisor's record, and a graceful stop.
 
-The start time distinguishes the process from a later one with the same id.
+The record has its process id during a run and, at the end, the outcome. The start time
+distinguishes the process from a later one with the same id.
+
+At a graceful stop the run ends with the step that is being trained, and saves its state.
+
+    first signal -> supervisor creates <run>/STOP
+                 -> orchestrator: no more rollouts, its part of the checkpoint, a batch without rows
+                 -> trainer: finishes the batches it was sent, checkpoint, ``weights/``
+                 -> orchestrator: the last step in its status
+    second signal -> every process ends at once
+
+The request is a file because every process sees the run directory, on any machine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import msgspec
 import psutil
 
-from prime_rl.rundir.status import replace_text
+from prime_rl.errors import RunError
+from prime_rl.rundir.status import DONE, read_status, replace_text
 
 RECORD = "status/supervisor.json"
-RUNNING, DONE, FAILED, STOPPED = "running", "done", "failed", "stopped"
+RUNNING, FAILED, STOPPED = "running", "failed", "stopped"
 
 
 @dataclass(frozen=True)
@@ -43,11 +57,15 @@ class Supervisor:
 
     @classmethod
     def read(cls, run_dir: Path) -> Supervisor | None:
-        """The run's supervisor, past or present; None if there is no record."""
+        """The run's supervisor, past or present; None if there is no record. Raises ``RunError``
+        if the record is damaged."""
+        path = run_dir / RECORD
         try:
-            return cls(**json.loads((run_dir / RECORD).read_text()))
-        except (FileNotFoundError, json.JSONDecodeError, TypeError):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
             return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
 
 
 @contextmanager
@@ -79,3 +97,50 @@ def start_of(pid: int) -> float | None:
         return round(float(process.create_time() - psutil.boot_time()), 2)
     except psutil.NoSuchProcess:
         return None
+
+
+STOP = "STOP"
+"""Marker file in the run directory: a stop is requested."""
+POLL_SECONDS = 0.1
+
+
+class Stopped(KeyboardInterrupt):
+    """The user has stopped the run gracefully."""
+
+    def __init__(self, step: int | None, trained: bool) -> None:
+        """``step``: the last step; None: unknown. ``trained``: this attempt has saved a step."""
+        super().__init__()
+        self.step, self.trained = step, trained
+
+
+class Stop:
+    """The supervisor's side of a stop. ``asked``: whether the user wants the run to end."""
+
+    def __init__(
+        self, run_dir: Path, first_step: int, asked: Callable[[], bool], tell: Callable[[str], None]
+    ) -> None:
+        self._run_dir, self._first_step = run_dir, first_step
+        self._asked, self._tell = asked, tell
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the run must end. The first time, this asks the orchestrator to stop."""
+        marker = self._run_dir / STOP
+        if self._asked() and not marker.exists():
+            self._tell("stopping: saving weights (again: now)")
+            marker.touch()
+        return self._asked()
+
+    @property
+    def result(self) -> Stopped | None:
+        """The outcome, once the orchestrator is done; None if the run finished all its steps."""
+        report = read_status(self._run_dir / "status" / "orchestrator.json")
+        if report is None or report.state != DONE or "last_step" not in report.detail:
+            return None
+        step = int(report.detail["last_step"])
+        return Stopped(step, trained=step >= self._first_step)
+
+
+async def stop_asked(run_dir: Path) -> None:
+    while not (run_dir / STOP).exists():
+        await asyncio.sleep(POLL_SECONDS)

@@ -8,6 +8,7 @@
   evals.jsonl                         one line per evaluation
   rollouts/step_N.msgpack             rollouts with exact floats
   broadcasts/step_N/                  published weights
+  averages/step_N/                    their moving average, where an engine serves it
   checkpoints/step_N/                 what --resume continues from (checkpoints.py)
   weights/                            the final model, a Hugging Face folder
   summary.json, learning_curve.png    the result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import msgspec
@@ -18,6 +17,11 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """A Hugging Face folder or id."""
     wait_for_model: bool = False
     """The model is still being written: wait for the file ``.ready`` in its folder."""
+    initial_path: str = ""
+    """The folder with the policy's first weights if the launch resumes and something reads them;
+    empty: ``model_path``."""
+    reference_urls: dict[str, str] = {}
+    """Engines of the run that serve them (``initial``) and the average of the weights (``ema``)."""
     served_model_name: str
     engine_urls: list[str]
     """Base URLs of the engines, without ``/v1``."""
@@ -36,6 +40,11 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """Address of each trainer node, as the other nodes reach it."""
     resume_from: str | None = None
     """The checkpoint of step ``first_step - 1``; None: the run starts from the beginning."""
+
+    @property
+    def initial(self) -> Path:
+        """The folder with the policy's first weights."""
+        return Path(self.initial_path or self.model_path)
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -60,16 +69,6 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         """The policy version of an engine that has loaded ``model_path``. A base without its
         adapter is the policy that the run began with."""
         return 0 if self.adapter else self.first_step - 1
-
-    def began_with(self, run_dir: Path) -> int:
-        """The policy version that the first attempt at this run began with: 0, or that of another
-        run's checkpoint."""
-        numbers = (p.stem.rpartition("_")[2] for p in run_dir.glob("configs/launch.attempt_*.json"))
-        attempts = [int(number) for number in numbers if number.isdecimal()]
-        if not attempts:
-            return self.first_step - 1
-        first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
-        return int(json.loads(first.read_text()).get("first_step", 1)) - 1
 
     def write(self, run_dir: Path) -> None:
         (run_dir / "configs" / "launch.json").write_bytes(

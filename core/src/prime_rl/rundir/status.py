@@ -13,6 +13,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import msgspec
+
 DONE = "done"
 """The last state of a process that finished its work."""
 
@@ -85,8 +87,9 @@ def read_status(path: Path) -> StatusReport | None:
     """The last report in ``path``; None if there is none yet or it cannot be read now (on NFS a
     file that is being replaced may vanish under the reader)."""
     try:
-        return StatusReport(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        found = StatusReport(**json.loads(path.read_bytes()))
+        return msgspec.convert(asdict(found), StatusReport)  # with values of the right types
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -2,15 +2,16 @@
 
 from prime_rl.plugins.metrics import logged_metrics as logged_metrics
 from prime_rl.testing.conformance import CHECKS as CHECKS
+from prime_rl.testing.conformance import Outcome as Outcome
+from prime_rl.testing.conformance import Report as Report
 from prime_rl.testing.conformance import check_algorithm as check_algorithm
 from prime_rl.testing.conformance import conformance as conformance
+from prime_rl.testing.conformance import prove as prove
 from prime_rl.testing.host import FakeHost as FakeHost
 from prime_rl.testing.host import FakeReference as FakeReference
-from prime_rl.testing.report import Outcome as Outcome
-from prime_rl.testing.report import Report as Report
-from prime_rl.testing.rollouts import conformance_group as conformance_group
-from prime_rl.testing.rollouts import make_group as make_group
-from prime_rl.testing.rollouts import make_rollout as make_rollout
-from prime_rl.testing.rollouts import make_sample as make_sample
+from prime_rl.testing.scoring import conformance_group as conformance_group
+from prime_rl.testing.scoring import make_group as make_group
+from prime_rl.testing.scoring import make_rollout as make_rollout
+from prime_rl.testing.scoring import make_sample as make_sample
 from prime_rl.testing.scoring import score as score
 from prime_rl.testing.scoring import score_batch as score_batch

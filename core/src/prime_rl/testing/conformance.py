@@ -1,62 +1,124 @@
 """The conformance checks of an algorithm, whatever its signal.
 
-    streams    long enough, finite, on the mask, of the component it declared
-               for groups of one, tied, failed, with huge and tiny rewards, with a reward of nan
-    behavior   same input same credit, whatever the order and whatever runs at the same time
-    gradient   a step on the credit moves the policy the way the credit points
-
-``check_algorithm`` raises; ``conformance`` reports; ``prime-rl plugins check`` prints; ``pytest
---prime-rl NAME`` runs each as a test.
+Core has what a check needs and reports; the checks are a distribution's, which names its module
+under the entry-point group ``prime_rl.checks``. ``check_algorithm`` raises; ``conformance``
+reports; ``prime-rl plugins check`` prints; ``pytest --prime-rl NAME`` runs each as a test.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.algorithm import Algorithm, Host
-from prime_rl.testing import behavior, streams
 from prime_rl.testing.host import conformance_host
-from prime_rl.testing.report import NotApplicable, Outcome, Report, promise_of, run
-from prime_rl.testing.rollouts import conformance_group
-from prime_rl.testing.scoring import MIXED, MakeGroup, Subject
+from prime_rl.testing.scoring import MakeGroup, conformance_group
 
-Check: TypeAlias = Callable[[Subject], None]
-
-FIRST = "streams_align"
-"""While this check fails, the others are skipped."""
+Status = Literal["passed", "failed", "skipped"]
 
 
-def gradient(subject: Subject) -> None:
-    """A step of SGD moves the policy towards the tokens with higher credit, by the gradient that
-    the declared component has in closed form."""
-    found = entry_points(group="prime_rl.checks", name="gradient")
-    if not found:
-        raise NotApplicable("no installed distribution brings it; pip install prime-rl, which does")
-    next(iter(found)).load()(subject)
+@dataclass(frozen=True)
+class Outcome:
+    """One check of one thing."""
+
+    check: str
+    promise: str
+    """What the check verifies, as a sentence."""
+    status: Status
+    message: str = ""
+    """What is wrong, or why it was skipped."""
+    error: BaseException | None = field(default=None, compare=False)
 
 
-CHECKS: Mapping[str, Check] = {
-    FIRST: streams.streams_align,
-    "credit_on_mask": streams.credit_on_mask,
-    "declared_component": streams.declared_component,
-    "group_of_one": streams.group_of_one,
-    "tied_group": streams.tied_group,
-    "failed_group": streams.failed_group,
-    "extreme_rewards": streams.extreme_rewards,
-    "nan_reward": streams.nan_reward,
-    "permutation": behavior.permutation,
-    "inputs_kept": behavior.inputs_kept,
-    "deterministic": behavior.deterministic,
-    "concurrent_groups": behavior.concurrent_groups,
-    "neighbours": behavior.neighbors,
-    "round_trip": behavior.round_trip,
-    "reference_aligned": streams.reference_aligned,
-    "gradient": gradient,
-}
+@dataclass(frozen=True)
+class Report:
+    """All checks of one thing a plugin offers, in order. As text: one line per check, with the
+    reason where it did not pass."""
+
+    kind: str
+    """``algorithm``, ``filter``, ...; ``plugin``: the package as a whole."""
+    name: str
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def failed(self) -> tuple[Outcome, ...]:
+        return self._with("failed")
+
+    @property
+    def passed(self) -> tuple[Outcome, ...]:
+        return self._with("passed")
+
+    @property
+    def skipped(self) -> tuple[Outcome, ...]:
+        return self._with("skipped")
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed."""
+        return not self.failed
+
+    def _with(self, status: Status) -> tuple[Outcome, ...]:
+        return tuple(outcome for outcome in self.outcomes if outcome.status == status)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        keys = ("check", "promise", "status", "message")
+        rows = [{key: getattr(outcome, key) for key in keys} for outcome in self.outcomes]
+        return {"kind": self.kind, "name": self.name, "ok": self.ok, "checks": rows}
+
+    def __str__(self) -> str:
+        lines = [f"{self.kind} {self.name!r}: {self.summary()}"]
+        for each in self.outcomes:
+            reason = f": {each.message}" if each.message else ""
+            lines.append(f"  {each.status:8}{each.check}{reason}")
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """``14 passed, 1 failed, 1 skipped``, without zero counts."""
+        counts = [(self.passed, "passed"), (self.failed, "failed"), (self.skipped, "skipped")]
+        return ", ".join(f"{len(found)} {name}" for found, name in counts if found)
+
+
+Check: TypeAlias = Callable[[Any], None]
+
+
+def installed_suite() -> Any:
+    """Its ``CHECKS`` by name, and its ``conformance``. Raises ``ConfigError`` if there is none."""
+    for entry in entry_points(group="prime_rl.checks", name="algorithm"):
+        return entry.load()
+    raise ConfigError(
+        "the conformance checks of algorithms are not installed. pip install prime-rl, which "
+        "brings them."
+    )
+
+
+class Checks(Mapping[str, Check]):
+    """The installed checks, loaded at first use: they import this package."""
+
+    def __getitem__(self, name: str) -> Check:
+        check: Check = installed_suite().CHECKS[name]
+        return check
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(installed_suite().CHECKS)
+
+    def __len__(self) -> int:
+        return len(installed_suite().CHECKS)
+
+
+CHECKS: Mapping[str, Check] = Checks()
 """Every check by name, in the order they run."""
+
+
+def prove(algorithm: Algorithm, **options: Any) -> Any:
+    """The exact expected update of an algorithm: a ``Proof``. ``options`` as those of the command
+    ``plugins prove``, which prime-rl-devkit brings. Raises ``ConfigError`` without it."""
+    for entry in entry_points(group="prime_rl.checks", name="prove"):
+        return entry.load()(algorithm, **options)
+    raise ConfigError("the estimator lab is not installed. pip install 'prime-rl-devkit[lab]'")
 
 
 def check_algorithm(
@@ -83,21 +145,7 @@ def conformance(
     make_group: MakeGroup = conformance_group,
     make_host: Callable[[], Host] = conformance_host,
 ) -> Report:
-    """Run every check. Raises ``ConfigError`` if the algorithm refuses to score the rollouts."""
-    subject = Subject(type(algorithm), algorithm.config, make_group, make_host)
-    try:
-        subject.scored(MIXED)
-    except ConfigError:
-        raise  # settings that cannot work with the kit's rollouts: not a fault of the algorithm
-    except Exception:
-        pass  # the first check meets it again, and reports it
-    outcomes = [run_check(subject, FIRST)]
-    for name, check in list(CHECKS.items())[1:]:
-        unseen = Outcome(name, promise_of(check), "skipped", f"{FIRST} failed")
-        outcomes.append(unseen if outcomes[0].status == "failed" else run_check(subject, name))
-    return Report("algorithm", subject.cls.name, tuple(outcomes))
-
-
-def run_check(subject: Subject, name: str) -> Outcome:
-    """One check; whatever the algorithm raises in it is a failure."""
-    return run(CHECKS[name], subject, name=name, said="scoring raised ")
+    """Run every check. Raises ``ConfigError`` if the algorithm refuses to score the rollouts, or no
+    checks are installed."""
+    report: Report = installed_suite().conformance(algorithm, make_group, make_host)
+    return report

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 
-from prime_rl.config.models import FrozenModel
+from prime_rl.config.inference import FrozenModel
 from prime_rl.plugins.reference import Completion, Tokens
 from prime_rl.rollout import ROLES, Sample
 from prime_rl.streams import FloatColumn, IntColumn
@@ -100,6 +103,19 @@ class FakeHost:
     agents: tuple[str, ...] = ("agent", "solver", "proposer")
     envs: tuple[str, ...] = ("test",)
     initial: FakeReference = field(default_factory=FakeReference)
+    ema: FakeReference = field(default_factory=FakeReference)
+    seq_len: int = 2048
+    max_completion_tokens: int | None = None
+    seed: int = 0
+    step: int = 0
+
+    logger = logging.getLogger("prime_rl.algorithms.test")
+
+    @property
+    def folder(self) -> Path:
+        """A temporary one, made when it is first read."""
+        self._folder = getattr(self, "_folder", None) or Path(mkdtemp(prefix="prime-rl-host-"))
+        return self._folder
 
     async def generate(
         self, token_ids: Tokens, *, max_tokens: int, **settings: Any
@@ -157,5 +173,5 @@ def _likelier(ids: list[int]) -> list[float]:
 def conformance_host() -> FakeHost:
     """The host of ``check_algorithm``. Its models find some tokens likelier than the policy did and
     some less likely, and all of them likelier after a hint."""
-    policy, frozen, initial = (FakeReference(_likelier) for _ in range(3))
-    return FakeHost(policy=policy, frozen=frozen, initial=initial)
+    policy, frozen, initial, ema = (FakeReference(_likelier) for _ in range(4))
+    return FakeHost(policy=policy, frozen=frozen, initial=initial, ema=ema)

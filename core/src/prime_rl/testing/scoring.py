@@ -1,26 +1,74 @@
-"""Score groups as the orchestrator does, and compare the streams."""
+"""Small rollouts for tests, and scoring as the orchestrator does it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
+from prime_rl.orchestrator.scoring import score_group, score_rollout
 from prime_rl.plugins.algorithm import Algorithm, Host
-from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.rollout import Group, Rollout
-from prime_rl.streams import StreamColumn, stream, stream_names
+from prime_rl.rollout import ROLES, Group, Rollout, Sample
 from prime_rl.testing.host import FakeHost
+
+
+def make_rollout(
+    reward: float = 0.0,
+    *,
+    prompt: int = 2,
+    completion: int = 3,
+    tool: int = 0,
+    env: str = "test",
+    group_id: int = 0,
+) -> Rollout:
+    """One rollout of one sample: ``prompt`` user tokens, ``completion`` sampled ones, then ``tool``
+    observed ones."""
+    sample = make_sample(prompt=prompt, completion=completion, tool=tool)
+    return Rollout(env=env, example_id=0, group_id=group_id, reward=reward, samples=[sample])
+
+
+def make_sample(*, prompt: int = 2, completion: int = 3, tool: int = 0) -> Sample:
+    """One token sequence; token ids count from 0, every sampled token has logprob -1.0."""
+    roles = ["user"] * prompt + ["assistant"] * completion + ["tool"] * tool
+    mask = np.array([role == "assistant" for role in roles], np.bool_)
+    return Sample(
+        token_ids=np.arange(len(roles), dtype=np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.where(mask, np.float32(-1.0), np.float32(0.0)),
+        roles=np.array([ROLES.index(role) for role in roles], np.int8),
+        is_content=np.ones(len(roles), np.bool_),
+        policy_versions=np.where(mask, np.int32(0), np.int32(-1)),
+    )
+
+
+def make_group(
+    rewards: Iterable[float], *, prompt: int = 2, completion: int = 3, tool: int = 0
+) -> list[Rollout]:
+    """Sibling rollouts with these rewards."""
+    return [
+        make_rollout(reward, prompt=prompt, completion=completion, tool=tool) for reward in rewards
+    ]
+
+
+TASK = {"prompt": "2 + 2?", "answer": "4", "demonstration": "4"}
+"""Fields of the example that the kit's rollouts come from."""
+
+
+def conformance_group(rewards: Iterable[float]) -> list[Rollout]:
+    """The groups of ``check_algorithm``: siblings of two samples each, the first with an observed
+    tool message. Two samples expose an algorithm that reads the first only."""
+    group = make_group(rewards, tool=2)
+    for rollout in group:
+        rollout.samples.append(make_sample(prompt=1, completion=2))
+        rollout.num_turns = 2
+        rollout.task = dict(TASK)
+    return group
+
 
 MakeGroup = Callable[[Sequence[float]], list[Rollout]]
 """Sibling rollouts with these rewards."""
-
-Streams = list[dict[str, StreamColumn]]
-"""The streams of every sample of a group, in order."""
 
 
 def score(algorithm: Algorithm, group: Group, *plugins: object, host: Host | None = None) -> None:
@@ -57,81 +105,3 @@ async def score_async(
             await score_group(hooks, group)
     await hooks.score_batch(list(groups))
     await algorithm.close()
-
-
-@dataclass(frozen=True)
-class Subject:
-    """An algorithm under test and its input. Every check starts from a fresh instance."""
-
-    cls: type[Algorithm]
-    config: PluginConfig
-    make_group: MakeGroup
-    make_host: Callable[[], Host]
-
-    def fresh(self) -> Algorithm:
-        """A new instance."""
-        return self.cls(self.config)
-
-    def scored(self, rewards: Sequence[float], *plugins: object) -> list[Rollout]:
-        """A new group, scored by a fresh instance, before stamping."""
-        return self.score(self.make_group(rewards), *plugins)
-
-    def score(self, group: list[Rollout], *plugins: object) -> list[Rollout]:
-        """Score this group with a fresh instance."""
-        self.run([group], plugins)
-        return group
-
-    def stamped(self, rewards: Sequence[float]) -> list[Rollout]:
-        """A group as it leaves for the filters. Raises ``StreamError``."""
-        return [self.stamp(rollout) for rollout in self.scored(rewards)]
-
-    def stamp(self, rollout: Rollout) -> Rollout:
-        """Route and freeze."""
-        stamp(rollout, self.fresh().action_loss)
-        return rollout
-
-    def run(
-        self, groups: Sequence[Group], plugins: Sequence[object] = (), *, at_once: bool = False
-    ) -> None:
-        """Score several groups with one fresh instance."""
-        host = self.make_host()
-        asyncio.run(score_async(self.fresh(), groups, plugins, host, at_once=at_once))
-
-    def remembers(self) -> bool:
-        """Whether credit depends on groups scored before: ``order_dependent``, or measured."""
-        if self.cls.order_dependent:
-            return True
-        first, again = self.make_group(MIXED), self.make_group(MIXED)
-        self.run([first, again])
-        return bool(different(streams(first), streams(again)))
-
-
-MIXED = (1.0, 0.0, 0.5)
-"""Distinct rewards of a group."""
-
-
-def streams(group: Group) -> Streams:
-    """Copies of every stream of every sample."""
-    return [
-        {name: np.array(stream(sample, name)) for name in stream_names(sample)}
-        for rollout in group
-        for sample in rollout.samples
-    ]
-
-
-def different(found: Streams, expected: Streams) -> str:
-    """The first stream that differs by more than rounding, and how; empty if none does."""
-    for index, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-        for name in ours | theirs:
-            a, b = ours.get(name), theirs.get(name)
-            if a is None or b is None:
-                same = a is b
-            else:
-                same = len(a) == len(b) and np.allclose(a, b, 1e-4, 1e-6, equal_nan=True)
-            if not same:
-                return f"{name} of sample {index}: {_text(b)} against {_text(a)}"
-    return ""
-
-
-def _text(column: StreamColumn | None) -> str:
-    return "none" if column is None else str(column.round(4).tolist())

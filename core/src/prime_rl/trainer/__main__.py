@@ -25,10 +25,19 @@ from typing import NoReturn
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
+from prime_rl.plugins.calls import fault
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.kernel import Kernel
 from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_observers, make_transport, make_tuning
+from prime_rl.plugins.offers import (
+    make_kernel,
+    make_observers,
+    make_optimizer,
+    make_transport,
+    make_tuning,
+)
+from prime_rl.plugins.optimizer import OptimizerMaker
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
@@ -73,16 +82,17 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     Of several ranks the first one writes the status: the others are likely to fail because of it.
     A rank that was killed logs nothing; ``agent.py`` does.
     """
-    reason = str(error) if isinstance(error, PrimeRLError) else f"{type(error).__name__}: {error}"
+    own = isinstance(error, PrimeRLError)
+    reason = fault(error) or (str(error) if own else f"{type(error).__name__}: {error}")
     before = read_status(status.path) if status.path and rank.size > 1 else None
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
     if followed:
         logger.error("another rank has ended, and so this one cannot go on: %.200s", reason)
-    elif isinstance(error, PrimeRLError):
+    else:
+        if not own:
+            logger.error("the trainer failed", exc_info=error)
         logger.error("%s", reason)
-    else:  # a fault of ours: with its traceback
-        logger.error("the trainer failed", exc_info=error)
     if first:
         status.report("failed", error=GONE if followed else reason)
     return FOLLOWED if followed else FAILED
@@ -107,6 +117,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     losses.check()  # before the slow import: an error at once
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
+    kernel = make_kernel(config.trainer, hooks)
+    maker = make_optimizer(config.trainer.optim, hooks)
     transport = make_transport(config.weight_broadcast, hooks)
     rank.check(launch.num_ranks)
     config.trainer.check_ranks(rank.size)
@@ -123,7 +135,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     status.report("loading weights")
     with parallel.joined(rank, choose_device(config.trainer.device, rank)):
         train_here(
-            config, launch, losses, observers, tuning, transport, model_path, run_dir, status
+            *(config, launch, losses, observers, tuning, kernel, maker, transport),
+            *(model_path, run_dir, status),
         )
     status.report(DONE)
 
@@ -134,6 +147,8 @@ def train_here(
     losses: Components,
     observers: Sequence[TrainerObserver],
     tuning: Tuning | None,
+    kernel: Kernel,
+    maker: OptimizerMaker,
     transport: WeightTransport | None,
     model_path: Path,
     run_dir: Path,
@@ -142,21 +157,27 @@ def train_here(
     """From the loaded model to the exported one."""
     from prime_rl.trainer import parallel
     from prime_rl.trainer.checkpoint import Checkpointer, restore
-    from prime_rl.trainer.loop import Trainer, finish, train
+    from prime_rl.trainer.loop import Trainer, finish, publish_average, train
     from prime_rl.trainer.model import check_positions, load_model
     from prime_rl.wire.transport import make_receiver
 
     colocated = config.deployment.colocated
     model = load_model(model_path, config.trainer, tuning, launch.adapter, colocated)
     check_positions(model.config, config.seq_len)
-    trainer = Trainer(model, losses, config.trainer, config.max_steps, observers, colocated)
+    trainer = Trainer(
+        *(model, losses, config.trainer, config.max_steps, observers, colocated),
+        initial=launch.initial,
+        kernel=kernel,
+        maker=maker,
+    )
     logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
-    resumed = None
+    resumed, trainer.publishes_average = None, "ema" in launch.reference_urls
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")
         restore(trainer, launch.checkpoint)
         logger.info("resumed from %s", launch.checkpoint.directory)
         resumed = launch.checkpoint.step
+        publish_average(trainer, run_dir, resumed, status)
     checkpointer = Checkpointer(run_dir, config.ckpt, model_path, resumed)
     receiver = make_receiver(launch, run_dir, parallel.rank())
     try:

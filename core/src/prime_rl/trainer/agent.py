@@ -70,8 +70,7 @@ def run_torchrun(options: argparse.Namespace) -> int:
             f"--rdzv-endpoint={options.endpoint}",
             f"--rdzv-id={options.id}",
             "--max-restarts=0",
-            "--module",
-            MODULE,
+            *("--no-python", sys.executable, "-P", "-u", "-m", MODULE),
             str(options.run_dir),
         ]
     )
@@ -87,7 +86,7 @@ def run_here(run_dir: Path, num_ranks: int) -> int:
         shared = os.environ | {"WORLD_SIZE": str(num_ranks), STORE: str(Path(folder) / "store")}
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(run_dir)],
+                [sys.executable, "-P", "-m", MODULE, str(run_dir)],
                 env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(num_ranks)

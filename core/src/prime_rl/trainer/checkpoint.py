@@ -10,33 +10,42 @@ writes the rest: folders, the weights, the mark of a complete checkpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError, WeightsError
-from prime_rl.rundir.checkpoints import Checkpoint, complete, link_or_copy, retain, unfinished
+from prime_rl.rundir.checkpoints import (
+    Checkpoint,
+    complete,
+    flush,
+    link_or_copy,
+    retain,
+    unfinished,
+)
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.export import copy_model_files
 from prime_rl.trainer.publish import retry
+from prime_rl.trainer.tensor_file import write_stream
 from prime_rl.weights.versions import MEETING, MEMORY, STABLE
 
 if TYPE_CHECKING:
@@ -142,17 +151,8 @@ class Checkpointer:
     def _attempt(self, step: int, state: dict[str, Any], config: Any) -> None:
         """Every rank at the same time; all raise if one fails."""
         parallel.on_main(partial(self._lay_out, step, config), self._group)
-        target = unfinished(self._run_dir, step)
-        try:
-            with _quiet():
-                state_dict_saver.save(
-                    state,
-                    storage_writer=filesystem.FileSystemWriter(target.trainer),
-                    process_group=self._group,
-                    no_dist=not parallel.several_ranks(),
-                )
-        except FAILED as error:
-            raise OSError(f"{target.trainer}: {_reason(error)}") from error
+        folder = unfinished(self._run_dir, step).trainer
+        parallel.on_all(lambda: write_shard(folder, state), self._group)
         parallel.on_main(partial(self._complete, step), self._group)
 
     def _lay_out(self, step: int, config: Any) -> None:
@@ -173,10 +173,29 @@ class Checkpointer:
         logger.info("step %d: checkpoint %s", step, complete(self._run_dir, step).directory)
 
 
-def snapshot(trainer: Trainer, step: int) -> dict[str, Any]:
+def snapshot(trainer: Trainer, step: int) -> dict[str, Tensor]:
     """A copy of the state that continues exactly after step ``step``, without the weights."""
-    copied: dict[str, Any] = _copied(_state(trainer) | {"step": torch.tensor(step)})
-    return copied
+    state = _tensors(_state(trainer) | {"step": torch.tensor(step)})
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+
+
+def write_shard(folder: Path, state: dict[str, Tensor]) -> None:
+    """Write this rank's parts of the tensors to a safetensors file, with their offsets as
+    ``HuggingFaceStorageReader`` expects them. torch's other format is a pickle, which runs code
+    when it is read. Raises ``OSError``."""
+    parts, offsets = {}, {}
+    for name, tensor in state.items():
+        part, start, is_ours = tensor, [0] * tensor.dim(), parallel.rank() == 0
+        if isinstance(tensor, DTensor):
+            places = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+            is_ours = not any(at for each, at in places if isinstance(each, Replicate))
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+            part, start = tensor.to_local(), list(chunk.offsets)
+        if is_ours:
+            parts[name], offsets[name] = part, {"saved_offsets": start}
+    path = folder / f"rank_{parallel.rank()}.safetensors"
+    write_stream(path, parts, iter(parts.values()), {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    flush(path)
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
@@ -185,13 +204,19 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     Raises ``ConfigError`` if it is not of this model or optimizer.
     """
     state = _state(trainer) | {"step": torch.tensor(-1)}
+    if (checkpoint.trainer / ".metadata").exists():
+        raise ConfigError(
+            f"--resume: {checkpoint.trainer} is of an earlier version: a pickle, which this one "
+            f'does not read. Start a new run from model.name = "{checkpoint.weights}".'
+        )
     try:
-        reader = filesystem.FileSystemReader(checkpoint.trainer)
+        reader = HuggingFaceStorageReader(str(checkpoint.trainer))
         if "cuda_rng" not in reader.read_metadata().state_dict_metadata:
             state.pop("cuda_rng", None)  # it was written on CPU
-        with _quiet():
-            state_dict_loader.load(
-                state, storage_reader=reader, no_dist=not parallel.several_ranks()
+        with warnings.catch_warnings():  # that one rank has no process group
+            warnings.filterwarnings("ignore", message="torch.distributed is")
+            state_dict_loader.load(  # into the state's own tensors
+                _tensors(state), storage_reader=reader, no_dist=not parallel.several_ranks()
             )
     except FAILED as error:  # a file is gone, a key, a shape
         raise ConfigError(
@@ -218,12 +243,15 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
-    """Sharded as the weights are. Of heads also the weights, which are published nowhere."""
+    """Sharded as the weights are. Of heads and the average also weights, which are published
+    nowhere."""
     optimizer = _optimizer_state(trainer.model, trainer.optimizer)
     state: dict[str, Any] = {"optimizer": optimizer, "rng": torch.get_rng_state(), "heads": {}}
     for name, (module, its) in trainer.heads.items():
         own = {"weights": module.state_dict(), "optimizer": _optimizer_state(module, its)}
         state["heads"][name] = own
+    if trainer.references.average:
+        state["ema"] = trainer.references.average  # restored in place
     if trainer.device.type == "cuda":
         state["cuda_rng"] = torch.cuda.get_rng_state(trainer.device)
     return state
@@ -239,14 +267,6 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return state
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that one rank has no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is")
-        yield
-
-
 def _reason(error: BaseException) -> str:
     """The error without the traces that torch.distributed.checkpoint adds."""
     if isinstance(error, CheckpointException) and error.failures:
@@ -255,12 +275,12 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _copied(value: Any) -> Any:
-    """With a copy of every tensor in it, on the host."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {name: _copied(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_copied(part) for part in value]
-    return value
+def _tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in it, by dotted name. What else an optimizer has comes from the config."""
+    found = {}
+    for name, part in state.items():
+        if isinstance(part, Tensor):
+            found[prefix + name] = part
+        elif isinstance(part, dict):
+            found |= _tensors(part, f"{prefix}{name}.")
+    return found

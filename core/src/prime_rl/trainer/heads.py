@@ -23,11 +23,12 @@ from prime_rl.errors import PluginError, StreamError
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.head import Head, HeadInputs
 from prime_rl.plugins.metrics import running
+from prime_rl.plugins.optimizer import OptimizerMaker
 from prime_rl.streams import STREAMS, absent_value, as_stream, components, members, stream
 from prime_rl.trainer.loss import unit_ids
 from prime_rl.trainer.optim import adamw
-from prime_rl.trainer.packed_row import Ints, PackedRow
-from prime_rl.trainer.packing import PackingName, hidden_states
+from prime_rl.trainer.packed_row import PackedRow
+from prime_rl.trainer.packing import Ints, Packing
 from prime_rl.wire.micro_batch import MicroBatch
 
 
@@ -40,10 +41,10 @@ class HeadModule(nn.Module):
         self.model = deepcopy(model) if table.own_model else None
         self.module = head.build(model.config.get_text_config().hidden_size).float()
 
-    def forward(self, row: PackedRow, hidden: Tensor, packing: PackingName) -> Tensor:
+    def forward(self, row: PackedRow, hidden: Tensor, packing: Packing) -> Tensor:
         """[T] float32 from the policy's ``hidden`` states; 0.0 for a token that is no target."""
         if self.model is not None:
-            hidden = hidden_states(self.model, row.layout, packing)
+            hidden = packing.hidden_states(self.model, row.layout)
         # Without targets one state keeps the graph: the backward pass has to run on every rank.
         states = (hidden[row.layout.sources] if len(row.targets) else hidden[:1]).float()
         with autocast(hidden.device.type, enabled=False):
@@ -60,13 +61,15 @@ class HeadModule(nn.Module):
 
 
 def make_optimizers(
-    modules: Iterable[Any], config: OptimConfig
+    modules: Iterable[Any], config: OptimConfig, maker: OptimizerMaker
 ) -> dict[str, tuple[HeadModule, Optimizer]]:
-    """The heads by name, each with an optimizer of what trains in it."""
+    """The heads by name, each with an AdamW of what trains in it; its settings are those of the
+    policy's optimizer ``maker``, if they are AdamW's."""
     found: dict[str, tuple[HeadModule, Optimizer]] = {}
     for each in modules:
-        own = config.model_copy(update={"lr": each.table.lr or config.lr})
-        found[each.name] = each, adamw([p for p in each.parameters() if p.requires_grad], own)
+        trained = [p for p in each.parameters() if p.requires_grad]
+        lr = each.table.lr or config.lr
+        found[each.name] = each, adamw(trained, maker.config, lr, config.weight_decay)
     return found
 
 
@@ -90,7 +93,8 @@ def write_streams(
         for unit in np.unique(units[mask]):
             at = np.flatnonzero(units == unit)
             streams = {each: column[at] for each, column in given.items() if column is not None}
-            found = running(name)(head.prepare)(HeadInputs(values[at], mask[at], streams))
+            with running(name, hook="prepare", owner=head):
+                found = head.prepare(HeadInputs(values[at], mask[at], streams))
             env = micro_batch.envs[micro_batch.env_ids[owners[at[0]]]]
             _put(micro_batch, head, found, at, f"env {env!r}: head {name!r}")
 

@@ -1,9 +1,8 @@
 """log π of the tokens that train, of others in their place, and the entropy of the distributions.
 
 Only targets of some component go through the LM head. Logits are divided by the temperature that
-each token was sampled at, so that π and μ are probabilities of one distribution. Many logits are
-computed block by block (``fused_head.py``); of few, keeping the softmax for the backward pass is
-faster.
+each token was sampled at, so that π and μ are probabilities of one distribution. A kernel may
+compute many logits block by block; of few, keeping the softmax for the backward pass is faster.
 
 Shapes: T = tokens of the row, N = its targets, D = hidden size, V = vocabulary, k = ids per token
 of the stream ``top_ids``.
@@ -12,38 +11,30 @@ of the stream ``top_ids``.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl.errors import StreamError
+from prime_rl.plugins.kernel import Kernel
 from prime_rl.streams import TOP_IDS
-from prime_rl.trainer.fused_head import fused_logprobs
-from prime_rl.trainer.packed_row import PackedRow
-from prime_rl.trainer.packing import PackingName, hidden_states
+from prime_rl.trainer.packed_row import APART, PackedRow
+from prime_rl.trainer.packing import Packing
 
-FusedHead: TypeAlias = Literal["auto"] | bool
-
-FEW_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""By device: up to as many logits of a row, keeping them is faster than computing them again. On
-CPU the crossover was measured between 2M and 8M; on a GPU it is a bound on memory, 256 MiB."""
 SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Config keys of a factor on the logits (Cohere, Falcon-H1, Granite), and its power. A model with
 another meaning of a key fails the self-check."""
 CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 """Config keys of a cap on the logits: c tanh(z / c) (Gemma, RecurrentGemma, xLSTM)."""
-BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
-"""By device: logits of a block of the fused head. 4 MiB in float32 fit into a CPU's cache."""
 
 
 def token_logprobs(
     model: PreTrainedModel,
     row: PackedRow,
-    fused: FusedHead = "auto",
-    block_logits: int | None = None,
-    packing: PackingName = "shared",
+    packing: Packing = APART,
+    kernel: Kernel | None = None,
     entropy_gradient: bool = False,
     hidden: Tensor | None = None,
     top: bool = False,
@@ -53,11 +44,10 @@ def token_logprobs(
     own log-probability and those of its ``top_ids``.
 
     A token that is not a target, such as a document's first, gets log(1/V) and log V, as if drawn
-    uniformly. ``fused`` and ``block_logits``: ``trainer.fused_lm_head`` and
-    ``trainer.lm_head_block``. ``packing``: how the row goes through the model. ``hidden``: its
-    hidden states, if they are known.
+    uniformly. ``packing``: that of the row. ``kernel``: computes the LM head if it can. ``hidden``:
+    the row's hidden states, if they are known.
     """
-    hidden = hidden_states(model, row.layout, packing) if hidden is None else hidden
+    hidden = packing.hidden_states(model, row.layout) if hidden is None else hidden
     labels, size = row.token_ids[row.targets], cast(int, model.config.vocab_size)
     if top and TOP_IDS in row.streams:
         labels = torch.cat([labels[:, None], _top_labels(row, size)], 1)
@@ -70,15 +60,14 @@ def token_logprobs(
         zero = 0.0 * head(hidden[:1]).sum()
         return logprobs + zero, entropies + zero if entropy_gradient else entropies
     hidden = hidden[row.layout.sources] * scale
-    if cap is None and _is_fused(fused, head, len(labels)):
-        block = block_logits or BLOCK_LOGITS.get(hidden.device.type, BLOCK_LOGITS["cpu"])
-        chosen, entropy = fused_logprobs(
-            hidden, head.weight, head.bias, row.temperatures, labels, block, entropy_gradient
-        )
-    else:
+    found = None
+    # A head that is not a plain linear layer (one that PEFT trains whole) has to be called.
+    if kernel is not None and cap is None and type(head) is nn.Linear:
+        found = kernel.logprobs(head, hidden, row.temperatures, labels, entropy_gradient)
+    if found is None:
         apply: Any = _LogprobAndEntropy.apply
-        logits = _call(head, hidden, cap)
-        chosen, entropy = apply(logits, row.temperatures, labels, entropy_gradient)
+        found = apply(_call(head, hidden, cap), row.temperatures, labels, entropy_gradient)
+    chosen, entropy = found
     logprobs = logprobs.index_copy(0, row.targets, chosen)
     return logprobs, entropies.index_copy(0, row.targets, entropy)
 
@@ -108,21 +97,6 @@ def head_rule(config: Any) -> tuple[float, float | None]:
         scale *= (getattr(config, key, None) or 1.0) ** power
     caps = [getattr(config, key) for key in CAPS if getattr(config, key, None)]
     return scale, caps[0] if caps else None
-
-
-def _is_fused(fused: FusedHead, head: Any, num_targets: int) -> bool:
-    """Whether this row's logits are computed block by block.
-
-    A head that is not a plain linear layer (one that PEFT trains whole) has to be called. Under
-    autocast the fused head is faster and exact: rounded to bfloat16, logits near 20 would be 0.125
-    apart.
-    """
-    if type(head) is not nn.Linear:
-        return False
-    if torch.is_autocast_enabled(head.weight.device.type):
-        return True
-    few = FEW_LOGITS.get(head.weight.device.type, FEW_LOGITS["cpu"])
-    return num_targets * head.out_features > few if fused == "auto" else fused
 
 
 def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:

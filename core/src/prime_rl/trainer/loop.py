@@ -27,8 +27,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.errors import WireError
+from prime_rl.errors import StreamError, WireError
 from prime_rl.plugins.components import Components
+from prime_rl.plugins.kernel import Kernel
+from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.offers import make_optimizer
+from prime_rl.plugins.optimizer import OptimizerMaker
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
@@ -39,13 +43,14 @@ from prime_rl.trainer.export import export
 from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import make_policy
-from prime_rl.trainer.optim import make_optimizer, make_schedule
+from prime_rl.trainer.optim import build_optimizer, make_schedule
 from prime_rl.trainer.packed_row import PackedRow, make_row
-from prime_rl.trainer.packing import packings
 from prime_rl.trainer.publish import Broadcaster, Publisher, retry
 from prime_rl.trainer.rank import Rank
+from prime_rl.trainer.references import References
 from prime_rl.trainer.self_check import find_packing
 from prime_rl.trainer.update import BatchUpdate
+from prime_rl.weights.versions import AVERAGES
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl.wire.transport import Receiver
 
@@ -65,6 +70,14 @@ class Trainer:
     observers: Sequence[TrainerObserver] = ()
     colocated: bool = False
     """It holds the device only while it takes a step (``Offload``)."""
+    initial: Path | None = None
+    """The folder with the policy's first weights, for losses that read ``initial_logprobs``."""
+    kernel: Kernel | None = None
+    """None: core's own way of rows through the model."""
+    maker: OptimizerMaker | None = None
+    """Makes the optimizer. None: ``config.optim`` must select core's own."""
+    publishes_average: bool = False
+    """An engine serves the moving average of the weights."""
 
     def __post_init__(self) -> None:
         self.device = self.model.device
@@ -73,16 +86,18 @@ class Trainer:
         on_host = self.colocated and not parallel.several_ranks()
         home = self.model.device if on_host else self.device
         heads = [self.losses.heads[name] for name in self.config.heads]
-        self.policy = make_policy(self.model, home, self.config, heads)
+        self.policy = make_policy(self.model, home, self.config, heads, self.kernel)
         self.half = self.config.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
         optim = self.config.optim
-        self.optimizer = make_optimizer(self.model, optim)
-        self.heads = make_optimizers(self.policy.heads, optim)
+        maker = self.maker or make_optimizer(optim, Hooks())
+        self.optimizer = build_optimizer(maker, self.model, optim.lr, optim.weight_decay)
+        self.heads = make_optimizers(self.policy.heads, optim, maker)
         """Each head's module and optimizer."""
         self.optimizers = [self.optimizer, *(own for _, own in self.heads.values())]
         self.learning_rate = make_schedule(self.config.scheduler, optim.lr, self.max_steps)
+        self.references = References(self.model, self.config, self.initial, self.colocated)
         self.memory = Offload(self.policy, self.optimizers, self.device, self.colocated)
         self.checked = False
         if not self.colocated:  # else it does not hold the device yet
@@ -96,7 +111,7 @@ class Trainer:
             # Blocks are compiled for the rows of the run, not for those of the check.
             plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
             with plain or nullcontext():
-                find_packing(self.policy, packings(self.config, self.device), self.device, half)
+                find_packing(self.policy, self.policy.packings(self.device), self.device, half)
             self.checked = True
 
     def train_step(
@@ -113,11 +128,20 @@ class Trainer:
         ``RunError`` at the ``max_bad_steps``-th of them in a row.
         """
         self.self_check()
-        return BatchUpdate(self, step, micro_batches, status).run()
+        metrics = BatchUpdate(self, step, micro_batches, status).run()
+        self.references.batch_trained()
+        return metrics
 
     def row(self, micro_batch: MicroBatch) -> PackedRow:
-        """The micro batch on the device."""
-        return make_row(micro_batch, self.device, share=self.policy.packing.name == "shared")
+        """The micro batch on the device. Raises ``StreamError`` for tokens that the model does not
+        have: on a GPU they would end the process without a reason."""
+        ids, size = micro_batch.token_ids, self.model.config.vocab_size
+        if len(wrong := ids[(ids < 0) | (ids >= size)]):
+            raise StreamError(
+                f"micro batch (envs: {', '.join(micro_batch.envs)}): token {wrong[0]}, expected 0 "
+                f"to {size - 1}, the policy's vocabulary. Use the policy's tokenizer."
+            )
+        return make_row(micro_batch, self.device, self.policy.packing)
 
     def forward(
         self, micro_batch: MicroBatch
@@ -173,6 +197,7 @@ def train(
         due = checkpointer is not None and checkpointer.is_due(step, trainer.max_steps)
         last = step == trainer.max_steps
         broadcaster.prepare(step, exact=due, last=last)  # while the weights are on the device
+        publish_average(trainer, run_dir, step, status)
         written = time.perf_counter()
         moving += trainer.memory.unload()  # before engines that share the device wake
         metrics |= {
@@ -195,6 +220,17 @@ def train(
             observer.step_done(step, metrics | {"time/save_ckpt": saving})
     if checkpointer is not None:
         checkpointer.wait(status)
+
+
+def publish_average(trainer: Trainer, run_dir: Path, step: int, status: Status) -> None:
+    """For the engine of ``host.ema``, if there is one. Every rank calls this."""
+    config = trainer.config
+    averages = Publisher(run_dir / AVERAGES, config.keep_broadcasts, config.publish_dtype)
+    if trainer.publishes_average:
+        doing = f"publish the average of version {step}"
+        with trainer.references.within("ema_logprobs"):
+            retry(partial(averages.write, trainer.model, step), doing, status)
+        parallel.on_main(partial(retry, partial(averages.announce, step), doing, status))
 
 
 def _end_early(

@@ -154,7 +154,7 @@ def row_loss(
 
     ``logprobs`` [T] carry the gradient, and so do ``entropies`` [T] if a loss reads them.
     ``old_logprobs`` [T]: None if they are those of the step itself. ``computed``: the outputs of
-    heads [T], and ``top_logprobs`` [T, k], with gradient.
+    heads [T], and ``top_logprobs`` [T, k], with gradient; columns of ``REFERENCES`` [T].
     """
     result = RowLoss(logprobs[:1].sum() * 0.0)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -176,6 +176,12 @@ def row_loss(
             ]
             divisor = counts.divisor(component, env)
             part = torch.stack([call.outputs.loss for call in calls]).sum() / divisor
+            if logprobs.requires_grad and not part.requires_grad and part.any():
+                raise PluginError(
+                    f"loss {component.loss.name!r}: {len(share.tokens)} tokens train in it, and "
+                    f"its value, {float(part):.3g}, has no gradient: nothing would be learned. "
+                    "Compute it from inputs.trainer_logprobs, without detach() or no_grad()."
+                )
             result.loss = result.loss + part
             result.parts[name] = result.parts.get(name, 0.0) + part.detach()
             result.calls += calls
@@ -267,7 +273,8 @@ def _calls(
     row: PackedRow, component: Component, share: Share, columns: Mapping[str, Tensor | None]
 ) -> Iterator[Call]:
     """The loss of the whole row at once, or of each sequence, rollout or group with members."""
-    call = running(component.loss.name)(component.loss)
+    loss = component.loss
+    call = running(loss.name, hook=f"loss {loss.name!r}", owner=loss)(loss)
     if component.scope == "token":
         lacks = share.sequences[:1]
         yield Call(call(_inputs(row, component, columns, lacks)))

@@ -18,7 +18,8 @@ from torch import Tensor
 from prime_rl.errors import PluginError
 from prime_rl.plugins.loss import LossOutputs, TokenMetric
 from prime_rl.trainer.device import to_device
-from prime_rl.trainer.packed_row import Ints, PackedRow, Share
+from prime_rl.trainer.packed_row import PackedRow, Share
+from prime_rl.trainer.packing import Ints
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,8 @@ from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss import Counts, RowLoss
 from prime_rl.trainer.loss_metrics import MetricSums
-from prime_rl.trainer.packed_row import Ints, PackedRow
+from prime_rl.trainer.packed_row import PackedRow
+from prime_rl.trainer.packing import Ints
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Entry: TypeAlias = tuple[Literal["mean", "sum", "max", "values"], str, str, int]

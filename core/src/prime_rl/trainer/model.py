@@ -1,5 +1,4 @@
-"""The policy: a Hugging Face causal LM with the trainer's attention, its decoder blocks recomputed
-or compiled."""
+"""The policy: a Hugging Face causal LM, its decoder blocks recomputed or compiled."""
 
 from __future__ import annotations
 
@@ -21,16 +20,18 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, WeightsError
+from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.head import Head
+from prime_rl.plugins.kernel import Kernel
 from prime_rl.plugins.tuning import Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import attention, parallel
+from prime_rl.trainer import parallel
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.packed_row import PackedRow
-from prime_rl.trainer.packing import Packing, hidden_states, packings, use_attention
+from prime_rl.trainer.packed_row import APART, PackedRow
+from prime_rl.trainer.packing import Packing, use_attention
 
 COMPILERS = ("c++", "g++", "clang++")
 POLL_SECONDS = 0.02
@@ -44,14 +45,23 @@ class Policy(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, config: TrainerConfig, heads: Iterable[HeadModule] = ()
+        self,
+        model: PreTrainedModel,
+        config: TrainerConfig,
+        heads: Iterable[HeadModule] = (),
+        kernel: Kernel | None = None,
     ) -> None:
         super().__init__()
+        self.kernel = kernel or Kernel(PluginConfig())
+        self.kernel.prepare(config.compile)
         self.model, self.heads = model, nn.ModuleList(heads)
         self.read: Container[str] = ()
         """The computed columns and the heads that losses of the batch read."""
-        self.head = (config.fused_lm_head, config.lm_head_block)
-        self.packing = packings(config, model.device)[0]
+        self.packing = self.packings(model.device)[0]
+
+    def packings(self, device: torch.device) -> list[Packing]:
+        """The ways that the kernel has, and core's own, which is the slowest."""
+        return [*self.kernel.packings(device), APART]
 
     def use(self, packing: Packing) -> None:
         """Compute rows like this from now on. Raises ``ValueError`` if the model's kind lacks the
@@ -62,12 +72,11 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See ``token_logprobs``; and the output [T] of each head that is read."""
-        name = self.packing.name
-        hidden = hidden_states(self.model, row.layout, name)
-        given = (*self.head, name, "entropies" in self.read, hidden, "top_logprobs" in self.read)
-        read = [head for head in self.heads if head.name in self.read]
-        heads: dict[str, Tensor] = {str(head.name): head(row, hidden, name) for head in read}
-        return *token_logprobs(self.model, row, *given), heads
+        packing, read = self.packing, [head for head in self.heads if head.name in self.read]
+        hidden = packing.hidden_states(self.model, row.layout)
+        heads: dict[str, Tensor] = {str(head.name): head(row, hidden, packing) for head in read}
+        given = ("entropies" in self.read, hidden, "top_logprobs" in self.read)
+        return *token_logprobs(self.model, row, packing, self.kernel, *given), heads
 
     def plain_logprobs(self, token_ids: Tensor) -> Tensor:
         """[T] log π of one document as transformers computes it; 0 for the first token."""
@@ -77,11 +86,15 @@ class Policy(nn.Module):
 
 
 def make_policy(
-    model: PreTrainedModel, device: torch.device, config: TrainerConfig, heads: Iterable[Head] = ()
+    model: PreTrainedModel,
+    device: torch.device,
+    config: TrainerConfig,
+    heads: Iterable[Head] = (),
+    kernel: Kernel | None = None,
 ) -> Policy:
     """The policy on its device; with several ranks, this rank's part of it."""
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
-    policy = Policy(model, config, modules)
+    policy = Policy(model, config, modules, kernel)
     for each in (model, *(head.model for head in modules if head.model is not None)):
         prepare_blocks(each, config, choose_device(config.device))
     if parallel.several_ranks():
@@ -98,8 +111,7 @@ def prepare_blocks(
     train, if it is not there yet. Raises ``ConfigError`` without blocks or a compiler.
 
     A block's ``forward`` is replaced on the module itself: names of weights stay, and FSDP's hooks
-    still surround it. The compiled forward is inside the recomputed one. Attention is not compiled:
-    the documents differ with every row, and a graph that knew them would be compiled for each.
+    still surround it. The compiled forward is inside the recomputed one.
     """
     every = config.activation_checkpointing
     if not every and not config.compile:
@@ -113,7 +125,6 @@ def prepare_blocks(
         )
     if config.compile:
         check_compiler(device or model.device)
-        attention.register(torch.compiler.disable)
     for number, block in enumerate(blocks):
         vars(block).pop("forward", None)  # of an earlier call
         forward: Callable[..., Any] = block.forward
@@ -139,12 +150,13 @@ def check_compiler(device: torch.device) -> None:
 
 
 def model_folder(launch: Launch, status: Status) -> Path:
-    """Wait for the policy's folder if it is still being made or fetched. Raises ``WeightsError`` if
-    it is no folder."""
+    """Wait for the policy's folder, and that of its first weights, if they are still being made or
+    fetched. Raises ``WeightsError`` if it is no folder."""
     path = Path(launch.model_path)
-    if launch.wait_for_model and not (path / READY).exists():
-        status.report("waiting", waiting_for=f"model folder {path.name}")
-        while not (path / READY).exists():
+    made = path / READY if launch.wait_for_model else launch.initial
+    if (launch.wait_for_model or made != path) and not made.exists():
+        status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
+        while not made.exists():
             time.sleep(POLL_SECONDS)
     if not path.is_dir():
         raise WeightsError(f"the policy's folder {path} is not there; expected a model folder")
@@ -185,7 +197,6 @@ def load_model(
     Raises ``WeightsError`` if the folder lacks weights, ``ConfigError`` if the trainer cannot train
     its kind.
     """
-    attention.register()
     transformers_logging.disable_progress_bar()
     device = choose_device("cpu" if on_host or parallel.several_ranks() else config.device)
     try:
@@ -202,7 +213,6 @@ def load_model(
             f"{model_path} lacks {len(missing)} of the policy's weights, first {missing[0]!r}: "
             "training would start from random numbers there. Make or fetch the folder again."
         )
-    use_attention(model, packings(config, device)[0].attention)
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
         model.prime_rl_tuning = tuning

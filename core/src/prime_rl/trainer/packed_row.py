@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,10 @@ from prime_rl.streams import (
     stream_names,
 )
 from prime_rl.trainer.device import to_device
-from prime_rl.trainer.prefix_sharing import Layout, plain_layout, shared_layout
+from prime_rl.trainer.packing import Ints, Layout, Packing
 from prime_rl.wire.micro_batch import MicroBatch
 
-Ints: TypeAlias = npt.NDArray[np.int64]
+APART = Packing()
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +85,9 @@ class PackedRow:
     ``rollout_ids`` and ``group_ids`` where the batch has them."""
 
 
-def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = True) -> PackedRow:
-    """Sort the sequences by length and move them over; ``share``: compute shared prompts once."""
+def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = APART) -> PackedRow:
+    """Sort the sequences by length and move them over, for a model that computes them by
+    ``packing``."""
     order = np.argsort(-micro_batch.sequence_lengths, kind="stable")
     bounds = np.cumsum([0, *micro_batch.sequence_lengths])
     tokens = np.concatenate([np.arange(bounds[each], bounds[each + 1]) for each in order])
@@ -113,12 +114,8 @@ def make_row(micro_batch: MicroBatch, device: torch.device, *, share: bool = Tru
             ids[name] = column
     chosen = temperatures[targets]
     token_ids = micro_batch.token_ids[tokens].astype(np.int64)
-    if share and len(targets):
-        layout = shared_layout(token_ids, sequence_ids, lengths, targets, device)
-    else:
-        layout = plain_layout(token_ids, positions, lengths, targets, device)
     return PackedRow(
-        layout=layout,
+        layout=packing.lay_out(token_ids, sequence_ids, lengths, targets, device),
         lengths=tuple(lengths.tolist()),
         token_ids=to_device(token_ids, np.int64, device),
         sequence_ids=to_device(sequence_ids, np.int64, device),

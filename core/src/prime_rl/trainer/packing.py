@@ -1,60 +1,94 @@
-"""How the documents of a row go through the model: together, or apart.
+"""How the documents of a row go through the model: here, apart.
 
-    shared   one call; a prompt of several documents is computed once (``prefix_sharing.py``)
-    packed   one call; the documents lie end to end
-    apart    a call for each padded batch of documents of similar length
+A recurrent or convolution layer carries its state from one document into the next, and attention
+may see the whole row. So core computes each document by itself. Kernels bring faster ways, and
+``self_check.py`` measures which of them a model allows.
 
-Our attention keeps packed documents apart (``attention.py``). A recurrent or convolution layer
-carries its state from one document into the next, unless its kernel reads the boundaries that we
-pass. A model with attention of its own may see the whole row. ``self_check.py`` measures which of
-the three a model needs.
-
-Shapes: T = tokens of the row, D = hidden size.
+Shapes: T = tokens of the row, N = its targets, U = tokens computed, D = hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from prime_rl.config.trainer import TrainerConfig
 from prime_rl.trainer import parallel
-from prime_rl.trainer.attention import NAMES
-from prime_rl.trainer.prefix_sharing import Layout
+from prime_rl.trainer.device import to_device
 
-PackingName = Literal["shared", "packed", "apart"]
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What goes through the model, and how to read what comes out."""
+
+    token_ids: Tensor
+    """[U] int64"""
+    lengths: tuple[int, ...]
+    """Tokens of each document."""
+    sources: Tensor
+    """[N] int64: the computed token whose hidden state predicts each target."""
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(number, queries, keys) of neighbors of equal size: a document attends to itself."""
+        return [(len(list(same)), length, length) for length, same in groupby(self.lengths)]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How rows go through the model."""
+    """A way of rows through the model. This one makes a call for each padded batch of documents of
+    similar length."""
 
-    name: PackingName
-    attention: str
-    """The name of its attention in transformers."""
+    name: str = "apart"
+    attention: str = "eager"
+    """The name of its attention in transformers. ``eager`` has a cap on scores, sinks and more."""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.attention})"
 
+    def lay_out(
+        self,
+        token_ids: Ints,
+        sequence_ids: Ints,
+        lengths: Ints,
+        targets: Ints,
+        device: torch.device,
+    ) -> Layout:
+        """What the model computes of a row, given [T] tokens and the sequence of each, the length
+        of each sequence, and [N] targets. This one: every token, as it lies in the row."""
+        return Layout(
+            token_ids=to_device(token_ids, np.int64, device),
+            lengths=tuple(lengths.tolist()),
+            sources=to_device(targets - 1, np.int64, device),
+        )
 
-def packings(config: TrainerConfig, device: torch.device) -> list[Packing]:
-    """Those that the config allows, the fastest first.
-
-    Apart, attention is that of transformers. ``sdpa`` takes less memory; ``eager`` has a cap on
-    scores, sinks and more.
-    """
-    own = NAMES["mask" if config.attention == "mask" else "varlen"]
-    found = [Packing("packed", own), Packing("apart", NAMES["sdpa"]), Packing("apart", "eager")]
-    # The dense mask and the GPU's kernel have no continuations.
-    if config.share_prompts and config.attention != "mask" and device.type == "cpu":
-        found.insert(0, Packing("shared", own))
-    return found
+    def hidden_states(self, model: Any, layout: Layout) -> Tensor:
+        """[U, D] of the tokens of ``layout``, in its order. Padding is on the right, where no token
+        of a causal model attends to it."""
+        documents = list(torch.split(layout.token_ids, list(layout.lengths)))
+        sizes, states, start = batch_sizes(layout.lengths), [], 0
+        num_calls = max(parallel.gather(len(sizes)))
+        for size in sizes:
+            batch = documents[start : start + size]
+            padded = decode(model, pad_sequence(batch, batch_first=True))
+            states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
+            start += size
+        whole = torch.cat(states)
+        # Each call gathers sharded weights, so every rank has to make as many calls. An idle call
+        # has to be part of the graph: the backward pass gathers too.
+        for _ in range(num_calls - len(sizes)):
+            whole = whole + 0.0 * decode(model, documents[0][None, :1]).sum()
+        return whole
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
@@ -64,52 +98,13 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def hidden_states(model: Any, layout: Layout, packing: PackingName = "shared") -> Tensor:
-    """[T, D] of the tokens of ``layout``, in its order. ``apart`` needs a layout without shared
-    prompts."""
-    if packing == "apart":
-        return _apart(model, layout)
-    documents = layout.documents
-    # Where prompts are shared no layer carries state, so none needs boundaries. And torch.compile
-    # would compile rows with and without them separately.
-    boundaries = documents.boundaries if packing == "packed" else {}
-    states: Tensor = _decoder(model)(
-        input_ids=layout.token_ids[None],
-        position_ids=layout.position_ids[None],
-        use_cache=False,
-        documents=documents,
-        **boundaries,
-    ).last_hidden_state[0]
-    return states
-
-
-def _apart(model: Any, layout: Layout) -> Tensor:
-    """Padding is on the right, where no token of a causal model attends to it."""
-    documents = list(torch.split(layout.token_ids, list(layout.documents.lengths)))
-    sizes, states, start = batch_sizes(layout.documents.lengths), [], 0
-    num_calls = max(parallel.gather(len(sizes)))
-    for size in sizes:
-        batch = documents[start : start + size]
-        padded = _call(model, pad_sequence(batch, batch_first=True))
-        states += [each[: len(tokens)] for each, tokens in zip(padded, batch, strict=True)]
-        start += size
-    whole = torch.cat(states)
-    # Each call gathers sharded weights, so every rank has to make as many calls. An idle call has
-    # to be part of the graph: the backward pass gathers too.
-    for _ in range(num_calls - len(sizes)):
-        whole = whole + 0.0 * _call(model, documents[0][None, :1]).sum()
-    return whole
-
-
-def _call(model: Any, token_ids: Tensor) -> Tensor:
-    states: Tensor = _decoder(model)(input_ids=token_ids, use_cache=False).last_hidden_state
-    return states
-
-
-def _decoder(model: Any) -> Any:
-    """The model without its head. Llama 4 names a ``base_model`` that it does not have."""
+def decode(model: Any, token_ids: Tensor, **others: Any) -> Tensor:
+    """[B, T, D] of ``token_ids`` [B, T], by the model without its head. Llama 4 names a
+    ``base_model`` that it does not have."""
     base = model.base_model
-    return model.model if base is model else base
+    decoder = model.model if base is model else base
+    states: Tensor = decoder(input_ids=token_ids, use_cache=False, **others).last_hidden_state
+    return states
 
 
 def batch_sizes(lengths: Sequence[int]) -> list[int]:

@@ -120,7 +120,7 @@ def _measure(
     gap, reason = math.inf, ""
     try:
         policy.use(packing)
-        row = make_row(batch, expected.device, share=packing.name == "shared")
+        row = make_row(batch, expected.device, packing)
         gap = _gap(policy(row)[0], expected, batch)
     except torch.OutOfMemoryError:
         raise

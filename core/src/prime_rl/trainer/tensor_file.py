@@ -124,12 +124,17 @@ def write_shared(
     parallel.on_main(partial(unfinished.rename, path))
 
 
-def write_stream(path: Path, like: Mapping[str, Tensor], stream: Iterator[Tensor]) -> None:
+def write_stream(
+    path: Path,
+    like: Mapping[str, Tensor],
+    stream: Iterator[Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write a file tensor by tensor, of which one is in memory at a time; for one rank.
 
     ``like`` has names, shapes and types in the order in which ``stream`` yields the values.
     """
-    layout = lay_out(like)
+    layout = lay_out(like, metadata=metadata)
     _begin(path, layout)
     _write_whole(path, layout, list(like), stream)
 

@@ -1,6 +1,7 @@
 """What one batch does to the weights: an optimizer step for each minibatch of each epoch.
 
-    old logprobs of all rows, and the streams that heads write, if a loss reads them
+    logprobs of all rows under earlier weights, if a loss reads them (``references.py``)
+        -> old logprobs of all rows, and the streams that heads write, if a loss reads them
         -> for each minibatch: counts over all ranks -> [forward, loss, backward] for each row
         -> clip -> optimizer
 
@@ -31,6 +32,7 @@ from prime_rl.trainer.loss import Counts, count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics, summarize
 from prime_rl.trainer.optim import clip_gradients
 from prime_rl.trainer.packed_row import PackedRow, ratio_tokens
+from prime_rl.trainer.references import REFERENCES
 from prime_rl.wire.micro_batch import MicroBatch
 
 if TYPE_CHECKING:
@@ -64,12 +66,16 @@ class BatchUpdate:
         self.num_bad = 0
         self.old_logprobs: dict[int, Tensor] = {}
         """By ``id()`` of the micro batch, in the order of its ``PackedRow``."""
+        self.references: dict[str, dict[int, Tensor]] = {n: {} for n in REFERENCES if n in reads}
+        """The same under earlier weights, by column."""
 
     def run(self) -> dict[str, float]:
         """Take all of them. Returns the batch's metrics. Raises ``RunError`` (see
         ``Trainer.train_step``)."""
         trainer, seconds, started = self.trainer, 0.0, time.perf_counter()
         metrics: dict[str, float] = {}
+        for column in self.references:
+            self.look_back(column)
         if self.looks_ahead:
             with torch.no_grad():  # the rows of the first minibatch go forward before any change
                 for micro_batch in (row for part in self.parts[1:] for row in part):
@@ -100,6 +106,17 @@ class BatchUpdate:
         rate = 0.0 if metrics["optim/skipped"] == 1 else trainer.learning_rate(self.step)
         return metrics | {"optim/lr": rate}
 
+    @torch.no_grad()
+    def look_back(self, column: str) -> None:
+        """Compute a column of ``references`` for all rows."""
+        policy = self.trainer.policy
+        read, policy.read = policy.read, ()
+        with self.trainer.references.within(column):
+            for micro_batch in (row for part in self.parts for row in part):
+                self.references[column][id(micro_batch)] = self.trainer.forward(micro_batch)[1]
+            parallel.reshard(policy)
+        policy.read = read
+
     def look_ahead(
         self, micro_batch: MicroBatch, row: PackedRow, logprobs: Tensor, computed: dict[str, Tensor]
     ) -> PackedRow:
@@ -125,13 +142,15 @@ class BatchUpdate:
             seen: dict[str, Any] = {"micro_batch": micro_batch, "row": row}
             seen |= {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
             old = self.old_logprobs.get(id(micro_batch))
+            computed |= {n: column[id(micro_batch)] for n, column in self.references.items()}
             loss = row_loss(row, logprobs, trainer.losses, counts, entropies, old, computed)
             parallel.begin_backward(trainer.policy, last=number == len(rows) - 1)
             torch.autograd.backward(loss.loss)
             compared = ratio_tokens(row, trainer.losses)
             metrics.observe(row, seen["logprobs"], seen["entropies"], loss, compared)
             for observer in trainer.observers:
-                running(observer.name)(observer.row_trained)(self.step, **seen, calls=loss.calls)
+                with running(observer.name, hook="row_trained", owner=observer):
+                    observer.row_trained(self.step, **seen, calls=loss.calls)
         return metrics
 
     def optimizer_step(self, rows: Sequence[MicroBatch], bad: bool) -> None:

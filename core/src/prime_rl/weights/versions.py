@@ -20,6 +20,8 @@ MEETING = "meeting.json"
 """Beside it: what the two ends of the transport have agreed on for this version."""
 FILES_WANTED = "FILES_WANTED"
 """Marker file in ``broadcasts``: asks the trainer to write the current version as files."""
+AVERAGES = "averages"
+"""Folder beside ``broadcasts``: the average of the weights at each version, for an engine."""
 
 POLL_SECONDS = 0.02
 

@@ -3,7 +3,8 @@
     sender (orchestrator) --one frame per rank and step--> receiver (each trainer rank)
 
 Both transports keep the order, drop nothing, and make the sender wait while ``hwm`` batches are
-unread. A frame without rows ends the run early: the previous step was the last.
+unread. A checksum follows each frame: a flipped bit often makes another valid batch. A frame
+without rows ends the run early: the previous step was the last.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -45,7 +47,8 @@ class Receiver(Protocol):
     """One trainer rank's end."""
 
     def receive(self, timeout: float) -> memoryview | None:
-        """The next frame, or None if none came within ``timeout`` seconds."""
+        """The next frame, or None if none came within ``timeout`` seconds. Raises ``WireError`` if
+        it was damaged on the way."""
 
     def close(self) -> None:
         """Release the sockets."""
@@ -67,6 +70,22 @@ def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
     if launch.transport_type == "filesystem":
         return FileReceiver(wire_dir(run_dir), rank)
     raise _unknown(launch)
+
+
+def sealed(frame: bytes) -> bytes:
+    """A frame and its CRC-32, little-endian."""
+    return frame + zlib.crc32(frame).to_bytes(4, "little")
+
+
+def unsealed(data: bytes | memoryview) -> memoryview:
+    """The frame of what ``sealed`` made. Raises ``WireError`` if a byte has changed since."""
+    frame, checksum = memoryview(data)[:-4], memoryview(data)[-4:]
+    if len(checksum) < 4 or zlib.crc32(frame) != int.from_bytes(checksum, "little"):
+        raise WireError(
+            f"a micro batch frame of {len(frame)} bytes was damaged on the way: its checksum "
+            "differs. Go on with --resume."
+        )
+    return frame
 
 
 def wire_dir(run_dir: Path) -> Path:
@@ -121,7 +140,7 @@ class ZmqSender:
         _check_num_frames(step, frames, len(self._sockets))
         for rank, frame in enumerate(frames):
             await self._wait(rank, self.hwm - 1)
-            await self._sockets[rank].send(frame, copy=False)
+            await self._sockets[rank].send(sealed(frame), copy=False)
             self._unread[rank] += 1
 
     async def drain(self) -> None:
@@ -154,7 +173,7 @@ class ZmqReceiver:
             return None
         frame = self._socket.recv(copy=False)  # a view of ZMQ's buffer
         self._socket.send(b"")
-        return frame.buffer
+        return unsealed(frame.buffer)
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -177,7 +196,7 @@ class FileSender:
         try:
             unfinished.mkdir(exist_ok=True)
             for rank, frame in enumerate(frames):
-                _frame_path(unfinished, rank).write_bytes(frame)
+                _frame_path(unfinished, rank).write_bytes(sealed(frame))
             unfinished.rename(self.directory / f"step_{step}")
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -210,7 +229,7 @@ class FileReceiver:
                     path.unlink()
                     with suppress(OSError):  # another rank's frame is in it, or it is removed
                         path.parent.rmdir()
-                    return memoryview(frame)
+                    return unsealed(frame)
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)

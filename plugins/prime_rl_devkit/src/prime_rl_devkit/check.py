@@ -2,59 +2,89 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from prime_rl.errors import ConfigError, PluginError
-from prime_rl.plugins import manager
-from prime_rl.plugins.manager import GROUPS, Hooks, Origin, add_entry, installed_entries
+from pydantic import ValidationError
+
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.components import installed_losses
+from prime_rl.plugins.hookspecs import PROJECT
+from prime_rl.plugins.manager import DISABLE, GROUPS, Origin
 from prime_rl.plugins.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
-from prime_rl.testing.conformance import conformance
-from prime_rl.testing.report import Outcome, Report, Status
-from prime_rl_devkit.facts import described, offers_by_plugin
-from prime_rl_devkit.kinds import BY_KIND, check_offer
+from prime_rl.testing.conformance import Outcome, Report, Status, conformance
+from prime_rl_devkit.facts import Plugin, described, installed, load
+from prime_rl_devkit.hooks import check_hooks
+from prime_rl_devkit.kinds import BY_KIND, CONNECTS, builds, check_offer
+from prime_rl_devkit.limits import SECONDS, time_limit
+from prime_rl_devkit.verdicts import run
 
 HEAVY = ("torch", "transformers", "verifiers", "renderers")
 
 
-def check(target: str | None, settings: Mapping[str, Any]) -> list[Report]:
-    """Reports of one plugin, one class it offers, a package folder, or everything installed.
+def check(target: str | None, settings: Mapping[str, Any], limit: float = SECONDS) -> list[Report]:
+    """Reports of one plugin, one class it offers, a package folder, or everything installed. Code
+    of a plugin that takes longer than ``limit`` seconds is ended, and fails its check.
 
     Raises ``ConfigError`` for an unknown target or invalid settings.
     """
     if target is not None and _is_path(target):
-        return _check_folder(Path(target), settings)
-    try:
-        loaded = [manager.load_plugins(group) for group in GROUPS]
-    except PluginError as error:
-        return [_one("plugins", "installed", "loads", "failed", str(error))]
+        given = Checking(settings, limit, connects=True)
+        with _in_folder(Path(target), limit) as plugins, _losses_that_load(limit):
+            return _reports(plugins, None, given)
+    given = Checking(settings, limit, connects=target is not None, starts=target is not None)
     if target is not None:
         described(target)  # raises for an unknown one, with the nearest names
-    _check_keys(settings, [offer for hooks in loaded for offer in _chosen(hooks, target)])
-    return [r for hooks in loaded for r in _check_hooks(hooks, target, settings, [])]
+    with _losses_that_load(limit) as plugins:
+        return _reports(plugins, target, given)
 
 
-def _chosen(hooks: Hooks, target: str | None) -> list[Offered[Any]]:
-    """The classes that ``target`` names."""
-    offers = [(name, each) for name, own in offers_by_plugin(hooks).items() for _, each in own]
+def _reports(plugins: Sequence[Plugin], target: str | None, given: Checking) -> list[Report]:
+    """The reports of everything that ``target`` names; None: of all plugins."""
+    settings = given.settings
+    chosen = [(plugin, _chosen(plugin, target)) for plugin in plugins]
+    _check_keys(settings, [offered for _, offers in chosen for _, offered in offers])
     return [
-        offered
-        for name, offered in offers
-        if _is_whole(target, name, offered.source) or target == offered.cls.name
+        report
+        for plugin, offers in chosen
+        for report in _check_plugin(plugin, offers, _is_whole(target, plugin.source), given)
     ]
 
 
-def _is_whole(target: str | None, plugin: str, source: Origin) -> bool:
+@dataclass(frozen=True)
+class Checking:
+    """What every check is given."""
+
+    settings: Mapping[str, Any]
+    limit: float
+    connects: bool
+    """The user named what to check: it may use the network."""
+    starts: bool = False
+    """The same for an installed engine, whose server needs torch and a minute."""
+
+
+def _chosen(plugin: Plugin, target: str | None) -> list[tuple[Kind[Any], Offered[Any]]]:
+    """The classes of a plugin that ``target`` names."""
+    whole = _is_whole(target, plugin.source)
+    return [each for each in plugin.offers if whole or each[1].cls.name == target]
+
+
+def _is_whole(target: str | None, source: Origin) -> bool:
     """Whether ``target`` means everything that a plugin offers."""
     package = source.distribution.replace("-", "_")
-    return target in (None, plugin, source.distribution, package)
+    return target in (None, source.plugin, source.distribution, package)
 
 
 def _check_keys(settings: Mapping[str, Any], offers: Sequence[Offered[Any]]) -> None:
@@ -74,26 +104,57 @@ def _is_path(target: str) -> bool:
     return os.sep in target or target == "." or (Path(target) / "pyproject.toml").exists()
 
 
-def _check_folder(folder: Path, settings: Mapping[str, Any]) -> list[Report]:
+@contextmanager
+def _in_folder(folder: Path, limit: float) -> Iterator[list[Plugin]]:
+    """The plugins of a package folder, which need not be installed. While the block runs, its entry
+    points are found like installed ones: its algorithm may name its own loss."""
     name, version, groups = read_project(folder)
     source = folder / "src" if (folder / "src").is_dir() else folder
     sys.path.insert(0, str(source.resolve()))
-    reports: list[Report] = []
-    loaded: list[Hooks] = []
-    for group, entries in groups.items():
-        hooks = Hooks(group)
+    with TemporaryDirectory() as site:
+        info = Path(site, f"{name.replace('-', '_')}-{version or '0'}.dist-info")
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version or '0'}\n"
+        (info / "METADATA").write_text(metadata)
+        lines = [
+            line
+            for group, entries in groups.items()
+            for line in (
+                f"[{group}]",
+                *(f"{plugin} = {value}" for plugin, value in entries.items()),
+            )
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+        sys.path.insert(0, site)
         try:
-            for plugin, value in entries.items():
-                add_entry(hooks, EntryPoint(plugin, value, group), Origin(plugin, name, version))
-            offers_by_plugin(hooks)
-            loaded.append(hooks)
-        except PluginError as error:
-            reports.append(_one("plugin", name, "loads", "failed", str(error)))
-    if not reports:
-        _check_keys(settings, [offer for hooks in loaded for offer in _chosen(hooks, None)])
-    for hooks in loaded:
-        reports += _check_hooks(hooks, None, settings, [*groups[hooks.group].values()])
-    return reports
+            yield [
+                load(EntryPoint(plugin, value, group), Origin(plugin, name, version), limit)
+                for group, entries in groups.items()
+                for plugin, value in entries.items()
+            ]
+        finally:
+            sys.path.remove(site)
+
+
+@contextmanager
+def _losses_that_load(limit: float) -> Iterator[list[Plugin]]:
+    """Every installed plugin. While the block runs, broken ones are disabled: the algorithms of
+    others are checked with the losses that load."""
+    plugins = [*installed(limit)]
+    named = Counter((plugin.entry.group, plugin.entry.name) for plugin in plugins)
+    broken = {
+        p.entry.name if named[p.entry.group, p.entry.name] == 1 else p.source.distribution
+        for p in plugins
+        if p.error is not None
+    }
+    before = os.environ.get(DISABLE, "")
+    os.environ[DISABLE] = ",".join(filter(None, (before, *sorted(broken))))
+    installed_losses.cache_clear()
+    try:
+        yield plugins
+    finally:
+        os.environ[DISABLE] = before
+        installed_losses.cache_clear()
 
 
 def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
@@ -116,22 +177,28 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
     return str(project.get("name", folder.name)), str(project.get("version", "")), groups
 
 
-def _check_hooks(
-    hooks: Hooks, target: str | None, settings: Mapping[str, Any], values: list[str]
+def _check_plugin(
+    plugin: Plugin, offers: Sequence[tuple[Kind[Any], Offered[Any]]], whole: bool, given: Checking
 ) -> Iterator[Report]:
-    offers = offers_by_plugin(hooks)
-    modules = {e.name: e.value for e in installed_entries(hooks.group)}
-    for index, (name, source) in enumerate(hooks.sources.items()):
-        whole = _is_whole(target, name, source)
-        chosen = [(k, o) for k, o in offers.get(name, ()) if whole or o.cls.name == target]
-        if whole:
-            value = values[index] if values else modules.get(name, "")
-            yield _package(name, value, chosen)
-        for kind, offered in chosen:
-            if kind is ENGINE:
-                yield _engine(offered.cls, settings, by_name=target is not None)
-            elif not whole or kind is ALGORITHM or kind.name in BY_KIND:
-                yield _offer(kind, offered, settings)
+    """The reports of one plugin: the package, its own hooks, and the classes it offers."""
+    name = plugin.entry.name
+    if whole and plugin.error is not None:
+        promise = "It imports, keeps the contract, and has names of its own."
+        yield Report("plugin", name, (Outcome("loads", promise, "failed", plugin.error),))
+        return
+    if whole:
+        yield _package(name, plugin.entry.value, offers)
+        if plugin.entry.group == PROJECT:  # the trainer calls no hook but register_...
+            with time_limit(given.limit):
+                hooks = check_hooks(name, plugin.hooks.get_plugin(name))
+            yield from [] if hooks is None else [hooks]
+    for kind, offered in offers:
+        if kind is ENGINE:
+            yield _engine(offered.cls, given.settings, by_name=given.starts)
+        elif not whole or kind is ALGORITHM or kind.name in BY_KIND or given.connects:
+            with time_limit(given.limit):
+                report = _offer(kind, offered, given)
+            yield report
 
 
 def _package(name: str, value: str, offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Report:
@@ -140,14 +207,22 @@ def _package(name: str, value: str, offers: Sequence[tuple[Kind[Any], Offered[An
 
 def _loads() -> Outcome:
     promise = "It imports, keeps the contract, and has names of its own."
-    return Outcome("loads", promise, "passed")  # otherwise load_plugins has raised
+    return Outcome("loads", promise, "passed")  # otherwise it has an error
+
+
+IMPORT_SECONDS = 5.0
+"""How long the import of a plugin may take, beyond that of prime_rl."""
 
 
 def _light(value: str) -> Outcome:
-    promise = "Importing it imports nothing heavy: plugins list answers in under a second."
+    promise = "Importing it is quick and imports nothing heavy: plugins list answers at once."
     code = (
-        f"import sys, importlib; importlib.import_module({value.partition(':')[0]!r})\n"
-        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
+        "import importlib, json, sys, time, prime_rl, prime_rl.plugins.offers\n"
+        "start = time.perf_counter()\n"
+        f"importlib.import_module({value.partition(':')[0]!r})\n"
+        "seconds = time.perf_counter() - start\n"
+        f"heavy = sorted(set({HEAVY!r}) & set(sys.modules))\n"
+        "print('\\n' + json.dumps([seconds, heavy]))"
     )
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
@@ -156,10 +231,21 @@ def _light(value: str) -> Outcome:
         text=True,
         env=os.environ | {"PYTHONPATH": path},
     )
-    heavy = ", ".join(done.stdout.split())
-    if not heavy:
+    seconds, heavy = json.loads(done.stdout.splitlines()[-1]) if not done.returncode else (0, [])
+    if done.returncode:
+        said = f"importing {value} in a process of its own failed: {done.stderr.strip()[-500:]}"
+    elif heavy:
+        said = (
+            f"importing {value} imports {', '.join(heavy)}. Import it inside the function that "
+            "needs it."
+        )
+    elif seconds > IMPORT_SECONDS:
+        said = (
+            f"importing {value} takes {seconds:.1f} s, expected at most {IMPORT_SECONDS:g} s. Do "
+            "the work in the function that needs it."
+        )
+    else:
         return Outcome("light_import", promise, "passed")
-    said = f"importing {value} imports {heavy}. Import it inside the function that needs it."
     return Outcome("light_import", promise, "failed", said)
 
 
@@ -179,16 +265,25 @@ def _documented(offers: Sequence[tuple[Kind[Any], Offered[Any]]]) -> Outcome:
     return Outcome("documented", promise, "failed", said)
 
 
-def _offer(kind: Kind[Any], offered: Offered[Any], settings: Mapping[str, Any]) -> Report:
+def _offer(kind: Kind[Any], offered: Offered[Any], given: Checking) -> Report:
     cls = offered.cls
-    known = {k: v for k, v in settings.items() if k in cls.config_class.model_fields}
+    known = {k: v for k, v in given.settings.items() if k in cls.config_class.model_fields}
     try:
         config = settings_of(cls, kind, known, "--set")
     except ConfigError as error:
         if known:
             raise
+        if not _only_missing(error):
+            said = f"its defaults are invalid: {error}"
+            return _one(kind.name, cls.name, "builds", "failed", said)
         said = f"its defaults are not enough: {error} Give settings with --set KEY=VALUE."
         return _one(kind.name, cls.name, "conformance", "skipped", said)
+    if kind.name in CONNECTS and not given.connects:
+        said = f"it may use the network: prime-rl plugins check {cls.name} runs its checks"
+        return _one(kind.name, cls.name, "conformance", "skipped", said)
+    built = run(builds, kind.name, cls, config)
+    if built.status != "passed":
+        return Report(kind.name, cls.name, (built,))
     if kind is not ALGORITHM:
         return check_offer(kind.name, cls, config)
     try:
@@ -199,6 +294,13 @@ def _offer(kind: Kind[Any], offered: Offered[Any], settings: Mapping[str, Any]) 
             "make_group of your own in your tests."
         )
         return _one(kind.name, cls.name, "conformance", "skipped", said)
+
+
+def _only_missing(error: ConfigError) -> bool:
+    """Whether settings have to be given: no default of a single key is invalid."""
+    cause = error.__cause__
+    found = cause.errors() if isinstance(cause, ValidationError) else []
+    return all(each["type"] == "missing" or not each["loc"] for each in found)
 
 
 def _engine(cls: type[Any], settings: Mapping[str, Any], by_name: bool) -> Report:

@@ -1,4 +1,4 @@
-"""``prime-rl plugins list``, ``show``, ``check`` and ``new``."""
+"""``prime-rl plugins list``, ``show``, ``check``, ``prove`` and ``new``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from prime_rl.testing.report import Report
+    from prime_rl.testing.conformance import Report
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -19,19 +19,32 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 def list_plugins(as_json: AsJson = False) -> None:
     """Every installed plugin: distribution, version, offers, and the hooks it implements and
-    wraps; for a broken one, the reason."""
+    wraps; for a broken one, the reason. The exit code is 1 if one is broken.
+
+    ```
+    prime-rl plugins list
+    ```
+    """
     from prime_rl_devkit.facts import inventory
     from prime_rl_devkit.tables import print_inventory
 
+    rows = inventory()
     print_answer = print_json if as_json else print_inventory
-    print_answer(inventory())
+    print_answer(rows)
+    if any(row["error"] for row in rows):
+        raise typer.Exit(1)
 
 
 def show(
     name: Annotated[str, typer.Argument(help="A plugin, a distribution, or the name of an offer.")],
     as_json: AsJson = False,
 ) -> None:
-    """One plugin in full: its origin, its offers, and every setting with its default."""
+    """One plugin in full: its origin, its offers, and every setting with its default.
+
+    ```
+    prime-rl plugins show grpo
+    ```
+    """
     from prime_rl_devkit.facts import described
     from prime_rl_devkit.tables import print_described
 
@@ -60,18 +73,85 @@ def check(
             "--set", metavar="KEY=VALUE", help="A setting of the checked class; VALUE as in TOML."
         ),
     ] = None,
+    limit: Annotated[
+        float, typer.Option(help="Seconds after which code that does not return is ended.", min=0.1)
+    ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Run the conformance checks of plugins; the exit code is 1 if one fails."""
+    """Run the conformance checks of plugins; the exit code is 1 if one fails.
+
+    ```
+    prime-rl plugins check grpo
+    ```
+    """
     from prime_rl_devkit.check import check as run_checks
 
-    reports = run_checks(target, read_settings(settings or []))
+    reports = run_checks(target, read_settings(settings or []), limit)
     ok = all(report.ok for report in reports)
     if as_json:
         print_json({"ok": ok, "reports": [report.as_dict() for report in reports]})
     else:
         _print_reports(reports, everything=target is not None)
     raise typer.Exit(0 if ok else 1)
+
+
+def prove(
+    name: Annotated[str, typer.Argument(help="An installed algorithm.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting; VALUE as in TOML."),
+    ] = None,
+    group_size: Annotated[str, typer.Option(help="Rollouts of a group, such as 2,4.")] = "2,4",
+    loss: Annotated[
+        str | None, typer.Option(help="The loss of the rl component.", show_default="default")
+    ] = None,
+    normalize_by: Annotated[
+        str | None,
+        typer.Option(
+            help="What the loss is divided by, as in [trainer.loss]; constant: G.",
+            show_default="what the loss declares",
+        ),
+    ] = None,
+    staleness: Annotated[
+        str, typer.Option(help="Versions between the policy that samples and the one that trains.")
+    ] = "0,1,2",
+    png: Annotated[Path | None, typer.Option(help="A picture to write.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What an algorithm's update is on average, exactly, and whether that is the gradient of what
+    it declares.
+
+    ```
+    prime-rl plugins prove grpo
+    ```
+    """
+    from prime_rl.plugins.manager import load_plugins
+    from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
+    from prime_rl_devkit.lab.prove import prove as run_proof
+    from prime_rl_devkit.lab.show import picture, print_proof
+
+    cls = select(ALGORITHM, name, collect(load_plugins("prime_rl"), ALGORITHM), "plugins prove")
+    proof = run_proof(
+        cls(settings_of(cls, ALGORITHM, read_settings(settings or []), "--set")),
+        group_size=_numbers(group_size, "--group-size"),
+        loss=loss,
+        normalize_by=normalize_by,
+        staleness=_numbers(staleness, "--staleness"),
+    )
+    print_answer = print_proof if not as_json else lambda each: print_json(each.as_dict())
+    print_answer(proof)
+    if png is not None:
+        picture(proof, png)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    """Raises ``ConfigError`` unless ``text`` is numbers with commas between them."""
+    from prime_rl.errors import ConfigError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option}: expected numbers such as 2,4, got {text!r}") from error
 
 
 def _print_reports(reports: Sequence[Report], *, everything: bool) -> None:
@@ -122,14 +202,23 @@ def new(
     name: Annotated[str, typer.Argument(help="The name in a TOML, such as my-algo.")],
     kind: Annotated[
         str,
-        typer.Option(help="algorithm, filter, loss, engine, sampler, renderer, source or monitor."),
+        typer.Option(
+            help="algorithm, filter, loss, head, engine, sampler, renderer, source, monitor, "
+            "launcher, model, wrapper or environment; several in one package: algorithm+loss."
+        ),
     ] = "algorithm",
     directory: Annotated[
         Path | None,
         typer.Option(help="Folder to write; ./prime-rl-NAME if left out.", show_default=False),
     ] = None,
 ) -> None:
-    """Write a package with one working plugin, its tests, a README and a CI workflow."""
+    """Write a package with one working plugin, its tests, a README and a CI workflow.
+
+    ```
+    prime-rl plugins new my-algo
+    prime-rl plugins new my-loss --kind loss
+    ```
+    """
     from prime_rl_devkit.scaffold import write_package
 
     package = write_package(name, kind, directory)

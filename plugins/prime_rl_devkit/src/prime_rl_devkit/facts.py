@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
@@ -19,10 +20,14 @@ from prime_rl.plugins.manager import (
     Hooks,
     Origin,
     add_entry,
+    core_misfit,
+    disabled_names,
     installed_entries,
+    names_of,
     source_of,
 )
 from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
+from prime_rl_devkit.limits import SECONDS, time_limit
 
 Row = dict[str, Any]
 Schema = Mapping[str, Any]
@@ -69,24 +74,36 @@ class Plugin:
         }
 
 
-def installed() -> Iterator[Plugin]:
+def load(entry: EntryPoint, source: Origin, limit: float = SECONDS) -> Plugin:
+    """Import one plugin; ``limit`` is in seconds. What is wrong with it is in ``error``."""
+    plugin = Plugin(entry, source, Hooks(entry.group))
+    try:
+        with time_limit(limit), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # core_misfit, which comes last here
+            add_entry(plugin.hooks, entry, source)
+            plugin.offers = offers_by_plugin(plugin.hooks).get(entry.name, [])
+    except PluginError as error:
+        plugin.error = str(error)
+    if plugin.error is None and (misfit := core_misfit(entry)):
+        plugin.error = f"plugin {source}: {misfit}"
+    return plugin
+
+
+def installed(limit: float = SECONDS) -> Iterator[Plugin]:
     """Every plugin of both entry-point groups, broken ones included."""
+    skip = {*disabled_names()}
     for group in GROUPS:
         taken: dict[tuple[str, str], Origin] = {}
-        for entry in sorted(installed_entries(group), key=lambda entry: entry.name):
-            plugin = Plugin(entry, source_of(entry), Hooks(group))
-            try:
-                add_entry(plugin.hooks, entry, plugin.source)
-                plugin.offers = offers_by_plugin(plugin.hooks).get(entry.name, [])
-            except PluginError as error:
-                plugin.error = str(error)
+        found = [entry for entry in installed_entries(group) if not skip & names_of(entry)]
+        for entry in sorted(found, key=lambda entry: entry.name):
+            plugin = load(entry, source_of(entry), limit)
             names = [("plugin", entry.name), *((k.name, o.cls.name) for k, o in plugin.offers)]
             for what in names:
                 first = taken.setdefault(what, plugin.source)
                 if first is not plugin.source:
                     plugin.error = (
                         f"{what[0]} {what[1]!r} is also brought by plugin {first}. Uninstall one, "
-                        "or list its plugin under plugins.disabled."
+                        f"or list {plugin.source.distribution!r} under plugins.disabled."
                     )
             yield plugin
 

@@ -1,209 +1,60 @@
-"""Conformance checks of filters, losses, heads and samplers. Other kinds need a server, a file or
-a model: their package's own tests check them."""
+"""Conformance checks by kind. Those of filters, heads and samplers are here."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
-from prime_rl import (
-    Filter,
-    Head,
-    HeadInputs,
-    Loss,
-    LossInputs,
-    LossOutputs,
-    PluginConfig,
-    SampledEnv,
-    Sampler,
-)
+from prime_rl import Filter, Head, HeadInputs, Monitor, PluginConfig, SampledEnv, Sampler
 from prime_rl.plugins.base import Offer
-from prime_rl.plugins.components import Component
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.streams import TOP_IDS
 from prime_rl.testing import conformance_group, logged_metrics
-from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, run
-from prime_rl.testing.scoring import MIXED
-
-WITH_GRADIENT = ("trainer_logprobs", "entropies", "top_logprobs")
-"""The columns of a loss that carry one."""
+from prime_rl.testing.conformance import Outcome, Report
+from prime_rl_devkit import losses, services
+from prime_rl_devkit.algorithms.subject import MIXED
+from prime_rl_devkit.hooks import check_filtering
+from prime_rl_devkit.losses import need_torch
+from prime_rl_devkit.verdicts import Broken, NotApplicable, run
 
 Check = Callable[[type[Any], PluginConfig], None]
 
 
+def builds(kind: str, cls: type[Any], config: PluginConfig) -> None:
+    """Core can build it, and finds its settings: ``__init__`` calls ``super().__init__``."""
+    with TemporaryDirectory() as folder:
+        more: dict[str, tuple[Any, ...]] = {
+            "monitor": (Path(folder),),
+            "sampler": (ENVS, 0),
+            "view": (Path(folder), 3),
+            "observer": (object(),),
+        }
+        try:
+            built = cls(config, *more.get(kind, ()))
+        except TypeError as error:
+            found = inspect.signature(cls.__init__)
+            raise Broken(
+                f"{error}. Core passes what {kind} classes of prime_rl take; its __init__ takes "
+                f"{found}."
+            ) from error
+        if getattr(built, "config", None) is not config:
+            raise Broken("self.config is not its settings. Call super().__init__ in __init__.")
+        if isinstance(built, Monitor):
+            built.close()
+
+
 def filter_answers(cls: type[Filter], config: PluginConfig) -> None:
     """It gives a reason or None, and the same one when asked again."""
-    hooks = scope("slot", Hooks(), [cls(config)])
-    for rollout in conformance_group(MIXED):
-        for sample in rollout.samples:
-            sample.freeze()
-        first, again = (hooks.hook.filter_rollout(rollout=rollout) for _ in range(2))
-        for reason in first:
-            if not isinstance(reason, str):
-                raise Broken(f"got {reason!r}, expected the reason to drop a rollout, or None")
-        if first != again:
-            raise Broken(f"asked twice about one rollout, it said {first} and {again}")
-
-
-def sums_over_the_mask(cls: type[Loss], config: PluginConfig) -> None:
-    """It gives a 0-dim tensor whose gradient is finite, and zero off the mask."""
-    _need_torch()
-    import torch
-
-    inputs = _loss_inputs(cls)
-    outputs = cls(config)(inputs)
-    if not isinstance(outputs, LossOutputs) or outputs.loss.dim():
-        raise Broken(f"got {outputs!r}, expected LossOutputs with a 0-dim loss")
-    loss: Any = outputs.loss
-    _need_gradient(loss)
-    loss.backward()
-    leaves: list[Any] = [getattr(inputs, name) for name in WITH_GRADIENT]
-    gradients = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
-    if not gradients or not all(torch.isfinite(each).all() for each in gradients):
-        raise Broken(f"the gradient is {gradients or None}, expected finite numbers")
-    for gradient in gradients:
-        if gradient[~inputs.loss_mask].any():
-            raise Broken(
-                f"the gradient is {gradient.tolist()} under the mask {inputs.loss_mask.tolist()}: "
-                "expected 0.0 off the mask. Use torch.where(inputs.loss_mask, ..., 0.0)."
-            )
-
-
-def is_a_sum(cls: type[Loss], config: PluginConfig) -> None:
-    """It is summed, not averaged: two copies of a sequence give twice the loss."""
-    _need_torch()
-
-    component = Component(cls.name, cls)
-    if component.scope != "token":
-        raise NotApplicable("its scope is not 'token', so it is called for each unit alone")
-    once, twice = (cls(config)(_loss_inputs(cls, n)).loss.item() for n in (1, 2))
-    if abs(twice - 2 * once) > 1e-4 * max(1.0, abs(once)):
-        raise Broken(
-            f"one copy gives {once:.6g}, two give {twice:.6g}, expected {2 * once:.6g}. Return "
-            "the sum; the trainer divides by the global count of member tokens."
-        )
-
-
-def weighs_each_term(cls: type[Loss], config: PluginConfig) -> None:
-    """Each term is multiplied by its ``loss_weights``: twice the weights give twice the loss."""
-    _need_torch()
-    inputs = _loss_inputs(cls)
-    assert inputs.loss_weights is not None
-    heavy = replace(inputs, loss_weights=2 * inputs.loss_weights)
-    once, twice = (cls(config)(each).loss.item() for each in (inputs, heavy))
-    if abs(twice - 2 * once) > 1e-4 * max(1.0, abs(once)):
-        raise Broken(
-            f"the loss is {once:.6g}, and {twice:.6g} with twice the loss_weights, expected "
-            f"{2 * once:.6g}. A run that averages each sequence's tokens does so by these weights."
-        )
-
-
-def keeps_to_its_scope(cls: type[Loss], config: PluginConfig) -> None:
-    """With ``scope = "token"``, a token's gradient depends on that token alone."""
-    _need_torch()
-    import torch
-
-    if Component(cls.name, cls).scope != "token":
-        raise NotApplicable("its scope is not 'token'")
-
-    def gradient(logprobs: torch.Tensor) -> torch.Tensor:
-        inputs = replace(_loss_inputs(cls), trainer_logprobs=logprobs.requires_grad_())
-        loss = cls(config)(inputs).loss
-        _need_gradient(loss)
-        torch.autograd.backward(loss)
-        assert logprobs.grad is not None
-        return logprobs.grad
-
-    before = _loss_inputs(cls).trainer_logprobs.detach()
-    moved = before.clone()
-    moved[0] -= 0.01
-    changed = (gradient(before) - gradient(moved))[1:].abs().max().item()
-    if changed > 1e-6:
-        raise Broken(
-            f"log π of token 0 changed the gradient of other tokens by {changed:.3g}. Declare the "
-            "scope that one call has to see whole: 'sequence', 'rollout' or 'group'."
-        )
-
-
-def reads_what_it_declares(cls: type[Loss], config: PluginConfig) -> None:
-    """It works with what ``reads`` declares, optional streams absent, and with nothing else; and
-    without the sampler's logprobs if it does not compare with them."""
-    _need_torch()
-    import torch
-
-    component, inputs = Component(cls.name, cls), _loss_inputs(cls)
-    absent = {name for name, default in component.defaults.items() if default is None}
-    streams = {n: None if n in absent else column for n, column in inputs.streams.items()}
-    less = replace(inputs, streams=streams)
-    if "ref_logprobs" in absent:
-        less = replace(less, ref_logprobs=None)
-    if not cls.compares_with_sampler:
-        less = replace(less, inference_logprobs=torch.full((6,), torch.nan))
-    loss = cls(config)(less).loss
-    if not torch.isfinite(loss):
-        raise Broken(
-            f"the loss is {loss.item()} where what it does not declare is NaN. Name every column "
-            "in reads; set compares_with_sampler = True to read inference_logprobs."
-        )
-
-
-def _need_torch() -> None:
-    if find_spec("torch") is None:
-        raise NotApplicable("torch is not installed")
-
-
-def _need_gradient(loss: Any) -> None:
-    """A loss may train a head alone."""
-    if not loss.requires_grad:
-        raise NotApplicable("the loss does not depend on log π")
-
-
-def _loss_inputs(cls: type[Loss], copies: int = 1) -> LossInputs:
-    """Six tokens, the last off the mask; on the policy, above and below it. Streams that the loss
-    reads are 0.5; those that begin with ``top_`` have log(1/4) and log(1/8) for each token."""
-    import torch
-
-    given = {
-        "trainer_logprobs": torch.tensor([0.9, 0.1, 0.5, 0.5, 0.3, 0.05]).log(),
-        "inference_logprobs": torch.tensor([0.6, 0.4, 0.5, 0.2, 0.55, 0.06]).log(),
-        "ref_logprobs": torch.tensor([0.8, 0.2, 0.7, 0.4, 0.3, 0.9]).log(),
-        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5, 0.0, 2.0]),
-        "loss_mask": torch.tensor([True, True, True, True, True, False]),
-        "loss_weights": torch.tensor([1.0, 1.0, 0.5, 0.5, 2.0, 1.0]),
-    }
-    component = Component(cls.name, cls)
-    if "advantages" not in component.streams:
-        given["advantages"] = torch.full((6,), torch.nan)
-    given |= {name: torch.full((6,), 0.5) for name in component.computed}
-    given |= {name: given[name].long() for name in component.computed if name.endswith("_ids")}
-    if "top_logprobs" in given:
-        given["top_logprobs"] = torch.tensor([[0.5, 0.25]] * 6).log()
-    read = {
-        name: torch.tensor([[0.25, 0.125]] * 6).log() if name.startswith("top_")
-        else given.get(name, torch.full((6,), 0.5))
-        for name in component.streams
-    }  # fmt: skip
-    if TOP_IDS in read:
-        read[TOP_IDS] = torch.arange(12, dtype=torch.int32).view(6, 2)
-    known, streams = (
-        {name: torch.cat([column] * copies) for name, column in columns.items()}
-        for columns in (given, read)
-    )
-    for name in known.keys() & set(WITH_GRADIENT):
-        known[name].requires_grad_()
-    inputs = LossInputs(**known, streams=streams)
-    return inputs if "ref_logprobs" in streams else replace(inputs, ref_logprobs=None)
+    check_filtering(scope("slot", Hooks(), [cls(config)]))
 
 
 def head_gives_an_output_each(cls: type[Head], config: PluginConfig) -> None:
     """``build`` gives a module from hidden states [N, D] to outputs [N], with weights to train."""
-    _need_torch()
+    need_torch()
     import torch
 
     module = cls(config).build(8)
@@ -267,22 +118,53 @@ def _drawn(sampler: Sampler, number: int) -> list[tuple[int, int]]:
     return [sampler.next_example() for _ in range(number)]
 
 
+def sampler_takes_groups(cls: type[Sampler], config: PluginConfig) -> None:
+    """It takes scored groups: ``reject`` gives a reason or None, ``metrics`` numbers by name."""
+    sampler = cls(config, ENVS, 0)
+    for env in ENVS:
+        _drawn(sampler, 1)
+        group = conformance_group(MIXED)
+        for rollout in group:
+            rollout.env = env.name
+            rollout.assign_advantages(rollout.reward)
+            rollout.freeze()
+        sampler.observe(group)
+        if not isinstance(reason := sampler.reject(group), str | None):
+            raise Broken(f"reject gave {reason!r}, expected why no member may train, or None")
+    for name, value in sampler.metrics().items():
+        if not isinstance(name, str) or not isinstance(value, int | float):
+            raise Broken(f"metrics gave {name!r}: {value!r}, expected a number by its name")
+
+
 BY_KIND: dict[str, tuple[Check, ...]] = {
     "filter": (filter_answers,),
-    "loss": (
-        *(sums_over_the_mask, is_a_sum, weighs_each_term),
-        *(keeps_to_its_scope, reads_what_it_declares),
-    ),
+    "loss": losses.CHECKS,
     "head": (head_gives_an_output_each, head_prepares_what_it_writes),
-    "sampler": (sampler_in_range, sampler_resumes),
+    "sampler": (sampler_in_range, sampler_resumes, sampler_takes_groups),
+    "source": services.SOURCE,
+    "monitor": services.MONITOR,
+    "launcher": services.LAUNCHER,
+    "renderer": services.RENDERER,
+    "model": services.MODEL,
 }
+"""By kind. Engines have a suite of their own (``prime_rl_devkit.engines``)."""
+
+CONNECTS = frozenset({"monitor", "launcher", "model", "source"})
+"""Kinds that may use the network or a minute: checked if the user names them."""
+
+NEEDS = {
+    "observer": "the loop of a run",
+    "trainer_observer": "a trainer",
+    "tuning": "a transformers model",
+    "view": "the files of a run",
+    "weight_transport": "a trainer and an engine",
+}
+"""What the other kinds need, which the kit does not have."""
 
 
 def check_offer(kind: str, cls: type[Offer], config: PluginConfig) -> Report:
     """Run the checks of one kind. Whatever the class raises in one is a failure."""
     with logged_metrics(cls.name):
         outcomes = tuple(run(check, cls, config) for check in BY_KIND.get(kind, ()))
-    nothing = Outcome(
-        "conformance", "", "skipped", f"the kit has no checks of {kind}s: test it yourself"
-    )
-    return Report(kind, cls.name, outcomes or (nothing,))
+    said = f"{kind}s need {NEEDS.get(kind, 'a run')}, which the kit lacks: test it in a short run"
+    return Report(kind, cls.name, outcomes or (Outcome("conformance", "", "skipped", said),))

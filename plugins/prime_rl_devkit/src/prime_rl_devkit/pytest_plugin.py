@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(
 
 def _items(session: pytest.Session, name: str, pairs: list[str]) -> Iterator[pytest.Item]:
     from prime_rl.errors import PrimeRLError
-    from prime_rl.testing.conformance import CHECKS
+    from prime_rl_devkit.algorithms.suite import CHECKS
     from prime_rl_devkit.commands import read_settings
 
     try:
@@ -71,8 +71,8 @@ def subjects_named(name: str, settings: dict[str, Any]) -> list[Any]:
     """The algorithms of a name, with their settings. Raises ``ConfigError``."""
     from prime_rl.plugins.offers import ALGORITHM, settings_of
     from prime_rl.testing.host import conformance_host
-    from prime_rl.testing.rollouts import conformance_group
-    from prime_rl.testing.scoring import Subject
+    from prime_rl.testing.scoring import conformance_group
+    from prime_rl_devkit.algorithms.subject import Subject
 
     return [
         Subject(
@@ -147,7 +147,7 @@ class ConformanceItem(pytest.Item):
 
     def outcome(self) -> Any:
         """Run the check."""
-        from prime_rl.testing.conformance import run_check
+        from prime_rl_devkit.algorithms.suite import run_check
 
         return run_check(self.subject, self.check)
 

@@ -58,7 +58,7 @@ class Embedded(Engine):
             "status-path": launch.status_path,
             "settings": config.model_dump_json(),
         }
-        argv = [sys.executable, "-m", "prime_rl_embedded.server"]
+        argv = [sys.executable, "-P", "-m", "prime_rl_embedded.server"]
         if launch.wait_for_model:
             argv.append("--wait-for-model")
         for option, value in options.items():

@@ -13,7 +13,9 @@ from starlette.routing import Route
 
 from prime_rl_broadcast.group import backends
 from prime_rl_embedded.admin import Admin
+from prime_rl_embedded.answers import Texts
 from prime_rl_embedded.chat import Chat
+from prime_rl_embedded.completions import Completions
 from prime_rl_embedded.frontend import complete
 from prime_rl_embedded.generate import generate_response
 from prime_rl_embedded.loop import EngineLoop
@@ -88,14 +90,16 @@ def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
     return run
 
 
-def make_app(engine: EngineLoop, limits: Limits, chat: Chat, keys: Keys) -> Starlette:
+def make_app(engine: EngineLoop, limits: Limits, texts: Texts, keys: Keys) -> Starlette:
     api, admin = Api(engine, limits), Admin(engine, keys)
+    chat, text = Chat(texts), Completions(texts)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),
         ("GET", "/v1/models", keyed(api.models, keys)),
         ("GET", "/metrics", api.metrics),
         ("POST", "/inference/v1/generate", keyed(api.generate, keys)),
         ("POST", "/v1/chat/completions", keyed(chat.completions, keys)),
+        ("POST", "/v1/completions", keyed(text.completions, keys)),
         ("POST", "/pause", admin.pause),
         ("POST", "/update_weights", admin.update_weights),
         ("POST", "/resume", admin.resume),

@@ -132,12 +132,12 @@ class EngineServer:
         self._stop_serving()
 
     async def _serve(self, engine: EngineLoop) -> None:
+        from prime_rl_embedded.answers import Texts
         from prime_rl_embedded.api import make_app
-        from prime_rl_embedded.chat import Chat
 
-        chat = Chat(engine, self.limits, self.args.model)
+        texts = Texts(engine, self.limits, self.args.model)
         keys = Keys.of_environment()
-        app = make_app(engine, self.limits, chat, keys)
+        app = make_app(engine, self.limits, texts, keys)
         server = _make_http_server(app, engine, self.args)
         self._stop_serving = lambda: setattr(server, "should_exit", True)
         engine.start()

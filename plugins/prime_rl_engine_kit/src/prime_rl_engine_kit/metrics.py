@@ -13,13 +13,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import fmean, median
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import PositiveFloat
 
-from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl import EngineError, Observer, ObserverHost, PluginConfig
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +38,10 @@ class Page:
     counters: dict[str, float] = field(default_factory=dict)
     histograms: dict[str, float] = field(default_factory=dict)
     """Sum and count of each, as ``NAME_sum`` and ``NAME_count``."""
+
+
+PAGE_SECONDS = 2.0
+"""For ``GET /metrics``. A page that comes later is worth nothing."""
 
 
 class EngineMetricsConfig(PluginConfig):
@@ -64,7 +70,7 @@ class EngineMetrics(Observer):
         """Poll until cancelled."""
         while True:
             try:
-                self.note(time.monotonic(), await self.host.shared.engines.fleet.pages())
+                self.note(time.monotonic(), await pages_of(self.host.shared.engines.fleet.engines))
             except Exception as error:  # metrics must not end the run
                 if not self._warned:
                     log.warning(
@@ -102,6 +108,19 @@ class EngineMetrics(Observer):
                 metrics[f"inference/{name}:mean"] = grown[f"{name}_sum"] / number
         self._before = self._now
         return metrics
+
+
+async def pages_of(engines: Sequence[Any]) -> list[str]:
+    """The Prometheus page of every engine that has started and answers at once."""
+
+    async def fetch(engine: Any) -> str | None:
+        with suppress(EngineError):
+            return str((await engine.client.request("GET", "/metrics", PAGE_SECONDS)).text)
+        return None
+
+    up = [engine for engine in engines if engine.state.name != "STARTING"]
+    found = await asyncio.gather(*map(fetch, up))
+    return [page for page in found if page is not None]
 
 
 def parse(text: str) -> Page:

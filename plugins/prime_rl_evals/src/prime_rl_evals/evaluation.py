@@ -100,7 +100,7 @@ class Evaluation(Observer):
         ]
         self.eval_log = EvalLog(run.run_dir)
         self._open = AsyncExitStack()
-        self._began_with = run.launch.began_with(run.run_dir)
+        self._began_with = began_with(run.run_dir, run.launch.first_step)
         self._last_seen = self.policy.version
         self._due: asyncio.Queue[tuple[int, list[EvalEnv]]] = asyncio.Queue()
         self._idle, self._cut = asyncio.Event(), asyncio.Event()
@@ -275,3 +275,14 @@ class Evaluation(Observer):
             "dispatcher/queued/eval": float(self.total - self.finished - self.inflight),
             "time/hold_weights_for_eval": held,
         }
+
+
+def began_with(run_dir: Path, first_step: int) -> int:
+    """The policy version that the first attempt at this run began with: 0, or that of another run's
+    checkpoint. ``first_step``: of this attempt."""
+    numbers = (p.stem.rpartition("_")[2] for p in run_dir.glob("configs/launch.attempt_*.json"))
+    attempts = [int(number) for number in numbers if number.isdecimal()]
+    if not attempts:
+        return first_step - 1
+    first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
+    return int(json.loads(first.read_text()).get("first_step", 1)) - 1

@@ -12,7 +12,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from prime_rl.config.orchestrator import EvalConfig, EvalEnvConfig
-from prime_rl.env.environment import Environment, RolloutResult, SamplingSettings
+from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.episode import RolloutResult
 from prime_rl_observers.rollouts import Reduced, describe
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class EvalEnv:
     @classmethod
     def of(cls, env: EvalEnvConfig, table: EvalConfig, environment: Environment) -> EvalEnv:
         """An entry of ``table``. A sampling parameter that is None is the engine's default."""
-        sampling = SamplingSettings(**(env.sampling or table.sampling).model_dump())
+        sampling = env.sampling or table.sampling
         sizes = env.num_examples, env.group_size, env.interval
         return cls(env.label, environment, sampling, *sizes)
 

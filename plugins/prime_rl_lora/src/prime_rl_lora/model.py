@@ -7,7 +7,8 @@ PEFT adds them to the transformers model in place, so that the model keeps its c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,20 @@ def _check_saved(model: PreTrainedModel, saved: Sequence[str]) -> None:
 def _matches(name: str, ends: Sequence[str]) -> bool:
     """As PEFT compares ``modules_to_save``."""
     return any(name.endswith(end) for end in ends)
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Compute with the base alone, modules that train in full included."""
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
+    # PEFT's own switch also sets ``requires_grad``, which sharded parameters have to keep.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +72,12 @@ class Lora(Tuning):
         self.base = base.fingerprint()
         if adapter is not None:
             load_adapter(model, self.config, base, adapter)
+
+    def initial(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """The base, with the adapter switched off."""
+        from prime_rl_lora.model import adapter_off
+
+        return adapter_off(model)
 
     def tensors(self, model: PreTrainedModel) -> dict[str, Tensor]:
         """By PEFT's names."""

@@ -1,4 +1,4 @@
-"""What watches the trainer: token export, MFU, disk space, reports of bad and of slow steps.
+"""What watches the trainer: token export, MFU, disk space, losses, bad and slow steps.
 
 ``orchestrator.py`` has those of the orchestrator.
 """
@@ -10,6 +10,7 @@ from prime_rl_observers.bad_steps import BadSteps
 from prime_rl_observers.console import Console
 from prime_rl_observers.device_usage import DeviceUsage
 from prime_rl_observers.disk import Disk
+from prime_rl_observers.loss_checks import LossChecks
 from prime_rl_observers.slow_steps import SlowSteps
 from prime_rl_observers.token_export import TokenExport
 
@@ -17,4 +18,4 @@ from prime_rl_observers.token_export import TokenExport
 @hookimpl
 def register_trainer_observers() -> list[type[TrainerObserver]]:
     """Offer the observers."""
-    return [BadSteps, Console, DeviceUsage, Disk, SlowSteps, TokenExport]
+    return [BadSteps, Console, DeviceUsage, Disk, LossChecks, SlowSteps, TokenExport]

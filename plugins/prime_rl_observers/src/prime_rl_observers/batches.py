@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.env.traces import timing_of
+from prime_rl.orchestrator.buffer import STALE
 from prime_rl_observers.rollouts import (
     Progress,
     batch_metrics,
@@ -84,11 +85,16 @@ class BatchMetrics(Observer):
         """Keep it until it is sent."""
         self._batch = batch
 
+    def batch_lost(self, batch: Batch) -> None:
+        """The metrics of what was dropped show why nothing trains."""
+        self._batch = batch
+
     def take_metrics(self) -> Mapping[str, float]:
         """Of the batch that was sent."""
         if (batch := self._batch) is None:
             return {}
         recent, now = self.recent, time.perf_counter()
+        stale = sum(reason == STALE for reason in batch.dropped.values())
         live = [rollout for rollout in batch.kept if rollout.is_live]
         staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
         arrived = [self._arrived.get(id(rollout)) for rollout in live]
@@ -108,7 +114,7 @@ class BatchMetrics(Observer):
             **timing_metrics(_timings(batch.kept), "effective"),
             **off_policy_metrics(staleness, in_flight),
             **batch_metrics(batch.seen, batch.kept),
-            "off_policy/dropped": float(recent.cancelled.total() + batch.num_stale),
+            "off_policy/dropped": float(recent.cancelled.total() + stale),
             **self._progress.step(batch.seen),
         }
         envs, seconds = sorted({rollout.env for rollout in batch.seen}), now - recent.started

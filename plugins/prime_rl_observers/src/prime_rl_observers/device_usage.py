@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from prime_rl.trainer.attention import Documents
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.packed_row import PackedRow
+    from prime_rl.trainer.packing import Layout
 
 logger = logging.getLogger("prime_rl.trainer.flops")
 
@@ -106,11 +106,10 @@ class Cost:
 
     def of(self, row: PackedRow) -> float:
         """Operations of the row's forward and backward pass."""
-        documents = row.layout.documents
         return (
             self.per_token * len(row.layout.token_ids)
             + self.per_target * len(row.targets)
-            + sum(cost * num_pairs(documents, window) for window, cost in self.per_pair)
+            + sum(cost * num_pairs(row.layout, window) for window, cost in self.per_pair)
         )
 
 
@@ -175,12 +174,9 @@ def _attention(config: Any) -> list[tuple[int | None, int]]:
     return list(zip(reach, widths, strict=True))
 
 
-def num_pairs(documents: Documents, window: int | None) -> int:
+def num_pairs(layout: Layout, window: int | None) -> int:
     """Query-key pairs of all documents and their continuations."""
-    whole = sum(num * _pairs(length, length, window) for num, length in documents.runs)
-    return whole + sum(
-        run.num * _pairs(run.num_queries, run.num_keys, window) for run in documents.continuations
-    )
+    return sum(num * _pairs(queries, keys, window) for num, queries, keys in layout.runs)
 
 
 def _pairs(queries: int, keys: int, window: int | None) -> int:

@@ -20,6 +20,7 @@ class PPO(Algorithm):
     """Credit is what each token adds to the value that the critic expects."""
 
     name = "ppo"
+    losses = ("rl", "value_loss")
     needs_heads = ("values",)
 
     @hookimpl

@@ -8,28 +8,33 @@ from prime_rl import Observer, RunView, hookimpl
 
 @hookimpl
 def register_commands(cli: typer.Typer) -> None:
-    """Add ``serve``, ``eval``, ``report``, ``replay``, ``inspect``, ``runs``, ``status`` and
-    ``stop``."""
+    """Add the commands that train, look at and serve runs."""
+    from prime_rl_tools.commands import chat, inspect, race, replay, report, runs, serve
     from prime_rl_tools.commands import eval as evaluation
-    from prime_rl_tools.commands import inspect, replay, report, runs, serve
 
-    cli.command("serve", context_settings=serve.CONTEXT)(serve.serve)
-    cli.command("eval", context_settings=evaluation.CONTEXT)(evaluation.evaluate)
-    cli.command("report")(report.report)
-    cli.command("replay")(replay.replay)
-    cli.command("inspect")(inspect.inspect)
-    cli.command("runs")(runs.runs)
-    cli.command("status")(runs.status)
-    cli.command("stop")(runs.stop)
+    train, look, serving = "Train", "Look", "Serve"  # panels of the help
+    cli.command("race", context_settings=race.CONTEXT, rich_help_panel=train)(race.race)
+    cli.command("stop", rich_help_panel=train)(runs.stop)
+    cli.command("runs", rich_help_panel=look)(runs.runs)
+    cli.command("status", rich_help_panel=look)(runs.status)
+    cli.command("report", rich_help_panel=look)(report.report)
+    cli.command("replay", rich_help_panel=look)(replay.replay)
+    cli.command("inspect", rich_help_panel=look)(inspect.inspect)
+    cli.command("serve", context_settings=serve.CONTEXT, rich_help_panel=serving)(serve.serve)
+    cli.command("chat", context_settings=chat.CONTEXT, rich_help_panel=serving)(chat.chat)
+    cli.command("eval", context_settings=evaluation.CONTEXT, rich_help_panel=serving)(
+        evaluation.evaluate
+    )
 
 
 @hookimpl
 def register_observers() -> list[type[Observer]]:
-    """Offer ``event_loop_lag`` and ``save_rollouts``."""
+    """Offer ``event_loop_lag``, ``loaded_versions`` and ``save_rollouts``."""
     from prime_rl_tools.lag import EventLoopLag
     from prime_rl_tools.rollouts import SaveRollouts
+    from prime_rl_tools.versions import Versions
 
-    return [EventLoopLag, SaveRollouts]
+    return [EventLoopLag, SaveRollouts, Versions]
 
 
 @hookimpl

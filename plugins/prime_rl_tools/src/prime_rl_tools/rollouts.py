@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
+import msgspec
+
 from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.orchestrator.records import StoredRollout as StoredRollout
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
+from prime_rl_tools.files import reading
 
 if TYPE_CHECKING:
     from prime_rl.orchestrator.buffer import Batch
@@ -119,6 +122,10 @@ class SaveRollouts(Observer):
         except OSError as error:
             log.error("step %d: its rollouts are not kept: %s", batch.step, error)
 
+    def batch_lost(self, batch: Batch) -> None:
+        """Save what was dropped."""
+        self.batch_sent(batch, ())
+
 
 def write_rollouts(
     path: Path,
@@ -164,5 +171,6 @@ def read_rollouts(path: Path) -> tuple[int, list[Rollout], list[str | None]]:
 def read_step(path: Path) -> StoredStep:
     """Everything a step's file holds. Raises ``RunError`` if it is truncated or of another kind."""
     record = decode_rollouts(path)
-    frames = [FrameDigest(*frame) for frame in record["frames"]]
+    with reading(path):
+        frames = [FrameDigest(*msgspec.convert(f, tuple[int, str])) for f in record["frames"]]
     return StoredStep(record["step"], record["rollouts"], record["waiting"], frames)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prime_rl.errors import ConfigError, RunError
-from prime_rl.rundir.control import DONE, RUNNING, Supervisor, start_of
+import msgspec
+
+from prime_rl.errors import ConfigError, PrimeRLError, RunError
+from prime_rl.rundir.control import RUNNING, Supervisor, start_of
 from prime_rl.rundir.directory import DRY
-from prime_rl.rundir.status import StatusReport, read_status
+from prime_rl.rundir.status import DONE, StatusReport, read_status
+from prime_rl_tools.files import reading
 from prime_rl_tools.view.summary import REWARD
 
 DIED = "died"
@@ -25,9 +27,14 @@ DRY_RUN = "dry run"
 UNKNOWN = "unknown"
 """State of a run without a supervisor's record."""
 
+LATEST = "latest"
+"""Instead of a run's name: the newest run."""
+
 TAIL_BYTES = 1 << 18
 """How much of the end of ``metrics.jsonl`` is searched for the last batch."""
 POLL_SECONDS = 0.1
+NOTEBOOK_SECONDS = 20.0
+"""A supervisor that lives on for this long after its run is a notebook, and stays."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,13 @@ class RunInfo:
 
 
 def run_info(run_dir: Path) -> RunInfo:
-    """State and progress of a run. Raises ``ConfigError`` if the folder holds no run."""
+    """State and progress of a run. Raises ``ConfigError`` if the folder holds no run, ``RunError``
+    if one of its files is damaged."""
     config = run_dir / "configs" / "run.json"
     try:
-        max_steps = int(json.loads(config.read_text())["max_steps"])
+        max_steps = msgspec.json.decode(config.read_bytes(), type=_Config).max_steps
         started = config.stat().st_mtime
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{run_dir} is no run directory: {config}: {error}") from error
     row = last_batch(run_dir / "metrics.jsonl")
     return RunInfo(
@@ -68,8 +76,20 @@ def run_info(run_dir: Path) -> RunInfo:
     )
 
 
+class _Config(msgspec.Struct):
+    max_steps: int
+
+
+class _Batch(msgspec.Struct):
+    """What is read of a line of ``metrics.jsonl``."""
+
+    step: int = 0
+    reward: float | None = msgspec.field(name=REWARD, default=None)
+
+
 def state_of(run_dir: Path) -> str:
-    """The supervisor's last state, or one of the states above."""
+    """The supervisor's last state, or one of the states above. Raises ``RunError`` if its record is
+    damaged."""
     if (run_dir / DRY).exists():
         return DRY_RUN
     supervisor = Supervisor.read(run_dir)
@@ -83,34 +103,46 @@ def state_of(run_dir: Path) -> str:
 
 def last_batch(path: Path) -> dict[str, Any]:
     """The last line of ``metrics.jsonl`` that describes a batch; empty if there is none near the
-    end."""
-    try:
+    end. Raises ``RunError`` if it or a line after it is damaged."""
+    if not path.exists():
+        return {}
+    with reading(path):
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return {}
-    for line in reversed(lines):
-        with suppress(ValueError):  # cut off by the seek, or still being written
-            row = json.loads(line)
-            if isinstance(row, dict) and "progress/total_tokens" in row:
+            start = max(0, size - TAIL_BYTES)
+            file.seek(start)
+            *lines, _ = file.read().split(b"\n")  # the last is empty, or still being written
+        for line in reversed(lines[1:] if start else lines):  # the first is cut off by the seek
+            row = msgspec.json.decode(line, type=dict[str, Any])
+            if "progress/total_tokens" in row:
+                msgspec.convert(row, _Batch)
                 return row
     return {}
 
 
-def list_runs(output_dir: Path) -> list[RunInfo]:
-    """Every run in a folder, the newest last. A run directory without a config is ignored."""
+def list_runs(
+    output_dir: Path, damaged: Callable[[PrimeRLError], None] = lambda error: None
+) -> list[RunInfo]:
+    """Every run in a folder, the newest last, without those that only a dry run has used.
+    ``damaged`` is called with the error of each run that cannot be read."""
     found = []
     for path in output_dir.glob("*/configs/run.json"):
-        with suppress(ConfigError):
-            found.append(run_info(path.parent.parent))
+        try:
+            if not (path.parent.parent / DRY).exists():
+                found.append(run_info(path.parent.parent))
+        except PrimeRLError as error:
+            damaged(error)
     return sorted(found, key=lambda run: run.started)
 
 
 def find_run(run: str, output_dir: Path) -> Path:
-    """The directory of a run by its path or, in ``output_dir``, its name. Raises
-    ``ConfigError``."""
+    """The directory of a run by its path or, in ``output_dir``, its name; ``latest``: of the newest
+    that is no dry run. Raises ``ConfigError``."""
+    if run == LATEST:
+        started = [each for each in list_runs(output_dir) if each.state != DRY_RUN]
+        if not started:
+            raise ConfigError(f"latest: there is no run in {output_dir}")
+        return Path(started[-1].path)
     for path in (Path(run), output_dir / run):
         if (path / "configs" / "run.json").is_file():
             return path
@@ -126,13 +158,17 @@ def find_run(run: str, output_dir: Path) -> Path:
 
 
 def processes(run_dir: Path) -> dict[str, StatusReport]:
-    """The last status of each process of a run, by name, in start order."""
+    """The last status of each process of a run, by name, in start order. The state of one that
+    cannot be read says so."""
     names = [path.stem for path in run_dir.glob("status/*.json")]
     order = ("model", "inference", "trainer", "orchestrator")
     known = [name for name in order if name in names]
     others = sorted(set(names) - {*order, "supervisor"})
-    reports = {name: read_status(run_dir / "status" / f"{name}.json") for name in known + others}
-    return {name: report for name, report in reports.items() if report is not None}
+    paths = {name: run_dir / "status" / f"{name}.json" for name in known + others}
+    return {
+        name: read_status(path) or StatusReport(f"{path} cannot be read")
+        for name, path in paths.items()
+    }
 
 
 def stop(run_dir: Path, timeout: float) -> bool:
@@ -152,8 +188,12 @@ def stop(run_dir: Path, timeout: float) -> bool:
         os.kill(supervisor.pid, signal.SIGTERM)
     except PermissionError as error:
         raise RunError(f"process {supervisor.pid} belongs to another user: {error}") from error
-    deadline = time.monotonic() + timeout
+    deadline, ended = time.monotonic() + timeout, None
     while left := [pid for pid, start in started.items() if start_of(pid) == start]:
+        if left == [supervisor.pid] and _has_ended(run_dir):
+            ended = ended or time.monotonic()
+            if time.monotonic() > ended + NOTEBOOK_SECONDS:
+                break
         if time.monotonic() > deadline:
             raise RunError(
                 f"processes {', '.join(map(str, left))} have not ended within {timeout:.0f} s. "
@@ -162,3 +202,10 @@ def stop(run_dir: Path, timeout: float) -> bool:
             )
         time.sleep(POLL_SECONDS)
     return True
+
+
+def _has_ended(run_dir: Path) -> bool:
+    """Whether the supervisor wrote an outcome. A Python process that called ``prime_rl.train``
+    lives on."""
+    supervisor = Supervisor.read(run_dir)
+    return supervisor is not None and supervisor.state != RUNNING

@@ -90,7 +90,7 @@ TWO = """
 temperature = 0.25
 [[orchestrator.eval.env]]
 id = "reverse-text"
-name = "first/half"
+name = "first:half"
 num_examples = 2
 [[orchestrator.eval.env]]
 id = "reverse-text"
@@ -106,7 +106,7 @@ def test_the_toml_of_a_run_gives_several_envs(tmp_path):
         done = command(endpoint, tmp_path / "out", "--orchestrator.eval.env.0.num_examples", 1,
                        what=[str(tmp_path / "two.toml")], model=None)  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert "first/half" in done.stdout and "greedy" in done.stdout
+    assert "first:half" in done.stdout and "greedy" in done.stdout
     assert len(rows(tmp_path / "out", "first_half")) == 1
     assert len(rows(tmp_path / "out", "greedy")) == 3
     assert Counter(body["temperature"] for body in endpoint.bodies) == {0.25: 1, 0.0: 3}

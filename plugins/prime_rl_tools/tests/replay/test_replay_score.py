@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from prime_rl import hookimpl
 from prime_rl.cli.app import app
 from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, RunError
 from prime_rl_tools.replay import score
@@ -290,7 +291,13 @@ def test_files_without_places_are_refused(tmp_path):
 def test_the_host_has_the_saved_examples_and_agents(tmp_path):
     make_run(tmp_path / "run", "centred")
     rollouts = [s.rollout for step in read_steps(tmp_path / "run") for s in step.rollouts]
-    host = ReplayHost("words", ("words",), rollouts)
+    orchestrator = {"train": {"env": [{"id": "words"}]}}
+    config = RunConfig(
+        model={"name": "m"}, max_steps=1, seed=3, seq_len=64, orchestrator=orchestrator
+    )
+    host = ReplayHost("words", config, rollouts)
+    assert (host.seed, host.seq_len, host.max_completion_tokens, host.step) == (3, 64, None, 0)
+    assert host.envs == ("words",)
     assert host.agents == ("agent",) and host.task(1) == {"prompt": "say it"}
     with pytest.raises(IndexError, match="example 999"):
         host.task(999)

@@ -9,8 +9,9 @@ from rich.console import Console
 from prime_rl import ChatTemplate, PluginConfig
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.checkpoints import STABLE, finished
+from prime_rl_tools.view.ending import print_summary
 from prime_rl_tools.view.live import TerminalView
-from prime_rl_tools.view.summary import read_curve, running_mean
+from prime_rl_tools.view.summary import read_curve, running_mean, summarize
 
 REWARD = "train/agg/all/reward/mean"
 LAST = 12
@@ -241,3 +242,21 @@ def test_a_stopped_run_without_checkpoints_says_so(tmp_path):
 def test_after_the_last_step_nothing_is_left_to_resume(tmp_path):
     whole(tmp_path, LAST)
     assert "Resume" not in printed_at_stop(tmp_path, step=LAST, saved=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "warned"),
+    [
+        (0.4, 0.001, True),
+        (0.4, -1.0, True),
+        (0.4, 0.11, False),
+        (0.0, -1.0, False),
+        (-1, -2, False),
+    ],
+)
+def test_a_reward_that_collapses_is_said(tmp_path, first, last, warned):
+    console = Console(record=True, width=200, file=io.StringIO())
+    summary = summarize(tmp_path, 1)
+    summary["sampled_reward"] = {"first": first, "last": last, "window": 1}
+    print_summary(console, tmp_path, summary)
+    assert ("WARNING  the sampled reward has collapsed: 0.4" in console.export_text()) == warned

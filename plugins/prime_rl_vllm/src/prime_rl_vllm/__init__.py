@@ -81,7 +81,7 @@ class Vllm(Engine):
             "status-path": launch.status_path,
             "settings": json.dumps(cast(VllmConfig, self.config).arguments),
         }
-        argv = [str(launch.python or sys.executable), "-m", "prime_rl_vllm.server"]
+        argv = [str(launch.python or sys.executable), "-P", "-m", "prime_rl_vllm.server"]
         argv += ["--wait-for-model"] * launch.wait_for_model + ["--can-sleep"] * launch.can_sleep
         for option, value in options.items():
             if value is not None:

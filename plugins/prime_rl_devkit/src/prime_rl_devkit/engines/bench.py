@@ -11,7 +11,7 @@ from typing import Any
 from prime_rl.errors import ConfigError, EngineError
 from prime_rl.plugins.engine import Engine
 from prime_rl.plugins.offers import ENGINE, settings_of
-from prime_rl.testing.report import Outcome, Report
+from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit.engines.starting import started
 from prime_rl_devkit.engines.subject import EngineSubject
 from prime_rl_devkit.engines.suite import CHECKS, conformance

@@ -13,12 +13,12 @@ import httpx
 import msgspec
 
 from prime_rl.errors import WeightsError
-from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_devkit.engines.checkpoints import read
 from prime_rl_devkit.engines.routes import refused
 from prime_rl_devkit.engines.subject import EngineSubject
 from prime_rl_devkit.engines.weights import REFUSED, other_weights, serves
+from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor

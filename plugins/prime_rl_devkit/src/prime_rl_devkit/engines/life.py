@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import time
 
-from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.routes import refused
 from prime_rl_devkit.engines.subject import EngineSubject
 from prime_rl_devkit.engines.weights import REFUSED, other_weights, serves, settled
+from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 
 def sleep(engine: EngineSubject) -> None:

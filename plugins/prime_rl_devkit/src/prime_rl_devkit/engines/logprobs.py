@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from typing import Any
 
-from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl_devkit.engines.prompts import lively, prompt_of
 from prime_rl_devkit.engines.reference import largest_gap
 from prime_rl_devkit.engines.replies import Choice
 from prime_rl_devkit.engines.statistics import FAR, deviation
 from prime_rl_devkit.engines.subject import EngineSubject
+from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0},

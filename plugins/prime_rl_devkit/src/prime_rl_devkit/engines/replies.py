@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.testing.report import Broken
+from prime_rl_devkit.verdicts import Broken
 
 SENTINEL = -9999.0
 """vLLM's stand-in for minus infinity; clients refuse it among the sampled tokens."""

@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 
-from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.subject import GENERATE, EngineSubject
+from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 
 def alive(engine: EngineSubject) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from prime_rl.testing.report import Broken, NotApplicable
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.replies import Choice
 from prime_rl_devkit.engines.routes import refused
 from prime_rl_devkit.engines.subject import EngineSubject
+from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 
 def max_tokens(engine: EngineSubject) -> None:

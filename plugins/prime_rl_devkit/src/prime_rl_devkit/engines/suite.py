@@ -7,9 +7,10 @@ from typing import TypeAlias
 
 import httpx
 
-from prime_rl.testing.report import Broken, NotApplicable, Outcome, Report, promise_of
+from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit.engines import broadcast, life, logprobs, routes, sampling, traffic, weights
 from prime_rl_devkit.engines.subject import EngineSubject
+from prime_rl_devkit.verdicts import Broken, NotApplicable, promise_of
 
 Check: TypeAlias = Callable[[EngineSubject], str | None]
 """Raises ``Broken`` or ``NotApplicable``; may return a measurement as text."""

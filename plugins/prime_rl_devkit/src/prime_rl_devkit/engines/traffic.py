@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 
-from prime_rl.testing.report import Broken
 from prime_rl_devkit.engines.logprobs import same_choice
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.subject import GENERATE, EngineSubject
+from prime_rl_devkit.verdicts import Broken
 
 CROWD = 64
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from prime_rl.testing.report import Broken
 from prime_rl_devkit.engines import checkpoints
 from prime_rl_devkit.engines.prompts import prompt_of
 from prime_rl_devkit.engines.reference import largest_gap
 from prime_rl_devkit.engines.replies import Choice
 from prime_rl_devkit.engines.routes import refused
 from prime_rl_devkit.engines.subject import EngineSubject
+from prime_rl_devkit.verdicts import Broken
 
 REFUSED = (400, 404, 409, 422, 500)
 

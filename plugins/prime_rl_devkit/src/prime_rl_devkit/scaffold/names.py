@@ -12,9 +12,7 @@ import prime_rl
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.checks import CONTRACT_VERSION
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.manager import GROUPS, load_plugins
-from prime_rl.plugins.offers import KINDS as OFFER_KINDS
-from prime_rl.plugins.offers import collect
+from prime_rl_devkit.facts import installed
 
 KINDS: Mapping[str, str] = {
     "algorithm": PROJECT,
@@ -26,8 +24,14 @@ KINDS: Mapping[str, str] = {
     "renderer": PROJECT,
     "source": PROJECT,
     "monitor": PROJECT,
+    "launcher": PROJECT,
+    "model": PROJECT,
+    "wrapper": PROJECT,
 }
-"""Every kind with a template, and its entry-point group."""
+"""Every kind of plugin with a template, and its entry-point group."""
+
+ENVIRONMENT = "environment"
+"""The kind that is no plugin: verifiers finds it, by the name of its module."""
 
 PREFIX = "prime-rl-"
 
@@ -52,8 +56,10 @@ class Names:
 
 def names_for(name: str, kind: str) -> Names:
     """Check ``name``. Raises ``ConfigError`` if it is invalid or taken."""
-    if kind not in KINDS:
-        raise ConfigError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+    kinds = kind.split("+")
+    if kind != ENVIRONMENT and (set(kinds) - KINDS.keys() or len({*kinds}) < len(kinds)):
+        expected = ", ".join((*KINDS, ENVIRONMENT))
+        raise ConfigError(f"--kind: expected one of {expected}, got {kind!r}")
     plain = name.removeprefix(PREFIX)
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", plain):
         raise ConfigError(
@@ -66,7 +72,7 @@ def names_for(name: str, kind: str) -> Names:
         dashed=dashed,
         env_name=spelt.upper(),
         distribution=f"{PREFIX}{dashed}",
-        module=f"prime_rl_{spelt}",
+        module=spelt if kind == ENVIRONMENT else f"prime_rl_{spelt}",
         class_name="".join(word.capitalize() for word in spelt.split("_")),
         core_range=core_range(version("prime-rl-core")),
         contract=str(CONTRACT_VERSION),
@@ -85,15 +91,14 @@ def _check_free(names: Names, kind: str) -> None:
     for ours in (names.class_name, f"{names.class_name}Config"):
         if hasattr(prime_rl, ours):
             raise ConfigError(f"name: {ours!r} is a class of prime_rl itself; choose another name")
-    for group in GROUPS:
-        hooks = load_plugins(group)
-        for plugin, source in hooks.sources.items():
-            if plugin == names.name or source.distribution == names.distribution:
-                raise ConfigError(_taken(names.name, f"the plugin {source}"))
-        for each in OFFER_KINDS:
-            found = collect(hooks, each).get(names.name) if each.name == kind else None
-            if found is not None:
-                raise ConfigError(_taken(names.name, f"a {kind} of the plugin {found.source}"))
+    for plugin in installed():
+        if plugin.entry.name == names.name or plugin.source.distribution == names.distribution:
+            raise ConfigError(_taken(names.name, f"the plugin {plugin.source}"))
+        for each, offered in plugin.offers:
+            if each.name in kind.split("+") and offered.cls.name == names.name:
+                raise ConfigError(
+                    _taken(names.name, f"a {each.name} of the plugin {plugin.source}")
+                )
     if find_spec(names.module) is not None:
         raise ConfigError(_taken(names.name, f"an installed module, {names.module}"))
 

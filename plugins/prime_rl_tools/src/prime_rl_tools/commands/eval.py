@@ -23,8 +23,9 @@ def evaluate(
         list[str] | None,
         typer.Argument(
             metavar="ENV | RUN | CONFIG.toml... [--orchestrator.eval.KEY VALUE]...",
-            help="A taskset's id; a run's name or folder, whose orchestrator.eval.env tables are "
-            "evaluated with its renderer; or TOML files with such tables, then overrides.",
+            help="A taskset's id; a run (its name or path, or latest), whose orchestrator.eval.env "
+            "tables are evaluated with its renderer; or TOML files with such tables, then "
+            "overrides.",
             show_default=False,
         ),
     ] = None,
@@ -34,6 +35,11 @@ def evaluate(
 
     Prints avg@k, and pass@k and pass^k where rewards are 0 or 1; every rollout is saved. The exit
     code is 1 if every rollout of an environment failed.
+
+    ```
+    prime-rl eval latest --base-url http://127.0.0.1:8000/v1
+    prime-rl eval reverse-text --num-examples 32 --group-size 4
+    ```
     """
     from prime_rl.cli.run import split_arguments
     from prime_rl_tools.eval.request import read_request

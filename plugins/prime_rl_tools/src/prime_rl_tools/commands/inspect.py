@@ -7,21 +7,35 @@ from typing import Annotated
 
 import typer
 
+from prime_rl_tools.commands.options import OUTPUTS, OutputDir, run_names
+
 
 def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            metavar="FILE",
-            help="A frame of micro batches (rollouts_wire/.../rank_R.bin), a file of rollouts "
-            "(rollouts/step_N.msgpack), or a folder of weights or of a checkpoint.",
+            metavar="RUN | FILE",
+            help="A run (its name or path, or latest), a frame of micro batches "
+            "(rollouts_wire/.../rank_R.bin), a file of rollouts (rollouts/step_N.msgpack), or a "
+            "folder of weights or of a checkpoint.",
+            autocompletion=run_names,
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output_dir: OutputDir = OUTPUTS,
 ) -> None:
-    """Print the contents of a file of a run."""
-    from prime_rl_tools.replay.inspect import facts_of, print_facts
+    """Print the contents of a run or of one of its files.
 
+    ```
+    prime-rl inspect latest
+    prime-rl inspect outputs/mine/rollouts/step_3.msgpack
+    ```
+    """
+    from prime_rl_tools.replay.inspect import facts_of, print_facts
+    from prime_rl_tools.runs import find_run
+
+    if not path.exists() and path.name == str(path) and not path.suffix:  # a name, not a path
+        path = find_run(str(path), output_dir)
     facts = facts_of(path)
     if as_json:
         import json

@@ -1,9 +1,10 @@
-"""The options of a command, from a settings class: one for each field, with its type and docs."""
+"""Options that commands share: RUN, and one option for each field of a settings class."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
@@ -11,10 +12,32 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from prime_rl.config.base import Settings
-from prime_rl.config.explain import explain
+from prime_rl.config.load import explain
 from prime_rl.errors import ConfigError
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
+
+OUTPUTS = Path("outputs")
+OutputDir = Annotated[
+    Path, typer.Option("--output-dir", help="Folder with run directories, as output_dir names it.")
+]
+
+
+def run_names(incomplete: str) -> list[str]:
+    """What a shell completes RUN to: ``latest`` and the runs in ``outputs``."""
+    names = [path.parent.parent.name for path in OUTPUTS.glob("*/configs/run.json")]
+    return [name for name in ["latest", *sorted(names)] if name.startswith(incomplete)]
+
+
+RunName = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="Name or path of a run, or latest.",
+        show_default=False,
+        autocompletion=run_names,
+    ),
+]
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
@@ -60,8 +83,8 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if typed is bool:  # no --no-NAME
         option = typer.Option(f"--{name.replace('_', '-')}", help=doc, show_default=False)
     else:
-        shown = str(default) if default not in (None, (), "") else False
-        option = typer.Option(help=doc, show_default=shown)
+        shown = "" if default in (None, (), "") else f" [default: {default}]"
+        option = typer.Option(help=doc + shown, show_default=False)
     annotation = Annotated[typed | None, option]  # type: ignore[valid-type]  # known at run time only
     return inspect.Parameter(name, KEYWORD_ONLY, default=None, annotation=annotation)
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
+
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
     from prime_rl_tools.replay.compare import StepChange
@@ -17,7 +19,7 @@ NUM_SHOWN = 8
 
 
 def replay(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunName,
     step: Annotated[int | None, typer.Option(help="Show this step. Default: every one.")] = None,
     algo: Annotated[
         str | None, typer.Option(help="Score by this algorithm, with its default settings.")
@@ -30,18 +32,25 @@ def replay(
         Path | None, typer.Option(help="Write a page that shows both credits, token by token.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    output_dir: OutputDir = OUTPUTS,
 ) -> None:
     """Score saved rollouts again, without engine or GPU, and show the changes.
 
     With the run's own algorithm every frame that was sent must be reproduced byte for byte, else
     the exit code is 1.
+
+    ```
+    prime-rl replay latest --algo max_rl
+    ```
     """
     import asyncio
 
     from prime_rl_tools.replay.compare import change_of
     from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps
     from prime_rl_tools.replay.score import replay as score_again
+    from prime_rl_tools.runs import find_run
 
+    run_dir = find_run(run, output_dir)
     run_config = read_run_config(run_dir)
     algorithms = chosen_algorithms(run_config, algo, config or [])
     replayed = asyncio.run(score_again(run_config, read_steps(run_dir, step), algorithms))

@@ -7,15 +7,26 @@ from typing import Annotated
 
 import typer
 
+from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
+
 
 def report(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    run: RunName,
     out: Annotated[
         Path | None, typer.Option(help="The page. Default: report.html in the run directory.")
     ] = None,
+    output_dir: OutputDir = OUTPUTS,
 ) -> None:
-    """Write one HTML page that shows a run: curves, every rollout, and credit token by token."""
+    """Write one HTML page that shows a run: curves, every rollout, and credit token by token.
+
+    ```
+    prime-rl report latest
+    ```
+    """
     from prime_rl_tools.report import write_report
+    from prime_rl_tools.runs import find_run
+
+    run_dir = find_run(run, output_dir)
 
     path = out or run_dir / "report.html"
     facts = write_report(run_dir, path)

@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from prime_rl_tools.runs import RunInfo
 
-OutputDir = Annotated[
-    Path, typer.Option("--output-dir", help="Folder with run directories, as output_dir names it.")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Run = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name or path of a run.", show_default=False)
-]
-OUTPUTS = Path("outputs")
 
 COLORS = {
     "running": "green",
@@ -35,10 +29,15 @@ COLORS = {
 
 
 def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
-    """List runs: state, step, reward of the last batch, age. The newest comes last."""
+    """List runs: state, step, reward of the last batch, age. The newest comes last.
+
+    ```
+    prime-rl runs --output-dir outputs
+    ```
+    """
     from prime_rl_tools.runs import list_runs
 
-    found = list_runs(output_dir)
+    found = list_runs(output_dir, lambda error: typer.echo(f"error: {error}", err=True))
     if as_json:
         typer.echo(json.dumps([asdict(run) for run in found], indent=2))
     elif not found:
@@ -66,8 +65,13 @@ def _print_runs(found: list[RunInfo]) -> None:
     Console().print(table)
 
 
-def status(run: Run, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
-    """Say how far a run is and what each of its processes does or waits for."""
+def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
+    """Say how far a run is and what each of its processes does or waits for.
+
+    ```
+    prime-rl status latest
+    ```
+    """
     from prime_rl_tools.runs import find_run, processes, run_info
 
     run_dir = find_run(run, output_dir)
@@ -121,14 +125,19 @@ def _processes(reports: Any) -> Any:
 
 
 def stop(
-    run: Run,
+    run: RunName,
     output_dir: OutputDir = OUTPUTS,
     timeout: Annotated[
         float, typer.Option(help="Seconds the run may take to finish its step, save and end.")
     ] = 1800.0,
 ) -> None:
     """Have a run save its weights and end cleanly, as Ctrl-C in its own terminal would, and wait
-    until it is gone. A second stop ends it at once."""
+    until it is gone. A second stop ends it at once.
+
+    ```
+    prime-rl stop latest
+    ```
+    """
     from prime_rl.errors import RunError
     from prime_rl_tools.runs import find_run, state_of
     from prime_rl_tools.runs import stop as stop_run

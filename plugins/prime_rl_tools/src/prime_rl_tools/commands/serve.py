@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from prime_rl_tools.commands.options import with_options
+from prime_rl_tools.commands.options import run_names, with_options
 from prime_rl_tools.serve.settings import ServeSettings
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -18,10 +18,11 @@ def serve(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL",
-            help="A model folder (such as outputs/RUN/weights), a hub id (owner/name), or the name "
-            "of a model that an installed plugin makes here.",
+            metavar="RUN | MODEL",
+            help="A run (its name or path, or latest), whose trained weights are served; a model "
+            "folder; a hub id (owner/name); or the name of a model that an installed plugin makes.",
             show_default=False,
+            autocompletion=run_names,
         ),
     ],
     options: dict[str, Any],
@@ -30,6 +31,11 @@ def serve(
 
     Settings of a model that is made here, and of the engine, are those of a run's TOML:
     --model.KEY VALUE and --inference.ENGINE.KEY VALUE.
+
+    ```
+    prime-rl serve latest
+    prime-rl serve outputs/mine/weights --port 8001
+    ```
     """
     from rich.console import Console
 

@@ -58,7 +58,7 @@ class EvalFiles:
             "usage": num_tokens(own),  # a line holds no tokens to count
             "num_branches": len(own.branches),
             "messages": own.wire_messages,
-            "traces": [result.trace_record for result in results],
+            "traces": [_record(result) for result in results],
         }
         try:
             with self.rollouts(env).open("a") as file:
@@ -96,6 +96,12 @@ class EvalFiles:
                     f"--resume: {self.folder} was made with other settings: {key} was "
                     f"{was.get(key)!r}, is {now.get(key)!r}. Name another folder."
                 )
+
+
+def _record(result: RolloutResult) -> dict[str, Any]:
+    """The whole trace as JSON, as verifiers writes it."""
+    trace = result.trace
+    return {} if trace is None else trace.model_dump(mode="json", exclude_none=True)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

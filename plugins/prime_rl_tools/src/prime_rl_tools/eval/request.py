@@ -15,8 +15,14 @@ import httpx
 import msgspec
 from pydantic import ValidationError
 
-from prime_rl.config.explain import explain
-from prime_rl.config.load import installed_defaults, merge, parse_overrides, read_toml, set_at
+from prime_rl.config.load import (
+    explain,
+    installed_defaults,
+    merge,
+    parse_overrides,
+    read_toml,
+    set_at,
+)
 from prime_rl.config.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
@@ -27,6 +33,7 @@ from prime_rl.rundir.launch import Launch
 from prime_rl_tools.commands.options import AnySettings, validated
 from prime_rl_tools.eval.settings import EvalSettings
 from prime_rl_tools.replay.score import read_run_config
+from prime_rl_tools.runs import LATEST, find_run
 from prime_rl_tools.serve.request import read_key
 
 PROBE_SECONDS = 10.0
@@ -105,9 +112,12 @@ def _default_output(labels: list[str], model: str, resume: bool) -> Path:
 
 
 def run_named(what: Sequence[str], output_dir: Path = Path("outputs")) -> Path | None:
-    """The run whose path or name is the only word. A taskset of the same name comes first."""
+    """The run whose path or name is the only word, or ``latest``. A taskset of the same name comes
+    first."""
     if len(what) != 1:
         return None
+    if what[0] == LATEST:
+        return find_run(LATEST, output_dir)
     for path in (Path(what[0]), output_dir / what[0]):
         if (path / RUN_JSON).is_file() and not (path != Path(what[0]) and _is_taskset(what[0])):
             return path

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from prime_rl.config.orchestrator import EvalEnvConfig
-from prime_rl.env.environment import Environment, EnvSettings
+from prime_rl.env.environment import Environment
+from prime_rl.env.episode import EnvSettings
 from prime_rl_evals.figures import EvalEnv, Finished, Job, jobs_of, of_the_policy, summarize
 from prime_rl_tools.eval.files import EvalFiles, Place
 from prime_rl_tools.eval.request import EvalRequest

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 
 from prime_rl import Completion
-from prime_rl.config.models import FrozenModel
+from prime_rl.config.inference import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
 from prime_rl.plugins.components import Components
@@ -69,14 +73,28 @@ class RecordedReference:
 class ReplayHost:
     """``prime_rl.Host`` for one env of a saved run."""
 
-    def __init__(self, env: str, envs: tuple[str, ...], rollouts: Sequence[Rollout]) -> None:
+    def __init__(self, env: str, config: RunConfig, rollouts: Sequence[Rollout]) -> None:
         own = [rollout for rollout in rollouts if rollout.env == env]
-        self.env = env
-        self.envs = envs
+        train = config.orchestrator.train
+        self.env, self.envs = env, tuple(each.label for each in train.env)
+        self.seq_len, self.seed = config.seq_len, config.seed
+        sampling = next((each.sampling for each in train.env if each.label == env), None)
+        self.max_completion_tokens = (sampling or train.sampling).max_completion_tokens
+        self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
         self.agents = tuple(dict.fromkeys(rollout.agent for rollout in own))
         self.num_examples: int | None = None
         self.reference = RecordedReference(env)
         self._tasks = {rollout.example_id: rollout.task for rollout in own}
+
+    @property
+    def step(self) -> int:
+        """The version that sampled the rollout that is being scored."""
+        return self.reference.rollout.policy_version if self.reference.rollout else 0
+
+    @cached_property
+    def folder(self) -> Path:
+        """A temporary one: a replay writes nothing into the run."""
+        return Path(mkdtemp(prefix="prime-rl-replay-"))
 
     @property
     def policy(self) -> RecordedReference:
@@ -86,6 +104,11 @@ class ReplayHost:
     @property
     def initial(self) -> RecordedReference:
         """The recorded answers of the first weights."""
+        return self.reference
+
+    @property
+    def ema(self) -> RecordedReference:
+        """The recorded answers of the moving average."""
         return self.reference
 
     def connect(self, model: FrozenModel) -> RecordedReference:

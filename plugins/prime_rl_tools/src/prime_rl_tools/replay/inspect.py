@@ -1,25 +1,32 @@
-"""Describe a file of a run: a frame of micro batches, rollouts, or a folder of weights."""
+"""Describe a run or a file of it: a frame of micro batches, rollouts, or a folder of weights."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prime_rl.errors import RunError
+from prime_rl.errors import RunError, WireError
+from prime_rl.rundir.checkpoints import whole_steps
 from prime_rl.streams import stream_names
 from prime_rl.wire import MicroBatch, decode_batch
 from prime_rl.wire.micro_batch import MAGIC
+from prime_rl.wire.transport import unsealed
+from prime_rl_tools.files import reading
 from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.rollouts import StoredRollout, read_step
+from prime_rl_tools.runs import run_info
 
 Facts = dict[str, Any]
 """``kind``, single values, and lists of like tables by name."""
@@ -43,7 +50,8 @@ def facts_of(path: Path) -> Facts:
             start = file.read(len(MAGIC))
     except OSError as error:
         raise RunError(f"{path}: {error.strerror}. Give a file of a run.") from error
-    return _frame(path) if start == MAGIC else _rollouts(path)
+    with reading(path):
+        return _frame(path) if start == MAGIC else _rollouts(path)
 
 
 def print_facts(facts: Facts) -> None:
@@ -90,6 +98,8 @@ def _text(value: Any) -> str:
 
 def _frame(path: Path) -> Facts:
     data = path.read_bytes()
+    with suppress(WireError):  # a frame that was saved elsewhere has no checksum
+        data = bytes(unsealed(data))
     step, rows = decode_batch(data)
     num_tokens = sum(map(len, rows))
     return {
@@ -165,14 +175,37 @@ def _rollout(stored: StoredRollout) -> Facts:
 # -- folders ---------------------------------------------------------------------------------
 
 
+def _run(path: Path) -> Facts:
+    """What a run has on disk, folder by folder: versions of one model are not added up."""
+    info = run_info(path)
+    weights = _folder(path / "weights") if (path / "weights").is_dir() else {}
+    sizes = {
+        folder.name: sum(each.stat().st_size for each in folder.rglob("*") if each.is_file())
+        for folder in sorted(path.iterdir())
+        if folder.is_dir()
+    }
+    return {
+        "kind": "run",
+        "state": info.state,
+        "step": info.step,
+        "complete": weights.get("complete", False),
+        "parameters": weights.get("parameters"),
+        "checkpoints": whole_steps(path),
+        "folders": [{"name": name, "bytes": size} for name, size in sizes.items()],
+    }
+
+
 def _folder(path: Path) -> Facts:
+    if (path / "configs" / "run.json").is_file():
+        return _run(path)
     files = sorted(each for each in path.rglob("*") if each.is_file())
     if not files:
         raise RunError(f"{path}: the folder is empty.")
-    tensors = [t for file in files if file.suffix == ".safetensors" for t in _tensors(file)]
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    tensors = [tensor for file in weights for tensor in _tensors(file)]
     facts: Facts = {
         "kind": "folder",
-        "complete": any(each.name in ("STABLE", ".ready") for each in files),
+        "complete": _is_complete(path, files, weights),
         "bytes": sum(each.stat().st_size for each in files),
         "parameters": sum(tensor["parameters"] for tensor in tensors),
         "files": [
@@ -181,28 +214,59 @@ def _folder(path: Path) -> Facts:
     }
     config = path / "config.json"
     if config.exists():
-        facts["model"] = json.loads(config.read_text()).get("model_type")
+        with reading(config):
+            facts["model"] = json.loads(config.read_text()).get("model_type")
     return facts | {"tensors": tensors}
+
+
+def _is_complete(path: Path, files: list[Path], weights: list[Path]) -> bool:
+    """A version or checkpoint (``step_N``) has a marker. Another model has none: it is complete if
+    every file that its index names is there, and every file has all of its bytes."""
+    if any(each.name in ("STABLE", ".ready") for each in files):
+        return True
+    if path.name.startswith((".", "step_")) or not (path / "config.json").is_file():
+        return False
+    index = path / "model.safetensors.index.json"
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
+    present = {each.relative_to(path).as_posix() for each in weights}
+    return bool(weights) and present.issuperset(named) and all(map(_is_whole, weights))
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether a safetensors file has the bytes that its header announces."""
+    size, header = _header(file)
+    ends = [t["data_offsets"][1] for t in header.values()]
+    return file.stat().st_size == _LENGTH.size + size + max(ends, default=0)
 
 
 _LENGTH = struct.Struct("<Q")
 
 
 def _tensors(file: Path) -> list[Facts]:
-    """The header of a safetensors file; the tensors themselves are not read."""
+    _, header = _header(file)
+    try:
+        tensors = msgspec.convert(header, dict[str, _Tensor])
+    except ValueError as error:
+        raise RunError(f"{file}: not a whole safetensors file: {error}") from error
+    return [
+        msgspec.structs.asdict(tensor) | {"name": name, "parameters": math.prod(tensor.shape)}
+        for name, tensor in tensors.items()
+    ]
+
+
+class _Tensor(msgspec.Struct):
+    dtype: str
+    shape: list[int]
+
+
+def _header(file: Path) -> tuple[int, Facts]:
+    """Size of the header of a safetensors file, and its tensors, which are not read."""
     try:
         with file.open("rb") as stream:
             (size,) = _LENGTH.unpack(stream.read(_LENGTH.size))
-            header = json.loads(stream.read(min(size, file.stat().st_size)))
-    except (struct.error, ValueError) as error:
+            text = stream.read(min(size, file.stat().st_size))
+        header = msgspec.json.decode(text, type=dict[str, Any])
+    except (OSError, struct.error, ValueError, RecursionError) as error:
         raise RunError(f"{file}: not a whole safetensors file: {error}") from error
-    return [
-        {
-            "name": name,
-            "dtype": tensor["dtype"],
-            "shape": tensor["shape"],
-            "parameters": int(np.prod(tensor["shape"], dtype=np.int64)),
-        }
-        for name, tensor in header.items()
-        if name != "__metadata__"
-    ]
+    header.pop("__metadata__", None)
+    return size, header

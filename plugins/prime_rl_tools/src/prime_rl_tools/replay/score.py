@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.explain import explain
+from prime_rl.config.load import explain
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
@@ -119,7 +119,7 @@ async def replay(config: RunConfig, steps: list[StoredStep], algorithms: Algorit
     shared, own = load_plugins(disabled=config.plugins.disabled), algorithms_of(config)
     losses = losses_of(config)
     scorers = {
-        env: await _EnvScorer.build(shared, losses, table, env, tuple(algorithms), rollouts)
+        env: await _EnvScorer.build(shared, losses, table, ReplayHost(env, config, rollouts))
         for env, table in algorithms.items()
     }
     groups: dict[tuple[int, int], list[StoredRollout]] = {}
@@ -157,16 +157,13 @@ class _EnvScorer:
         shared: Hooks,
         losses: Components,
         table: AlgoConfig,
-        env: str,
-        envs: tuple[str, ...],
-        rollouts: Sequence[Rollout],
+        host: ReplayHost,
     ) -> _EnvScorer:
-        where = f"env {env!r}: algo"
+        where = f"env {host.env!r}: algo"
         chosen = select(ALGORITHM, table.type, collect(shared, ALGORITHM), where)
         algorithm = chosen(settings_of(chosen, ALGORITHM, table.settings, where))
-        host = ReplayHost(env, envs, rollouts)
         await algorithm.setup(host)
-        return cls(algorithm, scope(env, shared, [algorithm]), host, losses)
+        return cls(algorithm, scope(host.env, shared, [algorithm]), host, losses)
 
     async def score(self, group: Sequence[StoredRollout], may_copy: bool) -> list[Scored]:
         """``may_copy``: if scoring needs a model, or a sibling that is not saved, keep the saved

@@ -18,6 +18,7 @@ import numpy as np
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.rollout import Rollout
+from prime_rl_tools.files import reading
 from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.replay.score import Scored
 from prime_rl_tools.report.exports import StepExports
@@ -49,14 +50,15 @@ def facts(run_dir: Path, config: RunConfig) -> dict[str, Any]:
 def curves(path: Path) -> dict[str, list[list[float]]]:
     """Every metric as ``[step, value]`` pairs, in the order of steps; empty if there are none."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            record = msgspec.json.decode(line)
-        except msgspec.DecodeError:  # the last line of a run that was killed
-            continue
-        for name, value in record.items():
-            if name not in ("step", "time") and isinstance(value, int | float):
-                found[name][record["step"]] = float(f"{value:.6g}")
+    if path.exists():
+        with reading(path):
+            *lines, _ = path.read_bytes().split(b"\n")  # the last is of a run that was killed
+            for line in lines:
+                record = msgspec.json.decode(line, type=dict[str, Any])
+                step = msgspec.convert(record["step"], int)
+                for name, value in record.items():
+                    if name not in ("step", "time") and isinstance(value, int | float):
+                        found[name][step] = float(f"{value:.6g}")
     return {
         name: [[step, value] for step, value in sorted(points.items())]
         for name, points in sorted(found.items())

@@ -17,6 +17,7 @@ import numpy as np
 
 from prime_rl.errors import RunError
 from prime_rl.rollout import Sample
+from prime_rl_tools.files import reading
 
 SHOWN = {
     "trainer_logprobs": "trainer_logprobs",
@@ -39,9 +40,10 @@ class StepExports:
         self._found: dict[Key, list[dict[str, Any]]] = {}
         directory = run_dir / "token_exports" / f"step_{step}"
         for path in sorted(directory.glob("rank_*")):
-            for record in _records(path):
-                key = _key(record["env_name"], record["token_ids"], record["inference_logprobs"])
-                self._found.setdefault(key, []).append(record)
+            with reading(path):
+                for record in _records(path):
+                    names = ("env_name", "token_ids", "inference_logprobs")
+                    self._found.setdefault(_key(*(record[n] for n in names)), []).append(record)
 
     def __bool__(self) -> bool:
         return bool(self._found)

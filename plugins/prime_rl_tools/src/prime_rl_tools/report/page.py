@@ -20,6 +20,7 @@ import msgspec
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
+from prime_rl_tools.files import reading
 from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
 from prime_rl_tools.report.exports import StepExports
@@ -166,4 +167,5 @@ def _tokenizer_folders(run_dir: Path) -> Iterator[Path]:
     yield run_dir / "weights"
     launch = run_dir / "configs" / "launch.json"
     if launch.exists():
-        yield Path(msgspec.json.decode(launch.read_bytes())["model_path"])
+        with reading(launch):
+            yield Path(msgspec.json.decode(launch.read_bytes(), type=dict[str, Any])["model_path"])

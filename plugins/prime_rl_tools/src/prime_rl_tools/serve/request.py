@@ -17,7 +17,9 @@ from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import ENGINE, collect, select, settings_of
 from prime_rl.run.children import free_ports
 from prime_rl.run.resolve import build_model_maker
-from prime_rl_tools.commands.options import validated
+from prime_rl_tools.api import Run
+from prime_rl_tools.commands.options import OUTPUTS, validated
+from prime_rl_tools.runs import LATEST, find_run
 from prime_rl_tools.serve.settings import EngineTable, ServeSettings
 
 PORT = 8000
@@ -42,6 +44,8 @@ def read_settings(
         if path == ["model", "name"]:
             raise ConfigError("--model.name: unknown option. MODEL, the first word, is the name")
         set_at(table, path, value)
+    if (run_dir := _run_named(model)) is not None:
+        model = str(Run(run_dir).weights)
     set_at(table, ["model", "name"], model)
     settings = validated(ServeSettings, table)
     for key in settings.inference.model_extra or {}:
@@ -53,6 +57,13 @@ def read_settings(
     build_model_maker(settings, load_plugins(disabled=settings.plugins.disabled))
     build_engine(settings).check(settings.interpreter)
     return settings
+
+
+def _run_named(model: str) -> Path | None:
+    for path in (Path(model), OUTPUTS / model):
+        if model != LATEST and (path / "configs" / "run.json").is_file():
+            return path
+    return find_run(LATEST, OUTPUTS) if model == LATEST else None
 
 
 def build_engine(settings: ServeSettings) -> Engine:

@@ -1,9 +1,9 @@
-"""``prime-rl serve``: one engine alone, in the foreground.
+"""Engines without a run: ``prime-rl serve`` has one in the foreground, ``prime-rl chat`` two.
 
     port -> [model process, if the model is made or fetched here] -> engine
     -> healthy -> print how to use it -> wait for Ctrl-C
 
-The engine writes to this terminal, and ends with this process.
+Engines end with this process.
 """
 
 from __future__ import annotations
@@ -56,32 +56,40 @@ class Server:
 def serve(settings: ServeSettings, console: Console) -> None:
     """Serve until interrupted, then raise ``KeyboardInterrupt``. Raises ``ConfigError`` if the port
     is taken, ``RunError`` if the model can't be made or the engine ends by itself."""
-    server = Server(
-        settings,
-        port=choose_port(settings.host, settings.port),
-        admin_key=os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24),
-        api_key=read_key(settings.api_key_var),
-    )
+    server = make_server(settings)
     path, to_make = model_path(settings)
-    with tempfile.TemporaryDirectory(prefix="prime-rl-serve-") as scratch, _children() as children:
+    with (
+        tempfile.TemporaryDirectory(prefix="prime-rl-serve-") as scratch,
+        ended_together() as children,
+    ):
         if to_make:
             children.append(_start_maker(settings, path, Path(scratch)))
             _wait_for_model(children[0], settings.model.name, Path(scratch), console)
         context = settings.max_model_len or model_context(Path(path))
         console.print(f"starting the {settings.engine} engine on {server.url}", highlight=False)
-        children.append(_start_engine(server, Path(path), context))
-        _wait_until_healthy(server, children[-1])
+        children.append(start_engine(server, Path(path), context))
+        wait_until_healthy(server, children[-1])
         console.print(describe(server, context), markup=False, highlight=False, soft_wrap=True)
         while True:
             _check_alive(children[-1])
             time.sleep(TICK_SECONDS)
 
 
+def make_server(settings: ServeSettings) -> Server:
+    """An engine's port and keys. Raises ``ConfigError`` if the port is taken."""
+    return Server(
+        settings,
+        port=choose_port(settings.host, settings.port),
+        admin_key=os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24),
+        api_key=read_key(settings.api_key_var),
+    )
+
+
 # -- processes --------------------------------------------------------------------------
 
 
 @contextmanager
-def _children() -> Iterator[list[Child]]:
+def ended_together() -> Iterator[list[Child]]:
     """Processes put into the list are ended on leaving."""
     children: list[Child] = []
     with sigterm_is_ctrl_c():
@@ -105,7 +113,7 @@ def _start_maker(settings: ServeSettings, path: str, scratch: Path) -> Child:
         transport_host="",
         transport_ports=[],
     ).write(scratch)
-    return start("model", [sys.executable, "-m", "prime_rl.run.models", str(scratch)], {})
+    return start("model", [sys.executable, "-P", "-m", "prime_rl.run.models", str(scratch)], {})
 
 
 def _wait_for_model(child: Child, name: str, scratch: Path, console: Console) -> None:
@@ -120,7 +128,8 @@ def _wait_for_model(child: Child, name: str, scratch: Path, console: Console) ->
         raise RunError(f"the model {name} could not be made or fetched: see above")
 
 
-def _start_engine(server: Server, path: Path, context: int) -> Child:
+def start_engine(server: Server, path: Path, context: int, log: Path | None = None) -> Child:
+    """Start the engine of the model folder ``path``. ``log`` gets its output; None: our stderr."""
     settings = server.settings
     launch = EngineLaunch(
         model_path=path,
@@ -134,14 +143,15 @@ def _start_engine(server: Server, path: Path, context: int) -> Child:
     )
     command = build_engine(settings).command(launch)
     env = {ADMIN_KEY: server.admin_key, ENGINE_KEY: server.api_key, "HF_HUB_OFFLINE": "1"}
-    return start(settings.engine, command.argv, env | dict(command.env))
+    return start(settings.engine, command.argv, env | dict(command.env), log)
 
 
-def _wait_until_healthy(server: Server, engine: Child) -> None:
+def wait_until_healthy(server: Server, engine: Child) -> None:
+    """Return when the engine serves. Raises ``RunError`` if it ends, or never does."""
     limit = server.settings.inference.ready_timeout
     deadline = time.monotonic() + limit
     # Plain HTTP to this machine: no proxy, and no SSL context, which takes 70 ms to build.
-    with httpx.Client(base_url=server.url, verify=False, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
         while not _healthy(http, server):
             _check_alive(engine)
             if time.monotonic() > deadline:

@@ -33,7 +33,7 @@ class ServeSettings(ModelSource):
     port: int | None = Field(default=None, ge=1, le=65535)
     """Left out: 8000, or a free port if 8000 is taken."""
     served_model_name: str | None = None
-    """The model's name for clients. Left out: MODEL."""
+    """The model's name for clients. Left out: the run's name, or MODEL."""
     max_model_len: PositiveInt | None = None
     """Prompt and completion, in tokens. Left out: the model's own limit."""
     seed: NonNegativeInt = 0
@@ -47,7 +47,10 @@ class ServeSettings(ModelSource):
     @property
     def served_name(self) -> str:
         """The model's name for clients."""
-        return self.served_model_name or self.model.name.rstrip("/")
+        folder = Path(self.model.name).absolute()
+        is_run = folder.name == "weights" and (folder.parent / "configs" / "run.json").is_file()
+        short = folder.parent.name if is_run else self.model.name.rstrip("/")
+        return self.served_model_name or short
 
     @property
     def engine_settings(self) -> Any:

@@ -13,6 +13,9 @@ from rich.text import Text
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
 
+COLLAPSED = 0.25
+"""Share of the first reward below which the last one is a collapse; of positive rewards."""
+
 
 def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -> None:
     """Print rewards and sample rollouts before and after training, and the paths of the results.
@@ -27,6 +30,15 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
             f"[dim]{'first and last step' if sampled['window'] == 1 else steps}[/]"
         )
+        if sampled["first"] > 0 and sampled["last"] < COLLAPSED * sampled["first"]:
+            console.print(
+                Text(
+                    f"WARNING  the sampled reward has collapsed: {sampled['first']:.3g} → "
+                    f"{sampled['last']:.3g}. Lower trainer.optim.lr, and look at the loss and at "
+                    "mismatch_kl: prime-rl report.",
+                    "bold red",
+                )
+            )
     # The env's first evaluation: before training, or if that was skipped, the first one.
     earlier = [*measured.get("before", ()), *measured.get("during", ())]
     for after in measured["after"]:

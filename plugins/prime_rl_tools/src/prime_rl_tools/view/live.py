@@ -1,7 +1,8 @@
 """The live view of a run: step, reward with a sparkline, speed, and what each process does or waits
 for.
 
-On a terminal it is drawn in place; elsewhere (a pipe, CI) it prints a line when something changes.
+On a terminal and in a notebook it is drawn in place; elsewhere (a pipe, CI) it prints a line when
+something changes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,8 +23,13 @@ from rich.text import Text
 
 from prime_rl import PluginConfig, RunView
 from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
+from prime_rl_tools.view.cell import Cell
 from prime_rl_tools.view.ending import print_stop, print_summary
 from prime_rl_tools.view.summary import REWARD, summarize, write_summary
+
+if TYPE_CHECKING:
+    from prime_rl.config.run import RunConfig
+    from prime_rl.plugins.manager import Hooks
 
 SLOW_SECONDS = 2.0
 PRINT_EVERY = 10
@@ -48,8 +54,11 @@ class TerminalView(RunView):
         self.console = console or Console()
         self.metrics = MetricsTail(run_dir / "metrics.jsonl")
         self.started = time.monotonic()
-        is_terminal = self.console.is_terminal
-        self._live = Live(console=self.console, auto_refresh=False) if is_terminal else None
+        self._live: Live | Cell | None = None
+        if self.console.is_terminal:
+            self._live = Live(console=self.console, auto_refresh=False)
+        elif self.console.is_jupyter:
+            self._live = Cell()
         self.metrics.read_new()
         # Steps that previous attempts have trained.
         self._steps_before = self._printed_step = self.metrics.step
@@ -141,6 +150,12 @@ class TerminalView(RunView):
         """See ``RunView.ended``: write ``summary.json`` and ``learning_curve.png``, and print the
         summary."""
         self._summarize(None)
+
+    def dry_run(self, config: RunConfig, hooks: Hooks, quick: bool) -> list[str]:
+        """See ``RunView.dry_run``."""
+        from prime_rl_tools.dry_run import describe
+
+        return [*describe(config, hooks, quick)]
 
     def stopped(self, step: int | None, saved: bool, command: str) -> None:
         """See ``RunView.stopped``: the summary if weights are saved, and how to resume the run."""

@@ -1,1 +1,0 @@
-"""Metric names and reductions, and the monitors that record them."""

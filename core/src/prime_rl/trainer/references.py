@@ -1,0 +1,110 @@
+"""Earlier weights of the policy, for losses that compare with them.
+
+    initial_logprobs   under w_0, the weights of ``model.name``
+    ema_logprobs       under e_n = decay * e_(n-1) + (1 - decay) * w_n after batch n; e_0 = w_0
+
+For a forward pass the kept weights change places with the policy's, one tensor at a time. So the
+pass has the policy's shards, precision and attention, and one kept copy is all it costs. Only
+weights that train are kept; of an adapter's first weights none are, because it can be switched off
+(``Tuning.initial``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.errors import ConfigError
+from prime_rl.trainer.device import HOST
+from prime_rl.trainer.model import load_model
+
+REFERENCES = ("initial_logprobs", "ema_logprobs")
+"""The computed columns."""
+
+
+class References:
+    """The kept weights by name, sharded as the policy's are."""
+
+    def __init__(
+        self, model: PreTrainedModel, config: TrainerConfig, folder: Path | None, on_host: bool
+    ) -> None:
+        """``model``: the policy. ``folder``: the model with its first weights. ``on_host``: keep
+        weights off the device."""
+        self._model, self._config = model, config
+        self._folder, self._on_host = folder, on_host
+        self._trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._initial: dict[str, Tensor] = {}
+        self.average = {} if config.ema_decay is None else self._copies(self._trained)
+        """Part of a checkpoint. Empty without ``trainer.ema_decay``."""
+
+    @torch.no_grad()
+    def batch_trained(self) -> None:
+        """Move the average towards the weights."""
+        for name, kept in self.average.items():
+            weights = _local(self._trained[name]).to(kept.device)
+            _local(kept).lerp_(weights, 1 - (self._config.ema_decay or 0.0))
+
+    @contextmanager
+    def within(self, column: str) -> Iterator[None]:
+        """The policy has the weights of a column of ``REFERENCES``; its own, bit for bit, after it.
+        No gathered weights or graph may exist before or after. Raises ``ConfigError`` for weights
+        that the run does not have."""
+        of_first = column == "initial_logprobs"
+        tuning = getattr(self._model, "prime_rl_tuning", None)
+        if of_first and tuning and (switched_off := tuning.initial(self._model)):
+            with switched_off:
+                yield
+            return
+        if of_first and not self._initial:
+            self._initial = self._load()
+        kept = self._initial if of_first else self.average
+        if not kept:
+            raise ConfigError("a loss reads ema_logprobs, and trainer.ema_decay is not set")
+        self._exchange(kept)
+        try:
+            yield
+        finally:
+            self._exchange(kept)
+
+    @torch.no_grad()
+    def _exchange(self, kept: dict[str, Tensor]) -> None:
+        for name, each in kept.items():
+            weights, other = _local(self._trained[name]), _local(each)
+            own = weights.clone()
+            weights.copy_(other)
+            other.copy_(own)
+
+    def _load(self) -> dict[str, Tensor]:
+        """The first weights; every rank reads them and keeps its shards."""
+        folder, found = self._folder, {}
+        if folder is not None:
+            found = load_model(folder, self._config, on_host=True).state_dict()
+        if lacks := [name for name in self._trained if name not in found]:
+            raise ConfigError(
+                f"a loss reads initial_logprobs, and {folder} lacks {len(lacks)} of the weights "
+                f"that train, first {lacks[0]!r}. Their tuning must implement initial."
+            )
+        return self._copies(found)
+
+    def _copies(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of the trained weights, in their shards; ``values`` may be whole."""
+        copies = {}
+        for name, like in self._trained.items():
+            value = values[name].detach().to(like.device, like.dtype)
+            if isinstance(like, DTensor) and not isinstance(value, DTensor):
+                mesh, placements = like.device_mesh, like.placements
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            copies[name] = value.to(HOST if self._on_host else like.device, copy=True)
+        return copies
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, in the same memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,31 @@
+"""Where the processes of a run find modules."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+from prime_rl.plugins.import_path import import_function
+from prime_rl.run.commands import PYTHON
+
+
+def test_a_file_in_the_working_directory_replaces_no_module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("colorsys.py").write_text("def rgb_to_hls(inputs): ...")  # of the standard library too
+    Path("my_credit.py").write_text("import colorsys\ndef take(inputs): return colorsys.__file__")
+    before = [*sys.path]
+    try:
+        found = import_function("my_credit.take", {}, "inputs")(None)
+        assert found == importlib.util.find_spec("colorsys").origin
+        assert not found.startswith(str(tmp_path))
+    finally:
+        sys.modules.pop("my_credit", None)
+    assert sys.path == before
+
+
+def test_the_processes_of_a_run_have_no_working_directory_on_their_path(tmp_path):
+    (tmp_path / "asyncio.py").write_text("raise SystemExit(9)")
+    command = [*PYTHON, "prime_rl.rundir.control"]  # it imports asyncio
+    without = [part for part in command if part != "-P"]
+    ended = [subprocess.run(each, cwd=tmp_path).returncode for each in (command, without)]
+    assert ended == [0, 9]

@@ -1,0 +1,14 @@
+"""Credit inside a rollout: by turns (mt_grpo, gigpo) or by branches (vineppo)."""
+
+from prime_rl import Algorithm, hookimpl
+from prime_rl_credit.gigpo import GiGPO as GiGPO
+from prime_rl_credit.gigpo import GiGPOConfig as GiGPOConfig
+from prime_rl_credit.mt_grpo import MTGRPO as MTGRPO
+from prime_rl_credit.mt_grpo import MTGRPOConfig as MTGRPOConfig
+from prime_rl_credit.vineppo import VinePPO as VinePPO
+from prime_rl_credit.vineppo import VinePPOConfig as VinePPOConfig
+
+
+@hookimpl
+def register_algorithms() -> list[type[Algorithm]]:
+    return [MTGRPO, GiGPO, VinePPO]

@@ -1,0 +1,207 @@
+"""Checks of the hooks that a plugin's module implements or wraps, around reference algorithms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from prime_rl import Algorithm, Group, Host, PluginConfig, Rollout, hookimpl
+from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.offers import SCORING
+from prime_rl.testing import conformance_group, logged_metrics
+from prime_rl.testing.conformance import Report
+from prime_rl.testing.host import conformance_host
+from prime_rl.testing.scoring import score_async
+from prime_rl_devkit.algorithms.behavior import INPUTS
+from prime_rl_devkit.algorithms.streams import check_streams
+from prime_rl_devkit.algorithms.subject import MIXED
+from prime_rl_devkit.verdicts import Broken, NotApplicable, run
+
+FILTERING = frozenset({"filter_rollout"})
+OBSERVATION = frozenset({"batch_packed", "step_finished", "weights_published"})
+
+
+class Credit(Algorithm):
+    """Credit is the reward above the group's mean."""
+
+    name = "credit"
+    group_relative = True
+
+    @hookimpl
+    async def score_group(self, group: Group) -> None:
+        """Score after another task has run."""
+        await asyncio.sleep(0)
+        mean = group[0].reward + np.mean([rollout.reward - group[0].reward for rollout in group])
+        for rollout in group:
+            rollout.assign_advantages(float(rollout.reward - mean))
+
+
+class Imitation(Algorithm):
+    """Moves towards a reference model, without advantages."""
+
+    name = "imitation"
+    action_loss = "ref_kl"
+
+    async def setup(self, host: Host) -> None:
+        """Keep the host."""
+        self.host = host
+
+    @hookimpl
+    async def score_rollout(self, rollout: Rollout) -> None:
+        """Ask the reference model."""
+        columns = [await self.host.policy.logprobs(s.token_ids) for s in rollout.samples]
+        rollout.assign_ref_logprobs(np.concatenate(columns))
+
+
+class Fault(Exception):
+    """What ``Failing`` raises."""
+
+
+class Failing(Algorithm):
+    """Raises in every scoring hook."""
+
+    name = "failing"
+
+    @hookimpl
+    async def score_rollout(self, rollout: Rollout) -> None:
+        """Fail for a rollout."""
+        if rollout.info.get("fails") == "score_rollout":
+            raise Fault
+
+    @hookimpl
+    async def score_group(self, group: Group) -> None:
+        """Fail for a group."""
+        if group[0].info.get("fails") == "score_group":
+            raise Fault
+
+    @hookimpl
+    async def score_batch(self, groups: Sequence[Group]) -> None:
+        """Fail for a batch."""
+        if groups[0][0].info.get("fails") == "score_batch":
+            raise Fault
+
+
+class Drops:
+    """Another filter of the slot."""
+
+    @hookimpl
+    def filter_rollout(self, rollout: Rollout) -> str | None:
+        """Drop those without a reward."""
+        return None if rollout.reward else "no reward"
+
+
+def scores_beside_any_algorithm(plugin: object) -> None:
+    """It works beside an algorithm with advantages and beside one without; tokens and masks stay as
+    they were, and streams aligned and finite."""
+    _need(plugin, SCORING)
+    for cls in (Credit, Imitation):
+        has = "with" if cls is Credit else "without"
+        where = f"beside an algorithm {has} advantages"
+        group = conformance_group(MIXED)
+        before = [_inputs(rollout) for rollout in group]
+        try:
+            _score(cls, group, plugin)
+        except Exception as error:
+            raise Broken(f"{where}: {type(error).__name__}: {error}") from error
+        check_streams(group, MIXED)
+        for rollout, columns in zip(group, before, strict=True):
+            if _inputs(rollout) != columns:
+                raise Broken(f"{where}: it changed tokens, masks or logprobs. Work on a copy.")
+
+
+def passes_errors_on(plugin: object) -> None:
+    """A wrapper lets the error of what it wraps through."""
+    wrapped = [name for name, is_wrapper in _hooks(plugin).items() if is_wrapper]
+    for hook in sorted(SCORING & {*wrapped} - {"observation_weights"}):
+        group = conformance_group(MIXED)
+        for rollout in group:
+            rollout.info["fails"] = hook
+        try:
+            _score(Failing, group, plugin)
+        except Fault:
+            continue
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+        else:
+            found = "no error: it was swallowed"
+        raise Broken(
+            f"{hook}: the algorithm raised, and the run would get {found}. Put what must run into "
+            "a finally, and catch nothing around the yield."
+        )
+    if not SCORING & {*wrapped}:
+        raise NotApplicable("wraps no scoring hook")
+
+
+def filters_by_a_reason(plugin: object) -> None:
+    """It gives a reason or None for each rollout, the same one when asked again; a wrapper gives
+    the list of reasons."""
+    _need(plugin, FILTERING)
+    for own in ((), (Drops(),)):
+        check_filtering(scope("slot", Hooks(), [*own, plugin]))
+
+
+def check_filtering(hooks: Hooks) -> None:
+    """Raise ``Broken`` if the filters of a slot give anything but reasons, the same ones twice."""
+    group = conformance_group(MIXED)
+    for rollout in group:
+        for sample in rollout.samples:
+            sample.freeze()
+        first, again = (hooks.hook.filter_rollout(rollout=rollout, group=group) for _ in range(2))
+        if not isinstance(first, list):
+            raise Broken(f"the wrapper gave {first!r}, expected the list that its yield gives")
+        for reason in first:
+            if not isinstance(reason, str):
+                raise Broken(f"got {reason!r}, expected the reason to drop a rollout, or None")
+        if first != again:
+            raise Broken(f"asked twice about one rollout, it said {first} and {again}")
+
+
+def only_reads(plugin: object) -> None:
+    """``batch_packed``, ``step_finished`` and ``weights_published`` change nothing."""
+    _need(plugin, OBSERVATION)
+    hooks = scope("", Hooks(), [plugin])
+    (rollout,) = conformance_group(MIXED[:1])
+    rollout.assign_advantages(1.0)
+    rollout.freeze()
+    hooks.batch_packed(0, rollout.samples)
+    hooks.step_finished(0, MappingProxyType({"loss": 0.5, "reward/mean": 1.0}))
+    hooks.weights_published(1)
+
+
+CHECKS = (scores_beside_any_algorithm, passes_errors_on, filters_by_a_reason, only_reads)
+
+
+def check_hooks(name: str, plugin: object) -> Report | None:
+    """The checks of a module's own hooks; None if it has none."""
+    if not _hooks(plugin).keys() & (SCORING | FILTERING | OBSERVATION):
+        return None
+    with logged_metrics(name):
+        return Report("hooks", name, tuple(run(check, plugin) for check in CHECKS))
+
+
+def _hooks(plugin: object) -> dict[str, bool]:
+    """The hooks that a plugin implements, and whether it wraps each."""
+    hooks = Hooks()
+    hooks.register(plugin)
+    return {
+        caller.name: any(impl.wrapper for impl in caller.get_hookimpls())
+        for caller in hooks.get_hookcallers(plugin) or ()
+    }
+
+
+def _need(plugin: object, names: frozenset[str]) -> None:
+    if not _hooks(plugin).keys() & names:
+        raise NotApplicable(f"has none of {', '.join(sorted(names))}")
+
+
+def _score(cls: type[Algorithm], group: Group, plugin: object) -> None:
+    host = conformance_host()
+    asyncio.run(score_async(cls(PluginConfig()), [group], (plugin,), host))
+
+
+def _inputs(rollout: Rollout) -> list[bytes]:
+    columns = [sample.columns for sample in rollout.samples]
+    return [each[name].tobytes() for each in columns for name in INPUTS if name in each]

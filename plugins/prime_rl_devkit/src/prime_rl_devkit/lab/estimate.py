@@ -1,0 +1,122 @@
+"""Sums over all groups of a question, and what they say together.
+
+Shapes: M = groups, P = parameters of a question, K = replies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from prime_rl_devkit.lab.fit import Fit, fit
+from prime_rl_devkit.lab.problem import NAMES, Floats, Problem, Question
+from prime_rl_devkit.lab.proof import Estimate
+from prime_rl_devkit.lab.updates import Updates
+
+
+class Part:
+    """Sums over the groups of one question; ``logits`` are those of the policy in training."""
+
+    def __init__(self, question: Question, logits: Floats) -> None:
+        self.question, self.logits = question, logits
+        self.one, self.many = np.zeros(logits.size), np.zeros(logits.size)
+        """[P] expected update of a step of one group, and of one whose divisor is the number of
+        rollouts."""
+        self.goal: Floats | None = np.zeros(logits.size)
+        self.probability = self.square = self.divisor = self.off_mask = 0.0
+        self.metrics: dict[str, float] = {}
+        self.acts = np.repeat(question.is_action, len(NAMES)).astype(np.float64)
+        """[P] 1.0 for parameters of states in which the policy acts."""
+
+    def add(self, weights: Floats, each: Updates, size: int) -> None:
+        """Groups with their probabilities [M], of ``size`` rollouts or what is left of them."""
+        self.probability += float(weights.sum())
+        self.one += weights @ each.steps
+        self.many += weights @ (each.steps * each.divisors[:, None]) / size
+        self.square += float(weights @ (each.steps**2 @ self.acts))
+        self.divisor += float(weights @ each.divisors)
+        self.off_mask += float(weights @ (each.off_mask * each.divisors)) / size
+        for name, values in each.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + float(weights @ values)
+
+
+def estimate(
+    problem: Problem, size: int, lag: int, kind: str, parts: Sequence[Part], of_reward: bool
+) -> Estimate:
+    """All questions of a problem together; ``of_reward``: the objective is the expected reward."""
+    off_mask = sum(part.off_mask for part in parts) / len(parts)
+    # Observations that a loss imitates are no part of the estimate; those of a fault are.
+    kept = [part.acts if off_mask < 1e-9 else np.ones(len(part.acts)) for part in parts]
+    # The mean divisor, per rollout, of the steps that are taken: without rollouts there is none.
+    divisor = sum(part.divisor / part.probability for part in parts) / len(parts) / size
+    one = [part.one * mask * divisor for part, mask in zip(parts, kept, strict=True)]
+    many = [part.many * mask for part, mask in zip(parts, kept, strict=True)]
+    goals = [part.goal for part in parts if part.goal is not None]
+    fits: list[Fit | None] = [None, None]
+    if len(goals) == len(parts):
+        questions, at = [part.question for part in parts], [part.logits for part in parts]
+        fits = [fit(questions, found, goals, at) for found in (one, many)]
+    noise = _noise(parts, fits[0], divisor)
+    against = {}
+    if of_reward and not lag and not problem.failing:
+        against = {name: noise / other for name, other in _references(parts, size).items()}
+    total = sum(float(part.many @ part.many) for part in parts)
+    observed = sum(float((part.many * (1 - part.acts)) @ part.many) for part in parts)
+    means = [p.question.probabilities(p.logits) @ p.question.rewards for p in parts]
+    return Estimate(
+        problem=problem.name,
+        group_size=size,
+        staleness=lag,
+        loss=kind,
+        one=fits[0],
+        many=fits[1],
+        noise=noise,
+        against=against,
+        off_mask=off_mask,
+        observed=math.sqrt(observed / total) if total else 0.0,
+        metrics={
+            name: sum(part.metrics.get(name, 0.0) for part in parts) / len(parts)
+            for name in sorted(parts[0].metrics)
+        },
+        rewards={p.question.name: float(mean) for p, mean in zip(parts, means, strict=True)},
+    )
+
+
+def _noise(parts: Sequence[Part], found: Fit | None, divisor: float) -> float:
+    """Variance over the square of the part along the gradient, summed over questions."""
+    means = [part.one * part.acts for part in parts]
+    variance = sum(p.square - float(m @ m) for p, m in zip(parts, means, strict=True)) * divisor**2
+    goals = [part.goal for part in parts if part.goal is not None]
+    scale = 0.0 if found is None else found.scale
+    signal = scale**2 * sum(float(goal @ goal) for goal in goals)
+    return variance / signal if signal > 1e-18 else math.inf
+
+
+def _references(parts: Sequence[Part], size: int) -> dict[str, float]:
+    """The same noise of REINFORCE without a baseline and of RLOO, for the mean of a group."""
+    variances = {"reinforce": 0.0} | ({"rloo": 0.0} if size > 1 else {})
+    length = 0.0
+    for part in parts:
+        p, scores = part.question.probabilities(part.logits), part.question.scores(part.logits)
+        r, squares = part.question.rewards, (scores**2).sum(1)
+        gradient = (p * r) @ scores
+        own = float(gradient @ gradient)
+        length += own
+        variances["reinforce"] += (float((p * r**2) @ squares) - own) / size
+        if size > 1:
+            variances["rloo"] += rloo_square(p, r, scores, size) - own
+    return {name: variance / length for name, variance in variances.items()}
+
+
+def rloo_square(p: Floats, r: Floats, scores: Floats, size: int) -> float:
+    """E |1/G sum_i (r_i - mean of the others) S_i|^2 for replies with probabilities and rewards [K]
+    and scores [K, P]."""
+    mean, squares = p @ r, (scores**2).sum(1)
+    of_others = (p @ r**2 - mean**2) / (size - 1)
+    alone = float(p @ (((r - mean) ** 2 + of_others) * squares))
+    # i != j: E[S] = 0, so only the terms with r_i S_i and r_j S_j remain.
+    gradient = (p * r) @ scores
+    pairs = float(gradient @ gradient) * (1 + 1 / (size - 1) ** 2)
+    return (alone + (size - 1) * pairs) / size

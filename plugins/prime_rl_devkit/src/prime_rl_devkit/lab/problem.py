@@ -1,0 +1,256 @@
+"""Questions small enough to enumerate every reply, and a policy with a table of logits.
+
+A reply has at most three tokens of ``a``, ``b`` and a stop token. In the two-turn problem the
+environment answers the first token with ``x`` or ``y``. The policy has logits of its own after
+every prefix, also for the environment's tokens, which it predicts like any language model.
+
+Shapes: K = replies, S = states (prefixes), V = tokens, P = S * V parameters, T = tokens of a reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from prime_rl import Rollout, Sample
+from prime_rl.rollout import ROLES
+from prime_rl.turns import TURN_REWARDS
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+NAMES = ("a", "b", "stop", "x", "y")
+A, B, STOP, X, Y = range(5)
+PROMPT = 5
+"""The token of every prompt."""
+LONGEST = 3
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One possible reply, the environment's tokens included."""
+
+    tokens: tuple[int, ...]
+    reward: float
+    sampled: tuple[bool, ...]
+    """Which of the tokens are the policy's."""
+    chance: float = 1.0
+    """Probability of the environment's tokens."""
+    turn_rewards: tuple[float, ...] = ()
+
+    @property
+    def length(self) -> int:
+        """Sampled tokens."""
+        return sum(self.sampled)
+
+
+@dataclass(frozen=True, eq=False)
+class Question:
+    """One prompt: every reply with its reward, and the policy's logits after every prefix."""
+
+    name: str
+    replies: tuple[Reply, ...]
+    logits: Floats
+    """[S, V]; -inf where a token cannot follow."""
+
+    @cached_property
+    def states(self) -> dict[tuple[int, ...], int]:
+        """The number of every prefix."""
+        return {prefix: number for number, prefix in enumerate(prefixes(self.replies))}
+
+    @cached_property
+    def is_action(self) -> npt.NDArray[np.bool_]:
+        """[S] whether the policy samples in this state."""
+        return np.isfinite(self.logits[:, A])
+
+    @cached_property
+    def turns(self) -> Ints:
+        """[S] the turn of each state, from 0."""
+        return np.array([sum(token in (X, Y) for token in prefix) for prefix in self.states])
+
+    @cached_property
+    def places(self) -> list[tuple[Ints, Ints]]:
+        """State and token of each token of each reply, [T] each."""
+        return [
+            (
+                np.array([self.states[r.tokens[:t]] for t in range(len(r.tokens))]),
+                np.array(r.tokens),
+            )
+            for r in self.replies
+        ]
+
+    @cached_property
+    def rewards(self) -> Floats:
+        """[K]"""
+        return np.array([reply.reward for reply in self.replies])
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """[K] sampled tokens."""
+        return np.array([float(reply.length) for reply in self.replies])
+
+    @cached_property
+    def counts(self) -> Floats:
+        """[K, P] how often each reply takes each action."""
+        found = np.zeros((len(self.replies), *self.logits.shape))
+        for k, (states, tokens) in enumerate(self.places):
+            for state, token, own in zip(states, tokens, self.replies[k].sampled, strict=True):
+                found[k, state, token] += own
+        return found.reshape(len(found), -1)
+
+    def probabilities(self, logits: Floats) -> Floats:
+        """[K] of the replies under a policy."""
+        logprobs = np.where(np.isfinite(logits), log_softmax(logits), 0.0)
+        chances = np.array([reply.chance for reply in self.replies])
+        return np.asarray(chances * np.exp(self.counts @ logprobs.ravel()))
+
+    def scores(self, logits: Floats) -> Floats:
+        """[K, P] the gradient of each reply's log-probability."""
+        taken = self.counts.reshape(-1, *logits.shape)
+        found = taken - taken.sum(2, keepdims=True) * np.exp(log_softmax(logits))
+        return np.asarray(found.reshape(len(found), -1))
+
+    @cached_property
+    def values(self) -> Floats:
+        """[S] the expected reward of the replies through each state, under the policy."""
+        p = self.probabilities(self.logits)
+        through = np.zeros((len(self.states), len(p)))
+        for k, (states, _) in enumerate(self.places):
+            through[states, k] = p[k]
+        return np.asarray(through @ self.rewards / through.sum(1))
+
+    def visits(self, logits: Floats) -> Floats:
+        """[S] how often a reply passes each state in which the policy samples."""
+        taken = (self.probabilities(logits) @ self.counts).reshape(logits.shape)
+        return np.asarray(taken.sum(1))
+
+    def rollout(self, k: int, logits: Floats, group_id: int = 0) -> Rollout:
+        """Reply ``k`` as the policy with ``logits`` samples it."""
+        reply, (states, tokens) = self.replies[k], self.places[k]
+        logprobs = log_softmax(logits)[states, tokens]
+        mask = np.array([False, *reply.sampled])
+        roles = ["user", *("assistant" if own else "tool" for own in reply.sampled)]
+        sample = Sample(
+            token_ids=np.array([PROMPT, *reply.tokens], np.int32),
+            loss_mask=mask,
+            inference_logprobs=np.where(mask, np.append(0.0, logprobs), 0.0).astype(np.float32),
+            roles=np.array([ROLES.index(role) for role in roles], np.int8),
+            is_content=np.ones(len(mask), np.bool_),
+            policy_versions=np.where(mask, np.int32(0), np.int32(-1)),
+        )
+        rewards = {str(2 * n + 1): reward for n, reward in enumerate(reply.turn_rewards)}
+        return Rollout(
+            env="test",
+            example_id=0,
+            group_id=group_id,
+            reward=reply.reward,
+            samples=[sample],
+            num_turns=1 + int(self.turns[states[-1]]),
+            is_truncated=reply.tokens[-1] != STOP,
+            info={TURN_REWARDS: rewards} if rewards else {},
+            task={"prompt": "?", "answer": "b", "demonstration": "b"},
+        )
+
+
+def log_softmax(logits: Floats) -> Floats:
+    """[S, V] log-probabilities; -inf where a token cannot follow."""
+    shifted = logits - logits.max(1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
+
+
+def prefixes(replies: Sequence[Reply]) -> list[tuple[int, ...]]:
+    """Every prefix that a token follows, in order."""
+    return sorted({r.tokens[:t] for r in replies for t in range(len(r.tokens))})
+
+
+def make_question(
+    name: str, replies: Sequence[Reply], seed: int, skill: float = 0.0, spread: float = 0.7
+) -> Question:
+    """A question whose policy has random logits. ``skill`` is added to the logit of ``b``, and
+    after a ``b`` to that of the stop token."""
+    states = prefixes(replies)
+    follows = np.zeros((len(states), len(NAMES)), np.bool_)
+    for reply in replies:
+        for t, token in enumerate(reply.tokens):
+            follows[states.index(reply.tokens[:t]), token] = True
+    logits = np.random.default_rng(seed).normal(0, spread, follows.shape)
+    for number, prefix in enumerate(states):
+        logits[number, STOP if B in prefix else B] += skill
+    return Question(name, tuple(replies), np.where(follows, logits, -np.inf))
+
+
+def plain_replies(
+    reward: Callable[[tuple[int, ...]], float], longest: int = LONGEST
+) -> list[Reply]:
+    """Every reply of one turn: 15 of them, or 7 of at most 2 tokens."""
+    found: list[tuple[int, ...]] = []
+    open_ends: list[tuple[int, ...]] = [()]
+    while open_ends:
+        prefix = open_ends.pop(0)
+        for token in (A, B, STOP):
+            reply = (*prefix, token)
+            ends = token == STOP or len(reply) == longest
+            (found if ends else open_ends).append(reply)
+    return [Reply(each, reward(each), (True,) * len(each)) for each in found]
+
+
+def solved(reply: tuple[int, ...]) -> float:
+    """1 for a reply with a ``b`` that ends by itself."""
+    return float(B in reply and reply[-1] == STOP)
+
+
+def graded(reply: tuple[int, ...]) -> float:
+    """Counts letters, more for ``b``; half without a stop. Exact in float32."""
+    return (0.5 * reply.count(B) + 0.25 * reply.count(A)) * (1.0 if reply[-1] == STOP else 0.5)
+
+
+def two_turn_replies() -> list[Reply]:
+    """A letter, the environment's answer, one more token; or stop at once: 13 replies."""
+    found = [Reply((STOP,), 0.25, (True,), turn_rewards=(0.25,))]
+    for first in (A, B):
+        for answer in (X, Y):
+            likely = (first == A) == (answer == X)
+            for last in (A, B, STOP):
+                right = 1.0 if (answer, last) in ((X, A), (Y, B)) else 0.0
+                turns = (0.5 if first == A else 0.0, right)
+                chance = 0.7 if likely else 0.3
+                tokens = (first, answer, last)
+                found.append(Reply(tokens, sum(turns), (True, False, True), chance, turns))
+    return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Questions of one kind, asked equally often."""
+
+    name: str
+    what: str
+    questions: tuple[Question, ...]
+    failing: float = 0.0
+    """Probability that a rollout fails, whatever its reply. Its group is then smaller."""
+
+
+def shipped(longest: int = LONGEST) -> dict[str, Problem]:
+    """The four problems by name; replies of one turn have at most ``longest`` tokens."""
+    plain = [
+        make_question(name, plain_replies(solved, longest), seed, skill)
+        for seed, (name, skill) in enumerate((("hard", -0.8), ("even", 0.6), ("easy", 1.8)))
+    ]
+    levels: dict[str, Callable[[tuple[int, ...]], float]] = {
+        "graded": graded,
+        "a quarter of the spread": lambda reply: graded(reply) / 4,
+        "one point higher": lambda reply: graded(reply) + 1,
+    }
+    same = [make_question(name, plain_replies(f, longest), 3) for name, f in levels.items()]
+    turns = make_question("two turns", two_turn_replies(), 4)
+    found = (
+        Problem("plain", "rewards 0 and 1, one turn", tuple(plain)),
+        Problem("graded", "rewards of any size, one turn", tuple(same)),
+        Problem("two-turn", "an answer of the environment between two tokens", (turns,)),
+        Problem("failed", "as plain; each rollout fails with probability 1/5", tuple(plain), 0.2),
+    )
+    return {problem.name: problem for problem in found}

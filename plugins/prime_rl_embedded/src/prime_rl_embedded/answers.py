@@ -1,0 +1,144 @@
+"""Text answers, for both routes of outside clients: tokens in, text out, whole or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request as HTTPRequest
+
+from prime_rl_embedded.detokenize import TextStream
+from prime_rl_embedded.frontend import complete, stream_tokens
+from prime_rl_embedded.loop import EngineLoop
+from prime_rl_embedded.requests import Request
+from prime_rl_embedded.schema import Limits
+from prime_rl_engine_kit.body import while_wanted
+from prime_rl_engine_kit.errors import RequestError
+
+
+@dataclass
+class Answer:
+    """A request and its text so far."""
+
+    index: int
+    request: Request
+    text: TextStream
+
+    @property
+    def finish_reason(self) -> str | None:
+        return "stop" if self.text.stopped is not None else self.request.finish_reason
+
+
+class Texts:
+    """Runs requests and decodes their tokens. The first request loads the tokenizer."""
+
+    def __init__(self, engine: EngineLoop, limits: Limits, model_path: Path) -> None:
+        self.engine, self.limits = engine, limits
+        self.path = model_path
+        self.tokenizer: Any = None
+        self._loading = asyncio.Lock()
+
+    async def load_tokenizer(self) -> Any:
+        """The model's tokenizer, for all later requests too. Raises ``RequestError``."""
+        async with self._loading:
+            if self.tokenizer is None:
+                self.tokenizer = await asyncio.to_thread(_load_tokenizer, self.path)
+        return self.tokenizer
+
+    def token(self, token_id: int) -> str:
+        """The text of one token."""
+        return str(self.tokenizer.decode([token_id], skip_special_tokens=False))
+
+    def answer(
+        self, index: int, request: Request, stop: str | list[str] | None, skip_special: bool | None
+    ) -> Answer:
+        """An answer without text yet. ``skip_special``: None for true."""
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if "" in stops:
+            raise RequestError("stop contains an empty string, which matches everywhere")
+        return Answer(index, request, TextStream(self.tokenizer, stops, skip_special is not False))
+
+    async def run(self, http: HTTPRequest, answers: list[Answer]) -> None:
+        """Run to the end. The text is decoded while it grows only if there are stop strings."""
+        if answers[0].text.has_stops:
+            await self._follow(http, answers)
+            return
+        await complete(self.engine, http, [answer.request for answer in answers])
+        for answer in answers:
+            answer.text.push(answer.request.token_ids)
+            answer.text.finish()
+
+    async def _follow(self, http: HTTPRequest, answers: list[Answer]) -> None:
+        async def drain(answer: Answer) -> None:
+            async for _ in self.grow(answer):
+                pass
+
+        async def drain_all() -> None:
+            await asyncio.gather(*map(drain, answers))
+
+        await while_wanted(http, drain_all())
+
+    async def grow(self, answer: Answer) -> AsyncIterator[None]:
+        """Yield whenever the text may have grown, until the request ends or a stop string."""
+        request, seen = answer.request, 0
+        tokens = stream_tokens(self.engine, request)
+        try:
+            async for count in tokens:
+                answer.text.push(request.token_ids[seen:count])
+                seen = count
+                yield
+                if answer.text.stopped is not None:
+                    break
+        finally:
+            await tokens.aclose()
+        answer.text.finish()
+        yield
+
+
+async def merged(streams: Sequence[AsyncIterator[dict[str, Any]]]) -> AsyncIterator[dict[str, Any]]:
+    """What the streams yield, as it comes. A failure is an event: the 200 is already sent."""
+    events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+
+    async def follow(stream: AsyncIterator[dict[str, Any]]) -> None:
+        try:
+            async for event in stream:
+                events.put_nowait(event)
+        except RequestError as error:
+            events.put_nowait(error.body)
+        finally:
+            events.put_nowait(None)
+
+    tasks = [asyncio.ensure_future(follow(stream)) for stream in streams]
+    left = len(tasks)
+    try:
+        while left:
+            event = await events.get()
+            if event is None:
+                left -= 1
+            else:
+                yield event
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def sent_event(body: dict[str, Any]) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body)}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+def _load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=path.is_dir())
+    except Exception as error:
+        raise RequestError(f"{path}: no usable tokenizer, so no text: {error}") from error

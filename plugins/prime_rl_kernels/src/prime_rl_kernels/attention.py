@@ -1,0 +1,288 @@
+"""Attention that keeps the documents of a packed row apart.
+
+Registered with transformers' ``AttentionInterface``, for every model that takes its attention from
+there. The row's ``Documents`` pass through the model's forward as a keyword argument.
+
+``varlen`` calls the kernel once for each run of documents of equal length, folded into a batch: no
+mask, no padding. The trainer sorts rows by length for that. Measured on CPU it is as
+fast as a padded batch of equal lengths, and padding unequal lengths to share a call gains nothing.
+On a GPU in half precision one varlen kernel computes the whole row. Prefixes that several sequences
+share are computed once, and their continuations attend to them by index (``prefix_sharing.py``).
+``mask`` builds a dense block mask: the reference, and the fallback for models that need what the
+kernels lack.
+
+Shapes: T = tokens of the row, H = heads, D = head size, n = documents of a run, L = their length,
+C = tokens of a continuation, K = the tokens it attends to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from inspect import signature
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prime_rl import ConfigError
+from prime_rl.trainer.device import to_device
+
+Attention = Literal["varlen", "mask", "sdpa"]
+NAMES: dict[Attention, str] = {name: f"prime_rl_{name}" for name in ("varlen", "mask", "sdpa")}
+"""The name of each in transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Continuation:
+    """Sequences of equal shape that continue shared prefixes. Their tokens follow all documents of
+    the row, run after run."""
+
+    num: int
+    """n"""
+    num_queries: int
+    """C: tokens of each."""
+    num_keys: int
+    """K: tokens of its prefix and its own."""
+    key_index: Tensor
+    """[n * K] int64: positions in the row of each one's keys and values."""
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Where the documents of one packed row begin and end."""
+
+    lengths: tuple[int, ...]
+    device: torch.device
+    continuations: tuple[Continuation, ...] = ()
+    """Of shared prefixes (``prefix_sharing.py``)."""
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, its shared prefix included."""
+        return max((*self.lengths, *(run.num_keys for run in self.continuations)))
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """(n, L) of each run of neighbors of equal length."""
+        return [(len(list(same)), length) for length, same in groupby(self.lengths)]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[documents + 1] int32: where each begins, and where the last one ends."""
+        return to_device(np.cumsum((0, *self.lengths)), np.int32, self.device)
+
+    @cached_property
+    def document_index(self) -> Tensor:
+        """[T] int32: the document of each token."""
+        index = np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return to_device(index, np.int32, self.device)
+
+    @property
+    def boundaries(self) -> dict[str, Tensor]:
+        """Under the names that transformers hands to kernels of recurrent and convolution layers
+        (fla, mamba-ssm, causal-conv1d). Its own code in torch ignores them."""
+        if self.continuations:
+            return {}
+        return {"seq_idx": self.document_index[None], "cu_seq_lens_q": self.offsets.long()}
+
+    def block_mask(self, window: int | None = None) -> Tensor:
+        """[T, T] bool: query sees key: same document, not later, less than ``window`` back."""
+        document = self.document_index
+        position = torch.arange(len(document), device=self.device)
+        distance = position[:, None] - position[None]
+        allowed = (document[:, None] == document[None]) & (distance >= 0)
+        return allowed if window is None else allowed & (distance < window)
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Of one layer's attention."""
+
+    query: Tensor
+    """[1, H, T, D]"""
+    key: Tensor
+    """The same, with as many or fewer heads."""
+    value: Tensor
+    scaling: float | None
+    window: int | None
+    documents: Documents
+
+
+def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
+    """Register ours with transformers; ``wrapper`` is applied to each."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAMES["varlen"], wrapper(_for_transformers(_varlen)))
+    AttentionInterface.register(NAMES["mask"], wrapper(_for_transformers(_mask)))
+    AttentionInterface.register(NAMES["sdpa"], _sdpa)
+    AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
+
+
+def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """``compute``, which returns [1, T, H, D], with the signature that transformers calls."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        *,
+        documents: Documents | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        documents = _check(module, documents)
+        _refuse_what_kernels_lack(module, others)
+        if torch.is_autocast_enabled(query.device.type):
+            # Norms of queries and keys (Qwen3's) leave them in float32, and kernels outside of
+            # autocast's lists would run in that.
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        inputs = Inputs(query, key, value, scaling, sliding_window, documents)
+        return compute(inputs), None
+
+    return attention
+
+
+def _sdpa(module: nn.Module, *columns: Any, **others: Any) -> tuple[Tensor, None]:
+    """That of transformers, for batches of whole documents, where it leaves nothing out."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _refuse_what_kernels_lack(module, others)
+    output: tuple[Tensor, None] = sdpa_attention_forward(module, *columns, **others)
+    return output
+
+
+def _mask(inputs: Inputs) -> Tensor:
+    mask = inputs.documents.block_mask(inputs.window)
+    return _attend(inputs.query, inputs.key, inputs.value, mask, inputs.scaling).transpose(1, 2)
+
+
+def _varlen(inputs: Inputs) -> Tensor:
+    query, key, value, documents = inputs.query, inputs.key, inputs.value, inputs.documents
+    window = inputs.window
+    if window is not None and window >= documents.longest:
+        window = None
+    if _has_varlen_kernel(query):
+        return _varlen_kernel(inputs, window)
+    # Queries and keys of each run, and where its keys lie if not at the queries themselves.
+    runs: list[tuple[int, int, int, Tensor | None]] = [
+        *((num, length, length, None) for num, length in documents.runs),
+        *((r.num, r.num_queries, r.num_keys, r.key_index) for r in documents.continuations),
+    ]
+    outputs, start = [], 0
+    for num, num_queries, num_keys, index in runs:
+        size, band = num * num_queries, None
+        q, k, v = (_fold(x[0].narrow(1, start, size), num) for x in (query, key, value))
+        if index is not None:  # keys of the shared prefix and the continuation, side by side
+            k, v = (_fold(x[0].index_select(1, index), num) for x in (key, value))
+        if index is not None or window is not None:
+            band = _band(num_queries, num_keys, window or num_keys, query.device)
+        output = _attend(q, k, v, band, inputs.scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))  # [n, H, L, D] -> [n * L, H, D]
+        start += size
+    return torch.cat(outputs)[None]
+
+
+def _fold(part: Tensor, num: int) -> Tensor:
+    """[H, n * L, D] -> [n, H, L, D]: a view."""
+    heads, tokens, size = part.shape
+    return part.view(heads, num, tokens // num, size).transpose(0, 1)
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _band(num_queries: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """[C, K] bool: the queries are the last C of K tokens; causal, less than ``window`` back."""
+    ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    before = num_keys - num_queries
+    return ones.tril(before) & ~ones.tril(before - window)
+
+
+def _has_varlen_kernel(query: Tensor) -> bool:
+    """Whether the flash kernel takes these heads: half precision, sizes of 8 to 256 in steps of 8,
+    Ampere or later."""
+    if not query.is_cuda or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        return False
+    is_ampere = torch.cuda.get_device_capability(query.device) >= (8, 0)
+    return is_ampere and _torch_has_grouped_varlen()
+
+
+@cache
+def _torch_has_grouped_varlen() -> bool:
+    """Whether this torch has a varlen kernel with grouped heads and windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"enable_gqa", "window_size", "scale"} <= signature(varlen_attn).parameters.keys()
+
+
+def _varlen_kernel(inputs: Inputs, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    columns = (inputs.query, inputs.key, inputs.value)
+    q, k, v = (column[0].transpose(0, 1).contiguous() for column in columns)  # [T, H, D]
+    offsets, longest = inputs.documents.offsets, inputs.documents.longest
+    output = varlen_attn(
+        q,
+        k,
+        v,
+        cu_seq_q=offsets,
+        cu_seq_k=offsets,
+        max_q=longest,
+        max_k=longest,
+        scale=inputs.scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=inputs.query.shape[1] != inputs.key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output[None]
+
+
+def _check(module: nn.Module, documents: Documents | None) -> Documents:
+    """The documents. Raises ``ConfigError`` if the model withholds them, or attends within chunks:
+    the row of the self-check is too short to show that."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    if kinds and kinds[getattr(module, "layer_idx", 0)] == "chunked_attention":
+        raise ConfigError(
+            f"model: {type(module).__name__} attends within chunks, which the trainer's attention "
+            "does not compute. Train a model without them."
+        )
+    if documents is None:
+        raise ConfigError(
+            f"model: {type(module).__name__} does not pass on where the documents of a row begin, "
+            "which the trainer's attention needs. Train a model that does."
+        )
+    return documents
+
+
+def _refuse_what_kernels_lack(module: nn.Module, others: dict[str, Any]) -> None:
+    for name in ("softcap", "s_aux"):
+        if others.get(name) is not None:
+            raise ConfigError(
+                f"model: {type(module).__name__} asks its attention for {name!r}, which the "
+                "trainer's attention does not compute. Train a model without it."
+            )

@@ -1,0 +1,107 @@
+"""The kernels ``auto``, ``varlen`` and ``mask``, and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import PositiveInt
+
+from prime_rl import Kernel, PluginConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from prime_rl.trainer.packing import Packing
+
+FEW_LOGITS = {"cpu": 2**22, "cuda": 2**26}
+"""By device: up to as many logits of a row, keeping them is faster than computing them again. On
+CPU the crossover was measured between 2M and 8M; on a GPU it is a bound on memory, 256 MiB."""
+BLOCK_LOGITS = {"cpu": 2**20, "cuda": 2**26}
+"""By device: logits of a block of the fused head. 4 MiB in float32 fit into a CPU's cache."""
+
+
+class KernelConfig(PluginConfig):
+    """Keys of ``[trainer]``; its page documents them."""
+
+    fused_lm_head: Literal["auto"] | bool = "auto"
+    """Compute logits in blocks and never store them."""
+    lm_head_block: PositiveInt | None = None
+    """Logits per block. None: by device."""
+    share_prompts: bool = True
+    """Compute a prompt shared by rollouts of a row once."""
+
+
+class Varlen(Kernel):
+    """The row in one call; each document attends to itself. Many logits are computed block by
+    block."""
+
+    name = "varlen"
+    config_class = KernelConfig
+    config: KernelConfig
+
+    def prepare(self, compiled: bool) -> None:
+        """Register the attentions. They are not compiled: the documents differ with every row, and
+        a graph that knew them would be compiled for each."""
+        import torch
+
+        from prime_rl_kernels.attention import register
+
+        register(torch.compiler.disable) if compiled else register()
+
+    def packings(self, device: torch.device) -> Sequence[Packing]:
+        """Apart, transformers' ``sdpa`` takes less memory than its ``eager``."""
+        from prime_rl.trainer.packing import Packing
+        from prime_rl_kernels.attention import NAMES
+        from prime_rl_kernels.packing import Packed, Shared
+
+        # The GPU's kernel has no continuations.
+        shared = [Shared()] if self.config.share_prompts and device.type == "cpu" else []
+        return [*shared, Packed(), Packing("apart", NAMES["sdpa"])]
+
+    def logprobs(
+        self,
+        head: nn.Linear,
+        hidden: Tensor,
+        temperatures: Tensor | None,
+        labels: Tensor,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """Block by block, if the row has many logits. Under autocast that is faster and exact:
+        rounded to bfloat16, logits near 20 would be 0.125 apart."""
+        import torch
+
+        from prime_rl_kernels.fused_head import fused_logprobs
+
+        kind, fused = hidden.device.type, self.config.fused_lm_head
+        if fused == "auto":
+            few = FEW_LOGITS.get(kind, FEW_LOGITS["cpu"])
+            fused = len(labels) * head.out_features > few
+        if not (fused or torch.is_autocast_enabled(kind)):
+            return None
+        block = self.config.lm_head_block or BLOCK_LOGITS.get(kind, BLOCK_LOGITS["cpu"])
+        return fused_logprobs(
+            hidden, head.weight, head.bias, temperatures, labels, block, entropy_gradient
+        )
+
+
+class Auto(Varlen):
+    """The fastest kernel for the device."""
+
+    name = "auto"
+
+
+class Mask(Varlen):
+    """The row in one call, under a dense block mask: the reference, and for models that need what
+    the kernels lack."""
+
+    name = "mask"
+
+    def packings(self, device: torch.device) -> Sequence[Packing]:
+        """The mask has no continuations."""
+        from prime_rl.trainer.packing import Packing
+        from prime_rl_kernels.attention import NAMES
+        from prime_rl_kernels.packing import Packed
+
+        return [Packed(attention=NAMES["mask"]), Packing("apart", NAMES["sdpa"])]

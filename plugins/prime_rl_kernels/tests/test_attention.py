@@ -1,0 +1,197 @@
+"""Documents that share a call, the dense mask, and the calls of a GPU's flash kernel.
+
+A stand-in with the documented meaning of the kernel takes its place on CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.attention.varlen
+from torch import Tensor
+from transformers import Llama4ForCausalLM, Llama4TextConfig, PreTrainedModel
+
+from prime_rl import ConfigError
+from prime_rl.trainer.logprobs import token_logprobs
+from prime_rl.trainer.packed_row import PackedRow, make_row
+from prime_rl_kernels import attention
+from prime_rl_kernels.attention import NAMES, Documents, register
+from prime_rl_kernels.packing import Packed
+
+CPU = torch.device("cpu")
+PACKED = Packed()
+MakeModel = Callable[..., PreTrainedModel]
+
+
+def test_neighbors_of_equal_length_share_a_call() -> None:
+    documents = Documents((5, 5, 3, 2, 2, 2), CPU)
+    assert documents.runs == [(2, 5), (1, 3), (3, 2)]
+    assert documents.offsets.tolist() == [0, 5, 10, 13, 15, 17, 19]
+
+
+def test_rows_are_sorted_by_length_with_every_column(pack: Any) -> None:
+    micro_batch = pack(
+        [[11, 12], [21, 22, 23], [31, 32]],
+        temperatures=[1.0, 0.5, 2.0],
+        envs=("a", "b"),
+        env_ids=[0, 1, 0],
+        advantages=np.arange(7),
+    )
+    row = make_row(micro_batch, CPU, PACKED)
+    assert row.lengths == (3, 2, 2)
+    assert row.token_ids.tolist() == [21, 22, 23, 11, 12, 31, 32]
+    assert row.layout.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1]
+    assert row.sequence_ids.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert row.streams["advantages"].tolist() == [2, 3, 4, 0, 1, 5, 6]
+    assert row.env_ids.tolist() == [1, 1, 1, 0, 0, 0, 0]
+    assert row.targets.tolist() == [1, 2, 4, 6]
+    assert row.temperatures is not None
+    assert row.temperatures.tolist() == [0.5, 0.5, 1.0, 2.0]
+
+
+def test_the_block_mask_is_causal_within_each_document() -> None:
+    mask = Documents((2, 3), CPU).block_mask().int().tolist()
+    assert mask == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 0, 1, 1, 1],
+    ]
+
+
+def test_a_window_includes_the_token_itself() -> None:
+    mask = Documents((4,), CPU).block_mask(window=2).int().tolist()
+    assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_attention_that_the_kernels_lack_is_refused(
+    make_model: Callable[..., PreTrainedModel], pack: Any
+) -> None:
+    row = make_row(pack([[1, 2, 3]]), CPU, PACKED)
+    with pytest.raises(ConfigError, match="'softcap'"):
+        make_model("varlen").base_model(
+            input_ids=row.token_ids[None],
+            position_ids=row.layout.position_ids[None],
+            documents=row.layout.documents,
+            softcap=30.0,
+        )
+
+
+def test_attention_within_chunks_is_refused_for_any_length_of_the_row() -> None:
+    """Chunks of 8,192 tokens, as Llama 4 has them, do not show in a row of three."""
+    register()
+    model = Llama4ForCausalLM(
+        Llama4TextConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=64,
+            intermediate_size_mlp=64,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            num_local_experts=2,
+            attention_chunk_size=8192,
+        )
+    )
+    model.set_attn_implementation(NAMES["varlen"])
+    with pytest.raises(ConfigError, match="Llama4TextAttention attends within chunks"):
+        model.model(input_ids=torch.tensor([[1, 2, 3]]), documents=Documents((3,), CPU))
+
+
+@pytest.fixture
+def row(pack: Any, random_documents: Any) -> PackedRow:
+    return make_row(pack(random_documents([9, 5, 12, 1])), CPU, PACKED)
+
+
+@pytest.fixture
+def dtypes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The dtypes of the stand-in's arguments."""
+    seen: list[torch.dtype] = []
+
+    def stand_in(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float | None,
+        window_size: tuple[int, int],
+        enable_gqa: bool,
+    ) -> Tensor:
+        """[T, H, D]: query i of a document sees its keys i - left to i + right; -1: all."""
+        seen.extend(each.dtype for each in (query, key, value))
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+        lengths = (cu_seq_q[1:] - cu_seq_q[:-1]).tolist()
+        assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k == max(lengths)
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        outputs = []
+        for start, length in zip(cu_seq_q.tolist(), lengths, strict=False):
+            parts = [each[start : start + length].transpose(0, 1) for each in (query, key, value)]
+            left, right = (length if reach < 0 else reach for reach in window_size)
+            distance = torch.arange(length)[:, None] - torch.arange(length)
+            output = torch.nn.functional.scaled_dot_product_attention(
+                *parts,
+                attn_mask=(distance <= left) & (distance >= -right),
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            outputs.append(output.transpose(0, 1))
+        return torch.cat(outputs)
+
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}],
+    ids=["all before", "window"],
+)
+def test_the_kernel_computes_what_the_loop_does(
+    make_model: MakeModel,
+    row: PackedRow,
+    dtypes: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+) -> None:
+    model = make_model("varlen", **changes)
+    expected = token_logprobs(model, row, PACKED)
+    assert not dtypes
+    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda query: True)
+    found = token_logprobs(model, row, PACKED)
+    assert len(dtypes) == 3 * 2  # one call a layer
+    torch.testing.assert_close(found, expected)
+
+
+def test_under_autocast_the_kernel_gets_one_half_dtype(
+    make_model: MakeModel,
+    row: PackedRow,
+    dtypes: list[torch.dtype],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Qwen3's norms leave queries and keys in float32, which the kernel would refuse."""
+    asked: list[torch.dtype] = []
+    monkeypatch.setattr(
+        attention, "_has_varlen_kernel", lambda query: asked.append(query.dtype) or True
+    )
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        token_logprobs(make_model("varlen").float(), row, PACKED)
+    assert {*dtypes, *asked} == {torch.bfloat16}
+
+
+def test_this_torch_has_the_kernel_that_is_called() -> None:
+    """Its signature is what the choice looks at; a torch without is not called."""
+    assert attention._torch_has_grouped_varlen()
+
+
+def test_the_kernel_does_not_take_tensors_on_the_host() -> None:
+    assert not attention._has_varlen_kernel(torch.zeros(1, 4, 3, 8, dtype=torch.bfloat16))

@@ -1,0 +1,61 @@
+"""Rows of question and answer from local files, or from a dataset of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prime_rl import ConfigError
+
+SUFFIXES = (".jsonl", ".parquet")
+
+
+def local_files(path: Path) -> list[Path]:
+    """The file, or the files of a folder in order of their names. Raises ``ConfigError`` if there
+    are none."""
+    files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    if found := [file for file in files if file.suffix in SUFFIXES]:
+        return found
+    what = f"{len(files)} files, none of them" if files else "nothing"
+    raise ConfigError(f"args.path: at {path} there is {what} .jsonl or .parquet")
+
+
+def hub_files(dataset: str, pattern: str) -> list[Path]:
+    """Download the files of a dataset into the hub's cache. Raises ``ConfigError``."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = snapshot_download(dataset, repo_type="dataset", allow_patterns=pattern)
+    except Exception as error:  # errors of the hub and of the network
+        raise ConfigError(
+            f"args.dataset: fetching {dataset!r} from the hub failed: {error}. Without a network, "
+            "copy its files here and set path."
+        ) from error
+    files = sorted(Path(folder).glob(pattern))
+    if not files:
+        raise ConfigError(f"args.files: dataset {dataset!r} has no file {pattern!r}")
+    return files
+
+
+def rows_of(file: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one file. Raises ``ConfigError`` that names the line of a broken row."""
+    if file.suffix == ".parquet":
+        try:
+            parquet = importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise ConfigError(
+                f'{file}: reading Parquet needs pyarrow: pip install "prime-rl-math[parquet]"'
+            ) from error
+        yield from parquet.read_table(file).to_pylist()
+        return
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{file}, line {number}: no JSON ({error})") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{file}, line {number}: expected an object, found {line[:40]!r}")
+        yield row

@@ -1,0 +1,89 @@
+"""``prime-rl race``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from prime_rl_tools.race.runs import Budget, Entry, Point
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def race(
+    context: typer.Context,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A.toml B.toml... [--dotted.key VALUE]...",
+            help="The configs, then overrides for all of them.",
+        ),
+    ],
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each config: 1, 2, ...")] = 5,
+    steps: Annotated[int | None, typer.Option(min=1, help="Budget: steps.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Budget: trained tokens.")] = None,
+    cpu_seconds: Annotated[float | None, typer.Option(help="Budget: CPU seconds.")] = None,
+    output_dir: Annotated[
+        Path, typer.Option(help="Folder of the runs. A race goes on where it was interrupted.")
+    ] = Path("outputs/race"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compare configs: train each with the same seeds and budget, one run after the other, and say
+    which has the better held-out reward.
+
+    Two configs differ only if the paired difference is large against its spread. One may look at
+    any time and add seeds: the intervals stay valid.
+
+    ```
+    prime-rl race grpo.toml max_rl.toml --seeds 3 --steps 40
+    ```
+    """
+    from rich.console import Console
+
+    from prime_rl.cli.run import split_arguments
+    from prime_rl.errors import RunError
+    from prime_rl_tools.race.runs import Budget, read_entries
+    from prime_rl_tools.race.show import as_json as shown
+    from prime_rl_tools.race.show import draw_race, print_race
+
+    paths, overrides = split_arguments([*files, *context.args])
+    budget = Budget(steps, tokens, cpu_seconds)
+    entries = read_entries([Path(path) for path in paths], overrides, budget)
+    try:
+        results = _results(entries, seeds, budget, output_dir)
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    picture = output_dir / "race.png"
+    draw_race(picture, output_dir, results)
+    if as_json:
+        typer.echo(shown(results))
+    else:
+        print_race(Console(), results)
+        typer.echo(f"\n{picture}")
+
+
+def _results(
+    entries: Sequence[Entry], seeds: int, budget: Budget, output_dir: Path
+) -> dict[str, dict[int, Point]]:
+    """Train seed by seed, so that an interrupted race has pairs."""
+    from rich.console import Console
+
+    from prime_rl_tools.race.runs import result_of
+
+    progress = Console(stderr=True)
+    results: dict[str, dict[int, Point]] = {entry.name: {} for entry in entries}
+    for seed in range(1, seeds + 1):
+        for entry in entries:
+            point, known = result_of(entry, seed, budget, output_dir)
+            results[entry.name][seed] = point
+            progress.print(
+                f"{entry.name} seed {seed}: held-out reward {point.reward:.3f} at step "
+                f"{point.step}{' (known)' if known else ''}",
+                highlight=False,
+            )
+    return results

@@ -1,0 +1,143 @@
+"""What ``prime-rl run --dry-run`` shows: a run as it would start, with everything built that needs
+no model and no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from prime_rl.config.load import installed_defaults, merge
+from prime_rl.config.run import RunConfig
+from prime_rl.env.environment import Environment
+from prime_rl.env.episode import EnvSettings
+from prime_rl.env.rendering import Rendering
+from prime_rl.orchestrator.build import build_filters, build_renderer
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
+from prime_rl.plugins.offers import LAUNCHER, MONITOR, SAMPLER, choose, make
+from prime_rl.plugins.sampler import SampledEnv
+from prime_rl.run.placement import lay_out
+from prime_rl.run.resolve import build_engine, build_launcher
+
+MOST_CHARACTERS = 400
+"""Of the prompt that is shown."""
+
+
+def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
+    """Build what a run builds, and say in lines what it will do. ``quick``: without the
+    environments, whose library takes seconds to import. Raises ``ConfigError``, and any error of a
+    plugin's constructor."""
+    environments = {} if quick else dict(_environments(config))
+    build_parts(config, hooks, environments)
+    yield from _processes(config, hooks)
+    orchestrator = config.orchestrator
+    most = orchestrator.batch_size * config.seq_len
+    yield (
+        f"batch      {orchestrator.batch_size} rollouts, at most {most:,} tokens per step, in rows "
+        f"of {config.row_tokens:,}"
+    )
+    for env in orchestrator.train.env:
+        algo = env.algo or orchestrator.algo
+        found = environments.get(env.label)
+        count = "" if found is None else f", {found.num_examples or 'endless'} examples"
+        yield f"env        {env.label}: {algo.type}{count}"
+    yield f"renderer   {orchestrator.renderer.name}"
+    yield from (f"wrapper    {line}" for line in wrappers(hooks))
+    yield from (f"set        {key} = {value!r}" for key, value in changed_keys(config))
+    if environments:
+        yield from _prompt(config, hooks, next(iter(environments.values())))
+
+
+def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Environment]) -> None:
+    """Call the constructors of losses, filters, the sampler and monitors. Those of algorithms have
+    been called. Raises their errors."""
+    trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    losses = Components.load(config.trainer, trainer)
+    for name in losses.tables:
+        losses[name].cls(losses[name].settings)
+    orchestrator = config.orchestrator
+    for slot in ("pre_batch_filters", "post_batch_filters"):
+        build_filters(hooks, getattr(orchestrator, slot), slot)
+    known = []
+    for env in orchestrator.train.env:
+        found = environments.get(env.label)
+        known.append(SampledEnv(env.label, found.num_examples if found else 1, env.ratio))
+    table = orchestrator.sampler_table
+    make(SAMPLER, table.type, table.settings, hooks, SAMPLER.key, known, config.seed)
+    with TemporaryDirectory() as folder:
+        for name, settings in config.monitors.items():
+            where = f"monitors.{name}"
+            with closing(make(MONITOR, name, settings, hooks, where, Path(folder))):
+                pass
+
+
+def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
+    """The environments of the run, whose own config classes check their args; those of training by
+    label."""
+    default = config.orchestrator.train.harness
+    for env in config.orchestrator.train.env:
+        yield env.label, Environment(EnvSettings.of(env, default_harness=default))
+    for held_out in config.orchestrator.eval.env:
+        Environment(EnvSettings.of(held_out, default_harness=default))
+
+
+def _processes(config: RunConfig, hooks: Hooks) -> Iterator[str]:
+    if is_remote(config, hooks):
+        yield f"processes  placed by {config.launcher.type} when the run starts"
+        return
+    launcher = build_launcher(config, hooks)
+    layout = lay_out(config, launcher, build_engine(config, hooks))
+    for task in layout.tasks:
+        gpus = f"GPU {', '.join(map(str, task.gpus))}" if task.gpus else "no GPU of its own"
+        yield f"process    {task.name}: {gpus}"
+
+
+def is_remote(config: RunConfig, hooks: Hooks) -> bool:
+    """Whether another launcher than the local one places the processes. A dry run does not connect
+    to its cluster."""
+    cls, _ = choose(LAUNCHER, config.launcher.type, config.launcher.settings, hooks, "launcher")
+    return bool(cls.is_remote)
+
+
+def changed_keys(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Dotted keys whose values are neither core's defaults nor the installed ones."""
+    smallest = {"model": {"name": ""}, "max_steps": 1}
+    default = RunConfig.model_validate(merge(installed_defaults(), smallest))
+    defaults = dict(_flat(default.model_dump(mode="json", exclude_defaults=True)))
+    for key, value in _flat(config.model_dump(mode="json", exclude_defaults=True)):
+        if defaults.get(key, ...) != value:
+            yield key, value
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _prompt(config: RunConfig, hooks: Hooks, environment: Environment) -> Iterator[str]:
+    """The first example's prompt as the policy sees it, if its tokenizer is on this machine."""
+    prompt = environment.examples[0].fields.get("prompt")
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not messages:
+        yield "prompt     the first example has none of its own"
+        return
+    if is_remote(config, hooks):
+        yield "prompt     rendered on the cluster only"
+        return
+    layout = lay_out(config, build_launcher(config, hooks), build_engine(config, hooks))
+    if layout.to_make:
+        yield f"prompt     {str(messages)[:MOST_CHARACTERS]} (not rendered: the model is made or "
+        yield "           fetched when the run starts)"
+        return
+    rendering = Rendering(Path(layout.model_path), build_renderer(config, hooks))
+    tokens = rendering.ids(messages, add_generation_prompt=True)
+    text = rendering.decode(tokens, skip_special_tokens=False)
+    cut = "" if len(text) <= MOST_CHARACTERS else " ..."
+    yield f"prompt     {len(tokens)} tokens: {text[:MOST_CHARACTERS]!r}{cut}"

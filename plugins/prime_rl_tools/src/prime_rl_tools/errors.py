@@ -1,0 +1,118 @@
+"""Config errors for the user who wrote the file: where the key stands, and what it is called here.
+
+orchestrator.bach_size: unknown key ...   ->   my.toml:12: orchestrator.bach_size: unknown key ...
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+NAMES_ELSEWHERE = {
+    "learning_rate": "trainer.optim.lr",
+    "lr_scheduler_type": "trainer.scheduler.type",
+    "lr_scheduler": "trainer.scheduler.type",
+    "warmup": "trainer.scheduler.warmup_steps",
+    "num_warmup_steps": "trainer.scheduler.warmup_steps",
+    "adam_beta1": "trainer.optim.beta1",
+    "adam_beta2": "trainer.optim.beta2",
+    "max_grad_norm": "trainer.optim.max_norm",
+    "grad_clip": "trainer.optim.max_norm",
+    "gradient_clipping": "trainer.optim.max_norm",
+    "train_batch_size": "orchestrator.batch_size",
+    "per_device_train_batch_size": "trainer.micro_batch_tokens",
+    "gradient_accumulation_steps": "trainer.micro_batch_tokens",
+    "num_generations": "orchestrator.group_size",
+    "rollout_n": "orchestrator.group_size",
+    "num_rollouts": "orchestrator.group_size",
+    "max_completion_length": "orchestrator.train.sampling.max_completion_tokens",
+    "max_response_length": "orchestrator.train.sampling.max_completion_tokens",
+    "max_new_tokens": "orchestrator.train.sampling.max_completion_tokens",
+    "max_tokens": "orchestrator.train.sampling.max_completion_tokens",
+    "max_length": "seq_len",
+    "max_seq_len": "seq_len",
+    "max_seq_length": "seq_len",
+    "model_name": "model.name",
+    "model_name_or_path": "model.name",
+    "total_steps": "max_steps",
+    "num_steps": "max_steps",
+    "total_training_steps": "max_steps",
+    "save_steps": "ckpt.interval",
+    "save_total_limit": "ckpt.keep_last",
+    "save_freq": "ckpt.interval",
+    "eval_steps": "orchestrator.eval.env.0.interval",
+    "test_freq": "orchestrator.eval.env.0.interval",
+    "run_name": "run.name",
+    "experiment_name": "run.name",
+    "advantage_estimator": "orchestrator.algo.type",
+    "adv_estimator": "orchestrator.algo.type",
+    "loss_type": "trainer.loss.type",
+    "ppo_epochs": "trainer.epochs",
+    "num_ppo_epochs": "trainer.epochs",
+    "wandb_project": "monitors.wandb.project",
+    "report_to": "monitors",
+}
+"""Names that TRL, verl, OpenRLHF and Hugging Face's trainer give to a key of ours."""
+
+_LINE = re.compile(r"^(?P<key>[A-Za-z_][\w.-]*): (?P<problem>.*)$", re.DOTALL)
+_TABLE = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*")(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
+
+
+def explained(message: str, arguments: Sequence[str]) -> str:
+    """The message of an error; each line that begins with a key gets the file and line that set
+    it. ``arguments``: the command line, which names the files."""
+    places: dict[str, str] = {}
+    for word in arguments:
+        if word.endswith(".toml") and Path(word).is_file():
+            text = Path(word).read_text(errors="replace")
+            places |= {key: f"{word}:{number}" for key, number in lines_of_keys(text)}
+    given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
+    return "\n".join(_explained(line, places, given) for line in message.split("\n"))
+
+
+def _explained(line: str, places: dict[str, str], overridden: set[str]) -> str:
+    found = _LINE.match(line)
+    if found is None:
+        return line
+    key, problem = found["key"], found["problem"]
+    ours = NAMES_ELSEWHERE.get(key.rpartition(".")[2])
+    if problem.startswith("unknown key") and ours is not None:
+        problem = f"unknown key; did you mean {ours!r}?"
+    place = None if key in overridden else places.get(key)
+    where = "" if place is None else f"{place}: "
+    return f"{where}{key}: {problem}"
+
+
+def lines_of_keys(text: str) -> Iterator[tuple[str, int]]:
+    """``(dotted key, line number)`` of each table and key of a TOML file; entries of an array of
+    tables are numbered: ``orchestrator.train.env.0.id``. Inline tables count as one key."""
+    table, entries, closing = "", dict[str, int](), ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if closing:  # inside a text of several lines
+            closing = "" if line.count(closing) % 2 else closing
+            continue
+        closing = next((mark for mark in ('"""', "'''") if line.count(mark) % 2), "")
+        if header := _TABLE.match(line):
+            table = _numbered(_plain(header[2]), entries)
+            if header[1] == "[[":
+                entries[table] = entries.get(table, -1) + 1
+                table = f"{table}.{entries[table]}"
+            yield table, number
+        elif key := _KEY.match(line):
+            yield f"{table}.{_plain(key[1])}".lstrip("."), number
+
+
+def _plain(key: str) -> str:
+    return re.sub(r"\s*\.\s*", ".", key).replace('"', "")
+
+
+def _numbered(table: str, entries: dict[str, int]) -> str:
+    """A table inside the newest entry of an array of tables."""
+    path = ""
+    for part in table.split("."):
+        path = f"{path}.{part}".lstrip(".")
+        if path in entries and path != table:
+            path = f"{path}.{entries[path]}"
+    return path

@@ -1,0 +1,84 @@
+"""What a race refuses before it starts, and the measures of a run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from prime_rl.errors import ConfigError
+from prime_rl_tools.race.runs import Budget, Point, cpu_seconds, read_entries
+
+HELD_OUT = '[[orchestrator.eval.env]]\nid = "reverse-text"\n'
+CONFIG = (
+    'max_steps = 100\n[model]\nname = "tiny-reverse"\n'
+    f'[[orchestrator.train.env]]\nid = "reverse-text"\n{HELD_OUT}'
+)
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name, text=CONFIG):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_a_budget_of_steps_is_the_last_step_of_every_config(file):
+    entries = read_entries([file("a.toml"), file("b.toml")], ["--trainer.optim.lr=1e-3"], Budget(7))
+    assert [entry.name for entry in entries] == ["a", "b"]
+    assert [entry.config.max_steps for entry in entries] == [7, 7]
+    assert entries[1].config.trainer.optim.lr == 1e-3
+
+
+def test_equal_file_names_are_told_apart_by_their_folders(file):
+    entries = read_entries([file("x/grpo.toml"), file("y/grpo.toml")], [], Budget())
+    assert [entry.name for entry in entries] == ["x.grpo", "y.grpo"]
+
+
+@pytest.mark.parametrize(
+    ("other", "budget", "said"),
+    [
+        (CONFIG.replace(HELD_OUT, ""), Budget(), "no held-out env"),
+        (CONFIG + "num_examples = 3\n", Budget(), "cannot be compared"),
+        (CONFIG, Budget(tokens=1000), "Set interval"),
+        (CONFIG, Budget(cpu_seconds=10.0), "Set interval"),
+    ],
+)
+def test_configs_that_cannot_be_compared_are_refused(file, other, budget, said):
+    with pytest.raises(ConfigError, match=said):
+        read_entries([file("a.toml"), file("b.toml", other)], [], budget)
+
+
+def test_how_often_a_config_evaluates_is_its_own_affair(file):
+    often = [file("a.toml", CONFIG + "interval = 5\n"), file("b.toml", CONFIG + "interval = 9\n")]
+    assert len(read_entries(often, [], Budget(tokens=1000))) == 2
+
+
+def test_a_budget_allows_what_it_says():
+    point = Point(step=3, reward=0.5, tokens=100, cpu_seconds=20.0)
+    assert Budget().allows(point) and Budget(tokens=100).allows(point)
+    assert not Budget(tokens=99).allows(point)
+    assert not Budget(cpu_seconds=19.9).allows(point)
+
+
+def test_the_time_of_children_that_have_ended_counts():
+    """The child computes and ends; its parent waits for input."""
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'sum(range(10**7))']); "
+    parent = subprocess.Popen(
+        [sys.executable, "-c", f"{code}print(flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    parent.stdout.readline()
+    measured = cpu_seconds(parent.pid)
+    before = os.times()
+    parent.communicate(b"\n")
+    after = os.times()
+    total = after.children_user + after.children_system
+    total -= before.children_user + before.children_system
+    assert measured == pytest.approx(total, rel=0.2)
+    assert cpu_seconds(parent.pid) == 0.0

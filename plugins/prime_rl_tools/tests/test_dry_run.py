@@ -1,0 +1,94 @@
+"""``--dry-run`` builds what a run builds, and shows what it will do."""
+
+from collections.abc import Generator
+
+import pytest
+
+from prime_rl import ConfigError, Group, Monitor, hookimpl
+from prime_rl.config.load import build_config
+from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
+from prime_rl_tools import dry_run
+from prime_rl_tools.dry_run import build_parts, changed_keys, describe
+
+TABLE = {
+    "model": {"name": "tiny-reverse"},
+    "max_steps": 3,
+    "seq_len": 64,
+    "orchestrator": {
+        "batch_size": 16,
+        "group_size": 8,
+        "train": {"env": [{"id": "reverse-text"}]},
+    },
+}
+
+
+class Clip:
+    @hookimpl(wrapper=True)
+    def score_group(self, group: Group) -> Generator[None, None, None]:
+        yield
+
+
+class Broken(Monitor):
+    name = "broken"
+
+    def __init__(self, config, run_dir):
+        raise KeyError("in the constructor")
+
+
+def test_the_keys_that_differ_from_the_defaults():
+    changed = dict(changed_keys(build_config(TABLE)))
+    assert changed == {
+        "model.name": "tiny-reverse",
+        "max_steps": 3,
+        "seq_len": 64,
+        "orchestrator.batch_size": 16,
+        "orchestrator.train.env": [{"id": "reverse-text"}],
+    }
+
+
+def test_wrappers_are_named_the_outermost_first():
+    hooks = Hooks()
+    hooks.register(Clip(), "first")
+    hooks.register(Clip(), "second")
+    assert wrappers(hooks) == ["score_group wrapped by second", "score_group wrapped by first"]
+
+
+def test_a_quick_dry_run_shows_processes_batch_and_wrappers_and_builds_no_environment(monkeypatch):
+    monkeypatch.setattr(dry_run, "Environment", None)
+    hooks = load_plugins()
+    hooks.register(Clip(), "clip")
+    lines = [*describe(build_config(TABLE), hooks, quick=True)]
+    assert "process    orchestrator: no GPU of its own" in lines
+    batch = "batch      16 rollouts, at most 1,024 tokens per step, in rows of 64"
+    assert batch in lines and "wrapper    score_group wrapped by clip" in lines
+    assert any(line.startswith("env        reverse-text: ") for line in lines)
+
+
+def test_a_constructor_that_fails_is_found():
+    class Plugin:
+        @hookimpl
+        def register_monitors(self):
+            return [Broken]
+
+    hooks = load_plugins()
+    hooks.register(Plugin(), "broken")
+    with pytest.raises(KeyError, match="in the constructor"):
+        build_parts(build_config(TABLE | {"monitors": {"broken": {}}}), hooks, {})
+
+
+@pytest.mark.slow
+def test_args_are_checked_by_the_tasksets_own_class_and_a_prompt_is_shown():
+    config = build_config(TABLE)
+    assert any(
+        "reverse-text: grpo, 2000 examples" in line
+        for line in describe(config, load_plugins(), False)
+    )
+    wrong = {"train": {"env": [{"id": "reverse-text", "args": {"splitt": "x"}}]}}
+    with pytest.raises(ConfigError, match=r"env 'reverse-text': args .*args\.splitt"):
+        [
+            *describe(
+                build_config(TABLE | {"orchestrator": TABLE["orchestrator"] | wrong}),
+                load_plugins(),
+                False,
+            )
+        ]

@@ -1,0 +1,91 @@
+"""Config errors name file and line, and know what other frameworks call a key."""
+
+import tomllib
+
+import pytest
+
+from prime_rl import AdamWConfig
+from prime_rl.cli import main
+from prime_rl.config.load import _fields_at
+from prime_rl.config.run import RunConfig
+from prime_rl_tools.errors import NAMES_ELSEWHERE, explained, lines_of_keys
+
+TOML = '''# a comment = 1
+max_steps = 3
+model.name = "tiny"
+
+[orchestrator]
+batch_size = 8
+text = """
+inside = 1
+"""
+[[orchestrator.train.env]]
+id = "a"
+args = { split = "x" }
+[[orchestrator.train.env]]
+id = "b"
+[orchestrator.train.env.algo]
+type = "c"
+[ trainer . "optim" ]  # spaced
+lr = 1.0
+'''
+
+
+def test_every_key_has_its_line():
+    assert dict(lines_of_keys(TOML)) == {
+        "max_steps": 2,
+        "model.name": 3,
+        "orchestrator": 5,
+        "orchestrator.batch_size": 6,
+        "orchestrator.text": 7,
+        "orchestrator.train.env.0": 10,
+        "orchestrator.train.env.0.id": 11,
+        "orchestrator.train.env.0.args": 12,
+        "orchestrator.train.env.1": 13,
+        "orchestrator.train.env.1.id": 14,
+        "orchestrator.train.env.1.algo": 15,
+        "orchestrator.train.env.1.algo.type": 16,
+        "trainer.optim": 17,
+        "trainer.optim.lr": 18,
+    }
+    parsed = tomllib.loads(TOML)
+    assert parsed["orchestrator"]["train"]["env"][1]["algo"] == {"type": "c"}
+
+
+def test_an_error_has_the_line_of_the_file_that_set_the_key_last(tmp_path):
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("max_steps = 1\nseed = 2\n")
+    second.write_text("\n\nmax_steps = 0\n")
+    arguments = ["run", str(first), str(second), "--run.name", "x"]
+    message = "max_steps: too small\nseed: bad\nrun.name: bad\nsomething else"
+    assert explained(message, arguments).splitlines() == [
+        f"{second}:3: max_steps: too small",
+        f"{first}:2: seed: bad",
+        "run.name: bad",
+        "something else",
+    ]
+    assert explained("seed: bad", [*arguments, "--seed", "3"]) == "seed: bad"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), NAMES_ELSEWHERE.items())
+def test_names_of_other_frameworks_lead_to_keys_of_ours(theirs, ours):
+    path = [part for part in ours.split(".") if not part.isdecimal()]  # of a list
+    plugin_table = path[0] == "monitors" and len(path) > 1
+    known = _fields_at(RunConfig, tuple(path[:-1]))
+    known |= AdamWConfig.model_fields.keys() if path[:-1] == ["trainer", "optim"] else set()
+    assert plugin_table or path[-1] in known
+    assert explained(f"{theirs}: unknown key; known here: a, b", []) == (
+        f"{theirs}: unknown key; did you mean {ours!r}?"
+    )
+
+
+def test_all_errors_come_at_once_with_file_and_line(tmp_path, monkeypatch, capsys):
+    bad = tmp_path / "bad.toml"
+    rest = '[model]\nname = "tiny-reverse"\n[[orchestrator.train.env]]\nid = "reverse-text"\n'
+    bad.write_text("max_steps = 0\nlearning_rate = 1.0\n" + rest)
+    monkeypatch.setattr("sys.argv", ["prime-rl", "run", str(bad), "--dry-run"])
+    with pytest.raises(SystemExit):
+        main()
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"error: {bad}:1: max_steps: ")
+    assert second == f"{bad}:2: learning_rate: unknown key; did you mean 'trainer.optim.lr'?"

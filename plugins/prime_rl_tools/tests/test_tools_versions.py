@@ -1,0 +1,17 @@
+"""What a run loads, as ``plugins.json`` has it."""
+
+import json
+
+from prime_rl.plugins.manager import load_plugins
+from prime_rl_tools.versions import write_versions
+
+
+def test_the_versions_of_both_sides(tmp_path):
+    hooks = load_plugins(disabled=["wandb"])
+    write_versions(tmp_path, hooks, disabled=["losses"])
+    found = json.loads((tmp_path / "plugins.json").read_text())
+    rows = {(row["group"], row["plugin"]): row for row in found["plugins"]}
+    assert rows["prime_rl", "core"]["distribution"] == "prime-rl-core"
+    assert rows["prime_rl", "core"]["version"] == found["packages"]["prime-rl-core"]
+    assert ("prime_rl", "wandb") not in rows and ("prime_rl.trainer", "losses") not in rows
+    assert any(group == "prime_rl.trainer" for group, _ in rows)
