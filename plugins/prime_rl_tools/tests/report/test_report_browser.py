@@ -61,7 +61,7 @@ def add_metrics(run_dir):
     ]  # fmt: skip
     lines.append({"step": 3, "eval/words/all/reward/mean": 0.625, "off_policy/mean": 1.0})
     lines += [{"step": n, "plugin/clip/share": n / 10} for n in (1, 2, 3)]
-    (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def add_exports(run_dir):
