@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,16 @@ from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
 from prime_rl.env.rendering import Rendering
 from prime_rl.inference.fleet import Fleet, FleetOptions
-from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
-from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
+from prime_rl.orchestrator.context import (
+    Engines,
+    EnvHost,
+    Outages,
+    RunContext,
+    Shared,
+    TrainEnv,
+    scorer_over,
+)
 from prime_rl.orchestrator.engines import EngineKeeper, EngineRouter, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.packer import Packer
@@ -147,16 +154,15 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
     name, key = run.launch.served_model_name, os.environ[ENGINE_KEY]
     renderer_named = partial(build_renderer, run.config, run.hooks)
-    renderer = renderer_named()
+    renderer, salt = renderer_named(), lambda: str(engines.policy.version)
+    scores = partial(scorer_over, engines.fleet, name, api_key=key, cache_salt=salt)
     return Shared(
         run,
         engines,
         renderer,
         renderer_named,
         Rendering(Path(run.launch.model_path), renderer),
-        PromptScorer(
-            engines.fleet, name, api_key=key, cache_salt=lambda: str(engines.policy.version)
-        ),
+        cache(scores),  # one for all envs: its limit of requests in flight is the run's
         EngineRouter(engines.fleet, name, ENGINE_KEY),
     )
 

@@ -6,9 +6,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from prime_rl.env.environment import Environment
 from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.pool import FrozenPool
-from prime_rl.inference.scorer import PromptScorer
+from prime_rl.inference.pool import EnginePool, FrozenPool
 from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
-from prime_rl.plugins.algorithm import Algorithm, ReferenceModel
+from prime_rl.plugins.algorithm import Algorithm, Completion, ReferenceModel
 from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rundir.launch import ENGINE_KEY, Launch
@@ -108,10 +108,21 @@ class Shared:
     renderer_named: Callable[[str], Any]
     """That of another renderer. Raises ``ConfigError`` for an unknown name."""
     rendering: Rendering
-    scores: PromptScorer
-    """The live policy to score with."""
+    scores: Callable[[], Any]
+    """The live policy to score with (``scorer_over``)."""
     router: EngineRouter
     """The live policy to sample from."""
+
+
+def scorer_over(pool: EnginePool, model: str, **settings: Any) -> Any:
+    """A ``ReferenceModel`` over a pool, of the distribution that brings one. Raises
+    ``ConfigError`` if none does."""
+    for entry in entry_points(group="prime_rl.scorers"):
+        return entry.load()(pool, model, **settings)
+    raise ConfigError(
+        f"model {model!r}: an algorithm asks it for logprobs or completions, and no installed "
+        "distribution sends such requests. pip install prime-rl-engine-kit"
+    )
 
 
 class EnvHost:
@@ -124,8 +135,6 @@ class EnvHost:
         self._asked = Counter[str]()
         self.seq_len, self.seed = shared.run.config.seq_len, shared.run.config.seed
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
-        self.policy: ReferenceModel = self._lend(shared.scores)
-        self.generate = self.policy.generate
         self.decode = shared.rendering.decode
         self.supervised_sample = shared.rendering.supervised_sample
 
@@ -145,9 +154,18 @@ class EnvHost:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _lend(self, model: PromptScorer) -> PromptScorer:
+    @cached_property
+    def policy(self) -> ReferenceModel:
+        return self._lend(self._shared.scores())
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[list[Completion]]]:
+        return self.policy.generate
+
+    def _lend(self, model: Any) -> ReferenceModel:
         salt = f"{self._shared.run.config.seed} {self.env}"
-        return model.lend(salt, self._shared.rendering.stop_token_ids, self._asked)
+        lent: ReferenceModel = model.lend(salt, self._shared.rendering.stop_token_ids, self._asked)
+        return lent
 
     def take_metrics(self) -> dict[str, float]:
         """The algorithm's requests and their tokens since the last call. Empty without any."""
@@ -172,7 +190,7 @@ class EnvHost:
         if not (fleets := self._shared.engines.average):
             raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_ema")
         return self._lend(
-            PromptScorer(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
+            scorer_over(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
         )
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
@@ -181,7 +199,7 @@ class EnvHost:
         pool = FrozenPool.of(model, where=where, on_waiting=report)
         self._connected.append(pool)
         limit, timeout = model.max_concurrency, model.timeout
-        return self._lend(PromptScorer(pool, model.name, max_concurrency=limit, timeout=timeout))
+        return self._lend(scorer_over(pool, model.name, max_concurrency=limit, timeout=timeout))
 
     def render(
         self,
