@@ -28,7 +28,6 @@ from prime_rl.plugins.head import Head as Head
 from prime_rl.plugins.head import HeadInputs as HeadInputs
 from prime_rl.plugins.hookspecs import hookimpl as hookimpl
 from prime_rl.plugins.import_path import import_function as import_function
-from prime_rl.plugins.kernel import Kernel as Kernel
 from prime_rl.plugins.launchers import Launcher as Launcher
 from prime_rl.plugins.launchers import Part as Part
 from prime_rl.plugins.launchers import Place as Place
@@ -45,15 +44,16 @@ from prime_rl.plugins.model import RendererOffer as RendererOffer
 from prime_rl.plugins.monitor import Monitor as Monitor
 from prime_rl.plugins.observer import Observer as Observer
 from prime_rl.plugins.observer import ObserverHost as ObserverHost
-from prime_rl.plugins.optimizer import AdamWConfig as AdamWConfig
-from prime_rl.plugins.optimizer import OptimizerMaker as OptimizerMaker
 from prime_rl.plugins.sampler import RolloutPlan as RolloutPlan
 from prime_rl.plugins.sampler import SampledEnv as SampledEnv
 from prime_rl.plugins.sampler import Sampler as Sampler
 from prime_rl.plugins.sampler import Source as Source
 from prime_rl.plugins.sampler import SourceRequest as SourceRequest
-from prime_rl.plugins.trainer_observer import TrainerObserver as TrainerObserver
-from prime_rl.plugins.tuning import Tuning as Tuning
+from prime_rl.plugins.trainer import AdamWConfig as AdamWConfig
+from prime_rl.plugins.trainer import Kernel as Kernel
+from prime_rl.plugins.trainer import OptimizerMaker as OptimizerMaker
+from prime_rl.plugins.trainer import TrainerObserver as TrainerObserver
+from prime_rl.plugins.trainer import Tuning as Tuning
 from prime_rl.plugins.view import RunView as RunView
 from prime_rl.plugins.weight_transports import Header as Header
 from prime_rl.plugins.weight_transports import ReceivingEngine as ReceivingEngine
@@ -66,9 +66,9 @@ from prime_rl.rollout import ROLES as ROLES
 from prime_rl.rollout import Group as Group
 from prime_rl.rollout import Rollout as Rollout
 from prime_rl.rollout import Sample as Sample
+from prime_rl.rollout import Turn as Turn
 from prime_rl.rundir.chat_template import ChatTemplate as ChatTemplate
 from prime_rl.streams import LossComponent as LossComponent
-from prime_rl.turns import Turn as Turn
 
 if _typing.TYPE_CHECKING:
     train: _typing.Callable[..., _typing.Any]
