@@ -20,6 +20,7 @@ from prime_rl.plugins.algorithm import Filter as Filter
 from prime_rl.plugins.algorithm import Host as Host
 from prime_rl.plugins.algorithm import ReferenceModel as ReferenceModel
 from prime_rl.plugins.base import PluginConfig as PluginConfig
+from prime_rl.plugins.calls import log_metric as log_metric
 from prime_rl.plugins.checks import CONTRACT_VERSION as CONTRACT_VERSION
 from prime_rl.plugins.engine import Engine as Engine
 from prime_rl.plugins.engine import EngineCommand as EngineCommand
@@ -38,10 +39,9 @@ from prime_rl.plugins.loss import Loss as Loss
 from prime_rl.plugins.loss import LossInputs as LossInputs
 from prime_rl.plugins.loss import LossOutputs as LossOutputs
 from prime_rl.plugins.loss import TokenMetric as TokenMetric
-from prime_rl.plugins.metrics import log_metric as log_metric
 from prime_rl.plugins.model import ModelMaker as ModelMaker
 from prime_rl.plugins.model import RendererOffer as RendererOffer
-from prime_rl.plugins.monitor import Monitor as Monitor
+from prime_rl.plugins.observer import Monitor as Monitor
 from prime_rl.plugins.observer import Observer as Observer
 from prime_rl.plugins.observer import ObserverHost as ObserverHost
 from prime_rl.plugins.sampler import RolloutPlan as RolloutPlan

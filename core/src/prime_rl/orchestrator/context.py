@@ -16,7 +16,6 @@ from typing import Any
 from prime_rl.config.inference import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
-from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, FrozenPool
@@ -26,6 +25,8 @@ from prime_rl.orchestrator.sources import RolloutSource
 from prime_rl.plugins.algorithm import Algorithm, Completion, ReferenceModel
 from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.reference import Tokens
+from prime_rl.rollout import Sample
 from prime_rl.rundir.launch import ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status
 
@@ -107,7 +108,8 @@ class Shared:
     """The config object of the ``renderers`` package."""
     renderer_named: Callable[[str], Any]
     """That of another renderer. Raises ``ConfigError`` for an unknown name."""
-    rendering: Rendering
+    rendering: Callable[[], Any]
+    """Conversations as tokens (``rendering_of``)."""
     scores: Callable[[], Any]
     """The live policy to score with (``scorer_over``)."""
     router: EngineRouter
@@ -115,13 +117,21 @@ class Shared:
 
 
 def scorer_over(pool: EnginePool, model: str, **settings: Any) -> Any:
-    """A ``ReferenceModel`` over a pool, of the distribution that brings one. Raises
-    ``ConfigError`` if none does."""
-    for entry in entry_points(group="prime_rl.scorers"):
-        return entry.load()(pool, model, **settings)
+    """A ``ReferenceModel`` over a pool. Raises ``ConfigError`` if no distribution brings one."""
+    return _installed("prime_rl.scorers", "prime-rl-engine-kit")(pool, model, **settings)
+
+
+def rendering_of(tokenizer_path: Path, renderer: Any) -> Any:
+    """The run's renderer over its tokenizer. Raises as ``scorer_over``."""
+    return _installed("prime_rl.renderings", "prime-rl-renderers")(tokenizer_path, renderer)
+
+
+def _installed(group: str, package: str) -> Any:
+    for entry in entry_points(group=group):
+        return entry.load()
     raise ConfigError(
-        f"model {model!r}: an algorithm asks it for logprobs or completions, and no installed "
-        "distribution sends such requests. pip install prime-rl-engine-kit"
+        f"an algorithm asks its host for what {group} offers, and no installed distribution has "
+        f"an entry point of that group. pip install {package}"
     )
 
 
@@ -135,8 +145,6 @@ class EnvHost:
         self._asked = Counter[str]()
         self.seq_len, self.seed = shared.run.config.seq_len, shared.run.config.seed
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
-        self.decode = shared.rendering.decode
-        self.supervised_sample = shared.rendering.supervised_sample
 
     @property
     def max_completion_tokens(self) -> int | None:
@@ -164,7 +172,9 @@ class EnvHost:
 
     def _lend(self, model: Any) -> ReferenceModel:
         salt = f"{self._shared.run.config.seed} {self.env}"
-        lent: ReferenceModel = model.lend(salt, self._shared.rendering.stop_token_ids, self._asked)
+        lent: ReferenceModel = model.lend(
+            salt, lambda: self._shared.rendering().stop_token_ids(), self._asked
+        )
         return lent
 
     def take_metrics(self) -> dict[str, float]:
@@ -210,9 +220,17 @@ class EnvHost:
     ) -> list[int]:
         """Tokens of a conversation. Raises ``ConfigError`` for a renderer that is not installed."""
         config = None if renderer is None else self._shared.renderer_named(renderer)
-        return self._shared.rendering.ids(
+        ids: list[int] = self._shared.rendering().ids(
             messages, config=config, add_generation_prompt=add_generation_prompt
         )
+        return ids
+
+    def decode(self, token_ids: Tokens) -> str:
+        return str(self._shared.rendering().decode(token_ids))
+
+    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        sample: Sample = self._shared.rendering().supervised_sample(messages)
+        return sample
 
     def task(self, example_id: int) -> Mapping[str, Any]:
         """The fields of one example of the env."""

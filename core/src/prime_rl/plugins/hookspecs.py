@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from prime_rl.plugins.launchers import Launcher
     from prime_rl.plugins.loss import Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
-    from prime_rl.plugins.monitor import Monitor
-    from prime_rl.plugins.observer import Observer
+    from prime_rl.plugins.observer import Monitor, Observer
     from prime_rl.plugins.sampler import RolloutPlan, Sampler, Source
     from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
     from prime_rl.plugins.view import RunView
