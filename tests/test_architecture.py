@@ -37,7 +37,7 @@ FOR_SERVERS = {
 
 FOR_SCORERS = {
     *("prime_rl.inference.client", "prime_rl.inference.engine", "prime_rl.inference.pool"),
-    *("prime_rl.plugins.reference", "prime_rl.streams"),
+    *("prime_rl.plugins.algorithm", "prime_rl.streams"),
 }
 """Further modules for what asks the engines of a pool for logprobs and completions."""
 

@@ -760,6 +760,6 @@ async def test_a_request_under_which_four_engines_went_away_is_given_up():
                 await own.ask(0, deadly)
             assert str(caught.value) == (
                 "4 engines have gone away under a request; the last was engine "
-                f"{own.urls[0]}. See its log."
+                f"{own.engines[0].url}. See its log."
             )
         assert begun == [0, 0, 0, 0] and fleet.serving

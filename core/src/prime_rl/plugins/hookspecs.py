@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     import typer
 
     from prime_rl.plugins.algorithm import Algorithm, Filter
-    from prime_rl.plugins.engine import Engine
-    from prime_rl.plugins.head import Head
-    from prime_rl.plugins.launchers import Launcher
-    from prime_rl.plugins.loss import Loss
+    from prime_rl.plugins.launchers import Engine, Launcher
+    from prime_rl.plugins.loss import Head, Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
     from prime_rl.plugins.observer import Monitor, Observer
     from prime_rl.plugins.sampler import RolloutPlan, Sampler, Source

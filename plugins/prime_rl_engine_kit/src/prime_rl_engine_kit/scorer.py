@@ -21,7 +21,7 @@ from prime_rl import Completion, EngineError, OverlongError
 from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
-from prime_rl.plugins.reference import Tokens
+from prime_rl.plugins.algorithm import Tokens
 from prime_rl.streams import FloatColumn, IntColumn
 from prime_rl_engine_kit.replies import Reply, read_completions, read_scores, read_top
 
