@@ -79,18 +79,26 @@ def test_without_a_distribution_of_defaults_nothing_is_named(offer):
     assert config.orchestrator.post_batch_filters == ()
 
 
+RENDERER_MISSING = "orchestrator.renderer.name: no renderer is set"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "env 'reverse-text': algo: no algorithm is set"),
         ({"orchestrator.algo.type": "grpo"}, "trainer.loss: no loss is set"),
-        ({"trainer.loss.type": "default"}, "orchestrator.renderer.name: no renderer is set"),
+        ({"trainer.loss.type": "default"}, "orchestrator.sampler.type: no sampler is set"),
+        (
+            {"orchestrator.sampler.type": "standard"},
+            "orchestrator.renderer.name: no renderer is set",
+        ),
         ({"orchestrator.renderer.name": "qwen3"}, "inference.engine: no engine is set"),
     ],
 )
 def test_a_required_name_without_a_default_is_an_error(offer, given, message):
     offer()
     words = {"orchestrator.algo.type": "grpo", "trainer.loss.type": "default",
+             "orchestrator.sampler.type": "standard",
              "orchestrator.renderer.name": "qwen3"}  # fmt: skip
     until = [*words].index(next(iter(given))) + 1 if given else 0
     table = {"model": {"name": "tiny-reverse"}, "max_steps": 3}

@@ -359,7 +359,7 @@ async def refused(error=EngineError, ids=(8, 4), settings=None, **engine_setting
     async with scoring_one(settings, **engine_settings) as (engine, scoring):
         with pytest.raises(error) as caught:
             await asyncio.wait_for(scoring.logprobs(list(ids)), LIMIT)
-        (root,) = scoring.pool.urls
+        (root,) = (engine.url for engine in scoring.pool.engines)
     return str(caught.value).replace(root, "URL"), len(engine.asked)
 
 
