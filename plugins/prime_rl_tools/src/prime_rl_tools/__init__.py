@@ -3,7 +3,7 @@ its weights, stop it. And the observers of what they show."""
 
 import typer
 
-from prime_rl import Monitor, Observer, RunView, hookimpl
+from prime_rl import Observer, RunView, hookimpl
 
 
 @hookimpl
@@ -25,14 +25,6 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("eval", context_settings=evaluation.CONTEXT, rich_help_panel=serving)(
         evaluation.evaluate
     )
-
-
-@hookimpl
-def register_monitors() -> list[type[Monitor]]:
-    """Offer ``file``."""
-    from prime_rl_tools.metrics_file import FileMonitor
-
-    return [FileMonitor]
 
 
 @hookimpl

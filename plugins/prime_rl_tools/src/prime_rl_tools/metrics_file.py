@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prime_rl import Monitor, PluginConfig
+from prime_rl import Monitor, PluginConfig, hookimpl
 
 
 class FileMonitor(Monitor):
@@ -35,3 +35,9 @@ class FileMonitor(Monitor):
 
     def close(self) -> None:
         self._file.close()
+
+
+@hookimpl
+def register_monitors() -> list[type[Monitor]]:
+    """Offer ``file``."""
+    return [FileMonitor]
