@@ -5,7 +5,7 @@ from collections.abc import Generator
 
 import pytest
 
-from prime_rl import ConfigError, Group, Monitor, hookimpl
+from prime_rl import ConfigError, Group, Monitor, PluginError, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
 from prime_rl_tools import dry_run
@@ -110,8 +110,11 @@ def test_a_constructor_that_fails_is_found():
 
     hooks = load_plugins()
     hooks.register(Plugin(), "broken")
-    with pytest.raises(KeyError, match="in the constructor"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'broken'.*, Broken.__init__: KeyError: 'in the"
+    ) as caught:
         build_parts(build_config(TABLE | {"monitors": {"broken": {}}}), hooks, {})
+    assert str(caught.value).count("File ") == 1 and "test_dry_run.py" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from prime_rl.plugins.checks import marked_hooks
 from prime_rl.plugins.components import Component, Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, select
+from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, construct, select
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 
 RESERVED_LABELS = ("agg", "all", "effective")
@@ -88,7 +88,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
         algo = env.algo or shared
         where = f"env {env.label!r}: algo"
         cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
-        algorithm = cls(settings)
+        algorithm = construct(cls, settings)
         action_loss = algorithm.action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         try:
@@ -157,7 +157,7 @@ def readers_of_earlier(config: RunConfig) -> tuple[bool, list[str]]:
     for env in config.orchestrator.train.env:
         algo = env.algo or config.orchestrator.algo
         cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, "algo")
-        names.add((algorithm := cls(settings)).action_loss)
+        names.add((algorithm := construct(cls, settings)).action_loss)
         initial |= algorithm.needs_initial and config.orchestrator.initial is None
         ema |= algorithm.needs_ema
     asked = ["initial"] * initial + ["ema"] * ema
@@ -188,7 +188,7 @@ def _check_unread(config: RunConfig, hooks: Hooks, losses: Components) -> None:
     for env in config.orchestrator.train.env:
         algo = env.algo or config.orchestrator.algo
         cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, "algo")
-        algorithm = cls(settings)
+        algorithm = construct(cls, settings)
         named |= {algorithm.action_loss, *algorithm.losses}
         named |= observed if "observation_weights" in marked_hooks(cls) else set()
     for name in sorted(config.trainer.losses.keys() - named):
@@ -288,4 +288,4 @@ def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
         cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
         if cls.check_agents is not Algorithm.check_agents:  # it takes seconds
             known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
-            cls(settings).check_agents(env.label, find_agents(known))
+            construct(cls, settings).check_agents(env.label, find_agents(known))

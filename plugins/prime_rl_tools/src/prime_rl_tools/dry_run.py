@@ -22,7 +22,16 @@ from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, load_plugins, scope, wrappers
-from prime_rl.plugins.offers import ALGORITHM, FILTER, LAUNCHER, MONITOR, SAMPLER, choose, make
+from prime_rl.plugins.offers import (
+    ALGORITHM,
+    FILTER,
+    LAUNCHER,
+    MONITOR,
+    SAMPLER,
+    choose,
+    construct,
+    make,
+)
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.run.placement import lay_out
 from prime_rl.run.resolve import build_engine, build_launcher
@@ -66,7 +75,7 @@ def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Envi
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, trainer)
     for name in losses.tables:
-        losses[name].cls(losses[name].settings)
+        construct(losses[name].cls, losses[name].settings)
     orchestrator = config.orchestrator
     known = []
     for env in orchestrator.train.env:
