@@ -122,7 +122,7 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     return env
 
 
-def _fault(env_id: str, loc: tuple[str, ...], msg: str, input: Any, **rest: Any) -> str:
+def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any) -> str:
     """One fault, under the key that our TOML has: verifiers' ``taskset`` table is our ``args``."""
     from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
 

@@ -34,9 +34,9 @@ async def check_plans(
         except Exception as error:
             faults.append((prompt, error))
     if faults and (every_form or len(faults) == len(PROMPTS)):
-        prompt, error = faults[0]
-        said = f"with plan.prompt = {prompt!r}: {type(error).__name__}: {error}"
-        raise Broken(said) from error
+        prompt, fault = faults[0]
+        said = f"with plan.prompt = {prompt!r}: {type(fault).__name__}: {fault}"
+        raise Broken(said) from fault
 
 
 async def _check_form(hooks: Hooks, prompt: Any, temperature: float | None) -> None:
