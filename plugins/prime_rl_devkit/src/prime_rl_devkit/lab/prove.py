@@ -72,9 +72,9 @@ def prove(
     chosen = [SHIPPED[each] if isinstance(each, str) else each for each in problems]
     for problem, size in itertools.product(chosen, sizes):
         lags = staleness if (problem, size) == (chosen[0], sizes[0]) else [0]
-        if problem.groups > 1 and (size != 2 or not subject.mixes_groups(problem)):
-            continue
         try:
+            if problem.groups > 1 and (size != 2 or not subject.mixes_groups(problem)):
+                continue
             found += subject.estimates(problem, size, [*dict.fromkeys((0, *lags))])
         except Refused as error:
             refused.setdefault(problem.name, str(error))
@@ -258,8 +258,8 @@ class Batches(Asked):
         return updates(self.sampler, rows, losses, self.question.logits, component)
 
     def mixes(self) -> bool:
-        """Whether a batch's sum is another than that of its groups, on three batches of groups with
-        a right and a wrong reply of the first question."""
+        """Whether a batch's sum is another than that of its groups: measured on the three pairs of
+        three groups, one of them of the second question."""
         right, wrong = (int(f(self.question.rewards[: self.half])) for f in (np.argmax, np.argmin))
         groups = [(right, wrong), (wrong, wrong), (wrong + self.half, right + self.half)]
         both = [(*one, *other) for one, other in itertools.combinations(groups, 2)]
@@ -279,23 +279,21 @@ class Batches(Asked):
         groups: list[tuple[tuple[int, ...], float]] = []
         for own in (range(self.half), range(self.half, len(p))):
             share = float(p[own].sum())
-            for each in itertools.combinations_with_replacement(own, size):
-                chance = share * float(np.prod(p[[*each]] / share)) * _orders(each)
-                groups.append((each, chance))
-        pairs = [*itertools.combinations_with_replacement(range(len(groups)), 2)]
-        weights = np.array(
-            [_orders(pair) * groups[pair[0]][1] * groups[pair[1]][1] for pair in pairs]
-        )
-        each = self.steps([(*groups[i][0], *groups[j][0]) for i, j in pairs], 2)
-        goal, found = self.goal(size, self.question.logits), []
+            for group in itertools.combinations_with_replacement(own, size):
+                chance = share * float(np.prod(p[[*group]] / share)) * _orders(group)
+                groups.append((group, chance))
+        pairs = [*itertools.combinations_with_replacement(groups, 2)]
+        weights = np.array([(1 + (a != b)) * a[1] * b[1] for a, b in pairs])
+        found = self.steps([a[0] + b[0] for a, b in pairs], 2)
+        goal, parts = self.goal(size, self.question.logits), []
         for name, question in zip((X, Y), self.problem.questions, strict=True):
             states = [self.question.states[(name, *prefix)] for prefix in question.states]
             at = np.arange(self.question.logits.size).reshape(-1, len(NAMES))[states].ravel()
             part = Part(question, question.logits)
-            part.add(weights, replace(each, steps=each.steps[:, at]), 2 * size)
+            part.add(weights, replace(found, steps=found.steps[:, at]), 2 * size)
             part.goal = None if goal is None else goal[at]
-            found.append(part)
-        return found
+            parts.append(part)
+        return parts
 
 
 def _orders(group: Sequence[int]) -> float:
