@@ -33,19 +33,25 @@ def as_json(results: Results, against: str | None) -> str:
 
 def print_race(console: Console, results: Results, against: str | None) -> None:
     table = Table(box=None, header_style="bold")
-    for name in ("config", "before", "after", "seeds", "steps", "tokens", "CPU s"):
+    for name in ("config", "before", "after", "gain", "seeds", "steps", "tokens", "CPU s"):
         table.add_column(name, justify="left" if name == "config" else "right")
     for config, by_seed in sorted(results.items(), key=lambda item: -_mean_reward(item[1])):
         points = list(by_seed.values())
         before = [p.before for p in points if p.before is not None]
+        gains = [p.reward - p.before for p in points if p.before is not None]
         table.add_row(
-            config, mean_and_error(before), mean_and_error([p.reward for p in points]),
+            config, f"{fmean(before):.3f}" if before else "",
+            mean_and_error([p.reward for p in points]), mean_and_error(gains),
             str(len(points)),
             f"{fmean(p.step for p in points):.0f}", f"{fmean(p.tokens for p in points):,.0f}",
             f"{fmean(p.cpu_seconds for p in points):,.0f}",
         )  # fmt: skip
     console.print(table)
-    console.print("Held-out reward: mean ± standard error.\n", style="dim", highlight=False)
+    console.print(
+        "Held-out reward, before and after training: mean over the seeds ± standard error.\n",
+        style="dim",
+        highlight=False,
+    )
     for pair in pairs_of(results, against):
         console.print(pair.verdict, highlight=False, style="bold" if pair.decided else None)
     console.print(
