@@ -70,7 +70,7 @@ class Pair:
         else:
             found = f"No difference found between {self.better} and {self.other} ({self.mean:+.3f})"
         if self.high == inf:
-            return f"{found}: {seeds} are too few to tell."
+            return f"{found}: {seeds} {'is' if self.num_seeds == 1 else 'are'} too few to tell."
         return f"{found}: {seeds}, interval {self.low:+.3f} to {self.high:+.3f}."
 
 

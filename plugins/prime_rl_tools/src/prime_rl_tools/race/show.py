@@ -90,7 +90,7 @@ def draw_race(path: Path, folder: Path, results: Results, against: str | None) -
             curves.plot(steps, running_mean(values), color=color, linewidth=1, label=label)
             curves.plot([point.step], [point.reward], "o", color=color, markersize=5)
     curves.set(xlabel="step", ylabel="reward", title="sampled (line), held out (dot), each seed")
-    curves.legend(loc="lower right", frameon=False)
+    curves.legend(loc="best", frameon=False)
     for row, pair in enumerate(pairs):
         color = "#1f7a3d" if pair.decided else "#777777"
         if isfinite(pair.high):
