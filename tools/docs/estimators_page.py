@@ -111,7 +111,7 @@ def card(name: str) -> str:
     algorithm = cls(cls.config_class.model_validate(SETTINGS.get(name, {})))
     few = shipped(longest=2)
     plain = replace(few["plain"], questions=few["plain"].questions[::2])
-    many = (2,) if cls.order_dependent else (2, 3)
+    many = (2,) if cls.order_dependent else (2, 4)  # 2,401 groups of 4 if their order matters
     parts = [
         prove(algorithm, group_size=sizes, staleness=(0,), problems=chosen)
         for sizes, chosen in (
