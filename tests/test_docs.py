@@ -157,14 +157,20 @@ def any_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_rl_vllm.check_interpreter", lambda python: None)
 
 
+def files_of(path: Path) -> list[Path]:
+    """What a command names to run it: those of ``configs/algorithms`` are laid over another."""
+    laid = path.parent.name == "algorithms"
+    return [*([ROOT / "configs/reverse_text/grpo.toml"] if laid else []), path]
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -> None:
-    check(load_config([path]))
+    check(load_config(files_of(path)))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_can_be_run_for_six_steps(path: Path) -> None:
-    config, _ = with_fitted_schedule(load_config([path], ["--max-steps", "6"]))
+    config, _ = with_fitted_schedule(load_config(files_of(path), ["--max-steps", "6"]))
     config.trainer.scheduler.check(config.trainer.optim.lr, 6)
 
 
