@@ -4,9 +4,24 @@
 class PrimeRLError(Exception):
     """Base class of every exception that the framework raises on purpose."""
 
+    exit_code = 2
+    """Of ``prime-rl``, if the exception ends it."""
+
 
 class ConfigError(PrimeRLError, ValueError):
     """A setting cannot work."""
+
+
+class RunHeld(ConfigError):
+    """Another supervisor runs this run."""
+
+    exit_code = 3
+
+
+class NoCheckpoint(ConfigError):
+    """There is nothing to resume from."""
+
+    exit_code = 4
 
 
 class PluginError(PrimeRLError):

@@ -98,7 +98,9 @@ def plan(
     layout: Layout,
     places: Mapping[str, Place],
     checkpoint: Checkpoint | None = None,
+    engines_kept: bool = False,
 ) -> Launch:
+    """The facts of a launch, once its tasks are placed."""
     inference, transport = config.inference, config.rollout_transport
     _, earlier = readers_of_earlier(config)
     engines = [places[task.name] for task in layout.of("inference")]
@@ -125,6 +127,7 @@ def plan(
         trainer_nodes=config.deployment.trainer_nodes,
         rendezvous=f"{_host(trainers[0].address or LOOPBACK)}:{trainers[0].ports[0]}",
         trainer_addresses=[each.address or LOOPBACK for each in trainers],
+        engines_kept=engines_kept,
         resume_from=str(checkpoint.directory) if checkpoint else None,
     )
 

@@ -15,8 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.errors import RunError
+from prime_rl.rundir.attempts import check_current
+
 DONE = "done"
 """The last state of a process that finished its work."""
+
+RANK_GONE = "another rank has ended"
+"""Beginning of the error of a trainer that fails because another of its ranks has ended."""
 
 ENGINES = "engines"
 """Name of the status with the orchestrator's state of each engine."""
@@ -69,15 +75,24 @@ class Status:
         """
         self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
         if self.path is not None:
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 replace_text(self.path, json.dumps(asdict(self.last)))
+
+    def beat(self) -> None:
+        """Sign of life between two reports, from the loop that does the work and not from a thread:
+        the supervisor ends a process that gives none for ``recovery.hang_timeout`` seconds."""
+        if self.path is not None:
+            with suppress(OSError):
+                os.utime(self.path)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file by an atomic rename: a concurrent reader sees the old text or the new.
 
-    Raises ``OSError`` and leaves the old text if the new one cannot be written.
+    Raises ``OSError`` and leaves the old text if the new one cannot be written, and ``RunError`` if
+    this process is of an earlier attempt.
     """
+    check_current()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)

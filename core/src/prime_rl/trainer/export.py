@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PretrainedConfig, PreTrainedModel
 
+from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
 from prime_rl.trainer import parallel
 from prime_rl.trainer.publish import clear, disk_errors, save, tuning_of
@@ -33,6 +34,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
     def end() -> None:
         if tuning is not None:
             tuning.merge(model_dir, adapter, unfinished)
+        check_current()
         unfinished.rename(directory)
 
     with disk_errors("export the trained model", directory):

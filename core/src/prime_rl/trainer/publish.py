@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from prime_rl.errors import RunError, WeightsError
 from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
+from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.tensor_file import lay_out, write_shared
@@ -92,6 +93,7 @@ class Publisher:
     def announce(self, version: int) -> None:
         """Mark a version as complete, and delete those too old to keep. Rank 0 calls this."""
         with disk_errors(f"announce weights version {version}", self.path(version)):
+            check_current()
             (self.path(version) / STABLE).touch()
         for old in self.directory.glob("step_*"):
             if int(old.name.removeprefix("step_")) <= version - self.keep:
@@ -217,6 +219,7 @@ def clear(unfinished: Path, final: Path) -> None:
 
 
 def _put(unfinished: Path, final: Path) -> None:
+    check_current()
     if not final.exists():
         unfinished.rename(final)
         return
