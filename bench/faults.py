@@ -3,8 +3,8 @@
     python -m bench.faults --faults 30 --seed 0
 
 One ``prime-rl run`` with two trainer ranks and two engines at staleness 0. Each fault waits until a
-file of a step appears, picks a process (the orchestrator, the trainer's agent, a rank, an engine) and
-sends it SIGKILL or SIGSTOP. The run has to end by itself, with the frames of every step and the
+file of a step appears, picks a process (the orchestrator, the trainer's agent, a rank, an engine)
+and sends it SIGKILL or SIGSTOP. The run has to end by itself, with the frames of every step and the
 weights of the other run, bit for bit.
 """
 
@@ -106,12 +106,10 @@ def targets(supervisor: int, kind: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process(supervisor).children(recursive=True):
         with suppress(psutil.Error):
-            words = [word for word in process.cmdline() if word.startswith("prime_rl")]
-            if words[:1] and words[0].startswith(KINDS[kind]) and (
-                kind == "engine" or words[0] == KINDS[kind]
-            ):
-                if process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
-                    found.append(process)
+            word = next((word for word in process.cmdline() if word.startswith("prime_rl")), "")
+            named = word == KINDS[kind] or (kind == "engine" and word.startswith(KINDS[kind]))
+            if named and process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
+                found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 
 

@@ -229,12 +229,10 @@ def _failed(process: Process, run_dir: Path, how: str) -> RunError:
 
 
 def _is_done(name: str, run_dir: Path) -> bool:
-    """Whether a process that exited with 0 was done. It was, unless its last status says that it
-    was doing something else: the status may be lost. The trainer's first node reports for all
-    nodes."""
-    is_other_node = name.startswith("trainer_")
-    report = read_status(run_dir / "status" / f"{'trainer' if is_other_node else name}.json")
-    return report is None or is_other_node or report.state == DONE
+    """Whether a process that exited with 0 was done: its status may be lost, but must not say that
+    it did something else. An engine never is. The trainer's first node reports for all nodes."""
+    report = read_status(run_dir / "status" / f"{name}.json")
+    return not name.startswith("inference") and (report is None or report.state == DONE)
 
 
 class Restarts:
