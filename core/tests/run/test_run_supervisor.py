@@ -12,6 +12,7 @@ from prime_rl.run import supervisor
 from prime_rl.run.supervisor import _watch
 from prime_rl.rundir.checkpoints import STABLE, finished
 from prime_rl.rundir.control import STOP, Stop
+from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import DONE, Status
 
 FOREVER = "import time; time.sleep(600)"
@@ -182,6 +183,7 @@ def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_pat
         raise RuntimeError("the engine plugin failed")
 
     ended = []
+    new_attempt(tmp_path)
     launcher = SimpleNamespace(
         end=ended.extend, close=lambda: ended.append("closed"), is_remote=False
     )

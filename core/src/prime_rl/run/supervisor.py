@@ -39,6 +39,7 @@ from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.recovery import Liveness, ProcessFailed, Recovery
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.resume import newest, rewind
+from prime_rl.rundir.attempts import PROCESS, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
@@ -48,6 +49,8 @@ from prime_rl.rundir.status import DONE, ENGINES, HUNG, RANK_GONE, STARTING, Sta
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
+GUARD = "guard"
+"""Name of the process that ends what outlives us; another supervisor ends it first."""
 SERVES = "version "
 """Prefix of the state of an engine that serves; the number of the version follows."""
 
@@ -61,7 +64,8 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     attempts = Attempts(config, view, launcher)
     recovery = Recovery(view.run_dir, config.recovery, view.print)
     command = [*PYTHON, "prime_rl.run.guard", str(view.run_dir)]
-    guard = children.start("guard", command, {}, Path(os.devnull))
+    named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
+    guard = children.start(GUARD, command, named, Path(os.devnull))
     with sigterm_is_ctrl_c():
         try:
             attempts.start(checkpoint)
@@ -84,7 +88,7 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
         finally:
             with uninterrupted():
                 _end(launcher, attempts.processes)
-                kill_left(view.run_dir)
+                kill_left(view.run_dir, {GUARD})
                 children.end([guard], grace=0.0)
 
 
@@ -137,7 +141,7 @@ class Attempts:
         ]
         self._launcher.end([each for each in ended if not isinstance(each, Pause)])
         self.processes[:] = [each for each in self.processes if each not in ended]
-        kept = {"guard", *(process.name for process in self.processes)}
+        kept = {GUARD, *(process.name for process in self.processes)}
         kill_left(self._run_dir, kept)
         checkpoint, damaged = newest(self._run_dir)
         for line in damaged:

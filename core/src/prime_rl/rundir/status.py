@@ -109,16 +109,19 @@ def read_status(path: Path) -> StatusReport | None:
 
 
 class Tail:
-    """Remembers its position in the file. An incomplete last line is left for the next call."""
+    """Remembers its position in the file. An incomplete last line is left for the next call. A file
+    that was replaced, because the run went back, is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = self._inode = 0
 
     def new_lines(self) -> list[bytes]:
         """Complete, non-empty lines written since the last call; none while there is no file."""
         try:
             with self._path.open("rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                    self._offset, self._inode = 0, inode
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
