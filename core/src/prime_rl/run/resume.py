@@ -26,8 +26,7 @@ from prime_rl.errors import ConfigError, NoCheckpoint
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import installed_versions, load_plugins
 from prime_rl.plugins.offers import TUNING, make_optimizer, settings_of
-from prime_rl.plugins.optimizer import OptimizerMaker
-from prime_rl.plugins.tuning import Tuning
+from prime_rl.plugins.trainer import OptimizerMaker, Tuning
 from prime_rl.run.guard import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.control import Supervisor
