@@ -12,9 +12,8 @@ from waiting import Clock, eventually, exists
 
 from prime_rl import RunError
 from prime_rl.config.run import RecoveryConfig
-from prime_rl.run.guard import kill_left
 from prime_rl.run.recovery import LOG, Liveness, ProcessFailed, Recovery
-from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.attempts import PROCESS, kill_left
 from prime_rl.rundir.checkpoints import complete, unfinished
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import Status, replace_text

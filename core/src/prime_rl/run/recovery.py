@@ -67,13 +67,11 @@ class Recovery:
         if (failure.reported and (begins or same)) or self._used >= self._config.max_restarts:
             raise failure
         self._last = failure.cause, step
-        steps = whole_steps(self._run_dir)
-        since = self._began
-        with suppress(IndexError, OSError):
-            since = max(
-                since, (finished(self._run_dir, steps[-1]).directory / STABLE).stat().st_mtime
-            )
-        lost, where = max(0.0, time.time() - since), f"step {steps[-1]}" if steps else "the start"
+        since, where = self._began, "the start"
+        for newest in whole_steps(self._run_dir)[-1:]:
+            mark = finished(self._run_dir, newest).directory / STABLE
+            since, where = max(since, mark.stat().st_mtime), f"step {newest}"
+        lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
         with (self._run_dir / LOG).open("a") as file:
             file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")

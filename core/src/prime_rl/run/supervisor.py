@@ -34,12 +34,11 @@ from prime_rl.run.children import (
     uninterrupted,
 )
 from prime_rl.run.commands import PYTHON, Commands, Keys
-from prime_rl.run.guard import kill_left
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.recovery import Liveness, ProcessFailed, Recovery
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.resume import newest, rewind
-from prime_rl.rundir.attempts import PROCESS, newest_attempt
+from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
@@ -63,7 +62,7 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     attempts = Attempts(config, view, launcher)
     recovery = Recovery(view.run_dir, config.recovery, view.print)
-    command = [*PYTHON, "prime_rl.run.guard", str(view.run_dir)]
+    command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))
     with sigterm_is_ctrl_c():

@@ -1,20 +1,28 @@
-"""The attempts of a run: whose process this one is, and whether it may still write.
+"""The attempts of a run: whose process this one is, whether it may still write, and its end.
 
 Every process of a run, and what it starts, carries ``PRIME_RL_PROCESS`` in its environment. By it
 the supervisor finds what an attempt has left behind, also in other sessions; and a process of an
 earlier attempt that was taken for dead finds that it must not write any more: ``logs/latest``,
 which each attempt replaces before it changes anything else, names a later one.
+
+``python -m prime_rl.rundir.attempts RUN_DIR`` is the guard: when its parent, the supervisor, is
+killed, the other processes get SIGTERM from the kernel. The guard kills what is left: a process
+that is stopped or busy in a loop.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from prime_rl.errors import RunError
 
+GRACE_SECONDS = 15.0
+"""Between the supervisor's death and SIGKILL."""
 PROCESS = "PRIME_RL_PROCESS"
 """Environment variable: ``ATTEMPT:NAME:RUN_DIR``."""
 
@@ -44,3 +52,26 @@ def check_current() -> None:
                 f"{mine[1]} is of attempt {mine[0]}, and attempt {newest} of {mine[2]} has begun: "
                 "this process writes nothing more"
             )
+
+
+def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:
+    """Kill all processes of a run on this machine, those of earlier supervisors too, except those
+    with the names ``kept``; returns when they are gone."""
+    import psutil
+
+    found, wanted = [], run_dir.resolve()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            its = None if process.pid == os.getpid() else identity(process.environ())
+            if its is not None and its[2] == wanted and its[1] not in kept:
+                process.kill()
+                found.append(process)
+    psutil.wait_procs(found, timeout=GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    time.sleep(GRACE_SECONDS)
+    kill_left(Path(sys.argv[1]))
