@@ -4,8 +4,7 @@
 class PrimeRLError(Exception):
     """Base class of every exception that the framework raises on purpose."""
 
-    exit_code = 2
-    """Of ``prime-rl``, if the exception ends it."""
+    exit_code = 2  # of ``prime-rl``, if the exception ends it
 
 
 class ConfigError(PrimeRLError, ValueError):
@@ -54,3 +53,12 @@ class WeightsError(PrimeRLError):
 
 class RunError(PrimeRLError):
     """The run as a whole cannot go on."""
+
+
+class ProcessFailed(RunError):
+    """A process that the run needs has died, hangs or is stopped."""
+
+    def __init__(self, text: str, name: str, cause: str, reported: bool = False) -> None:
+        """``cause``: in one line. ``reported``: the process itself has said what was wrong."""
+        super().__init__(text)
+        self.name, self.cause, self.reported = name, cause, reported

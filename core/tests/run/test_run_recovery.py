@@ -12,11 +12,12 @@ from waiting import Clock, eventually, exists
 
 from prime_rl import RunError
 from prime_rl.config.run import RecoveryConfig
-from prime_rl.run.recovery import LOG, Liveness, ProcessFailed, Recovery
+from prime_rl.errors import ProcessFailed
 from prime_rl.rundir.attempts import PROCESS, kill_left
 from prime_rl.rundir.checkpoints import complete, unfinished
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import Status, replace_text
+from prime_rl_tools.recovery import LOG, Liveness, Recovery
 
 FOREVER = "import time; time.sleep(600)"
 

@@ -25,8 +25,7 @@ def run(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG.toml... [--resume [latest | auto | STEP | DIR]] "
-            "[--dotted.key VALUE]...",
+            metavar="CONFIG.toml... [--resume [latest|auto|STEP|DIR]] [--dotted.key VALUE]...",
             help="TOML files, composed left to right, then overrides: --trainer.optim.lr 1e-4. "
             "--resume continues from a checkpoint: the run's newest one, that of a step, or (in a "
             "new run) that in a folder; auto starts the run where there is none.",

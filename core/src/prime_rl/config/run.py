@@ -126,13 +126,11 @@ class CkptConfig(Settings):
 
 
 class RecoveryConfig(Settings):
-    """``[recovery]``: what happens when a process of the run dies, is stopped or hangs. Trainer and
-    orchestrator start again from the newest checkpoint, or from the beginning if there is none;
-    engines have limits of their own, in ``[inference]``."""
+    """``[recovery]``: if trainer or orchestrator dies, is stopped or hangs, both start again from
+    the newest checkpoint, or from the beginning. Engines have limits of their own."""
 
     max_restarts: NonNegativeInt = 5
-    """Restarts in a row without a step that no attempt before had trained. An error that a process
-    reports twice at the same step ends the run earlier."""
+    """Restarts in a row without a new step. The same error twice at a step ends the run too."""
     hang_timeout: PositiveFloat = 1800.0
     """Seconds that orchestrator or trainer may give no sign of life: longer than one row, and than
     reading or writing the model, takes."""

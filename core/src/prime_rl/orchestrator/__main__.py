@@ -39,7 +39,6 @@ TEARDOWN_SECONDS = 20.0
 """How long closing may take once the run is over."""
 
 BEAT_SECONDS = 5.0
-"""Between two signs of life of the event loop."""
 
 
 def main() -> None:
@@ -92,8 +91,7 @@ async def _beat(status: Status) -> None:
 
 
 def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """asyncio logs an exception in a callback and goes on. After a ``MemoryError`` the loop may
-    have lost an event, and would wait for ever."""
+    """After a ``MemoryError`` in a callback the loop may have lost an event, and wait for ever."""
     loop.default_exception_handler(context)
     if isinstance(context.get("exception"), MemoryError):
         _exit(1)

@@ -131,8 +131,7 @@ def build_engines(run: RunContext) -> Engines:
     fleet.on_waiting = outages.reporter()
     keep_reporting(run.config, launch, fleet, run.run_dir)
     path = run.run_dir / AVERAGES / f"step_{version}" if version else launch.initial
-    # It begins with the first weights.
-    options = replace(options, have_first=not version and not kept)
+    options = replace(options, have_first=not (version or kept))  # it begins with the first
     urls = [url for name, url in launch.reference_urls.items() if name == "ema"]
     average = [Fleet([url], key, Weights(path, version), options) for url in urls]
     for each in average:

@@ -100,7 +100,6 @@ def plan(
     checkpoint: Checkpoint | None = None,
     engines_kept: bool = False,
 ) -> Launch:
-    """The facts of a launch, once its tasks are placed."""
     inference, transport = config.inference, config.rollout_transport
     _, earlier = readers_of_earlier(config)
     engines = [places[task.name] for task in layout.of("inference")]

@@ -86,9 +86,8 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
 
 @contextmanager
 def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint | None]]:
-    """Lock the run directory and prepare it for the next attempt; what a killed supervisor has left
-    running is ended first. Raises ``RunHeld`` if another supervisor runs it, ``ConfigError`` if a
-    file cannot be written."""
+    """Lock the run directory and prepare it for the next attempt; processes that a dead supervisor
+    has left are ended. Raises ``RunHeld``, or ``ConfigError`` if a file cannot be written."""
     if chosen.run_dir is None:
         run_dir = make_run_dir(config)
         with held(run_dir):

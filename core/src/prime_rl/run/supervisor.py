@@ -7,8 +7,8 @@
 
 The launcher starts the processes and chooses their machines. An engine that dies is restarted
 (``Restarts``). If any other process dies, hangs or is stopped, all but the engines are ended and
-start again from the newest checkpoint, as another attempt (``recovery.py``). A run that cannot go
-on ends with the name, exit code and last log lines of the process. The first Ctrl-C or SIGTERM
+start again from the newest checkpoint, as another attempt (``Attempts``). A run that cannot go on
+ends with the name, exit code and last log lines of the process. The first Ctrl-C or SIGTERM
 stops the run gracefully (``control.py``), the second ends it at once.
 """
 
@@ -18,24 +18,18 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import RunError
+from prime_rl.errors import ProcessFailed, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
 from prime_rl.run import children
-from prime_rl.run.children import (
-    Child,
-    ending,
-    first_signal_asks,
-    sigterm_is_ctrl_c,
-    uninterrupted,
-)
+from prime_rl.run.children import Child, ending, first_signal_asks, sigterm_is_ctrl_c
 from prime_rl.run.commands import PYTHON, Commands, Keys
 from prime_rl.run.placement import lay_out, plan
-from prime_rl.run.recovery import Liveness, ProcessFailed, Recovery
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.resume import newest, rewind
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
@@ -48,20 +42,23 @@ from prime_rl.rundir.status import DONE, ENGINES, HUNG, RANK_GONE, STARTING, Sta
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
+RECOVERY = "prime_rl.recovery"
+"""Entry point of what decides when a process counts as dead, and whether the run starts again: a
+class like ``prime_rl_tools.recovery.Recovery``. Without one, a failure ends the run."""
 GUARD = "guard"
-"""Name of the process that ends what outlives us; another supervisor ends it first."""
+"""Name of the process that ends what outlives us."""
 SERVES = "version "
 """Prefix of the state of an engine that serves; the number of the version follows."""
 
 
 def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) -> None:
-    """Train, from a checkpoint if one is given. Raises ``RunError`` when a process dies and the run
-    cannot go on, ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at
-    once."""
+    """Train, from a checkpoint if one is given. Raises ``RunError`` when the run cannot go on,
+    ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
     attempts = Attempts(config, view, launcher)
-    recovery = Recovery(view.run_dir, config.recovery, view.print)
+    policy = [*entry_points(group=RECOVERY)][:1]
+    recovery = [each.load()(view.run_dir, config.recovery, view.print) for each in policy]
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))
@@ -72,20 +69,20 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                 while True:
                     first_step = 1 if checkpoint is None else checkpoint.step + 1
                     stop = Stop(view.run_dir, first_step, asked, view.print)
-                    look = Liveness(view.run_dir, config.recovery).look
+                    look = [each.watch() for each in recovery]
                     try:
-                        _watch(attempts.processes, view, attempts.restarts.restart, stop, look)
+                        _watch(attempts.processes, view, attempts.restarts.restart, stop, *look)
                         break
                     except ProcessFailed as failure:
-                        if stop.is_asked:
+                        if stop.is_asked or not recovery:
                             raise
-                        recovery.allow(failure, first_step)
+                        recovery[0].allow(failure, first_step)
                         checkpoint = attempts.go_back()
                         attempts.start(checkpoint)
             if stopped := stop.result:
                 raise stopped
         finally:
-            with uninterrupted():
+            with children.uninterrupted():
                 _end(launcher, attempts.processes)
                 kill_left(view.run_dir, {GUARD})
                 children.end([guard], grace=0.0)
@@ -133,13 +130,10 @@ class Attempts:
         """End what does not serve the next attempt, and drop what followed the newest checkpoint,
         which is returned; None: there is none."""
         new_attempt(self._run_dir)  # from here on the old processes write nothing
-        ended = [
-            each
-            for each in self.processes
-            if self._config.deployment.colocated or not _is_of("inference", each)
-        ]
-        self._launcher.end([each for each in ended if not isinstance(each, Pause)])
-        self.processes[:] = [each for each in self.processes if each not in ended]
+        keep = "" if self._config.deployment.colocated else "inference"
+        running = [each for each in self.processes if not isinstance(each, Pause)]
+        self._launcher.end([each for each in running if not _is_of(keep, each)])
+        self.processes[:] = [each for each in self.processes if _is_of(keep, each)]
         kept = {GUARD, *(process.name for process in self.processes)}
         kill_left(self._run_dir, kept)
         checkpoint, damaged = newest(self._run_dir)
@@ -167,9 +161,9 @@ def _watch(
     stop: Stop | None = None,
     look: Callable[[list[Process]], tuple[Process, str] | None] = lambda processes: None,
 ) -> None:
-    """Return when the orchestrator and the trainer are done. Raises ``ProcessFailed`` if a process
-    that is needed dies before, or counts as dead, and ``restart`` does not replace it. A stop needs
-    no engines, and no trainer if no step was trained."""
+    """Return when the orchestrator and the trainer are done. Raises ``RunError`` if a process that
+    is needed dies or hangs before, and ``restart`` does not replace it. A stop needs no engines,
+    and no trainer if no step was trained."""
     orchestrator = next(each for each in processes if each.name == "orchestrator")
     awaited = [each for each in processes if each is orchestrator or _is_of("trainer", each)]
     deadline: float | None = None
@@ -204,8 +198,7 @@ def _is_of(part: str, process: Process) -> bool:
 
 
 def _check_alive(process: Process, run_dir: Path) -> None:
-    """Raises ``RunError`` if an engine, ``ProcessFailed`` if another process has ended and was not
-    done."""
+    """Raises ``RunError`` if an engine has ended, ``ProcessFailed`` if another process failed."""
     code = process.exit_code
     if code is None or (code == 0 and _is_done(process.name, run_dir)):
         return
@@ -240,9 +233,8 @@ def _is_done(name: str, run_dir: Path) -> bool:
 
 class Restarts:
     """Restarts each engine that dies or hangs, at most ``limit`` times without a newer version of
-    the weights, and each time after a longer pause. The orchestrator sees that an engine hangs, and
-    reports it in a status file. An engine that exits before it has served is not restarted while no
-    other one works: the same failure would follow."""
+    the weights, with growing pauses. The orchestrator reports in a status file that one hangs. One
+    that exits before it has served, and is alone, is not restarted: it would fail again."""
 
     def __init__(
         self,
@@ -262,7 +254,7 @@ class Restarts:
         """State of an engine when it was last restarted or given up."""
 
     def add(self, task: Task, command: ProcessCommand) -> None:
-        """How to start a process, from now on."""
+        """How to start an engine, from now on."""
         if task.part == "inference":
             self._engines[task.name] = (task, command)
 

@@ -5,9 +5,8 @@ the supervisor finds what an attempt has left behind, also in other sessions; an
 earlier attempt that was taken for dead finds that it must not write any more: ``logs/latest``,
 which each attempt replaces before it changes anything else, names a later one.
 
-``python -m prime_rl.rundir.attempts RUN_DIR`` is the guard: when its parent, the supervisor, is
-killed, the other processes get SIGTERM from the kernel. The guard kills what is left: a process
-that is stopped or busy in a loop.
+``python -m prime_rl.rundir.attempts RUN_DIR`` is the guard: if the supervisor is killed, the kernel
+sends SIGTERM to its children, and the guard kills what is left.
 """
 
 from __future__ import annotations
@@ -40,18 +39,15 @@ def identity(environ: Mapping[str, str]) -> tuple[int, str, Path] | None:
 
 
 def check_current() -> None:
-    """Raise ``RunError`` in a process of an attempt that another one has replaced: a process that
-    was stopped and wakes up later must not write. Called before each lasting write. Engines serve
-    several attempts."""
+    """Before each lasting write: raise ``RunError`` in a process of an attempt that another one has
+    replaced, which was stopped and wakes up late. Engines serve several attempts."""
     mine = identity(os.environ)
     if mine is None or mine[1].startswith("inference"):
         return
     with suppress(OSError, ValueError):
         if (newest := newest_attempt(mine[2])) > mine[0]:
-            raise RunError(
-                f"{mine[1]} is of attempt {mine[0]}, and attempt {newest} of {mine[2]} has begun: "
-                "this process writes nothing more"
-            )
+            has = f"attempt {newest} of {mine[2]} has begun: it writes nothing more"
+            raise RunError(f"{mine[1]} is of attempt {mine[0]}, and {has}")
 
 
 def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:

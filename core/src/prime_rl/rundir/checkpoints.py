@@ -115,8 +115,7 @@ def whole_steps(run_dir: Path) -> list[int]:
 
 
 def complete(run_dir: Path, step: int) -> Checkpoint:
-    """Turn an unfinished checkpoint into a complete one, atomically. Raises ``OSError``, and
-    ``RunError`` if this process is of an earlier attempt."""
+    """Turn an unfinished checkpoint into a complete one. Raises ``OSError`` and ``RunError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
     flush(*written.directory.rglob("*"))
     marker = written.directory / STABLE

@@ -58,10 +58,10 @@ class Supervisor:
     @classmethod
     def has_done(cls, run_dir: Path) -> bool:
         """Whether the run ended in order, with every file that it leaves."""
-        with suppress(RunError):
-            record = cls.read(run_dir)
-            return record is not None and record.state == DONE
-        return False
+        try:
+            return (record := cls.read(run_dir)) is not None and record.state == DONE
+        except RunError:
+            return False
 
     @classmethod
     def read(cls, run_dir: Path) -> Supervisor | None:

@@ -68,9 +68,8 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
 
 
 def new_attempt(run_dir: Path) -> int:
-    """Make fresh logs for another attempt, whose number is returned, and keep the config of the
-    one before beside the new one. Processes of that one write nothing from here on. Raises
-    ``OSError``."""
+    """Make fresh logs for another attempt, whose number is returned, and keep the config of the one
+    before, whose processes write nothing from here on. Raises ``OSError``."""
     number = _newest_attempt(run_dir)
     for folder in SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)

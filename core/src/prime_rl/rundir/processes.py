@@ -15,7 +15,6 @@ from prime_rl.rundir.launch import PARENT_PID
 
 _PR_SET_PDEATHSIG = 1
 MOST_FILES = 1 << 16
-"""Open files that are enough for every process here."""
 
 
 def exit_with_parent() -> None:

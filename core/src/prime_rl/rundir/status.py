@@ -79,8 +79,7 @@ class Status:
                 replace_text(self.path, json.dumps(asdict(self.last)))
 
     def beat(self) -> None:
-        """Sign of life between two reports, from the loop that does the work and not from a thread:
-        the supervisor ends a process that gives none for ``recovery.hang_timeout`` seconds."""
+        """A sign of life, from the loop that works and not from a thread."""
         if self.path is not None:
             with suppress(OSError):
                 os.utime(self.path)
@@ -89,8 +88,7 @@ class Status:
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file by an atomic rename: a concurrent reader sees the old text or the new.
 
-    Raises ``OSError`` and leaves the old text if the new one cannot be written, and ``RunError`` if
-    this process is of an earlier attempt.
+    Raises ``OSError`` and leaves the old text if the new one cannot be written, or ``RunError``.
     """
     check_current()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

@@ -78,8 +78,7 @@ class Checkpointer:
         self._pending: Future[None] | None = None
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint follows step ``step`` of a run that ends with ``last_step``. The
-        orchestrator has begun one that is due by time. Every rank calls this."""
+        """Whether a checkpoint follows ``step``; the orchestrator has begun one that time asks."""
         if not self._config.enabled or self._config.interval or step == last_step:
             return self._config.is_due(step, last_step)
         return bool(parallel.gather(unfinished(self._run_dir, step).progress.exists())[0])

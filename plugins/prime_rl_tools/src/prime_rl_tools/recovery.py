@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from prime_rl.config.run import RecoveryConfig
-from prime_rl.errors import RunError
+from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.launchers import Process
 from prime_rl.run.children import Child
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
@@ -29,15 +29,6 @@ LONGEST_WAIT = 60.0
 LOOK_SECONDS = 1.0
 MOST_SECONDS = 5.0
 """What one look may add: the supervisor itself may have been stopped."""
-
-
-class ProcessFailed(RunError):
-    """A process that the run needs has died, hangs or is stopped."""
-
-    def __init__(self, text: str, name: str, cause: str, reported: bool = False) -> None:
-        """``cause``: in one line. ``reported``: the process itself has said what was wrong."""
-        super().__init__(text)
-        self.name, self.cause, self.reported = name, cause, reported
 
 
 class Recovery:
@@ -54,6 +45,10 @@ class Recovery:
         self._furthest = self._used = 0
         self._last: tuple[str, int] | None = None
         self._began = time.time()
+
+    def watch(self) -> Callable[[Sequence[Process]], tuple[Process, str] | None]:
+        """An attempt begins: what looks for processes that count as dead."""
+        return Liveness(self._run_dir, self._config).look
 
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
         """Return after a pause if the run is to be started again. Raises ``failure`` if it came
