@@ -25,10 +25,10 @@ def run(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG.toml... [--resume [latest | STEP | DIR]] [--dotted.key VALUE]...",
+            metavar="CONFIG.toml... [--resume [latest|auto|STEP|DIR]] [--dotted.key VALUE]...",
             help="TOML files, composed left to right, then overrides: --trainer.optim.lr 1e-4. "
             "--resume continues from a checkpoint: the run's newest one, that of a step, or (in a "
-            "new run) that in a folder.",
+            "new run) that in a folder; auto starts the run where there is none.",
         ),
     ],
     dry_run: Annotated[
@@ -67,7 +67,7 @@ def run(
     if checkpoint is not None:
         chosen = resume.plan(config, checkpoint, tuning)
         typer.echo("\n".join(chosen.notes))
-        if not dry_run:
+        if not (dry_run or chosen.is_over):
             with resume.begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
         return

@@ -82,7 +82,8 @@ class Observer(Offer):
         """The batch of ``step`` is packed and about to be sent."""
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
-        """A batch was sent: one frame per trainer rank."""
+        """A batch is being sent: one frame per trainer rank. What is written here is on disk before
+        the batch can become part of a checkpoint."""
 
     def batch_lost(self, batch: Batch) -> None:
         """The run ends because nothing was left to train: ``batch.dropped`` says why. Observers are

@@ -25,6 +25,7 @@ import msgspec
 
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError
+from prime_rl.rundir.attempts import check_current
 
 STABLE = "STABLE"
 """Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
@@ -114,12 +115,13 @@ def whole_steps(run_dir: Path) -> list[int]:
 
 
 def complete(run_dir: Path, step: int) -> Checkpoint:
-    """Turn an unfinished checkpoint into a complete one, atomically. Raises ``OSError``."""
+    """Turn an unfinished checkpoint into a complete one. Raises ``OSError`` and ``RunError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
     flush(*written.directory.rglob("*"))
     marker = written.directory / STABLE
     marker.write_bytes(msgspec.json.encode(digests(written.directory)))
     flush(marker, written.directory)
+    check_current()
     if final.directory.exists():
         remove(final)
     written.directory.rename(final.directory)
@@ -151,6 +153,7 @@ def flush(*paths: Path) -> None:
 
 def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint. It is renamed first, so its name never stands for half a checkpoint."""
+    check_current()
     going = checkpoint.directory.with_name(f".removed_{checkpoint.directory.name}")
     shutil.rmtree(going, ignore_errors=True)
     checkpoint.directory.rename(going)

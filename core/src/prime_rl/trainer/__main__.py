@@ -40,7 +40,7 @@ from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tu
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
-from prime_rl.rundir.status import DONE, Status, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
 
 logger = logging.getLogger("prime_rl.trainer")
@@ -48,7 +48,7 @@ logger = logging.getLogger("prime_rl.trainer")
 GRACE_SECONDS = 0.5
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
 """In errors of gloo and NCCL when the process at the other end is gone."""
-GONE = "another rank has ended; the trainer's log says how"
+GONE = f"{RANK_GONE}; the trainer's log says how"
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +85,7 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
     if followed:
-        logger.error("another rank has ended, and so this one cannot go on: %.200s", reason)
+        logger.error("%s, and so this one cannot go on: %.200s", RANK_GONE, reason)
     else:
         if not own:
             logger.error("the trainer failed", exc_info=error)

@@ -276,6 +276,7 @@ def wait_for_batch(
     status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
     frame = receiver.receive(WAIT_SECONDS)
     while not all_have(frame is not None) or frame is None:
+        status.beat()
         for observer in observers:
             observer.waiting(step, time.perf_counter() - started)
         frame = receiver.receive(WAIT_SECONDS) if frame is None else frame

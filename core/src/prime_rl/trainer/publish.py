@@ -33,6 +33,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from prime_rl.errors import RunError, WeightsError
 from prime_rl.plugins.trainer import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
+from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
@@ -95,6 +96,7 @@ class Publisher:
     def announce(self, version: int) -> None:
         """Mark a version as complete, and delete those too old to keep. Rank 0 calls this."""
         with disk_errors(f"announce weights version {version}", self.path(version)):
+            check_current()
             (self.path(version) / STABLE).touch()
         for old in self.directory.glob("step_*"):
             if int(old.name.removeprefix("step_")) <= version - self.keep:
@@ -220,6 +222,7 @@ def clear(unfinished: Path, final: Path) -> None:
 
 
 def _put(unfinished: Path, final: Path) -> None:
+    check_current()
     if not final.exists():
         unfinished.rename(final)
         return
@@ -306,6 +309,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
     def end() -> None:
         if tuning is not None:
             tuning.merge(model_dir, adapter, unfinished)
+        check_current()
         unfinished.rename(directory)
 
     with disk_errors("export the trained model", directory):

@@ -139,8 +139,11 @@ class Evaluation(Observer):
         return [env for env in self.envs if env.name not in measured]
 
     async def after_training(self) -> None:
-        """Evaluate the last weights."""
-        await self._evaluate(AFTER, self.envs, self.policy.version)
+        """Evaluate the last weights, unless an attempt that failed later has."""
+        version, before = self.policy.version, self.eval_log.results[DURING]
+        measured = {each.env for each in before if each.policy_version == version}
+        left = [env for env in self.envs if env.name not in measured]
+        await self._evaluate(AFTER, left, version)
 
     def version_served(self, version: int) -> None:
         """Start the evaluations that are due at ``version``. The last one's are ``AFTER``."""

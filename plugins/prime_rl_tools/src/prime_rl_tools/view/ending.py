@@ -12,7 +12,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
-from prime_rl_tools.view.summary import read_curve
+from prime_rl_tools.view.summary import read_curve, restarts_text
 
 COLLAPSED = 0.25
 """Share of the first reward below which the last one is a collapse; of positive rewards."""
@@ -55,6 +55,8 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
     template = read_chat_template(run_dir)
     if template is not None and template.warning is not None:
         console.print(Text.assemble(("WARNING  ", "bold red"), (template.warning, "red")))
+    if restarts := summary.get("restarts"):
+        _print_line(console, f"Restarts        {restarts_text(restarts)}")
     _print_line(console, f"Run directory   {run_dir}")
     _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
 
