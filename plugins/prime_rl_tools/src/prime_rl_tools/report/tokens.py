@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import PrimeRLError
-from prime_rl.rollout import Sample
+from prime_rl.rollout import ROLES, Rollout, Sample
 
 DIGITS = 6
 """Decimals of a float."""
@@ -29,6 +29,16 @@ COLUMNS = {
     "ref_logprobs": "ref_logprobs",
 }
 """Column of a sample -> name in the page."""
+
+
+USER = ROLES.index("user")
+PREVIEW = 120
+"""Most tokens and characters of a prompt or a reply in the table."""
+
+
+def _first(sample: Sample) -> int:
+    """The first sampled token."""
+    return int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample)
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
@@ -68,9 +78,35 @@ class Pieces:
             if token not in self._known:
                 self._known[token] = self._text(token)
 
-    def table(self) -> dict[str, list[Any]]:
-        """Every added token and its text."""
-        return {"ids": list(self._known), "texts": list(self._known.values())}
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def table(self, start: int = 0) -> dict[str, list[Any]]:
+        """Every added token and its text, from the ``start``-th on."""
+        return {"ids": [*self._known][start:], "texts": [*self._known.values()][start:]}
+
+    def prompt(self, rollout: Rollout) -> str:
+        """The beginning of what a user said before the first sampled token."""
+        if not rollout.samples:
+            return str(rollout.task.get("prompt", ""))[:PREVIEW]
+        sample = rollout.samples[0]
+        given = np.arange(len(sample)) < _first(sample)
+        if sample.roles is not None and (said := given & (sample.roles == USER)).any():
+            given = said
+        return self._line(sample, given)
+
+    def reply(self, rollout: Rollout) -> str:
+        """The beginning of what was sampled, on one line."""
+        return self._line(s := rollout.samples[0], s.loss_mask) if rollout.samples else ""
+
+    def _line(self, sample: Sample, chosen: np.ndarray[Any, Any]) -> str:
+        if sample.is_content is not None:
+            chosen = chosen & sample.is_content
+        ids = sample.token_ids[chosen][:PREVIEW].tolist()
+        if self._tokenizer is None:
+            return "".join(self._known[token] for token in ids[: PREVIEW // 4])
+        text = " ".join(str(self._tokenizer.decode(ids, skip_special_tokens=True)).split())
+        return text if len(text) <= PREVIEW else text[:PREVIEW] + "…"
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None:
