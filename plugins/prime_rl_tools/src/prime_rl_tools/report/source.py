@@ -92,7 +92,7 @@ class RunSource:
         self.table.add(
             {
                 **data.row(step, stored, scored),
-                "set": "held out" if held_out else "sampled",
+                "set": "held out" if held_out else "train",
                 "prompt": self._pieces.prompt(stored.rollout) if held_out else "",
                 "reply": self._pieces.reply(stored.rollout),
                 "chunk": self._num_chunks,

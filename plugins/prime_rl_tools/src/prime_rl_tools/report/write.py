@@ -90,6 +90,8 @@ def template(run_dir: Path, mode: str) -> str:
         "page.js": script,
     }
     page = text("page.html")
+    if mode == "live":
+        values["DATA"] = ""
     for name, value in values.items():
         page = page.replace(f"{{{{{name}}}}}", value)
     return page

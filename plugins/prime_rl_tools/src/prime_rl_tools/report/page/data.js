@@ -2,7 +2,7 @@
 
 const runs = []; // facts, metrics and token texts of each run
 const columns = { run: [], place: [] }; // one value per row; `place` within its chunk
-const texts = { set: ["sampled", "held out"], env: [], agent: [], dropped: [], prompt: [] };
+const texts = { set: ["train", "held out"], env: [], agent: [], dropped: [], prompt: [] };
 let size = 0;
 const groups = new Map(), examples = new Map(); // key -> rows
 const chunks = new Map();
@@ -10,7 +10,7 @@ const chunks = new Map();
 const HELD_OUT = 1;
 const runOf = (row) => runs[columns.run[row]];
 const envOf = (row) => texts.env[columns.env[row]];
-const algorithmOf = (row) => (isHeldOut(row) ? "" : runOf(row).algorithms[envOf(row)]?.type ?? "");
+const algorithmOf = (row) => runOf(row).algorithms[envOf(row)]?.type ?? "";
 const droppedOf = (row) => texts.dropped[columns.dropped[row]];
 const isHeldOut = (row) => columns.set[row] === HELD_OUT;
 const scaleAt = (row) => runOf(row).scaleOf[envOf(row)] ?? 1;

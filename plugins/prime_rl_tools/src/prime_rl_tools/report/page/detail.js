@@ -47,7 +47,10 @@ async function drawDetail() {
 
 const VIEWS = {
   one: (shown, [rollout], row) => conversation(rollout, row),
-  side: (shown, rollouts) => shown.map((each, index) => column(each, rollouts[index], { budget: { left: Math.ceil(3000 / shown.length) } })),
+  side: (shown, rollouts) => {
+    const budget = { left: shown.reduce((sum, each) => sum + columns.tokens[each], 0) > AT_ONCE ? 0 : AT_ONCE };
+    return shown.map((each, index) => column(each, rollouts[index], { budget }));
+  },
   diff: (shown, [earlier, later]) => {
     const marks = changes(earlier, later);
     return shown.map((each, index) => column(each, index ? later : earlier, { marks }));

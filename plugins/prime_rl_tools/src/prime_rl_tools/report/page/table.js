@@ -3,10 +3,10 @@
 const ROW = 24, HEAD = 26; // pixels, as in the style sheet
 const FIELDS = [
   { name: "run", width: "2.6em", value: (row) => "AB"[columns.run[row]] ?? columns.run[row] + 1, text: true },
-  { name: "set", width: "4.6em", value: (row) => texts.set[columns.set[row]], text: true, wide: true },
+  { name: "set", width: "5.2em", value: (row) => texts.set[columns.set[row]], text: true, wide: true },
   { name: "step", width: "3.4em", value: (row) => columns.step[row], always: true },
   { name: "env", width: "minmax(5em, 1fr)", value: envOf, text: true, wide: true },
-  { name: "algorithm", width: "minmax(4em, .8fr)", value: algorithmOf, text: true, wide: true, only: () => !isReplay() },
+  { name: "algorithm", width: "minmax(5.4em, .8fr)", value: algorithmOf, text: true, wide: true, only: () => !isReplay() },
   { name: "agent", width: "minmax(4em, .8fr)", value: (row) => texts.agent[columns.agent[row]], text: true, wide: true },
   { name: "group", width: "4em", value: (row) => columns.group[row] },
   { name: "example", width: "4.8em", value: (row) => columns.example[row], wide: true },
@@ -15,7 +15,7 @@ const FIELDS = [
   { name: "replayed", width: "8.2em", value: (row) => columns.credit_again[row], bar: true, only: () => isReplay() },
   { name: "tokens", width: "4.2em", value: (row) => columns.tokens[row], wide: true },
   { name: "turns", width: "3.6em", value: (row) => columns.turns[row], wide: true, only: () => !isReplay() },
-  { name: "dropped", width: "minmax(4.5em, .9fr)", value: droppedOf, text: true, wide: true, show: (v) => v.replace("_batch_filters", " filter") },
+  { name: "dropped", width: "minmax(5em, .9fr)", value: droppedOf, text: true, wide: true, show: (v) => v.replace("_batch_filters", " filter") },
   { name: "reply", width: "minmax(6em, 2.4fr)", value: (row) => columns.reply[row], text: true, always: true, title: true },
 ];
 let fields = FIELDS;

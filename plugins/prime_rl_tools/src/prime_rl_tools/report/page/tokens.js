@@ -10,6 +10,7 @@ function weights(sample, t) {
 
 function shownText(sample, t, row) {
   const text = pieceOf(row, sample.ids[t]);
+  if (text && !/[\n\t]/.test(text)) return text;
   const isScaffold = sample.content !== undefined && !at(sample.content, t);
   return text.replace(/\n/g, isScaffold ? "↵" : "↵\n").replace(/\t/g, "⇥\t") || "·";
 }
@@ -17,7 +18,7 @@ function shownText(sample, t, row) {
 // `marks`: positions of this sample -> class.
 function token(sample, t, row, marks) {
   const classes = ["tok"];
-  const component = Object.entries(weights(sample, t)).find(([, weight]) => weight !== 0);
+  const component = isHeldOut(row) ? null : Object.entries(weights(sample, t)).find(([, weight]) => weight !== 0);
   if (component) classes.push(component[0]);
   if (sample.content !== undefined && !at(sample.content, t)) classes.push("scaffold");
   if (at(sample.is_masked, t)) classes.push("hit");
@@ -27,9 +28,9 @@ function token(sample, t, row, marks) {
   return span;
 }
 
-// A part is plain text of the same shape until it comes near the window: 65,000 spans take a browser
-// thirteen seconds, their text a tenth of one.
-const PART = 128;
+// A part is plain text, which a browser need not lay out, until it comes near the window: 65,000 spans
+// take thirteen seconds.
+const PART = 256, BREAK = 64; // tokens; a part ends at a line's end among its last ones, if there is one
 const nearby = new IntersectionObserver((entries) => entries.forEach((each) => each.isIntersecting && fill(each.target)), { rootMargin: "300px", scrollMargin: "300px" });
 
 function fill(part) {
@@ -45,10 +46,11 @@ function fill(part) {
 // Tokens [from, to) as parts. `budget.left`: how many are spans at once.
 function parts(sample, from, to, row, marks, budget) {
   const made = [];
-  for (let first = from; first < to; first += PART) {
-    const end = Math.min(to, first + PART), part = el("span", { class: "part" });
+  for (let first = from, end; first < to; first = end) {
+    end = endOfPart(sample, first, to, row);
+    const part = el("span", { class: end - first < to - from ? "part block" : "part" });
     part.range = { sample, from: first, to: end, row, marks };
-    if (budget.left > 0) {
+    if (budget.left >= end - first) {
       budget.left -= end - first;
       fill(part);
     } else {
@@ -62,10 +64,18 @@ function parts(sample, from, to, row, marks, budget) {
   return made;
 }
 
-function conversation(rollout, row, { marks = new Map(), budget = { left: 3000 } } = {}) {
+function endOfPart(sample, first, to, row) {
+  const most = first + PART;
+  if (most >= to) return to;
+  for (let end = most; end > most - BREAK; end--) if (pieceOf(row, sample.ids[end - 1]).endsWith("\n")) return end;
+  return most;
+}
+
+const AT_ONCE = 2000; // tokens that are spans before the first frame
+
+function conversation(rollout, row, { marks = new Map(), budget = { left: AT_ONCE } } = {}) {
   return rollout.samples.flatMap((sample, index) => {
-    const trained = sample.ids.length ? [...sample.ids.keys()].filter((t) => at(sample.mask, t)).length : 0;
-    const title = rollout.samples.length > 1 ? [el("div", { class: "sample" }, `sample ${index + 1} of ${rollout.samples.length}: ${sample.ids.length} tokens, ${trained} sampled`)] : [];
+    const title = rollout.samples.length > 1 ? [el("div", { class: "sample" }, `sample ${index + 1} of ${rollout.samples.length}: ${sample.ids.length} tokens, ${sampledPlaces(sample).length} sampled`)] : [];
     return [...title, ...turns(sample, row, merged(marks.get(sample), searched(sample, row)), budget)];
   });
 }
