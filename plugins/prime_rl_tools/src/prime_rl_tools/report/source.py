@@ -21,7 +21,7 @@ from prime_rl_tools.files import reading
 from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
 from prime_rl_tools.report.exports import StepExports
-from prime_rl_tools.report.tokens import Pieces
+from prime_rl_tools.report.tokens import Pieces, prompt_ids, reply_ids
 from prime_rl_tools.rollouts import StoredRollout, StoredStep, read_step, step_files
 from prime_rl_tools.runs import run_info
 
@@ -84,7 +84,7 @@ class RunSource:
 
     def _add_row(self, step: int, stored: StoredRollout, held_out: bool) -> None:
         if self._pieces is None:  # now the run has its model, and so a tokenizer
-            self._pieces = Pieces(_tokenizer_folders(self.run_dir))
+            self._pieces = Pieces(tokenizer_folders(self.run_dir))
         scored = self._replayed.of(stored) if self._replayed else None
         for sample in stored.rollout.samples:
             self._pieces.add(sample.token_ids)
@@ -93,8 +93,8 @@ class RunSource:
             {
                 **data.row(step, stored, scored),
                 "set": "held out" if held_out else "train",
-                "prompt": self._pieces.prompt(stored.rollout) if held_out else "",
-                "reply": self._pieces.reply(stored.rollout),
+                "prompt": self._pieces.line(prompt_ids(stored.rollout)) if held_out else "",
+                "reply": self._pieces.line(reply_ids(stored.rollout)),
                 "chunk": self._num_chunks,
             }
         )
@@ -220,7 +220,7 @@ def _parts(rollouts: list[StoredRollout]) -> Iterator[list[StoredRollout]]:
         yield part
 
 
-def _tokenizer_folders(run_dir: Path) -> Iterator[Path]:
+def tokenizer_folders(run_dir: Path) -> Iterator[Path]:
     """Folders that may have the run's tokenizer."""
     yield run_dir / "weights"
     launch = run_dir / "configs" / "launch.json"

@@ -36,9 +36,33 @@ PREVIEW = 120
 """Most tokens and characters of a prompt or a reply in the table."""
 
 
-def _first(sample: Sample) -> int:
-    """The first sampled token."""
-    return int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample)
+def prompt_ids(rollout: Rollout) -> list[int]:
+    """What users said before the first sampled token, without the chat template."""
+    if not rollout.samples:
+        return []
+    sample = rollout.samples[0]
+    first = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample)
+    given = np.arange(len(sample)) < first
+    if sample.roles is not None and (said := given & (sample.roles == USER)).any():
+        given = said
+    return _content(sample, given)
+
+
+def reply_ids(rollout: Rollout) -> list[int]:
+    """What was sampled in the first sample, without the chat template."""
+    return _content(s := rollout.samples[0], s.loss_mask) if rollout.samples else []
+
+
+def _content(sample: Sample, chosen: np.ndarray[Any, Any]) -> list[int]:
+    if sample.is_content is not None:
+        chosen = chosen & sample.is_content
+    return [int(token) for token in sample.token_ids[chosen]]
+
+
+def one_line(text: str, most: int = PREVIEW) -> str:
+    """A text on one line, cut."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
@@ -85,28 +109,12 @@ class Pieces:
         """Every added token and its text, from the ``start``-th on."""
         return {"ids": [*self._known][start:], "texts": [*self._known.values()][start:]}
 
-    def prompt(self, rollout: Rollout) -> str:
-        """The beginning of what a user said before the first sampled token."""
-        if not rollout.samples:
-            return str(rollout.task.get("prompt", ""))[:PREVIEW]
-        sample = rollout.samples[0]
-        given = np.arange(len(sample)) < _first(sample)
-        if sample.roles is not None and (said := given & (sample.roles == USER)).any():
-            given = said
-        return self._line(sample, given)
-
-    def reply(self, rollout: Rollout) -> str:
-        """The beginning of what was sampled, on one line."""
-        return self._line(s := rollout.samples[0], s.loss_mask) if rollout.samples else ""
-
-    def _line(self, sample: Sample, chosen: np.ndarray[Any, Any]) -> str:
-        if sample.is_content is not None:
-            chosen = chosen & sample.is_content
-        ids = sample.token_ids[chosen][:PREVIEW].tolist()
+    def line(self, ids: list[int]) -> str:
+        """Some tokens as one line of at most ``PREVIEW`` characters."""
+        ids = ids[:PREVIEW]
         if self._tokenizer is None:
             return "".join(self._known[token] for token in ids[: PREVIEW // 4])
-        text = " ".join(str(self._tokenizer.decode(ids, skip_special_tokens=True)).split())
-        return text if len(text) <= PREVIEW else text[:PREVIEW] + "…"
+        return one_line(str(self._tokenizer.decode(ids, skip_special_tokens=True)))
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None:
