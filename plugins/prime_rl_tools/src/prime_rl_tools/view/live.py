@@ -40,8 +40,8 @@ PRINT_EVERY = 10
 RECENT = 20
 """Steps over which speed, waiting and the time left are measured."""
 BARS = "▁▂▃▄▅▆▇█"
-WIDEST, NARROW = 120, 76
-"""Columns: the view grows up to the first, and leaves things out below the second."""
+WIDEST, NARROW = 120, 96
+"""Columns: the view grows up to the first, and has fewer columns below the second."""
 NEWS = 3
 """Messages that are shown while the run is going on."""
 
@@ -97,6 +97,7 @@ class TerminalView(RunView):
     def __exit__(self, *exc: object) -> None:
         if self._server:
             self._server.close()
+            self._server = None
         if self._live:
             self._live.update(self.render(), refresh=True)
             self._live.stop()
@@ -150,7 +151,9 @@ class TerminalView(RunView):
         table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f} of batches, prompts included")
         if metrics.waits:
             table.add_row("waiting", Text(metrics.waits))
-        table.add_row("off-policy", metrics.off_policy)
+        kl = metrics.latest.get("mismatch_kl/all/mean")
+        apart = "" if kl is None else f"   mismatch KL {kl:.1e}"
+        table.add_row("off-policy", metrics.off_policy + apart)
         return table
 
     def _processes(self, width: int) -> RenderableType:
@@ -160,8 +163,11 @@ class TerminalView(RunView):
             table.add_column(title, overflow="fold")
         for name, report in self.reports():
             state, waits, last = _status_cells(report)
-            if width < NARROW and report.waiting_for:
-                state = Text.assemble(state, (f"\nwaits for {report.waiting_for}", "magenta"))
+            if width < NARROW:
+                if isinstance(last, Text):
+                    state = Text.assemble(state, "  ", last)
+                if report.waiting_for:
+                    state.append(f"\nwaits for {report.waiting_for}", "magenta")
             cells = (state, waits, last) if width >= NARROW else (state,)
             table.add_row(Text(name, "bold"), *cells)
         return table
@@ -277,7 +283,6 @@ class MetricsTail:
             "loss": ("loss/mean", ".4f"),
             "entropy": ("entropy/all/mean", ".3f"),
             "grad norm": ("optim/grad_norm", ".3g"),
-            "mismatch KL": ("mismatch_kl/all/mean", ".1e"),
         }
         values = ((name, self.latest.get(key), kind) for name, (key, kind) in shown.items())
         return [f"{name} {value:{kind}}" for name, value, kind in values if value is not None]
@@ -294,7 +299,7 @@ class MetricsTail:
         if not waits or total is None:
             return ""
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in sorted(waits.items()))
-        return f"{parts}; a step took {total:.2f} s"
+        return f"{parts} of {total:.2f} s"
 
     @property
     def off_policy(self) -> str:

@@ -49,7 +49,7 @@ function tree(rows, rollouts) {
   };
   visit(root);
   const spread = Math.max(...members.map((each) => Math.abs(each.reward - root.reward))) || 1;
-  const said = best.node ? `Winners and losers part after ${best.node.to} tokens: that choice explains ${number(best.share * 100, 2)} % of the spread of the rewards.` : "No single choice explains the rewards.";
+  const said = best.node ? `Winners and losers part after token ${best.node.to}: that choice explains ${number(best.share * 100, 2)} % of the spread of the rewards.` : "No single choice explains the rewards.";
   return [el("p", { class: "hint" }, `${rows.length} siblings, mean reward ${number(root.reward, 3)}. ${said}`), el("ul", { class: "tree" }, branch(root, members.length, root.reward, spread, best.node))];
 }
 
