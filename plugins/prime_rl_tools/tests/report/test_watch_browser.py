@@ -151,7 +151,7 @@ def test_a_bar_of_the_histogram_keeps_its_rewards_and_an_export_has_them(frozen)
 
 def test_the_tree_shows_where_winners_and_losers_part(frozen):
     frozen.click("#tree")
-    frozen.until("document.querySelector('.tree')")
+    frozen.until("document.querySelector('.tree') !== null")
     assert "Winners and losers part after token 1: that choice explains 100 %" in frozen.text(
         ".talk .hint"
     )
@@ -173,7 +173,7 @@ def test_changes_of_an_example_between_steps(frozen):
     frozen.eval("select(4)")
     frozen.click("#diff")
     frozen.until("document.querySelectorAll('.one').length === 2")
-    assert texts(frozen, ".tok.gone") == ["⟨3⟩"] and texts(frozen, ".tok.fresh") == ["⟨8⟩"]
+    assert texts(frozen, ".talk .gone") == ["⟨3⟩"] and texts(frozen, ".talk .fresh") == ["⟨8⟩"]
     frozen.press("{")
     frozen.until("columns.step[current] === 1")
     frozen.press("Escape")
@@ -213,7 +213,7 @@ def test_two_runs_beside_each_other(browser, tmp_path):
     browser.until("document.querySelectorAll('#cards .said').length === 4")
     assert texts(browser, "#cards article:first-child .said") == ["⟨3⟩⟨5⟩", "⟨3⟩⟨7⟩"]
     browser.press("Escape")
-    browser.eval("select(14)")
+    browser.eval("select(13)")
     browser.until("document.querySelector('.top .sub').innerText.includes('other')")
     assert texts(browser, ".talk .tok")[-2:] == ["⟨8⟩", "⟨9⟩"]
 
@@ -233,7 +233,7 @@ def test_only_tokens_near_the_window_are_spans_and_the_others_come_when_scrolled
     assert spans < 4000
     assert "⟨1999⟩" in browser.eval("document.querySelector('.one').textContent")
     browser.eval("document.querySelector('.part:last-child').scrollIntoView()")
-    browser.until("document.querySelector('.one .part:last-child .tok:last-child')")
+    browser.until("document.querySelector('.one .part:last-child .tok:last-child') !== null")
     browser.press("Enter")
     for _ in range(2):
         browser.press("ArrowRight")

@@ -22,7 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from prime_rl.errors import ConfigError, PrimeRLError
+from prime_rl.errors import ConfigError, PrimeRLError, RunError
 from prime_rl_tools.report.data import differences
 from prime_rl_tools.report.source import Have, RunSource
 from prime_rl_tools.report.write import template, write_report
@@ -70,14 +70,16 @@ class Watched:
 
     def since(self, have: Sequence[Have], seconds: float = WAIT_SECONDS) -> list[dict[str, Any]]:
         """What pages with ``have`` lack, by run; empty if nothing new comes in time. The first
-        request (nothing is had) waits for the first reading only."""
+        request (nothing is had) waits for the first reading only. Raises ``RunError`` once closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._version or self._ended.is_set(), seconds)
             known = [each.version for each in have] or [0]
             self._changed.wait_for(
                 lambda: self._version > min(known) or self._ended.is_set(), seconds
             )
-            if self._version <= min(known) or self._ended.is_set():
+            if self._ended.is_set():
+                raise RunError("prime-rl watch has ended")
+            if self._version <= min(known):
                 return []
             padded = [*have, *[None] * (len(self._sources) - len(have))]
             return [
@@ -149,6 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         except (LookupError, ValueError, msgspec.MsgspecError) as error:
             self._send(404, f"not found: {error}".encode())
         except PrimeRLError as error:
+            self.close_connection = True
             self._send(500, str(error).encode())
         except ConnectionError:
             pass  # the page was closed
