@@ -240,7 +240,16 @@ def test_only_tokens_near_the_window_are_spans_and_the_others_come_when_scrolled
     assert "position 4" in browser.text("#card .what")
 
 
-@pytest.mark.parametrize("view", ["select(0)", "toggle('tree')", "toggleHeldOut(true)"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        "select(0)",
+        "toggle('tree')",
+        "toggle('side')",
+        "(mode = 'diff', select(4))",
+        "toggleHeldOut(true)",
+    ],
+)
 def test_a_phone_needs_no_sideways_scrolling(frozen, view):
     frozen.size(390, 844)
     frozen.eval(f"({view}, 1)")

@@ -6,10 +6,13 @@ one read the same values: the frozen one asks once.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +30,8 @@ from prime_rl_tools.runs import run_info
 
 CHUNK_TOKENS = 20_000
 """Approximate tokens of one chunk, which is unpacked when a rollout is shown."""
+
+DOCTOR, DOCTOR_STEPS = "prime_rl_tools.doctor", 10
 
 
 class Have(NamedTuple):
@@ -71,6 +76,8 @@ class RunSource:
         self._chunks: dict[int, _Chunk] = {}
         self._seen: dict[Path, tuple[int, int]] = {}
         self._last: Any = None
+        self._diagnosed: tuple[int, str] | None = None
+        self._found: list[dict[str, Any]] = []
 
     # -- the table --------------------------------------------------------------------------------
 
@@ -114,6 +121,7 @@ class RunSource:
             "state": info.state,
             "step": info.step,
             "problems": self.problems,
+            "verdicts": self._verdicts(info.step, info.state),
             "curves": points,
             "algorithms": {env: data.describe(each) for env, each in described.items()},
             "algorithms_again": again if self._replayed else None,
@@ -136,6 +144,13 @@ class RunSource:
             for env, value in zip(columns["env"], columns.get(name, ()), strict=False):
                 credits[env].append(value)
         return [data.scale(credits[env]) for env in range(len(self.table.texts["env"]))]
+
+    def _verdicts(self, step: int, state: str) -> list[dict[str, Any]]:
+        """What ``prime-rl doctor`` says, read anew every ``DOCTOR_STEPS`` steps and at the end."""
+        if (when := (step // DOCTOR_STEPS, state)) != self._diagnosed and find_spec(DOCTOR):
+            found = importlib.import_module(DOCTOR).diagnose(self.run_dir)
+            self._diagnosed, self._found = when, [asdict(verdict) for verdict in found]
+        return self._found
 
     # -- tokens -----------------------------------------------------------------------------------
 

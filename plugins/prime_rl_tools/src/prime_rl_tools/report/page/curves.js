@@ -68,7 +68,7 @@ function chart(box, title, series) {
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) * 0.5, y1 + (Math.abs(y1) || 1) * 0.5];
   const labels = [y0, (y0 + y1) / 2, y1].map((y) => [y, number(Math.abs(y) < (y1 - y0) * 1e-6 ? 0 : y, 3)]);
   const L = 10 + 6 * Math.max(...labels.map(([, label]) => label.length)), R = 8, T = 6, B = 16; // 6 px a digit
-  const W = Math.max(190, box.clientWidth - 20), H = 104;
+  const W = Math.max(130, box.clientWidth - 20), H = 104;
   const X = (x) => L + ((x - x0) / (x1 - x0)) * (W - L - R);
   const Y = (y) => H - B - ((y - y0) / (y1 - y0)) * (H - T - B);
   const picture = svg("svg", { viewBox: `0 0 ${W} ${H}`, preserveAspectRatio: "none", role: "img", "aria-label": series.map((e) => e.metric).join(", ") });

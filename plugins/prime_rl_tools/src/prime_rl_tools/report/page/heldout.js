@@ -72,7 +72,7 @@ async function drawCardOf(card) {
   card.version = version;
   const answers = await Promise.all(entry.runs.map(async (rows, index) => {
     const { now, before } = around(rows, version);
-    if (now === undefined) return runs.length > 1 ? el("div", { class: "answer off" }, `${"AB"[index] ?? index + 1}: not evaluated yet`) : null;
+    if (now === undefined) return runs.length > 1 ? el("div", { class: "off" }, `${"AB"[index] ?? index + 1}: ${rows.length ? "not evaluated yet" : "no rollouts kept"}`) : null;
     const [rollout, earlier] = await Promise.all([rolloutOf(now), before === undefined ? null : rolloutOf(before)]);
     return answer(now, rollout, rows, earlier ? changes(earlier, rollout) : new Map(), index);
   }));

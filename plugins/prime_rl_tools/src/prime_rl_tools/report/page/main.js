@@ -112,7 +112,8 @@ function about() {
     const notes = [!run.has_tokenizer && size && "no tokenizer found: tokens show as numbers", !run.has_exports && "no token export: trainer columns are absent", ...run.problems].filter(Boolean);
     const state = run.state === "running" ? `step ${run.step} of ${run.max_steps}, ` : "";
     const name = runs.length > 1 ? el("b", {}, `${"AB"[index] ?? index + 1} ${run.name}  `) : "";
-    return el("div", {}, name, ...algorithms, `${state}model ${run.model}, loss ${run.loss}, seed ${run.seed}`, notes.length ? ` (${notes.join("; ")})` : "");
+    return el("div", {}, name, ...algorithms, `${state}model ${run.model}, loss ${run.loss}, seed ${run.seed}`, notes.length ? ` (${notes.join("; ")})` : "",
+      ...run.verdicts.map(({ env, finding, evidence, advice }) => el("details", { class: "verdict" }, el("summary", {}, `${env ? `${env}: ` : ""}${finding}`), `${evidence} ${advice}`)));
   });
   const differs = runs[0].differs ?? [];
   if (runs.length > 1)
@@ -154,7 +155,7 @@ async function start() {
   const asked = Number(location.hash.match(/^#rollout-(\d+)$/)?.[1] ?? order[0]);
   if (size) await select(Math.min(asked, size - 1));
   else $("detail").replaceChildren(el("p", { class: "hint" }, "No rollouts are saved: orchestrator.save_rollouts is off, or no step was finished."));
-  $("table").focus();
+  $("table").focus({ preventScroll: true });
   document.documentElement.dataset.ready = "true";
   follow();
 }
