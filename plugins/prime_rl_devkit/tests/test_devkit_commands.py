@@ -55,8 +55,6 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {row["plugin"]: row for row in json.loads(done.stdout)}
     assert rows["core"]["offers"] == {
-        "samplers": ["standard"],
-        "monitors": ["file"],
         "launchers": ["local"],
         "views": ["lines"],
     }

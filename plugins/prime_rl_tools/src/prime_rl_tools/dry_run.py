@@ -13,8 +13,8 @@ from prime_rl.config.load import installed_defaults, merge
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
-from prime_rl.env.rendering import Rendering
 from prime_rl.orchestrator.build import build_filters, build_renderer
+from prime_rl.orchestrator.context import rendering_of
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
@@ -136,7 +136,7 @@ def _prompt(config: RunConfig, hooks: Hooks, environment: Environment) -> Iterat
         yield f"prompt     {str(messages)[:MOST_CHARACTERS]} (not rendered: the model is made or "
         yield "           fetched when the run starts)"
         return
-    rendering = Rendering(Path(layout.model_path), build_renderer(config, hooks))
+    rendering = rendering_of(Path(layout.model_path), build_renderer(config, hooks))
     tokens = rendering.ids(messages, add_generation_prompt=True)
     text = rendering.decode(tokens, skip_special_tokens=False)
     cut = "" if len(text) <= MOST_CHARACTERS else " ..."

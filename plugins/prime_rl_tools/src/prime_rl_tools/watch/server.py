@@ -69,8 +69,9 @@ class Watched:
             self._changed.notify_all()
 
     def since(self, have: Sequence[Have], seconds: float = WAIT_SECONDS) -> list[dict[str, Any]]:
-        """What pages with ``have`` lack, by run; empty if nothing new comes in time. The first
-        request (nothing is had) waits for the first reading only. Raises ``RunError`` once closed."""
+        """What a page with ``have`` lacks, by run; empty if nothing new comes in time. Its first
+        request, which has nothing, waits for the first reading. Raises ``RunError`` once closed.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._version or self._ended.is_set(), seconds)
             known = [each.version for each in have] or [0]
