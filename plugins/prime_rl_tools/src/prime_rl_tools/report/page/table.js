@@ -24,7 +24,7 @@ let sort = { by: null, down: false };
 
 // A column in which every row says the same says nothing.
 const varies = (field) => { const first = size ? field.value(0) : null; for (let row = 1; row < size; row++) if (field.value(row) !== first) return true; return false; };
-const isNarrow = () => $("list").clientWidth < 480;
+const isNarrow = () => $("list").clientWidth < 600;
 
 function drawHead() {
   const isCramped = mode === "side" || mode === "diff" || isNarrow();
