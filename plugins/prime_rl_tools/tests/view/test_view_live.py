@@ -205,7 +205,7 @@ def test_the_alternate_screen_is_redrawn_whole_at_each_size_and_its_last_picture
             console.file.truncate()
             view.refresh()
             drawn = console.file.getvalue()
-            lines = [line for line in re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", drawn).split("\n")]
+            lines = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", drawn).split("\n")
             assert len(lines) == height and {len(line) for line in lines} == {width}
             assert "trainer: restarted" in drawn and "\x1b[H" in drawn
     after = console.file.getvalue().rpartition("\x1b[?1049l")[2]
