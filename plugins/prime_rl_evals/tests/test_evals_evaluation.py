@@ -13,6 +13,7 @@ from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.records import decode_rollouts
 from prime_rl.run.resume import rewind
 from prime_rl_evals.evaluation import EvalLog, Evaluation, free_slots
 from prime_rl_evals.figures import EvalResult
@@ -127,6 +128,28 @@ async def settle():
 
 
 # -- one evaluation ---------------------------------------------------------------------------
+
+
+async def test_every_rollout_of_an_evaluation_is_kept_and_a_rewind_removes_later_ones(tmp_path):
+    rewards = [1.0, -1.0, 0.5, 0.25, 0.75]
+    world = World(tmp_path, rewards, group_size=2, interval=2)
+    await world.evaluation.before_training()
+    async with world:
+        await world.serve(2)
+        await world.evaluation._idle.wait()
+    at_0, at_2 = (tmp_path / f"eval_rollouts/step_{v}/held.msgpack" for v in (0, 2))
+    record = decode_rollouts(at_0)
+    kept = [(r.example_id, r.episode_id, r.reward, why) for r, why in record["rollouts"]]
+    assert record["step"] == 0
+    assert kept == [
+        (example, member, max(reward, 0.0), "TaskError" if reward < 0 else None)
+        for example, reward in enumerate(rewards)
+        for member in (0, 1)
+    ]
+    assert record["rollouts"][2].rollout.info == {"error": "broke"}
+    assert {r.policy_version for r, _ in decode_rollouts(at_2)["rollouts"]} == {2}
+    rewind(tmp_path, 1)
+    assert at_0.exists() and not at_2.exists()
 
 
 async def test_a_failed_rollout_counts_as_reward_zero(tmp_path):

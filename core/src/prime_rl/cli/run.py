@@ -43,6 +43,9 @@ def run(
         str | None,
         typer.Option(help="The launcher that starts the processes; short for --launcher.type."),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it in a browser too; short for --view.watch true.")
+    ] = False,
 ) -> None:
     """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
     SIGTERM) saves and stops the run; a second one ends it at once.
@@ -59,6 +62,7 @@ def run(
     arguments, checkpoint = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
+    overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
     typed = sys.argv[0]  # this program as a shell finds it

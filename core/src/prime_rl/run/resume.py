@@ -165,7 +165,7 @@ def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
     _abandon(run_dir, step)
     for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
-    for folder in ("broadcasts", "rollouts", "token_exports"):
+    for folder in ("broadcasts", "rollouts", "eval_rollouts", "token_exports"):
         _remove_steps(run_dir / folder, after=step)
     for folder in ("rollouts_wire", "averages"):  # the trainer has its average in its checkpoint
         _remove_steps(run_dir / folder, after=-1)

@@ -6,7 +6,7 @@
   status/NAME.json                    what each process does now
   metrics.jsonl, trainer.jsonl        one line per step
   evals.jsonl                         one line per evaluation
-  rollouts/step_N.msgpack             rollouts with exact floats
+  rollouts/step_N.msgpack             rollouts with exact floats; eval_rollouts/step_N/ENV.msgpack
   broadcasts/step_N/                  published weights
   averages/step_N/                    their moving average, where an engine serves it
   checkpoints/step_N/                 what --resume continues from (checkpoints.py)

@@ -34,6 +34,7 @@ from prime_rl_evals.figures import (
     of_the_policy,
     summarize,
 )
+from prime_rl_evals.rollouts import save_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -192,6 +193,9 @@ class Evaluation(Observer):
                 own = [job for job in finished if job.env is env]
                 own.sort(key=lambda job: (job.example, job.member))
                 self._add(when, summarize(env, version, [finished[job] for job in own]))
+                if self.context.config.orchestrator.save_rollouts:
+                    answered = {job: finished[job] for job in own}
+                    save_rollouts(self.context.run_dir, env, version, answered)
         finally:
             self.total = self.finished = 0
             self._idle.set()
@@ -235,7 +239,7 @@ class Evaluation(Observer):
             )
         finally:
             self.inflight -= 1
-        finished[job] = Finished(job.example, of_the_policy(results))
+        finished[job] = Finished(job.example, of_the_policy(results), results)
         self.finished += 1
         self._report(when)
 

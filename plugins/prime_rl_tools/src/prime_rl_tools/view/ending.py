@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
     sampled, measured = summary["sampled_reward"], summary["eval"]
     console.print()
     if summary.get("stopped_at") is not None:
-        console.print(f"[yellow]Stopped at step {summary['stopped_at']}[/]")
+        console.print(f"[bold]Stopped at step {summary['stopped_at']}[/]")
     if sampled["first"] is not None:
         steps = f"mean of the first and last {sampled['window']} steps"
         console.print(
@@ -59,6 +60,23 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         _print_line(console, f"Restarts        {restarts_text(restarts)}")
     _print_line(console, f"Run directory   {run_dir}")
     _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
+
+
+def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
+    """Print the commands that look at a finished run, use it and continue it."""
+    run = shlex.quote(str(run_dir))
+    _print_line(console, f"Look at it      prime-rl report {run}")
+    _print_line(console, f"Serve it        prime-rl serve {run} --port 8000")
+    if (run_dir / "evals.jsonl").exists():
+        _print_line(
+            console, f"Evaluate it     prime-rl eval {run} --base-url http://127.0.0.1:8000/v1"
+        )
+    if whole_steps(run_dir):
+        file, name = (
+            shlex.quote(str(each)) for each in (run_dir / "configs" / "run.json", run_dir.name)
+        )
+        more = f"--run.name {name} --resume --max-steps {2 * max_steps}"
+        _print_line(console, f"Train on        prime-rl run {file} {more}")
 
 
 def print_stop(
@@ -105,7 +123,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
         table.add_row(
             Text(_last(first["messages"], "user"), "bold"),
             Text(_last(first["messages"], "assistant")),
-            Text(f"{first['reward']:.2f}", "yellow"),
+            Text(f"{first['reward']:.2f}", "magenta"),
             Text(_last(second["messages"], "assistant")),
             Text(f"{second['reward']:.2f}", "green"),
         )
