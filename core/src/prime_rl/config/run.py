@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -102,6 +103,9 @@ class CkptConfig(Settings):
     """Number of newest checkpoints to keep. None: the newest, and all of ``interval``."""
     keep_interval: PositiveInt | None = None
     """Checkpoints of every multiple of this step stay, in addition to ``keep_last``."""
+    best: str | None = None
+    """A held-out metric, ``eval/ENV/NAME``: the checkpoint with its highest value stays too, and
+    ``checkpoints/best`` links to it. Needs ``interval``, and an evaluation at its multiples."""
 
     def is_due(self, step: int, last_step: int) -> bool:
         """Whether step ``step`` of a run that ends with ``last_step`` writes a checkpoint."""
@@ -118,6 +122,19 @@ class CkptConfig(Settings):
         if self.keep_interval is not None and step % self.keep_interval == 0:
             return True
         return self.keep_last is None and self._is_regular(step)
+
+
+class StopConfig(Settings):
+    """``[stop]``: end the run early, as Ctrl-C would, by a held-out metric; higher is better."""
+
+    metric: str | None = None
+    """``eval/ENV/NAME``, of an evaluation between steps. None: the run takes all its steps."""
+    patience: PositiveInt = 3
+    """Evaluations in a row without a new best value, after which the run ends."""
+    min_gain: NonNegativeFloat = 0.0
+    """A value counts as a new best if it is higher by more than this."""
+    reach: float | None = None
+    """End the run as soon as the metric has this value. None: only by ``patience``."""
 
 
 class ViewConfig(PluginTable):
@@ -174,6 +191,7 @@ class RunConfig(ModelSource):
     """Settings of observers, one table per name. Every installed observer takes part in the run."""
     ckpt: CkptConfig = CkptConfig()
     """Checkpoints to resume from. None (runs of version 0.1) means ``enabled = false``."""
+    stop: StopConfig = StopConfig()
     log: LogConfig = LogConfig()
     view: ViewConfig = ViewConfig()
     run: RunDirConfig = RunDirConfig()
@@ -188,6 +206,23 @@ class RunConfig(ModelSource):
     @classmethod
     def _none_disables(cls, value: object) -> object:
         return {"enabled": False} if value is None else value
+
+    @model_validator(mode="after")
+    def _held_out_metrics_are_measured(self) -> RunConfig:
+        wanted = (
+            ("ckpt.best", self.ckpt.best, self.ckpt.interval),
+            ("stop.metric", self.stop.metric, 1),
+        )
+        for key, metric, every in wanted:
+            envs = {env.label: env.interval for env in self.orchestrator.eval.env}
+            due = [n for name, n in envs.items() if n and f"{metric}".startswith(f"eval/{name}/")]
+            if metric is not None and not (due and every and due[0] % every == 0):
+                raise ValueError(
+                    f"{key} = {metric!r}: expected eval/ENV/NAME of an [[orchestrator.eval.env]] "
+                    f"with an interval that is a multiple of {every or 'ckpt.interval, unset'}"
+                    f"; found the envs and intervals {envs}. Set the intervals."
+                )
+        return self
 
     @property
     def row_tokens(self) -> int:

@@ -55,7 +55,9 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                 stop = Stop(run_dir, first_step, asked, view.print)
                 _watch(processes, view, restarts.restart, stop)
             if stopped := stop.result:
-                raise stopped
+                if stop.is_asked:
+                    raise stopped
+                view.print((run_dir / STOP).read_text())  # the run ended itself: [stop]
         finally:
             with uninterrupted():
                 _end(launcher, processes)
