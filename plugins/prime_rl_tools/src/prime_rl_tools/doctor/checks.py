@@ -1,8 +1,8 @@
 """The checks, one function each, and their thresholds.
 
-"Measured" means: on 105 segments of five undisturbed runs of ``configs/reverse_text/grpo.toml``
-(seeds 0 to 4, 16 to 120 steps each), the figure stayed well on the other side.
-``docs/learning-problems.md`` has the numbers.
+"Measured" means: on 105 segments (20 to 120 steps) of five undisturbed runs of
+``configs/reverse_text/grpo.toml``, seeds 0 to 4; ``python -m bench.doctor`` prints the figures. The
+thresholds were chosen with seeds 0 and 1, and the other seeds raised no alarm.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from prime_rl_tools.doctor.history import MIN_STEPS, History, Seen, Values
 REWARD = "train/agg/all/reward/mean"
 STALE = "stale"
 NOISE = 3.0
-"""Standard errors from which on a change of the reward counts. Measured: with 2, flat stretches
-of the reward counted as changes."""
+"""Standard errors from which on a change of the reward counts."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def mismatch_growth(run: History) -> Iterator[Verdict]:
             f"{name}, median {before:.3g} before, {after:.3g} ({_span(run.late)}); the data is "
             f"{lag:.1f} versions old",
             f"above {MISMATCH} and {MISMATCH_GROWTH:g} times the steps before. Upstream prime-rl "
-            "accepts a new model below 0.015; measured: up to 0.03 over a window at a learning "
+            "accepts a new model below 0.015; measured: up to 0.02 over a window at a learning "
             "rate of 7e-4",
             "lower orchestrator.max_off_policy_steps or trainer.optim.lr. If it stays with "
             "max_off_policy_steps = 0, engine and trainer compute differently: compare "
@@ -124,7 +123,7 @@ def length_drift(run: History) -> Iterator[Verdict]:
                 f"{name} {before:.4g} ({_span(run.early)}), {after:.4g} ({_span(run.late)}); the "
                 f"reward changed by {rise:+.1f} standard errors",
                 f"a factor of {LENGTH:g} in either direction, reward up by less than {NOISE:g} "
-                "standard errors; measured: at most 1.2",
+                "standard errors; measured: at most 1.11",
                 'a loss without length bias (trainer.loss.normalize_by = "constant", as Dr. GRPO, '
                 "arXiv 2503.20783); orchestrator.algo.length_penalty; or "
                 "orchestrator.train.sampling.max_completion_tokens",
@@ -181,7 +180,7 @@ def silent_env(run: History) -> Iterator[Verdict]:
                 f"The env teaches nothing: siblings have equal rewards, as if it were {kind}.",
                 f"{share:.1%} of {count} rollouts have credit ({_span(run.late)}); mean reward "
                 f"{reward:.3g}",
-                f"below {SILENT:.0%}; measured: never below 80 %",
+                f"below {SILENT:.0%}; measured: never below 64 %",
                 "its ratio in [[orchestrator.train.env]], its args (easier or harder examples), "
                 'its group_size, or orchestrator.sampler.type = "difficulty_pools"',
                 env,
@@ -203,7 +202,7 @@ def truncation(run: History) -> Iterator[Verdict]:
                 "Many replies are cut off at the token limit, and are scored unfinished.",
                 f"{name} {share:.1%} ({_span(run.late)}); longest reply {length:.0f} tokens",
                 f"above {TRUNCATED:.0%}. By convention; upstream's opsd degrades at 99 %; "
-                "measured: none",
+                "measured: 0",
                 "raise orchestrator.train.sampling.max_completion_tokens, seq_len or "
                 "inference.max_model_len; or add orchestrator.algo.length_penalty",
                 env,
@@ -224,7 +223,7 @@ def dead_groups(run: History) -> Iterator[Verdict]:
                 "Most groups have no credit: their samples cost time and teach nothing.",
                 f"{1 - share:.1%} of {count} rollouts have no credit ({_span(run.late)})",
                 f"above {DEAD:.0%}: more than every second sample is wasted (the loss that dynamic "
-                "sampling avoids: DAPO, arXiv 2503.14476, section 3.2); measured: at most 20 %",
+                "sampling avoids: DAPO, arXiv 2503.14476, section 3.2); measured: at most 36 %",
                 'orchestrator.sampler.type = "difficulty_pools"; a larger group_size; '
                 "orchestrator.oversampling_factor keeps the batches full meanwhile",
                 env,
@@ -244,7 +243,7 @@ def clip_share(run: History) -> Iterator[Verdict]:
                 "clip_share",
                 "The trust region leaves out a large share of the tokens.",
                 f"{name} {share:.1%} ({_span(run.late)})",
-                f"above {CLIPPED:.0%}; measured: at most 2 % over a window. Sequence-level losses "
+                f"above {CLIPPED:.0%}; measured: at most 1 % over a window. Sequence-level losses "
                 "clip more by design: GSPO reports 15 % (arXiv 2507.18071, section 5.2)",
                 "lower trainer.optim.lr, trainer.epochs or orchestrator.max_off_policy_steps; or "
                 "widen the bounds in [trainer.loss]",
@@ -316,7 +315,7 @@ def duplicates(run: History) -> Iterator[Verdict]:
                 f"({_span(run.late)}), {start:.1%} at first; its mean reward is "
                 f"{np.mean(same):.3g}, that of the others {np.mean(rest or [0.0]):.3g}",
                 f"more than {SAME:.0%} of the examples and {SAME_GROWTH:g} times the share at "
-                "first; measured: at most 3 %",
+                "first; measured: at most 9 %",
                 "the taskset's reward function: `prime-rl report` shows these replies. Filter "
                 "repetition; a penalty that keeps the policy near its start (kl_to_initial)",
                 env,
@@ -346,7 +345,7 @@ def rate_too_high(run: History) -> Iterator[Verdict]:
             f"{norms[1]:.3g}; skipped steps {skipped:.0%}",
             f"a fall by {FALL:.0%} and {NOISE:g} standard errors, with a mismatch above {MISMATCH} "
             f"or a gradient norm {UPSET:g} times that at the best; or {SKIPPED:.0%} skipped steps. "
-            "Measured: the reward never fell by more than 6 %; at 14 times the learning rate it "
+            "Measured: the reward never fell by more than 3 %; at 14 times the learning rate it "
             "fell by 90 %, at a mismatch of 0.3",
             "lower trainer.optim.lr by 3 to 10, raise trainer.scheduler.warmup_steps, lower "
             "trainer.optim.max_norm",
