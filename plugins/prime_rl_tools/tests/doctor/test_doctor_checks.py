@@ -6,6 +6,7 @@
 
 import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -271,3 +272,8 @@ def test_a_short_run_gets_no_verdict(tmp_path):
     assert diagnose(run.save()) == []
     said = CliRunner().invoke(app, ["doctor", "run", "--output-dir", str(tmp_path / "outputs")])
     assert "8 steps; a verdict needs 12" in said.output
+
+
+def test_the_page_lists_every_verdict():
+    page = (Path(__file__).parents[4] / "docs/learning-problems.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PLANTED)
