@@ -57,8 +57,7 @@ def test_every_distribution_has_the_version_of_the_root():
 
 
 def test_another_version_is_written_with_the_bounds_of_our_own_requirements():
-    text = 'version = "0.1.0"\n"prime-rl-core[run]>=0.1,<0.2",\n"prime-rl-lora>=0.1,<0.2",\n"numpy>=1.26",\n'
-    assert with_version(text, "1.4.0rc1") == (
-        'version = "1.4.0rc1"\n"prime-rl-core[run]>=1.4,<1.5",\n"prime-rl-lora>=1.4,<1.5",\n'
-        '"numpy>=1.26",\n'
-    )
+    core, lora = '"prime-rl-core[run]>={0},<{1}"', '"prime-rl-lora>={0},<{1}"'
+    text = f'version = "{{}}"\n{core},\n{lora},\n"numpy>=1.26"\n'
+    old = text.replace("{}", "0.1.0").format("0.1", "0.2")
+    assert with_version(old, "1.4.0rc1") == text.replace("{}", "1.4.0rc1").format("1.4", "1.5")

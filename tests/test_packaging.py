@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -219,6 +220,32 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     assert list(tmp_path.iterdir()) == []
     run(*pip(bare), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
     assert "algorithm" not in run(*command, cwd=tmp_path, ok=False).stderr
+
+
+def interpreter(minor):
+    """Another Python, on the path or of pyenv; None if there is none."""
+    (*_, last) = None, *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))
+    return last or shutil.which(f"python3.{minor}")
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13])
+def test_core_and_an_algorithm_work_on_each_python(dist, tmp_path, minor):
+    """Those that it says it works on, beside the one that runs these tests."""
+    assert metadata(dist, "prime_rl_core")["Requires-Python"] == ">=3.11"
+    if minor == sys.version_info.minor or interpreter(minor) is None:
+        pytest.skip(f"no other Python 3.{minor} here")
+    run(interpreter(minor), "-m", "venv", "--without-pip", tmp_path / "venv")
+    folder = tmp_path / "venv/bin"
+    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "devkit", "grpo")]
+    run(*pip(folder), "install", "--quiet", "--disable-pip-version-check",
+        "--find-links", dist, *wheels, "pytest", "pytest-asyncio", "hypothesis")  # fmt: skip
+    code = "import pkgutil, prime_rl.plugins as p; [__import__(m.name) for m in "
+    code += "pkgutil.iter_modules(p.__path__, 'prime_rl.plugins.')]"
+    run(folder / "python", "-W", "error", "-c", code)
+    assert json.loads(run(folder / "prime-rl", "plugins", "check", "grpo", "--json").stdout)["ok"]
+    done = run(folder / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider",
+               "-c", ROOT / "pyproject.toml", ROOT / "prime_rl_grpo/tests", cwd=ROOT)  # fmt: skip
+    assert re.search(r"\d\d passed", done.stdout), done.stdout
 
 
 THIRD_PARTY = {"algorithm": "algorithms", "loss": "losses"}

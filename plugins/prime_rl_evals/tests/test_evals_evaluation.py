@@ -395,5 +395,6 @@ async def test_a_metric_that_no_evaluation_has_is_named_with_close_ones(tmp_path
     ],
 )
 def test_a_metric_without_evaluations_at_the_right_steps_is_refused(tmp_path, tables, said):
-    with pytest.raises(ValueError, match=said):
-        World(tmp_path, [0.9], **tables)
+    world = World(tmp_path, [0.9], **tables)
+    with pytest.raises(ConfigError, match=said):
+        Evaluation.check(world.evaluation.context.config)

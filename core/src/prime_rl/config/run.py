@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -131,8 +130,6 @@ class StopConfig(Settings):
     """``eval/ENV/NAME``, of an evaluation between steps. None: the run takes all its steps."""
     patience: PositiveInt = 3
     """Evaluations in a row without a new best value, after which the run ends."""
-    min_gain: NonNegativeFloat = 0.0
-    """A value counts as a new best if it is higher by more than this."""
     reach: float | None = None
     """End the run as soon as the metric has this value. None: only by ``patience``."""
 
@@ -206,23 +203,6 @@ class RunConfig(ModelSource):
     @classmethod
     def _none_disables(cls, value: object) -> object:
         return {"enabled": False} if value is None else value
-
-    @model_validator(mode="after")
-    def _held_out_metrics_are_measured(self) -> RunConfig:
-        wanted = (
-            ("ckpt.best", self.ckpt.best, self.ckpt.interval),
-            ("stop.metric", self.stop.metric, 1),
-        )
-        for key, metric, every in wanted:
-            envs = {env.label: env.interval for env in self.orchestrator.eval.env}
-            due = [n for name, n in envs.items() if n and f"{metric}".startswith(f"eval/{name}/")]
-            if metric is not None and not (due and every and due[0] % every == 0):
-                raise ValueError(
-                    f"{key} = {metric!r}: expected eval/ENV/NAME of an [[orchestrator.eval.env]] "
-                    f"with an interval that is a multiple of {every or 'ckpt.interval, unset'}"
-                    f"; found the envs and intervals {envs}. Set the intervals."
-                )
-        return self
 
     @property
     def row_tokens(self) -> int:

@@ -15,7 +15,6 @@ last. A complete checkpoint never changes: a resume compares every file with its
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Collection
@@ -30,8 +29,7 @@ from prime_rl.errors import ConfigError
 STABLE = "STABLE"
 """Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
 BEST = "best.json"
-"""In ``checkpoints``, with ``ckpt.best``: the step with the best value, and the last one measured.
-"""
+"""In ``checkpoints``: the step with the best value of ``ckpt.best``, and the last one measured."""
 PROGRESS = "progress.json"
 """Last file of the orchestrator's part."""
 
@@ -165,7 +163,7 @@ def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> N
     """Delete what ``keep_last``, ``keep_interval`` and ``best`` do not keep, except the steps
     ``in_use``. With ``best``, what has not been evaluated stays."""
     path = checkpoints_dir(run_dir) / BEST
-    best, measured = json.loads(path.read_text()) if path.exists() else (None, 0)
+    best, measured = msgspec.json.decode(path.read_bytes()) if path.exists() else (None, 0)
     for step in config.superseded(whole_steps(run_dir)):
         kept = config.best is not None and (step == best or step > measured)
         if step not in in_use and not kept:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 
-from prime_rl.config.run import StopConfig
+from prime_rl.config.run import RunConfig, StopConfig
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.checkpoints import BEST, checkpoints_dir
 from prime_rl.rundir.control import STOP
@@ -61,7 +61,7 @@ class EarlyStop:
         value = _value("stop.metric", config.metric, metrics)
         if value is None:
             return
-        if value > self._best + config.min_gain:
+        if value > self._best:
             self._best, self._step, self._fruitless = value, step, 0
         else:
             self._fruitless += 1
@@ -78,6 +78,22 @@ class EarlyStop:
             )
             log.info("%s", text)
             self._marker.write_text(text)
+
+
+def check(config: RunConfig) -> None:
+    """Raise ``ConfigError`` if a metric is not measured at the steps where it decides."""
+    envs = {env.label: env.interval for env in config.orchestrator.eval.env}
+    for key, metric, every in (
+        ("ckpt.best", config.ckpt.best, config.ckpt.interval),
+        ("stop.metric", config.stop.metric, 1),
+    ):
+        due = [n for name, n in envs.items() if n and f"{metric}".startswith(f"eval/{name}/")]
+        if metric is not None and not (due and every and due[0] % every == 0):
+            raise ConfigError(
+                f"{key} = {metric!r}: expected eval/ENV/NAME of an [[orchestrator.eval.env]] with "
+                f"an interval that is a multiple of {every or 'ckpt.interval, unset'}; found the "
+                f"envs and intervals {envs}. Set the intervals."
+            )
 
 
 def _value(key: str, metric: str | None, metrics: Mapping[str, float]) -> float | None:

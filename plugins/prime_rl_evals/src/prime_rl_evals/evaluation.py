@@ -25,7 +25,8 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
-from prime_rl_evals.best import BestCheckpoint, EarlyStop
+from prime_rl.config.run import RunConfig
+from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,
@@ -89,7 +90,7 @@ class Evaluation(Observer):
     the results."""
 
     name = "evals"
-    reads = ("orchestrator.eval.env", "ckpt.best", "stop")
+    reads = ("orchestrator.eval.env", "ckpt.best", "stop.metric")
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
@@ -110,6 +111,11 @@ class Evaluation(Observer):
         self._idle.set()
         self._held = 0.0
         self.total = self.inflight = self.finished = 0
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """Raises ``ConfigError``."""
+        check(config)
 
     async def setup(self) -> None:
         """Start the environments, and look at what earlier attempts measured."""

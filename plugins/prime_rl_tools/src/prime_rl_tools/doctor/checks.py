@@ -442,8 +442,8 @@ def _centred(columns: Values, groups: Sequence[object]) -> Values:
     member = np.array([index[group] for group in groups])
     sums = np.zeros((len(index), columns.shape[1]))
     np.add.at(sums, member, columns)
-    means: Values = sums / np.bincount(member)[:, None]
-    return columns - means[member]
+    centred: Values = columns - (sums / np.bincount(member)[:, None])[member]
+    return centred
 
 
 def _teaching(run: History, env: str) -> tuple[float, int]:
