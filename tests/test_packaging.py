@@ -212,11 +212,14 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     run(*pip(bare), "uninstall", "--yes", "--quiet", "prime-rl-echo", "prime-rl-grpo")
     done = run(*command, cwd=tmp_path, ok=False)
     assert done.returncode == 2
-    assert done.stderr == (
+    first, *others = done.stderr.splitlines()
+    assert first == (
         "error: env 'reverse-text': algo: no installed plugin offers the algorithm 'grpo' "
         "(installed: opd, opsd, sdft, sdpo, sft). Check the spelling, or install the package that "
-        "brings it (by convention prime-rl-grpo).\n"
+        "brings it (by convention prime-rl-grpo)."
     )
+    # What else is missing there, at once.
+    assert any(line.startswith("orchestrator.renderer.name: no installed") for line in others)
     assert list(tmp_path.iterdir()) == []
     run(*pip(bare), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
     assert "algorithm" not in run(*command, cwd=tmp_path, ok=False).stderr
@@ -238,14 +241,11 @@ def test_core_and_an_algorithm_work_on_each_python(dist, tmp_path, minor):
     folder = tmp_path / "venv/bin"
     wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "devkit", "grpo")]
     run(*pip(folder), "install", "--quiet", "--disable-pip-version-check",
-        "--find-links", dist, *wheels, "pytest", "pytest-asyncio", "hypothesis")  # fmt: skip
+        "--find-links", dist, *wheels)  # fmt: skip
     code = "import pkgutil, prime_rl.plugins as p; [__import__(m.name) for m in "
     code += "pkgutil.iter_modules(p.__path__, 'prime_rl.plugins.')]"
     run(folder / "python", "-W", "error", "-c", code)
     assert json.loads(run(folder / "prime-rl", "plugins", "check", "grpo", "--json").stdout)["ok"]
-    done = run(folder / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider",
-               "-c", ROOT / "pyproject.toml", ROOT / "prime_rl_grpo/tests", cwd=ROOT)  # fmt: skip
-    assert re.search(r"\d\d passed", done.stdout), done.stdout
 
 
 THIRD_PARTY = {"algorithm": "algorithms", "loss": "losses"}

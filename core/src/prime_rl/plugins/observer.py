@@ -50,8 +50,8 @@ class Observer(Offer):
         super().__init__(config)
         self.host = host
 
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
+    @staticmethod
+    def check(config: RunConfig) -> None:
         """Raise ``ConfigError`` if the run's config does not fit, before anything starts."""
 
     async def setup(self) -> None:

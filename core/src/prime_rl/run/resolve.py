@@ -49,7 +49,7 @@ def check(config: RunConfig) -> Hooks:
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check_disabled(config, hooks, trainer)
     losses = Components.load(config.trainer, trainer)
-    orchestrator, optim, problems = config.orchestrator, config.trainer.optim, dict[str, None]()
+    orchestrator, optim, problems = config.orchestrator, config.trainer.optim, list[str]()
     sampler, renderer = orchestrator.sampler_table, orchestrator.renderer
     where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
     parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
@@ -74,7 +74,8 @@ def check(config: RunConfig) -> Hooks:
         try:
             part(*arguments)
         except ConfigError as error:
-            problems[str(error)] = None
+            if not any(known.endswith(str(error)) for known in problems):  # found by two parts
+                problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     losses.check()

@@ -112,10 +112,7 @@ class Evaluation(Observer):
         self._held = 0.0
         self.total = self.inflight = self.finished = 0
 
-    @classmethod
-    def check(cls, config: RunConfig) -> None:
-        """Raises ``ConfigError``."""
-        check(config)
+    check = staticmethod(check)
 
     async def setup(self) -> None:
         """Start the environments, and look at what earlier attempts measured."""
