@@ -25,7 +25,6 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
-from prime_rl.config.run import RunConfig
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
