@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from prime_rl_tools.doctor import History, diagnose
-from prime_rl_tools.doctor.checks import REWARD, _most_common, _teaching
+from prime_rl_tools.doctor.measures import REWARD, most_common_reply, teaching_share
 
 PARTS = range(1, 7)
 METRICS = (
@@ -53,9 +53,9 @@ def figures(run: History) -> dict[str, float]:
         "entropy late / early": mean(entropy, run.late) / mean(entropy, run.early),
         "mismatch KL, median late": float(np.median(run.values("mismatch_kl/all/mean", run.late))),
         "length late / early": mean(length, run.late) / mean(length, run.early),
-        "rollouts with credit": _teaching(run, "reverse-text")[0],
+        "rollouts with credit": teaching_share(run, "reverse-text")[0],
         "is_masked late": mean("is_masked", run.late),
-        "examples with one reply": _most_common(run.last_rollouts)[0],
+        "examples with one reply": most_common_reply(run.last_rollouts)[0],
         "reward late / best": mean(REWARD, run.late) / max(mean(REWARD, w) for w in windows),
         "trainer waits": float(
             run.values("wait/trainer/orchestrator", run.late).sum()

@@ -7,53 +7,27 @@ thresholds were chosen with seeds 0 and 1, and the other seeds raised no alarm.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
 
-from prime_rl_tools.api import Run
-from prime_rl_tools.doctor.history import MIN_STEPS, History, Seen, Values
-
-REWARD = "train/agg/all/reward/mean"
-STALE = "stale"
-NOISE = 3.0
-"""Standard errors from which on a change of the reward counts."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One finding, as plain text."""
-
-    name: str
-    """``entropy_collapse`` ..."""
-    finding: str
-    """What is wrong, in one sentence."""
-    evidence: str
-    """The numbers, with their steps."""
-    threshold: str
-    """From where on it counts, and why there."""
-    advice: str
-    """The keys to change, and in which direction."""
-    env: str | None = None
-    """The env it is about; None: the run."""
-
-
-def diagnose(
-    run: Run | str | Path | History, *, first: int = 1, last: int | None = None
-) -> list[Verdict]:
-    """The verdicts on a run, or on its steps ``first`` to ``last``; none for fewer than
-    ``MIN_STEPS`` steps. ``run``: a ``prime_rl.Run``, a path, a name in ``outputs``, ``latest`` or a
-    ``History``. Raises ``ConfigError`` if there is no such run, ``RunError`` if a file is damaged.
-    """
-    if not isinstance(run, History):
-        run = History((run if isinstance(run, Run) else Run(run)).path, first, last)
-    if len(run.steps) < MIN_STEPS:
-        return []
-    return [verdict for check in CHECKS for verdict in check(run)]
-
+from prime_rl_tools.doctor.history import History
+from prime_rl_tools.doctor.measures import (
+    NOISE,
+    REWARD,
+    STALE,
+    Verdict,
+    by_env,
+    centred_by,
+    increase,
+    max_of,
+    mean_length,
+    mean_of,
+    median_of,
+    most_common_reply,
+    span,
+    teaching_share,
+)
 
 ENTROPY_LEFT = 0.2
 REACHABLE = 0.9
@@ -62,8 +36,11 @@ REACHABLE = 0.9
 def entropy_collapse(run: History) -> Iterator[Verdict]:
     """The policy is certain, and its rewards are not at the top."""
     name = "entropy/all/mean"
-    before, after = _mean(run.values(name, run.early)), _mean(run.values(name, run.late))
-    reward, best = _mean(run.values(REWARD, run.late)), _mean(run.values(_max(REWARD), run.late))
+    before, after = mean_of(run.values(name, run.early)), mean_of(run.values(name, run.late))
+    reward, best = (
+        mean_of(run.values(REWARD, run.late)),
+        mean_of(run.values(max_of(REWARD), run.late)),
+    )
     middle = run.steps[len(run.steps) // 2 :][: len(run.late)]
     _, rise = run.change(REWARD, middle, run.late)
     if after < ENTROPY_LEFT * before and reward < REACHABLE * best and rise < NOISE:
@@ -71,7 +48,7 @@ def entropy_collapse(run: History) -> Iterator[Verdict]:
             "entropy_collapse",
             "The policy has become nearly deterministic while better replies are known: it no "
             "longer explores.",
-            f"{name} {before:.3g} ({_span(run.early)}), {after:.3g} ({_span(run.late)}); reward "
+            f"{name} {before:.3g} ({span(run.early)}), {after:.3g} ({span(run.late)}); reward "
             f"{reward:.3g}, best reply of a batch {best:.3g}, no rise over the last half",
             f"entropy below {ENTROPY_LEFT:.0%} of the start and reward below {REACHABLE:.0%} of "
             "the best reply, not rising. Entropy that is spent buys no more reward (Cui et al. "
@@ -89,13 +66,13 @@ def mismatch_growth(run: History) -> Iterator[Verdict]:
     """Trainer and engines disagree more and more on the sampled tokens."""
     name = "mismatch_kl/all/mean"
     usual = [step for step in run.at_peak if step not in run.late] or run.early
-    before, after = _median(run.values(name, usual)), _median(run.values(name, run.late))
+    before, after = median_of(run.values(name, usual)), median_of(run.values(name, run.late))
     if after > MISMATCH and after > MISMATCH_GROWTH * before:
-        lag = _mean(run.values("off_policy/mean", run.late))
+        lag = mean_of(run.values("off_policy/mean", run.late))
         yield Verdict(
             "mismatch_growth",
             "The trainer's log-probabilities move away from those at sampling.",
-            f"{name}, median {before:.3g} before, {after:.3g} ({_span(run.late)}); the data is "
+            f"{name}, median {before:.3g} before, {after:.3g} ({span(run.late)}); the data is "
             f"{lag:.1f} versions old",
             f"above {MISMATCH} and {MISMATCH_GROWTH:g} times the steps before. Upstream prime-rl "
             "accepts a new model below 0.015; measured: up to 0.02 over a window at a learning "
@@ -113,14 +90,14 @@ def length_drift(run: History) -> Iterator[Verdict]:
     """Replies grow or shrink, and the reward does not gain by it."""
     for env in run.envs:
         name, reward = f"train/{env}/all/num_output_tokens/mean", f"train/{env}/all/reward/mean"
-        before, after = _mean(run.values(name, run.early)), _mean(run.values(name, run.late))
+        before, after = mean_of(run.values(name, run.early)), mean_of(run.values(name, run.late))
         _, rise = run.change(reward, run.early, run.late)
         if before > 0 and not 1 / LENGTH < after / before < LENGTH and rise < NOISE:
             yield Verdict(
                 "length_drift",
                 f"Replies get {'longer' if after > before else 'shorter'}, and the reward does not "
                 "rise.",
-                f"{name} {before:.4g} ({_span(run.early)}), {after:.4g} ({_span(run.late)}); the "
+                f"{name} {before:.4g} ({span(run.early)}), {after:.4g} ({span(run.late)}); the "
                 f"reward changed by {rise:+.1f} standard errors",
                 f"a factor of {LENGTH:g} in either direction, reward up by less than {NOISE:g} "
                 "standard errors; measured: at most 1.11",
@@ -136,14 +113,14 @@ DOMINANT, VARIES = 0.95, 0.02
 
 def dominant_term(run: History) -> Iterator[Verdict]:
     """One of several reward terms decides which sibling wins; the others are not learned."""
-    for env, seen in _by_env(run.last_rollouts).items():
+    for env, seen in by_env(run.last_rollouts).items():
         names = sorted({term for each in seen for term in each.rollout.rewards})
         if len(names) < 2:
             continue
         table = np.array([[s.rollout.rewards.get(n, 0.0) for n in names] for s in seen])
         rewards = np.array([each.rollout.reward for each in seen])
         groups = [(each.step, each.rollout.group_id) for each in seen]
-        within, won = _centred(table, groups), _centred(rewards[:, None], groups)[:, 0]
+        within, won = centred_by(table, groups), centred_by(rewards[:, None], groups)[:, 0]
         spread = within.std(0)
         if won.std() < 1e-9 or (spread > VARIES).sum() < 2:
             continue
@@ -155,7 +132,7 @@ def dominant_term(run: History) -> Iterator[Verdict]:
             yield Verdict(
                 "dominant_term",
                 f"The reward term {names[top]!r} alone decides which sibling is better.",
-                f"shares of the reward's variance among siblings: {others} ({_span(run.late)})",
+                f"shares of the reward's variance among siblings: {others} ({span(run.late)})",
                 f"more than {DOMINANT:.0%}, while another term differs among siblings too "
                 f"(standard deviation above {VARIES}). By convention: less than 5 % of a gradient "
                 "is left for the others",
@@ -171,14 +148,14 @@ SILENT, ENOUGH = 0.1, 32
 def silent_env(run: History) -> Iterator[Verdict]:
     """Hardly any rollout of an env has credit."""
     for env in run.envs:
-        share, count = _teaching(run, env)
+        share, count = teaching_share(run, env)
         if count >= ENOUGH and share < SILENT:
-            reward = _mean(run.values(f"train/{env}/all/reward/mean", run.late))
+            reward = mean_of(run.values(f"train/{env}/all/reward/mean", run.late))
             kind = "too hard" if reward < 0.5 else "solved"
             yield Verdict(
                 "silent_env",
                 f"The env teaches nothing: siblings have equal rewards, as if it were {kind}.",
-                f"{share:.1%} of {count} rollouts have credit ({_span(run.late)}); mean reward "
+                f"{share:.1%} of {count} rollouts have credit ({span(run.late)}); mean reward "
                 f"{reward:.3g}",
                 f"below {SILENT:.0%}; measured: never below 64 %",
                 "its ratio in [[orchestrator.train.env]], its args (easier or harder examples), "
@@ -194,13 +171,13 @@ def truncation(run: History) -> Iterator[Verdict]:
     """Replies end at a limit, not by the policy's own choice."""
     for env in run.envs:
         name = f"train/{env}/all/is_truncated/mean"
-        share = _mean(run.values(name, run.late))
+        share = mean_of(run.values(name, run.late))
         if share > TRUNCATED:
-            length = _mean(run.values(f"train/{env}/all/num_output_tokens/max", run.late))
+            length = mean_of(run.values(f"train/{env}/all/num_output_tokens/max", run.late))
             yield Verdict(
                 "truncation",
                 "Many replies are cut off at the token limit, and are scored unfinished.",
-                f"{name} {share:.1%} ({_span(run.late)}); longest reply {length:.0f} tokens",
+                f"{name} {share:.1%} ({span(run.late)}); longest reply {length:.0f} tokens",
                 f"above {TRUNCATED:.0%}. By convention; upstream's opsd degrades at 99 %; "
                 "measured: 0",
                 "raise orchestrator.train.sampling.max_completion_tokens, seq_len or "
@@ -216,12 +193,12 @@ def dead_groups(run: History) -> Iterator[Verdict]:
     """Most groups have equal rewards and are sampled for nothing."""
     silent = {verdict.env for verdict in silent_env(run)}
     for env in run.envs:
-        share, count = _teaching(run, env)
+        share, count = teaching_share(run, env)
         if env not in silent and count >= ENOUGH and 1 - share > DEAD:
             yield Verdict(
                 "dead_groups",
                 "Most groups have no credit: their samples cost time and teach nothing.",
-                f"{1 - share:.1%} of {count} rollouts have no credit ({_span(run.late)})",
+                f"{1 - share:.1%} of {count} rollouts have no credit ({span(run.late)})",
                 f"above {DEAD:.0%}: more than every second sample is wasted (the loss that dynamic "
                 "sampling avoids: DAPO, arXiv 2503.14476, section 3.2); measured: at most 36 %",
                 'orchestrator.sampler.type = "difficulty_pools"; a larger group_size; '
@@ -237,12 +214,12 @@ CLIPS = ("is_masked", "is_held", "clip_frac_low", "clip_frac_high")
 def clip_share(run: History) -> Iterator[Verdict]:
     """The loss leaves many tokens out, as too far from the sampling policy."""
     for name in CLIPS:
-        share = _mean(run.values(name, run.late))
+        share = mean_of(run.values(name, run.late))
         if share > CLIPPED:
             yield Verdict(
                 "clip_share",
                 "The trust region leaves out a large share of the tokens.",
-                f"{name} {share:.1%} ({_span(run.late)})",
+                f"{name} {share:.1%} ({span(run.late)})",
                 f"above {CLIPPED:.0%}; measured: at most 1 % over a window. Sequence-level losses "
                 "clip more by design: GSPO reports 15 % (arXiv 2507.18071, section 5.2)",
                 "lower trainer.optim.lr, trainer.epochs or orchestrator.max_off_policy_steps; or "
@@ -258,14 +235,14 @@ def staleness_bias(run: History) -> Iterator[Verdict]:
     live = [each for each in run.last_rollouts if each.rollout.is_live]
     aged = [each for each in live if each.dropped_by == STALE]
     kept = [each for each in live if each.dropped_by is None]
-    cancelled = {env: _increase(run, f"dispatcher/cancelled/{env}") for env in run.envs}
+    cancelled = {env: increase(run, f"dispatcher/cancelled/{env}") for env in run.envs}
     finished = sum(float(run.rows[step].get("batch/agg/seen", 0.0)) for step in run.late)
     lost = len(aged) / max(len(live), 1) + sum(cancelled.values()) / max(
         finished + sum(cancelled.values()), 1.0
     )
     if not kept or lost <= AGED:
         return
-    ratio = _mean_length(aged) / _mean_length(kept) if aged else 1.0
+    ratio = mean_length(aged) / mean_length(kept) if aged else 1.0
     ages = np.array([each.step - 1 - each.rollout.policy_version for each in kept], float)
     lengths = np.array([each.rollout.num_trainable_tokens for each in kept], float)
     old = lengths[ages > ages.mean()].mean() / lengths.mean() if ages.std() > 0 else 1.0
@@ -283,7 +260,7 @@ def staleness_bias(run: History) -> Iterator[Verdict]:
         "staleness_bias",
         "Rollouts that are dropped for their age differ from those that train: long or slow ones "
         "are missing from the gradient.",
-        f"dropped for age: {shares} ({_span(run.late)}); their mean length is {ratio:.2f} times "
+        f"dropped for age: {shares} ({span(run.late)}); their mean length is {ratio:.2f} times "
         f"that of the kept ones, and the older half of the kept ones {old:.2f} times the mean",
         f"more than {AGED:.0%} dropped, and a length ratio of {SKEW:g} or an env at twice the rate "
         "of the others. By convention; measured: nothing is dropped",
@@ -299,10 +276,10 @@ SAME, SAME_GROWTH, EXAMPLES = 0.2, 3.0, 8
 
 def duplicates(run: History) -> Iterator[Verdict]:
     """The same reply for different examples: often a hack of the reward."""
-    before, after = _by_env(run.first_rollouts), _by_env(run.last_rollouts)
+    before, after = by_env(run.first_rollouts), by_env(run.last_rollouts)
     for env, seen in after.items():
-        share, reply, examples = _most_common(seen)
-        start, _, _ = _most_common(before.get(env, []))
+        share, reply, examples = most_common_reply(seen)
+        start, _, _ = most_common_reply(before.get(env, []))
         if examples >= EXAMPLES and share > SAME and share > SAME_GROWTH * start:
             same = [each.rollout.reward for each in seen if each.reply == reply]
             rest = [each.rollout.reward for each in seen if each.reply != reply]
@@ -312,7 +289,7 @@ def duplicates(run: History) -> Iterator[Verdict]:
                 "duplicates",
                 f"One reply answers many different examples. {what}",
                 f"{share:.1%} of {examples} examples got the same {len(reply) // 4} tokens "
-                f"({_span(run.late)}), {start:.1%} at first; its mean reward is "
+                f"({span(run.late)}), {start:.1%} at first; its mean reward is "
                 f"{np.mean(same):.3g}, that of the others {np.mean(rest or [0.0]):.3g}",
                 f"more than {SAME:.0%} of the examples and {SAME_GROWTH:g} times the share at "
                 "first; measured: at most 9 %",
@@ -320,164 +297,3 @@ def duplicates(run: History) -> Iterator[Verdict]:
                 "repetition; a penalty that keeps the policy near its start (kl_to_initial)",
                 env,
             )
-
-
-FALL, UPSET, SKIPPED = 0.2, 2.0, 0.1
-
-
-def rate_too_high(run: History) -> Iterator[Verdict]:
-    """The reward fell from its best, and the updates were large."""
-    skipped, width = _mean(run.values("optim/skipped", run.late)), len(run.late)
-    windows = [run.steps[i : i + width] for i in range(len(run.steps) - 2 * width + 1)]
-    best = max(windows, key=lambda steps: _mean(run.values(REWARD, steps)), default=run.early)
-    change, errors = run.change(REWARD, best, run.late)
-    top = _mean(run.values(REWARD, best))
-    parts = [run.steps[i : i + width] for i in range(0, len(run.steps), width)]
-    mismatch = max(_median(run.values("mismatch_kl/all/mean", part)) for part in parts)
-    norms = [_median(run.values("optim/grad_norm", steps)) for steps in (best, run.late)]
-    large = mismatch > MISMATCH or norms[1] > UPSET * norms[0] > 0
-    if (change < -FALL * abs(top) and errors < -NOISE and large) or skipped > SKIPPED:
-        yield Verdict(
-            "rate_too_high",
-            "The learning rate looks too high: the reward fell from its best.",
-            f"{REWARD} {top:.3g} ({_span(best)}), {top + change:.3g} ({_span(run.late)}); largest "
-            f"mismatch_kl/all/mean of a window {mismatch:.3g}; optim/grad_norm {norms[0]:.3g} and "
-            f"{norms[1]:.3g}; skipped steps {skipped:.0%}",
-            f"a fall by {FALL:.0%} and {NOISE:g} standard errors, with a mismatch above {MISMATCH} "
-            f"or a gradient norm {UPSET:g} times that at the best; or {SKIPPED:.0%} skipped steps. "
-            "Measured: the reward never fell by more than 3 %; at 14 times the learning rate it "
-            "fell by 90 %, at a mismatch of 0.3",
-            "lower trainer.optim.lr by 3 to 10, raise trainer.scheduler.warmup_steps, lower "
-            "trainer.optim.max_norm",
-        )
-
-
-STILL, FLAT_STEPS = 1e-5, 16
-
-
-def rate_too_low(run: History) -> Iterator[Verdict]:
-    """Groups have credit, and neither the policy nor the reward moves."""
-    steps = [s for s in run.at_peak if (run.rows[s].get("off_policy/mean") or 0.0) >= 0.5]
-    moved = run.values("mismatch_kl/all/mean", steps)
-    _, rise = run.change(REWARD, run.early, run.late)
-    teaching = np.mean([_teaching(run, env)[0] for env in run.envs] or [0.0])
-    still = len(moved) >= FLAT_STEPS / 2 and float(np.median(moved)) < STILL
-    if len(run.steps) >= FLAT_STEPS and still and abs(rise) < NOISE and teaching > DEAD:
-        rate = _median(run.values("optim/lr", run.late))
-        yield Verdict(
-            "rate_too_low",
-            "The learning rate looks too low: there is credit, and the policy does not move.",
-            f"mismatch_kl/all/mean between versions: median {np.median(moved):.2g} "
-            f"({_span(steps)}); the reward changed by {rise:+.1f} standard errors; learning rate "
-            f"{rate:.2g}",
-            f"a median below {STILL:g} per token for data at least half a version old, and a "
-            "flat reward. PPO implementations aim at 1e-2 per update (target_kl); measured: 1e-3 "
-            "to 2e-2 in runs that learn, 6e-7 at a rate of 1e-6",
-            "raise trainer.optim.lr by 3 to 10",
-        )
-
-
-IDLE = 0.9
-
-
-def starved(run: History) -> Iterator[Verdict]:
-    """On accelerators, one side waits for the other nearly all the time."""
-    if not len(run.values("perf/mfu", run.late)):
-        return  # on CPUs both share the cores: the time that one waits is the other's
-    trainer = _share(run, ("wait/trainer/orchestrator",), "time/trainer/step")
-    blocked = ("wait/orchestrator/trainer", "wait/orchestrator/trainer_room")
-    engines = _share(run, blocked, "time/step")
-    for who, share, name, advice in (
-        ("trainer", trainer, "wait/trainer/orchestrator",
-         "more engines (inference.replicas, deployment.inference_gpus), fewer trainer_gpus, a "
-         "larger orchestrator.max_inflight_rollouts, or deployment.colocated = true"),
-        ("engines", engines, " + ".join(blocked),
-         "more trainer_gpus or trainer.num_ranks, fewer inference_gpus, a larger "
-         "trainer.micro_batch_tokens, or a higher orchestrator.max_off_policy_steps"),
-    ):  # fmt: skip
-        if share > IDLE:
-            yield Verdict(
-                f"{who}_starved",
-                f"The {who} {'waits' if who == 'trainer' else 'wait'} nearly all the time.",
-                f"{name}: {share:.0%} of the step ({_span(run.late)})",
-                f"above {IDLE:.0%}: one of ten hours is used. By convention; only for runs on "
-                "accelerators, because processes on CPUs share the cores",
-                advice,
-            )
-
-
-CHECKS: tuple[Callable[[History], Iterable[Verdict]], ...] = (
-    *(entropy_collapse, mismatch_growth, length_drift, dominant_term, silent_env, truncation),
-    *(dead_groups, clip_share, staleness_bias, duplicates, rate_too_high, rate_too_low, starved),
-)
-
-
-def _max(name: str) -> str:
-    return name.removesuffix("mean") + "max"
-
-
-def _mean(values: Values) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
-def _median(values: Values) -> float:
-    return float(np.median(values)) if len(values) else 0.0
-
-
-def _span(steps: Sequence[int]) -> str:
-    return f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
-
-
-def _by_env(seen: Iterable[Seen]) -> dict[str, list[Seen]]:
-    found: dict[str, list[Seen]] = defaultdict(list)
-    for each in seen:
-        if each.rollout.is_live:
-            found[each.rollout.env].append(each)
-    return found
-
-
-def _centred(columns: Values, groups: Sequence[object]) -> Values:
-    """Each row minus the mean of its group."""
-    index = {group: number for number, group in enumerate(dict.fromkeys(groups))}
-    member = np.array([index[group] for group in groups])
-    sums = np.zeros((len(index), columns.shape[1]))
-    np.add.at(sums, member, columns)
-    centred: Values = columns - (sums / np.bincount(member)[:, None])[member]
-    return centred
-
-
-def _teaching(run: History, env: str) -> tuple[float, int]:
-    """The share of an env's rollouts in the last window that have credit, and their number. From
-    the saved rollouts; without them, the share that filters left."""
-    own = _by_env(run.last_rollouts).get(env)
-    if own:
-        decided = [each for each in own if each.dropped_by != STALE]
-        return sum(each.teaches for each in decided) / max(len(decided), 1), len(decided)
-    seen, kept = (run.values(f"batch/{env}/{key}", run.late).sum() for key in ("seen", "trainable"))
-    return float(kept / max(seen, 1)), int(seen)
-
-
-def _increase(run: History, name: str) -> float:
-    """How much a counter rose over the last window; a resumed run starts it again."""
-    values = run.values(name, run.late)
-    return float(np.diff(values).clip(0).sum()) if len(values) else 0.0
-
-
-def _mean_length(seen: Sequence[Seen]) -> float:
-    return float(np.mean([each.rollout.num_trainable_tokens for each in seen]))
-
-
-def _most_common(seen: Sequence[Seen]) -> tuple[float, bytes, int]:
-    """The share of examples that got the most common reply, that reply, and their number."""
-    pairs = {(each.reply, each.rollout.example_id) for each in seen if each.reply}
-    examples = len({example for _, example in pairs})
-    if not pairs:
-        return 0.0, b"", 0
-    reply, count = Counter(reply for reply, _ in pairs).most_common(1)[0]
-    return count / examples, reply, examples
-
-
-def _share(run: History, parts: Sequence[str], whole: str) -> float:
-    total = run.values(whole, run.late).sum()
-    spent = sum(run.values(part, run.late).sum() for part in parts)
-    return float(spent / total) if total > 0 else 0.0
