@@ -124,6 +124,8 @@ def test_a_run_from_python_trains_resumes_and_is_talked_with(
     small = {
         "model.warmup_exact": 0.0,
         "orchestrator": {"batch_size": 8, "group_size": 4, "eval": {"env": []}},
+        "orchestrator.pre_batch_filters": [],  # an untrained policy: groups may all be equal
+        "orchestrator.post_batch_filters": [],
         "trainer.scheduler": {"type": "constant", "warmup_steps": 0},
     }
     train = prime_rl.train
