@@ -105,6 +105,9 @@ class CkptConfig(Settings):
     """Number of newest checkpoints to keep. None: two, and all of ``interval``."""
     keep_interval: PositiveInt | None = None
     """Checkpoints of every multiple of this step stay, in addition to ``keep_last``."""
+    best: str | None = None
+    """A held-out metric, ``eval/ENV/NAME``: the checkpoint with its highest value stays too, and
+    ``checkpoints/best`` links to it. Needs ``interval``, and an evaluation at its multiples."""
 
     def is_due(self, step: int, last_step: int, since: float = 0.0) -> bool:
         """Whether step ``step`` of a run that ends with ``last_step`` writes a checkpoint;
@@ -136,6 +139,17 @@ class RecoveryConfig(Settings):
     reading or writing the model, takes."""
     stopped_timeout: PositiveFloat = 60.0
     """Seconds that a process on this machine may be stopped (SIGSTOP)."""
+
+
+class StopConfig(Settings):
+    """``[stop]``: end the run early, as Ctrl-C would, by a held-out metric; higher is better."""
+
+    metric: str | None = None
+    """``eval/ENV/NAME``, of an evaluation between steps. None: the run takes all its steps."""
+    patience: PositiveInt = 3
+    """Evaluations in a row without a new best value, after which the run ends."""
+    reach: float | None = None
+    """End the run as soon as the metric has this value. None: only by ``patience``."""
 
 
 class ViewConfig(PluginTable):
@@ -193,6 +207,7 @@ class RunConfig(ModelSource):
     ckpt: CkptConfig = CkptConfig()
     """Checkpoints to resume from. None (runs of version 0.1) means ``enabled = false``."""
     recovery: RecoveryConfig = RecoveryConfig()
+    stop: StopConfig = StopConfig()
     log: LogConfig = LogConfig()
     view: ViewConfig = ViewConfig()
     run: RunDirConfig = RunDirConfig()

@@ -12,6 +12,7 @@ from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:
     from prime_rl.config.orchestrator import SourceConfig
+    from prime_rl.config.run import RunConfig
     from prime_rl.env.environment import Environment
     from prime_rl.orchestrator.buffer import Batch
     from prime_rl.orchestrator.context import Shared
@@ -49,6 +50,10 @@ class Observer(Offer):
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config)
         self.host = host
+
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Raise ``ConfigError`` if the run's config does not fit, before anything starts."""
 
     async def setup(self) -> None:
         """Prepare, while the engines start."""

@@ -80,7 +80,9 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                         checkpoint = attempts.go_back()
                         attempts.start(checkpoint)
             if stopped := stop.result:
-                raise stopped
+                if stop.is_asked:
+                    raise stopped
+                view.print((run_dir / STOP).read_text())  # the run ended itself: [stop]
         finally:
             with children.uninterrupted():
                 _end(launcher, attempts.processes)

@@ -29,6 +29,8 @@ from prime_rl.rundir.attempts import check_current
 
 STABLE = "STABLE"
 """Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
+BEST = "best.json"
+"""In ``checkpoints``: the step with the best value of ``ckpt.best``, and the last one measured."""
 PROGRESS = "progress.json"
 """Last file of the orchestrator's part."""
 
@@ -161,9 +163,13 @@ def remove(checkpoint: Checkpoint) -> None:
 
 
 def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> None:
-    """Delete what ``keep_last`` and ``keep_interval`` do not keep, except the steps ``in_use``."""
+    """Delete what ``keep_last``, ``keep_interval`` and ``best`` do not keep, except the steps
+    ``in_use``. With ``best``, what has not been evaluated stays."""
+    path = checkpoints_dir(run_dir) / BEST
+    best, measured = msgspec.json.decode(path.read_bytes()) if path.exists() else (None, 0)
     for step in config.superseded(whole_steps(run_dir)):
-        if step not in in_use:
+        kept = config.best is not None and (step == best or step > measured)
+        if step not in in_use and not kept:
             remove(finished(run_dir, step))
 
 

@@ -25,6 +25,7 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,
@@ -89,7 +90,7 @@ class Evaluation(Observer):
     the results."""
 
     name = "evals"
-    reads = ("orchestrator.eval.env",)
+    reads = ("orchestrator.eval.env", "ckpt.best", "stop.metric")
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
@@ -100,6 +101,8 @@ class Evaluation(Observer):
             for env in self.settings.env
         ]
         self.eval_log = EvalLog(run.run_dir)
+        self._best = BestCheckpoint(run.config.ckpt.best, run.run_dir)
+        self._stop = EarlyStop(run.config.stop, run.run_dir)
         self._open = AsyncExitStack()
         self._began_with = began_with(run.run_dir, run.launch.first_step)
         self._last_seen = self.policy.version
@@ -109,8 +112,14 @@ class Evaluation(Observer):
         self._held = 0.0
         self.total = self.inflight = self.finished = 0
 
+    check = staticmethod(check)
+
     async def setup(self) -> None:
-        """Start the environments."""
+        """Start the environments, and look at what earlier attempts measured."""
+        for when in (BEFORE, DURING):
+            for result in self.eval_log.results[when]:
+                self._best.measured(result.policy_version, result.as_metrics())
+                self._stop.measured(result.policy_version, result.as_metrics(), may_end=False)
         for env in self.envs:
             await self._open.enter_async_context(env.environment)
 
@@ -263,8 +272,11 @@ class Evaluation(Observer):
     def _add(self, when: str, result: EvalResult) -> None:
         at = f"at version {result.policy_version}" if when == DURING else f"{when} training"
         log.info("eval %s %s: reward %.4f", result.env, at, result.reward)
-        self.host.log(result.policy_version, result.as_metrics())
+        metrics = result.as_metrics()
+        self.host.log(result.policy_version, metrics)
         self.eval_log.append(when, result)
+        self._best.measured(result.policy_version, metrics)
+        self._stop.measured(result.policy_version, metrics, may_end=when == DURING)
 
     def _report(self, when: str = DURING) -> None:
         """Publish the progress: in the status while nothing is trained, else for the sampling."""

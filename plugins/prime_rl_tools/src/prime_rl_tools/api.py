@@ -2,7 +2,7 @@
 reads one, whatever started it.
 
     run = prime_rl.train("grpo.toml", max_steps=20, trainer={"optim": {"lr": 1e-4}})
-    run.metrics.to_pandas().plot(x="step", y="train/agg/all/reward/mean")
+    run.metrics.column("train/agg/all/reward/mean").to_pylist()
     prime_rl.Run("latest").weights
 """
 
