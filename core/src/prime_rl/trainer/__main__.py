@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
@@ -41,7 +42,7 @@ from prime_rl.plugins.optimizer import OptimizerMaker
 from prime_rl.plugins.trainer_observer import TrainerObserver
 from prime_rl.plugins.tuning import Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
-from prime_rl.rundir.launch import PARENT_PID, Launch
+from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, Status, read_status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
@@ -133,7 +134,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")
-    with parallel.joined(rank, choose_device(config.trainer.device, rank)):
+    elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
+    with parallel.joined(rank, choose_device(config.trainer.device, rank), elsewhere):
         train_here(
             *(config, launch, losses, observers, tuning, kernel, maker, transport),
             *(model_path, run_dir, status),
@@ -170,7 +172,7 @@ def train_here(
         kernel=kernel,
         maker=maker,
     )
-    logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
+    logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
     resumed, trainer.publishes_average = None, "ema" in launch.reference_urls
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")
