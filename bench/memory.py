@@ -33,7 +33,7 @@ from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_kernel
-from prime_rl.plugins.optimizer import AdamWConfig, AdamWMaker
+from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
 

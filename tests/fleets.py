@@ -75,6 +75,7 @@ async def fleet_of(*engines, ready=True, first=FIRST, **options):
         settings = {"model": "m", "retry": ONCE, "poll": 0.02} | options
         delivery = settings.pop("delivery", None)
         fleet = Fleet(urls, "k", first, FleetOptions(**settings), delivery)
+        fleet.urls = [engine.url for engine in fleet.engines]
         stack.push_async_callback(fleet.close)
         if ready:
             await fleet.wait_ready(LIMIT)

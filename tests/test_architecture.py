@@ -35,6 +35,19 @@ FOR_SERVERS = {
 }
 """Further modules for a plugin with a process of its own: how a child of a run behaves."""
 
+FOR_SCORERS = {
+    *("prime_rl.inference.client", "prime_rl.inference.engine", "prime_rl.inference.pool"),
+    *("prime_rl.plugins.algorithm", "prime_rl.streams"),
+}
+"""Further modules for what asks the engines of a pool for logprobs and completions."""
+
+HAS_SCORER = {"prime_rl_engine_kit"}
+
+FOR_RENDERINGS = {"prime_rl.env.rendering"}
+"""A further module for what turns conversations into tokens: the run's tokenizer."""
+
+HAS_RENDERING = {"prime_rl_renderers"}
+
 FOR_LAUNCHERS = {"prime_rl.run.children"}
 """A further module for a plugin that starts the processes of a run."""
 
@@ -55,7 +68,7 @@ HAS_TRANSPORT = {"prime_rl_broadcast"}
 FOR_THE_TRAINER = {
     *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
     *("prime_rl.wire.micro_batch", "prime_rl.plugins.components"),
-    *("prime_rl.plugins.calls", "prime_rl.plugins.metrics"),
+    *("prime_rl.plugins.calls", "prime_rl.plugins.calls"),
     *("prime_rl.env.traces", "prime_rl.orchestrator.buffer"),
 }
 """Further modules and folders for observers, tunings and kernels that are released with core."""
@@ -177,6 +190,8 @@ def test_losses_heads_transports_observers_tunings_and_kernels_are_offered_to_th
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
 def test_a_plugin_imports_of_core_what_is_public(folder: Path) -> None:
     allowed = PUBLIC | (FOR_SERVERS if folder.name in HAS_SERVER else set())
+    allowed |= FOR_SCORERS if folder.name in HAS_SCORER else set()
+    allowed |= FOR_RENDERINGS if folder.name in HAS_RENDERING else set()
     allowed |= FOR_LAUNCHERS if folder.name in HAS_LAUNCHER else set()
     allowed |= FOR_TRANSPORTS if folder.name in HAS_TRANSPORT else set()
     for file in sorted((folder / "src").rglob("*.py")):

@@ -146,7 +146,7 @@ def test_the_scripts_are_bash_and_pass_shellcheck(script):
 def dry_run(entrypoint, tmp_path):
     """The resolved config of a ``prime-rl run`` command that passes all checks of ``--dry-run``."""
     assert entrypoint[:2] == ["prime-rl", "run"]
-    folder = ["--output-dir", str(tmp_path / "dry"), "--dry-run"]
+    folder = ["--output-dir", str(tmp_path / "dry"), "--dry-run", "--quick"]
     done = CliRunner().invoke(app, [*entrypoint[1:], *folder])
     assert done.exit_code == 0, done.exception or done.output
     (written,) = (tmp_path / "dry").glob("*/configs/run.json")

@@ -13,8 +13,7 @@ SHIPPED = [
     for file in sorted(ROOT.glob(f"{folder}/src/**/*.py"))
 ]
 
-MOST_LINES_OF_CORE = 18_450
-"""The goal is 18,000: contract 2 took 2,000 lines, and checks of files and faults 500."""
+MOST_LINES_OF_CORE = 18_000
 MOST_LINES_OF_THE_LOOP = 200
 MOST_LINES_OF_A_FILE = 400
 MOST_LINES_OF_A_FUNCTION = 60

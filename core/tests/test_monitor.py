@@ -9,9 +9,9 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import Monitor, PluginConfig
-from prime_rl.defaults import FileMonitor
 from prime_rl.orchestrator.reporter import MAX_WAITING_ROLLOUTS, Background, in_background
 from prime_rl.testing import make_rollout
+from prime_rl_tools.metrics_file import FileMonitor
 
 
 def lines(run_dir):

@@ -13,10 +13,10 @@ from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.pool import GivenUp
-from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.build import keep_reporting
 from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.rundir.launch import Launch
+from prime_rl_engine_kit.scorer import PromptScorer
 
 GOOD = RolloutResult(ok=True, reward=1.0)
 AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)

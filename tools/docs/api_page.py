@@ -11,7 +11,7 @@ from typing import Any
 from tools.docs.markdown import GENERATED, one_line, plain, table
 
 from prime_rl import Host, LossInputs, LossOutputs, Monitor, Rollout, Sample, Sampler, Source
-from prime_rl.plugins.reference import ReferenceModel
+from prime_rl.plugins.algorithm import ReferenceModel
 
 CLASSES: tuple[type[Any], ...] = (
     *(Rollout, Sample, Host, ReferenceModel),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -30,8 +31,12 @@ from prime_rl.streams import (
     split_stream,
     trains,
 )
-from prime_rl.turns import ROLES as ROLES
-from prime_rl.turns import Turn, turns_of
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Message roles; a token's role is its index here, -1 if unknown."""
+
+TURN_REWARDS = "turn_rewards"
+"""Key of ``Rollout.info``: ``{str(node id): reward}`` of the turns to which the env gave one."""
 
 _DTYPES = {
     "token_ids": np.int32,
@@ -132,6 +137,18 @@ def sample_of(columns: Mapping[str, npt.NDArray[Any]], temperature: float) -> Sa
     return Sample(**known, streams=streams, temperature=temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One message of a rollout: tokens ``start`` to ``end``, exclusive, of ``samples[sample]``."""
+
+    sample: int
+    start: int
+    end: int
+    role: str | None
+    reward: float | None
+    """Of this turn alone. None: the env gave none."""
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class Rollout:
     """One finished episode of one agent: its reward and the samples of its trajectory."""
@@ -219,7 +236,18 @@ class Rollout:
     def turns(self) -> list[Turn]:
         """Every message, the env's too, in order of time; a repeated one is in its first sample
         only. Without ``node_ids``, a turn ends where the role changes, and counts as its number."""
-        return turns_of(self)
+        found: list[tuple[int, Turn]] = []
+        for index, sample in enumerate(self.samples):
+            ids, repeats, roles = sample.node_ids, sample.is_repeat, sample.roles
+            parts = next(each for each in (ids, roles, sample.loss_mask) if each is not None)
+            cuts = [0, *(np.flatnonzero(parts[1:] != parts[:-1]) + 1).tolist(), len(sample)]
+            for start, end in pairwise(cuts):
+                if repeats is None or not repeats[start]:
+                    node = len(found) if ids is None else int(ids[start])
+                    role = ROLES[roles[start]] if roles is not None and roles[start] >= 0 else None
+                    reward = self.info.get(TURN_REWARDS, {}).get(str(node))
+                    found.append((node, Turn(index, start, end, role, reward)))
+        return [turn for _, turn in sorted(found, key=lambda each: each[0])]
 
     @property
     def sampled_paths(self) -> list[tuple[BoolColumn, FloatColumn]]:

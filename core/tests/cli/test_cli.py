@@ -41,7 +41,15 @@ def toml(tmp_path):
 
 def test_a_dry_run_writes_the_resolved_config_and_starts_nothing(tmp_path, toml):
     done = prime_rl(
-        "run", toml, "--seed", 7, "--dry-run", "--output-dir", tmp_path / "o", cwd=tmp_path
+        "run",
+        toml,
+        "--seed",
+        7,
+        "--dry-run",
+        "--quick",
+        "--output-dir",
+        tmp_path / "o",
+        cwd=tmp_path,
     )
     run_dir = tmp_path / "o" / "mine"
     assert done.returncode == 0, done.stderr

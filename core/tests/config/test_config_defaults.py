@@ -39,15 +39,23 @@ def test_the_defaults_of_prime_rl_name_installed_plugins():
     names = {
         ALGORITHM: config.orchestrator.algo.type,
         RENDERER: config.orchestrator.renderer.name,
-        SAMPLER: config.orchestrator.buffer_sampler,
+        SAMPLER: config.orchestrator.sampler.type,
         ENGINE: config.inference.engine,
         LOSS: config.trainer.loss.type,
     }
-    assert [*names.values()] == ["grpo", "auto", "difficulty_pools", "embedded", "default"]
+    assert [*names.values()] == ["grpo", "auto", "standard", "embedded", "default"]
     for kind, name in names.items():
         assert any(name in collect(each, kind) for each in hooks)
+    assert any(config.orchestrator.buffer_sampler in collect(each, SAMPLER) for each in hooks)
     assert config.orchestrator.train.harness == {"id": "in-process"}
     assert config.orchestrator.eval.harness == {"id": "in-process"}
+
+
+def test_a_buffer_takes_the_place_of_the_default_sampler_only():
+    config = build_config(LEAST | {"orchestrator": {"buffer": {}}}).orchestrator
+    assert (config.sampler.type, config.sampler_table.type) == ("", "difficulty_pools")
+    with pytest.raises(ConfigError, match=r"is short for a sampler .* Keep one of them"):
+        build_config(LEAST | {"orchestrator": {"buffer": {}, "sampler": {"type": "mine"}}})
 
 
 def test_a_file_of_the_run_overrides_the_defaults(offer, tmp_path):
@@ -71,18 +79,26 @@ def test_without_a_distribution_of_defaults_nothing_is_named(offer):
     assert config.orchestrator.post_batch_filters == ()
 
 
+RENDERER_MISSING = "orchestrator.renderer.name: no renderer is set"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ({}, "env 'reverse-text': algo: no algorithm is set"),
         ({"orchestrator.algo.type": "grpo"}, "trainer.loss: no loss is set"),
-        ({"trainer.loss.type": "default"}, "orchestrator.renderer.name: no renderer is set"),
+        ({"trainer.loss.type": "default"}, "orchestrator.sampler.type: no sampler is set"),
+        (
+            {"orchestrator.sampler.type": "standard"},
+            "orchestrator.renderer.name: no renderer is set",
+        ),
         ({"orchestrator.renderer.name": "qwen3"}, "inference.engine: no engine is set"),
     ],
 )
 def test_a_required_name_without_a_default_is_an_error(offer, given, message):
     offer()
     words = {"orchestrator.algo.type": "grpo", "trainer.loss.type": "default",
+             "orchestrator.sampler.type": "standard",
              "orchestrator.renderer.name": "qwen3"}  # fmt: skip
     until = [*words].index(next(iter(given))) + 1 if given else 0
     table = {"model": {"name": "tiny-reverse"}, "max_steps": 3}

@@ -123,6 +123,16 @@ def test_an_old_style_wrapper(install):
     )
 
 
+@pytest.mark.parametrize("hook", ["score_group(group): yield", "score_batch(groups): ..."])
+def test_first_and_last_at_once(install, hook):
+    wraps = "yield" in hook
+    install(f"@hookimpl(wrapper={wraps}, tryfirst=True, trylast=True)\ndef {hook}")
+    name = hook.partition("(")[0]
+    assert refusal() == (
+        f"{WHO}: {name!r} asks to run first and last. Leave out tryfirst or trylast."
+    )
+
+
 def test_a_failing_import(install):
     install("import no_such_thing_at_all")
     assert refusal() == (

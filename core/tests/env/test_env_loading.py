@@ -33,6 +33,36 @@ def test_the_policy_does_not_play_an_agent_with_a_model_of_its_own():
     assert environment("propose-solve", solver=fixed).agents == ("proposer",)
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            {"sovler": {"max_turns": 2}},
+            "args.sovler: Extra inputs are not permitted; did you mean 'solver'? The env's agents: "
+            "proposer, solver. (got {'max_turns': 2})",
+        ),
+        (
+            {"splitt": "train"},
+            "args.splitt: Extra inputs are not permitted; did you mean 'split'? The env's agents: "
+            "proposer, solver. (got 'train')",
+        ),
+        ({"solver": {"turns": 2}}, "args.solver.turns: Extra inputs are not permitted (got 2)"),
+        (
+            {"solver": "strong"},
+            "args.solver is one of the env's agents: expected a table such as {max_turns = 2}, got "
+            "'strong'",
+        ),
+    ],
+)
+def test_a_wrong_agent_is_an_error_with_the_agents_that_exist(args, says):
+    with pytest.raises(ConfigError) as caught:
+        environment("propose-solve", **args)
+    assert (
+        str(caught.value).removeprefix("env 'a': ").removeprefix("args or harness do not fit: ")
+        == says
+    )
+
+
 SECRETS = {
     "PRIME_RL_ADMIN_KEY": "1",
     "PRIME_RL_ENGINE_API_KEY": "2",

@@ -742,36 +742,6 @@ async def test_an_engine_that_cannot_sleep_ends_the_run_with_the_reason():
             await fleet.sleep()
 
 
-# -- numbers ----------------------------------------------------------------------------------
-
-
-async def test_each_engine_has_metrics_of_its_own_since_the_last_call(clock):
-    engines = Engine(), Engine()
-    async with fleet_of(*engines) as fleet:
-        for key in ("a", "a", "b"):
-            await fleet.ask(key, lambda e: asyncio.sleep(0))
-        await fleet.update_weights(Path("v4"), 4)
-        engines[1].away = True
-        await until(lambda: not fleet.engines[1].serving)
-        clock.now += 7
-        assert fleet.take_metrics() == {
-            "inference/replicas_serving": 1.0,
-            "inference/0/requests": 2.0,
-            "inference/0/retried": 0.0,
-            "inference/0/running": 0.0,
-            "inference/0/serving": 1.0,
-            "inference/0/version": 4.0,
-            "inference/0/down_seconds": 0.0,
-            "inference/1/requests": 1.0,
-            "inference/1/retried": 0.0,
-            "inference/1/running": 0.0,
-            "inference/1/serving": 0.0,
-            "inference/1/version": 4.0,
-            "inference/1/down_seconds": 7.0,
-        }
-        assert fleet.take_metrics()["inference/0/requests"] == 0.0
-
-
 async def test_a_request_under_which_four_engines_went_away_is_given_up():
     """It may be what kills them."""
     begun = []
@@ -790,6 +760,6 @@ async def test_a_request_under_which_four_engines_went_away_is_given_up():
                 await own.ask(0, deadly)
             assert str(caught.value) == (
                 "4 engines have gone away under a request; the last was engine "
-                f"{own.urls[0]}. See its log."
+                f"{own.engines[0].url}. See its log."
             )
         assert begun == [0, 0, 0, 0] and fleet.serving

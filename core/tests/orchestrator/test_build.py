@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from prime_rl import Filter, Observer, PluginConfig, hookimpl
+from prime_rl.config.load import build_config
 from prime_rl.config.orchestrator import FilterConfig, SamplingConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.build import (
@@ -20,7 +21,7 @@ def test_training_sends_the_whole_distribution():
 
 
 def test_the_file_monitor_is_always_there(tmp_path):
-    config = RunConfig.model_validate({"model": {"name": "m"}, "max_steps": 1})
+    config = build_config({"model": {"name": "m/m"}, "max_steps": 1})
     monitors = build_monitors(config, load_plugins(), tmp_path)
     assert [monitor.name for monitor in monitors] == ["file"]
     for monitor in monitors:

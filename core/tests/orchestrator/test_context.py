@@ -6,9 +6,8 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
-from prime_rl.env.rendering import Rendering
-from prime_rl.inference.scorer import PromptScorer
-from prime_rl.orchestrator.context import EnvHost
+from prime_rl.orchestrator import context
+from prime_rl.orchestrator.context import EnvHost, rendering_of, scorer_over
 
 
 @pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
@@ -22,8 +21,7 @@ async def test_a_reference_model_with_a_context_shorter_than_a_rollout_is_refuse
             pass
 
     config = RunConfig(model={"name": "m"}, max_steps=1, inference={"max_model_len": 16})
-    run, rendering = SimpleNamespace(config=config), Rendering(tmp_path, None)
-    shared = SimpleNamespace(scores=PromptScorer(None, "m"), run=run, rendering=rendering)
+    shared = SimpleNamespace(run=SimpleNamespace(config=config))
     host = EnvHost("a", None, shared)
     host._connected.append(Pool())
     if fits:
@@ -41,9 +39,7 @@ def test_what_the_host_lends_of_the_run(tmp_path):
     run = SimpleNamespace(config=config, run_dir=tmp_path)
     engines = SimpleNamespace(policy=SimpleNamespace(version=3))
     shared = SimpleNamespace(
-        scores=PromptScorer(None, "m"),
         run=run,
-        rendering=Rendering(tmp_path, None),
         engines=engines,
     )
     one, other = (EnvHost(env, None, shared) for env in ("a", "b"))
@@ -51,3 +47,11 @@ def test_what_the_host_lends_of_the_run(tmp_path):
     assert (one.seq_len, one.seed, one.step) == (64, 5, 3)
     assert one.folder.is_dir() and one.folder != other.folder and tmp_path in one.folder.parents
     assert one.logger.name.endswith(".a")
+
+
+def test_what_nothing_installed_can_lend_names_the_package(monkeypatch, tmp_path):
+    monkeypatch.setattr(context, "entry_points", lambda **group: [])
+    with pytest.raises(ConfigError, match=r"prime_rl\.scorers .* pip install prime-rl-engine-kit"):
+        scorer_over(None, "m")
+    with pytest.raises(ConfigError, match=r"pip install prime-rl-renderers"):
+        rendering_of(tmp_path, None)

@@ -15,7 +15,6 @@ import pytest
 
 from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
-from prime_rl.defaults import StandardSampler
 from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested, RequestedGroup
 from prime_rl.orchestrator.progress import Checkpointing
@@ -23,6 +22,7 @@ from prime_rl.orchestrator.scoring import stamp
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.testing import make_rollout
+from prime_rl_samplers.standard import StandardSampler
 
 
 class Remembers(Algorithm):

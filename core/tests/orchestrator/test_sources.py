@@ -296,7 +296,7 @@ async def test_replies_in_text_are_tokenized_as_the_policy_would_have_written_th
     message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
     trace = trace_of(message)
     reply = RolloutResult(ok=True, reward=1.0, trace=trace)
-    source, env = frozen(there, reply, client="chat", rendering=FakeHost())
+    source, env = frozen(there, reply, client="chat", rendering=FakeHost)
     (rollout,) = await source.produce(ASK)
     assert env.calls[0][1]["model"].client == "chat"
     (sample,) = rollout.samples
@@ -309,7 +309,7 @@ async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there, frozen)
         model_dump=lambda exclude_none: {"role": "assistant", "content": "bc"}
     )
     reply = RolloutResult(ok=True, trace=trace_of(message), is_truncated=True)
-    source, _ = frozen(there, reply, client="chat", rendering=FakeHost())
+    source, _ = frozen(there, reply, client="chat", rendering=FakeHost)
     (rollout,) = await source.produce(ASK)
     assert rollout.samples[0].loss_mask.tolist() == [True, False]
 
@@ -317,7 +317,7 @@ async def test_the_end_of_a_reply_that_was_cut_off_is_not_trained(there, frozen)
 async def test_a_conversation_with_tools_cannot_be_told_from_its_text(there, frozen):
     message = SimpleNamespace(model_dump=lambda exclude_none: {"role": "assistant", "content": "b"})
     reply = RolloutResult(ok=True, trace=trace_of(message, tools=[{"name": "get"}]))
-    source, _ = frozen(there, reply, client="chat", rendering=FakeHost())
+    source, _ = frozen(there, reply, client="chat", rendering=FakeHost)
     with pytest.raises(ConfigError, match="also tells the model of tools"):
         await source.produce(ASK)
 

@@ -12,9 +12,8 @@ import pytest
 from prime_rl import Algorithm, PluginConfig, PluginError, hookimpl
 from prime_rl.orchestrator.scoring import score_group, score_rollout
 from prime_rl.plugins import calls
-from prime_rl.plugins.calls import RUNNING, fault
+from prime_rl.plugins.calls import RUNNING, ReadOnly, fault
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.plugins.metrics import ReadOnly
 from prime_rl.testing import make_group, make_sample
 
 

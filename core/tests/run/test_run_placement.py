@@ -257,7 +257,16 @@ def test_a_run_of_its_own_gets_a_new_key_each_time():
 
 
 def test_the_option_is_short_for_the_key(tmp_path):
-    words = ["run", str(CONFIG), "--dry-run", "--run.name", "dry", "--output_dir", str(tmp_path)]
+    words = [
+        "run",
+        str(CONFIG),
+        "--dry-run",
+        "--quick",
+        "--run.name",
+        "dry",
+        "--output_dir",
+        str(tmp_path),
+    ]
     done = CliRunner().invoke(app, [*words, "--launcher", "ray", "--launcher.address", "host:1"])
     assert done.exit_code == 0, done.output
     written = json.loads((tmp_path / "dry" / "configs" / "run.json").read_text())

@@ -301,7 +301,7 @@ def test_the_command_line_says_what_it_would_resume(tmp_path: Path) -> None:
         'max_steps = 9\n[model]\nname = "tiny-reverse"\n[orchestrator.renderer]\nname = "qwen3"\n'
         '[[orchestrator.train.env]]\nid = "reverse-text"\n[run]\nname = "mine"\n'
     )
-    command = ["run", str(toml), "--output_dir", str(tmp_path), "--dry-run"]
+    command = ["run", str(toml), "--output_dir", str(tmp_path), "--dry-run", "--quick"]
     assert CliRunner().invoke(app, command).exit_code == 0
     asked = RunConfig.model_validate_json((tmp_path / "mine/configs/run.json").read_bytes())
     checkpoint(tmp_path / "mine", 4, asked)

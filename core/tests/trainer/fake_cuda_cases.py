@@ -120,7 +120,7 @@ def make_trainer(
         if (tuning := make_tuning(config.settings, hooks)) is not None:
             tuning.peft_config = add_lora(made, tuning.config)
             made.prime_rl_tuning = tuning
-    with mock.patch("prime_rl.trainer.self_check._gap", lambda *_: 0.0):  # it reads values
+    with mock.patch("prime_rl_kernels.self_check._gap", lambda *_: 0.0):  # it reads values
         trainer = Trainer(
             *(made, Components.load(config, hooks), config, 10, observers),
             kernel=make_kernel(config, hooks),

@@ -10,7 +10,7 @@ from torch import nn
 
 from prime_rl import AdamWConfig, ConfigError
 from prime_rl.config.trainer import SchedulerConfig
-from prime_rl.plugins.optimizer import AdamWMaker
+from prime_rl.plugins.trainer import AdamWMaker
 from prime_rl.trainer.optim import build_optimizer, clip_gradients, make_schedule
 
 

@@ -1,6 +1,7 @@
 """``prime-rl plugins``: ``list``, ``show`` and ``check``."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from commandline import prime_rl
 from typer.testing import CliRunner
 
 from prime_rl.cli.app import app
+from prime_rl_devkit import limits
 
 BIN = Path(sys.executable).with_name("prime-rl")
 
@@ -55,8 +57,6 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {row["plugin"]: row for row in json.loads(done.stdout)}
     assert rows["core"]["offers"] == {
-        "samplers": ["standard"],
-        "monitors": ["file"],
         "launchers": ["local"],
         "views": ["lines"],
     }
@@ -176,7 +176,7 @@ def test_an_unknown_plugin_is_an_error_with_what_is_close(tmp_path):
 def test_a_sound_algorithm_passes_the_check_with_code_0():
     done = shown("check", "max_rl")
     assert done.exit_code == 0, done.stdout
-    assert done.stdout.startswith("algorithm max_rl  16 passed, 2 skipped\n")
+    assert done.stdout.startswith("algorithm max_rl  16 passed, 3 skipped\n")
     assert "permutation" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
@@ -189,7 +189,7 @@ def test_a_plugin_is_checked_by_the_import_name_of_its_distribution():
 def test_settings_are_given_as_in_toml():
     teacher = ['teacher.name="t"', 'teacher.base_url="http://127.0.0.1:1/v1"']
     done = shown("check", "opd", "--set", teacher[0], "--set", teacher[1])
-    assert done.exit_code == 0 and "algorithm opd  17 passed, 1 skipped" in done.stdout
+    assert done.exit_code == 0 and "algorithm opd  17 passed, 2 skipped" in done.stdout
     done = shown("check", "opd", "--json")
     (report,) = json.loads(done.stdout)["reports"]
     (outcome,) = report["checks"]
@@ -287,20 +287,38 @@ def test_a_heavy_import_is_found(folder):
 
 
 HANGS = """
+import time
+
 @hookimpl
 def score_group(group):
-    while True:
-        pass
+    {}
 """
 
 
-def test_a_hook_that_hangs_fails_its_check(folder):
+@pytest.mark.parametrize("hang", ["while True: pass", "time.sleep(1e6)"])
+def test_a_hook_that_hangs_fails_its_check(folder, hang):
     with (folder / "src/odd_one.py").open("a") as file:
-        file.write(HANGS)
+        file.write(HANGS.format(hang))
     done = shown("check", str(folder), "--json", "--limit", "0.5")
     _, hooks, _ = json.loads(done.stdout)["reports"]
     (message,) = [each["message"] for each in hooks["checks"] if each["status"] == "failed"]
     assert "TimeoutError: it did not return within 0.5 s" in message
+
+
+def test_the_limits_clock_stands_while_the_process_waits_for_a_cpu(monkeypatch):
+    """60 s on a busy machine: the thread that works got 2 s; another of its threads waits too."""
+    at = [(100.0, {"1": 7.0}), (160.0, {"1": 65.0, "2": 30.0}), (170.0, {"1": 65.0})]
+    wall, waited = ([each[i] for each in at] for i in (0, 1))
+    monkeypatch.setattr(limits.time, "perf_counter", lambda: wall.pop(0))
+    monkeypatch.setattr(limits, "delays", lambda: waited.pop(0))
+    clock = limits.OwnTime()
+    assert clock.seconds() == 2.0
+    assert clock.seconds() == 12.0  # 10 s asleep, which count
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not report")
+def test_every_thread_reports_how_long_it_waited_for_a_cpu():
+    assert str(os.getpid()) in limits.delays()
 
 
 def test_an_import_that_hangs_fails_to_load(folder):

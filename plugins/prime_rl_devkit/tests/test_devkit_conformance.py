@@ -341,9 +341,42 @@ class SavesNothing(Running):
     save = Algorithm.save
 
 
+class Hints(Sound):
+    """Of texts only, as its envs give them."""
+
+    async def setup(self, host):
+        self.hint = host.env
+
+    @hookimpl
+    async def prepare_rollout(self, plan):
+        plan.prompt, plan.temperature = plan.prompt + self.hint, 0.5
+
+
 class LoadsNothing(Running):
     def load(self, directory):
         pass
+
+
+class Colder(Sound):
+    """Samples at a temperature at which it cannot learn."""
+
+    needs_temperature = 1.0
+
+    @hookimpl
+    def prepare_rollout(self, plan):
+        plan.temperature = 0.5
+
+
+class Penalizes(Sound):
+    @hookimpl
+    def prepare_rollout(self, plan):
+        plan.extra_body["repetition_penalty"] = 1.1
+
+
+class HintsBeforeSetup(Sound):
+    @hookimpl
+    async def prepare_rollout(self, plan):
+        plan.prompt = f"{plan.prompt} {self.hint}"
 
 
 BROKEN = [
@@ -374,6 +407,9 @@ BROKEN = [
     ("group_relative", Undeclared, "Declare group_relative = True"),
     ("state_resumes", SavesNothing, "save writes nothing: a resumed run starts anew"),
     ("state_resumes", LoadsNothing, "after save and load: advantages of sample 0"),
+    ("prepares", Colder, "set temperature = 0.5, and needs_temperature is 1.0"),
+    ("prepares", Penalizes, "repetition_penalty would shape or replace the distribution"),
+    ("prepares", HintsBeforeSetup, r"'2 \+ 2\?': AttributeError: .*'hint'"),
     ("gradient", WrongWay, "sample 0, token 2: credit 0.5, but its logprob went from"),
     ("gradient", WrongWayWithKl, "sample 0, token 2: credit 0.5, but its logprob went from"),
     ("gradient", NoSignal, "give no gradient"),
@@ -403,7 +439,7 @@ def test_every_check_has_a_plugin_that_fails_it():
     assert {check for check, _, _ in BROKEN} == set(CHECKS)
 
 
-@pytest.mark.parametrize("algorithm", [Sound, Whitens, Distils, WithKl])
+@pytest.mark.parametrize("algorithm", [Sound, Whitens, Distils, WithKl, Hints])
 def test_a_sound_algorithm_fails_nothing(algorithm):
     report = conformance(algorithm(PluginConfig()))
     assert report.ok, str(report)
@@ -432,7 +468,7 @@ def test_order_is_not_checked_for_an_algorithm_with_a_memory():
 def test_the_report_names_the_algorithm_and_reads_as_text_and_as_json():
     report = conformance(Sorts(PluginConfig()))
     text = str(report)
-    with_torch, without = "14 passed, 2 failed, 2 skipped", "13 passed, 2 failed, 3 skipped"
+    with_torch, without = "14 passed, 2 failed, 3 skipped", "13 passed, 2 failed, 4 skipped"
     counts = with_torch if find_spec("torch") else without
     assert text.splitlines()[0] == f"algorithm 'sound': {counts}"
     assert "  failed  inputs_kept: the group's own list was reordered" in text

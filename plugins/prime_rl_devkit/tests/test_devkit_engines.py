@@ -16,7 +16,7 @@ from waiting import LIMIT
 from prime_rl import EngineCommand
 from prime_rl.errors import EngineError
 from prime_rl.plugins.base import PluginConfig
-from prime_rl.plugins.engine import Engine, EngineLaunch
+from prime_rl.plugins.launchers import Engine, EngineLaunch
 from prime_rl.testing.conformance import Report
 from prime_rl_devkit import check as plugin_check
 from prime_rl_devkit.engines import CHECKS, EngineSubject, conformance, hold, run_check, started

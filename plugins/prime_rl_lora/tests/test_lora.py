@@ -21,12 +21,11 @@ from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore
-from prime_rl.trainer.export import export
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.publish import Publisher, export
 from prime_rl.wire import MicroBatch
 from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
 from prime_rl_engine_kit.model_files import ModelFiles

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from prime_rl import ConfigError, PluginConfig, RunError, SampledEnv
-from prime_rl.defaults import StandardSampler
 from prime_rl.testing import make_rollout
 from prime_rl_samplers import DifficultyPools
 from prime_rl_samplers.pool_settings import DifficultyPoolsConfig
+from prime_rl_samplers.standard import StandardSampler
 
 property_test = settings(deadline=None, derandomize=True, max_examples=60)
 

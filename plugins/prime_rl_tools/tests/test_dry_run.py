@@ -1,14 +1,15 @@
 """``--dry-run`` builds what a run builds, and shows what it will do."""
 
+import asyncio
 from collections.abc import Generator
 
 import pytest
 
-from prime_rl import ConfigError, Group, Monitor, hookimpl
+from prime_rl import ConfigError, Group, Monitor, PluginError, hookimpl
 from prime_rl.config.load import build_config
 from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
 from prime_rl_tools import dry_run
-from prime_rl_tools.dry_run import build_parts, changed_keys, describe
+from prime_rl_tools.dry_run import build_parts, call_orders, changed_keys, describe
 
 TABLE = {
     "model": {"name": "tiny-reverse"},
@@ -53,6 +54,42 @@ def test_wrappers_are_named_the_outermost_first():
     assert wrappers(hooks) == ["score_group wrapped by second", "score_group wrapped by first"]
 
 
+def test_the_order_of_a_hooks_plugins_is_that_of_the_calls_and_rivals_for_a_place_are_named():
+    """Each plugin here notes its call, and the order is that of the notes."""
+    calls = []
+
+    def noting(name, **options):
+        def around(self, group):
+            calls.append(name)
+            yield
+
+        def inside(self, group):
+            calls.append(name)
+
+        function = hookimpl(**options)(around if "wrapper" in options else inside)
+        return type(name, (), {"score_group": function})()
+
+    hooks = Hooks()
+    for name, options in [
+        ("a", {"wrapper": True, "tryfirst": True}),
+        ("late", {"trylast": True}),
+        ("b", {"wrapper": True}),
+        ("c", {"wrapper": True, "tryfirst": True}),
+        ("last", {"trylast": True}),
+    ]:
+        hooks.register(noting(name, **options), name)
+    hooks.label = "env x"
+    assert call_orders([(hooks, {"score_group"})]) == [
+        "order      score_group: 'c' around 'a' around 'b' around 'late', then 'last' (env x)",
+        "conflict   score_group: more than one plugin asks for tryfirst: 'c', 'a'; 'c' gets it "
+        "(env x)",
+        "conflict   score_group: more than one plugin asks for trylast: 'late', 'last'; 'last' "
+        "gets it (env x)",
+    ]
+    asyncio.run(hooks.score_group([]))
+    assert calls == ["c", "a", "b", "late", "last"]
+
+
 def test_a_quick_dry_run_shows_processes_batch_and_wrappers_and_builds_no_environment(monkeypatch):
     monkeypatch.setattr(dry_run, "Environment", None)
     hooks = load_plugins()
@@ -61,6 +98,7 @@ def test_a_quick_dry_run_shows_processes_batch_and_wrappers_and_builds_no_enviro
     assert "process    orchestrator: no GPU of its own" in lines
     batch = "batch      16 rollouts, at most 1,024 tokens per step, in rows of 64"
     assert batch in lines and "wrapper    score_group wrapped by clip" in lines
+    assert "order      score_group: 'clip' around 'grpo' (env reverse-text)" in lines
     assert any(line.startswith("env        reverse-text: ") for line in lines)
 
 
@@ -72,8 +110,11 @@ def test_a_constructor_that_fails_is_found():
 
     hooks = load_plugins()
     hooks.register(Plugin(), "broken")
-    with pytest.raises(KeyError, match="in the constructor"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'broken'.*, Broken.__init__: KeyError: 'in the"
+    ) as caught:
         build_parts(build_config(TABLE | {"monitors": {"broken": {}}}), hooks, {})
+    assert str(caught.value).count("File ") == 1 and "test_dry_run.py" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -83,6 +124,16 @@ def test_args_are_checked_by_the_tasksets_own_class_and_a_prompt_is_shown():
         "reverse-text: grpo, 2000 examples" in line
         for line in describe(config, load_plugins(), False)
     )
+    own = {"model": "x"}
+    alone = {"train": {"env": [{"id": "propose-solve", "args": {"proposer": own, "solver": own}}]}}
+    with pytest.raises(ConfigError, match=r"every agent \(proposer, solver\) has a model of its"):
+        [
+            *describe(
+                build_config(TABLE | {"orchestrator": TABLE["orchestrator"] | alone}),
+                load_plugins(),
+                False,
+            )
+        ]
     wrong = {"train": {"env": [{"id": "reverse-text", "args": {"splitt": "x"}}]}}
     with pytest.raises(ConfigError, match=r"env 'reverse-text': args .*args\.splitt"):
         [

@@ -16,7 +16,14 @@ from typer.main import get_group
 from prime_rl.cli import run
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
-from prime_rl.plugins.manager import Hooks, add_entry, disabled_names, installed_entries, source_of
+from prime_rl.plugins.manager import (
+    Hooks,
+    add_entry,
+    disabled_names,
+    installed_entries,
+    names_of,
+    source_of,
+)
 from prime_rl.plugins.offers import bringer
 
 COMMANDS = "prime_rl.commands"
@@ -81,9 +88,9 @@ def root(
 def add_commands(group: str) -> list[PluginError]:
     """Add the commands of the plugins in an entry-point group. Returns the errors of those that
     cannot be loaded: the others work all the same."""
-    hooks, broken, skip = Hooks(), [], disabled_names()
+    hooks, broken, skip = Hooks(), [], {*disabled_names()}
     for entry in installed_entries(group):
-        if entry.name in skip:
+        if skip & names_of(entry):
             continue
         try:
             add_entry(hooks, entry, source_of(entry))

@@ -25,6 +25,10 @@ from prime_rl.errors import ConfigError
 DEFAULTS = "prime_rl.defaults"
 """Entry-point group of the TOML file with the defaults: ``package:file.toml``."""
 
+REPLACED = (("inference", "base_url", "engine"), ("orchestrator", "buffer", "sampler"))
+"""Table, a key of it, and a second key that the first replaces: a run with the first one refuses
+the second, so the default of that is dropped."""
+
 
 def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConfig:
     """Read, compose, override and validate. Raises ``ConfigError`` that names the file or key."""
@@ -40,12 +44,10 @@ def build_config(table: Mapping[str, Any]) -> RunConfig:
     """One table over the installed defaults, validated. Raises ``ConfigError``."""
     defaults = installed_defaults()
     whole = merge(defaults, table)
-    inference = whole.get("inference")
-    if isinstance(inference, dict) and inference.get("base_url"):
-        # The run starts no engine and refuses one: drop the default engine.
-        default = defaults.get("inference", {}).get("engine")
-        if "engine" in inference and inference["engine"] == default:
-            whole["inference"] = {k: v for k, v in inference.items() if k != "engine"}
+    for place, given, key in REPLACED:
+        part, default = whole.get(place), defaults.get(place, {}).get(key)
+        if isinstance(part, dict) and part.get(given) is not None and part.get(key) == default:
+            whole[place] = {name: value for name, value in part.items() if name != key}
     _check_finite(whole, ())
     try:
         return RunConfig.model_validate(whole)

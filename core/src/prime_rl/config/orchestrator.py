@@ -66,8 +66,8 @@ class AlgoConfig(PluginTable):
 class SamplerConfig(PluginTable):
     """``[orchestrator.sampler]``: which example is sampled next."""
 
-    type: str = "standard"
-    """Name of an installed sampler."""
+    type: str = ""
+    """Name of an installed sampler. Required."""
 
 
 class FilterConfig(PluginTable):

@@ -169,7 +169,7 @@ class RunConfig(ModelSource):
     rollout_transport: TransportConfig = TransportConfig()
     weight_broadcast: WeightBroadcastConfig = WeightBroadcastConfig()
     monitors: dict[str, dict[str, Any]] = {}
-    """One table per monitor, by the name an installed plugin offers. ``file`` is always on."""
+    """One table per monitor, by the name an installed plugin offers."""
     observers: dict[str, dict[str, Any]] = {}
     """Settings of observers, one table per name. Every installed observer takes part in the run."""
     ckpt: CkptConfig = CkptConfig()

@@ -85,9 +85,10 @@ class Environment:
         with lasting_imports():
             self._vf = import_verifiers(settings)
             self._env = load_environment(self._vf, settings)
-        self._fixed = fixed_seats(self._env.config)
         self.agents = agents_of(self._env.config)
         """The seats of the env that the policy plays, by name."""
+        self.fixed_seats = fixed_seats(self._env.config)
+        """The others: a model of their own plays them."""
         self.examples = Examples(self._env.taskset)
         if self.examples.count == 0:
             where = f"env {settings.label!r}"
@@ -130,7 +131,7 @@ class Environment:
             context = self._context(model, sampling, cache_salt, seed)
             (slot,) = self._env.slots(example.task, 1)
             episode = await self._env.run_slot(slot, context)
-            results = results_of(episode, model.client == "tokens", self._fixed)
+            results = results_of(episode, model.client == "tokens", self.fixed_seats)
         except Exception as error:  # an environment may fail in any way
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
         return [replace(result, group_id=group_id) for result in results]

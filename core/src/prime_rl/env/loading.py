@@ -108,13 +108,12 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     where = f"env {settings.label!r}"
     try:
         env = vf.load_environment(vf.resolve_env_config(_environment_table(settings)))
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError(f"{where}: {error}") from error
     except ValidationError as error:
-        faults = "; ".join(
-            f"{_own_path(fault['loc'])}: {fault['msg']} (got {fault['input']!r})"
-            for fault in error.errors()
-        )
+        faults = "; ".join(_fault(settings.id, **fault) for fault in error.errors())
         raise ConfigError(f"{where}: args or harness do not fit: {faults}") from error
     except (AttributeError, TypeError, ValueError, OSError) as error:
         raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
@@ -123,10 +122,20 @@ def load_environment(vf: ModuleType, settings: EnvSettings) -> Any:
     return env
 
 
-def _own_path(location: tuple[Any, ...]) -> str:
-    """The key as our TOML has it: verifiers' ``taskset`` table is our ``args``."""
-    parts = [str(part) for part in location]
-    return ".".join(["args", *parts[1:]] if parts[:1] == ["taskset"] else parts)
+def _fault(env_id: str, loc: tuple[Any, ...], msg: str, input: Any, **rest: Any) -> str:
+    """One fault, under the key that our TOML has: verifiers' ``taskset`` table is our ``args``."""
+    from verifiers.v1.utils.loaders import env_config_type, taskset_config_type
+
+    inside = loc[:1] == ("taskset",)
+    own = loc[1:] if loc[1:2] == ("harness",) else ("args", *loc[inside:])
+    path = ".".join(map(str, own))
+    if rest["type"] == "extra_forbidden" and len(loc) == 2 and inside:
+        seats = _seat_defaults(env_config_type(env_id))
+        known = [*seats, *(set(taskset_config_type(env_id).model_fields) - {"id", "task"})]
+        close = difflib.get_close_matches(loc[1], known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        msg += f"{hint} The env's agents: {', '.join(seats)}."
+    return f"{path}: {msg} (got {input!r})"
 
 
 def _environment_table(settings: EnvSettings) -> dict[str, Any]:
@@ -136,27 +145,34 @@ def _environment_table(settings: EnvSettings) -> dict[str, Any]:
 
     config_class = env_config_type(settings.id)
     own = set(config_class.model_fields) - set(EnvConfig.model_fields)
-    seats = {name for name in own if _is_seat(config_class.model_fields[name].default)}
+    seats = _seat_defaults(config_class)
     harness = settings.harness
     if harness is None and default_harness_id(settings.id) != settings.id:
         harness = _default_harness(settings)
-    table: dict[str, Any] = {key: settings.args[key] for key in (own - seats) & set(settings.args)}
+    table: dict[str, Any] = {
+        key: settings.args[key] for key in (own - {*seats}) & set(settings.args)
+    }
     table["taskset"] = {"id": settings.id} | {
         key: value for key, value in settings.args.items() if key not in own
     }
     table["interception"] = dict(INTERCEPTION)
     table["timeout"] = {"episode": settings.timeout, "finalize": settings.timeout}
-    for name in seats:
-        default = config_class.model_fields[name].default
-        table[name] = _seat_table(settings, default, harness) | dict(settings.args.get(name, {}))
+    for name, default in seats.items():
+        if not isinstance(given := settings.args.get(name, {}), Mapping):
+            raise ConfigError(
+                f"env {settings.label!r}: args.{name} is one of the env's agents: expected a table "
+                f"such as {{max_turns = 2}}, got {given!r}"
+            )
+        table[name] = _seat_table(settings, default, harness) | dict(given)
     return table
 
 
-def _is_seat(default: Any) -> bool:
-    """Whether an env's field is an agent, which its default shows."""
+def _seat_defaults(config_class: Any) -> dict[str, Any]:
+    """The agents of an env's config class by name: the fields whose default is one."""
     from verifiers.v1.configs.agent import AgentConfig
 
-    return isinstance(default, AgentConfig)
+    defaults = {name: info.default for name, info in config_class.model_fields.items()}
+    return {name: each for name, each in defaults.items() if isinstance(each, AgentConfig)}
 
 
 def _seat_table(
@@ -187,20 +203,19 @@ def _default_harness(settings: EnvSettings) -> Mapping[str, Any]:
     )
 
 
-def _seats_of(config: Any) -> dict[str, Any]:
+def seats_of(config: Any) -> dict[str, Any]:
     """The agents of a resolved env config, by name."""
-    fields = type(config).model_fields.items()
-    return {name: getattr(config, name) for name, info in fields if _is_seat(info.default)}
+    return {name: getattr(config, name) for name in _seat_defaults(type(config))}
 
 
 def fixed_seats(config: Any) -> frozenset[str]:
     """Agents that a model of their own plays: an opponent, a judge. They never train."""
-    return frozenset(n for n, seat in _seats_of(config).items() if seat.model or seat.client)
+    return frozenset(n for n, seat in seats_of(config).items() if seat.model or seat.client)
 
 
 def agents_of(config: Any) -> tuple[str, ...]:
     """The agents of a resolved env config that the policy plays, by name."""
-    return tuple(name for name in _seats_of(config) if name not in fixed_seats(config))
+    return tuple(name for name in seats_of(config) if name not in fixed_seats(config))
 
 
 def _check_sampling(config: Any, where: str) -> None:

@@ -21,9 +21,8 @@ import numpy.typing as npt
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import StreamError
-from prime_rl.rollout import ROLES, Rollout, Sample
+from prime_rl.rollout import ROLES, TURN_REWARDS, Rollout, Sample
 from prime_rl.streams import BoolColumn
-from prime_rl.turns import TURN_REWARDS
 
 if TYPE_CHECKING:
     from verifiers.v1 import Episode, Trace

@@ -62,8 +62,8 @@ class Engine:
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
         """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
         self.down_since: float | None = None
-        self._down = 0.0
-        self._taken = (0, 0)
+        self.down = 0.0
+        """Seconds that it was away, until it last came back."""
 
     @property
     def url(self) -> str:
@@ -102,7 +102,7 @@ class Engine:
     def serve(self) -> float | None:
         """It serves now. Returns the seconds it was away, None at the start."""
         away = None if self.down_since is None else time.monotonic() - self.down_since
-        self._down += away or 0.0
+        self.down += away or 0.0
         self.state, self.down_since, self.problem = EngineState.SERVING, None, None
         self.heard_at = self.ready_at = time.monotonic()
         self._begin_session()
@@ -144,17 +144,3 @@ class Engine:
         if state is EngineState.HUNG and self.state is not EngineState.HUNG:
             self.hangs += 1
         self.state = state
-
-    def take_metrics(self) -> dict[str, float]:
-        """Its state, and counts since the last call."""
-        asked, retried = self.asked - self._taken[0], self.retried - self._taken[1]
-        self._taken = self.asked, self.retried
-        away = 0.0 if self.down_since is None else time.monotonic() - self.down_since
-        return {
-            "requests": float(asked),
-            "retried": float(retried),
-            "running": float(self.running),
-            "serving": float(self.in_service),
-            "version": float(-1 if self.version is None else self.version),
-            "down_seconds": self._down + away,
-        }

@@ -263,17 +263,6 @@ class Fleet(EnginePool):
                 raise error
         self._notify()
 
-    # -- metrics ----------------------------------------------------------------------------------
-
-    def take_metrics(self) -> dict[str, float]:
-        """Of each engine, under its number; counts are since the last call."""
-        serving = sum(engine.in_service for engine in self.engines)
-        metrics = {"inference/replicas_serving": float(serving)}
-        for engine in self.engines:
-            for name, value in engine.take_metrics().items():
-                metrics[f"inference/{engine.number}/{name}"] = value
-        return metrics
-
 
 async def all_but_stragglers(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Return when all are done, or when some have succeeded and the rest are stragglers: they take

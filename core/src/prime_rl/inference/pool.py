@@ -70,11 +70,6 @@ class EnginePool:
         self._watching: list[asyncio.Task[None]] = []
 
     @property
-    def urls(self) -> list[str]:
-        """Base URLs, without ``/v1``."""
-        return [engine.url for engine in self.engines]
-
-    @property
     def serving(self) -> list[Engine]:
         """The engines that get requests."""
         return [engine for engine in self.engines if engine.serving]

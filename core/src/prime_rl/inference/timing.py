@@ -42,8 +42,6 @@ or a slow network costs several times as much, not ten times."""
 
 EPISODE_TRIES = 4
 """Times an episode is tried again at engines that are there and fail: over some 15 seconds."""
-SCORE_TRIES = 10
-"""The same for a scoring request, whose failure ends the run: over more than a minute."""
 LOST_TRIES = 4
 """Engines that may go away under one request before it is given up: it may be what kills them."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,18 @@ from prime_rl.config.orchestrator import (
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
-from prime_rl.env.rendering import Rendering
 from prime_rl.inference.fleet import Fleet, FleetOptions
-from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
-from prime_rl.orchestrator.context import Engines, EnvHost, Outages, RunContext, Shared, TrainEnv
+from prime_rl.orchestrator.context import (
+    Engines,
+    EnvHost,
+    Outages,
+    RunContext,
+    Shared,
+    TrainEnv,
+    rendering_of,
+    scorer_over,
+)
 from prime_rl.orchestrator.engines import EngineKeeper, EngineRouter, report_engines
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.packer import Packer
@@ -36,8 +43,7 @@ from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled
 from prime_rl.plugins.algorithm import Filter
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.model import RendererOffer
-from prime_rl.plugins.monitor import Monitor
-from prime_rl.plugins.observer import Observer, ObserverHost
+from prime_rl.plugins.observer import Monitor, Observer, ObserverHost
 from prime_rl.plugins.offers import (
     ALGORITHM,
     FILTER,
@@ -89,7 +95,6 @@ def build_orchestrator(
         run.waited.take,
         packer.take_metrics,
         buffer.take_metrics,
-        engines.fleet.take_metrics,
         weights.take_metrics,
         *(observer.take_metrics for observer in observers),
         *(env.host.take_metrics for env in envs),
@@ -147,16 +152,15 @@ def build_shared(run: RunContext, engines: Engines) -> Shared:
     os.environ.setdefault(ENGINE_KEY, "EMPTY")
     name, key = run.launch.served_model_name, os.environ[ENGINE_KEY]
     renderer_named = partial(build_renderer, run.config, run.hooks)
-    renderer = renderer_named()
+    renderer, salt = renderer_named(), lambda: str(engines.policy.version)
+    scores = partial(scorer_over, engines.fleet, name, api_key=key, cache_salt=salt)
     return Shared(
         run,
         engines,
         renderer,
         renderer_named,
-        Rendering(Path(run.launch.model_path), renderer),
-        PromptScorer(
-            engines.fleet, name, api_key=key, cache_salt=lambda: str(engines.policy.version)
-        ),
+        cache(partial(rendering_of, Path(run.launch.model_path), renderer)),
+        cache(scores),  # one for all envs: its limit of requests in flight is the run's
         EngineRouter(engines.fleet, name, ENGINE_KEY),
     )
 
@@ -268,9 +272,8 @@ def build_filters(
 
 
 def build_monitors(config: RunConfig, hooks: Hooks, run_dir: Path) -> list[Monitor]:
-    """Every monitor that has a table, and ``file``, which the live view and the summary read."""
-    tables: dict[str, dict[str, Any]] = {"file": {}} | config.monitors
+    """Every monitor that has a table."""
     return [
         in_background(make(MONITOR, name, table, hooks, f"monitors.{name}", run_dir))
-        for name, table in tables.items()
+        for name, table in config.monitors.items()
     ]

@@ -6,26 +6,26 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 from prime_rl.config.inference import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
-from prime_rl.env.rendering import Rendering
 from prime_rl.errors import ConfigError
 from prime_rl.inference.fleet import Fleet
-from prime_rl.inference.pool import FrozenPool
-from prime_rl.inference.scorer import PromptScorer
+from prime_rl.inference.pool import EnginePool, FrozenPool
 from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
-from prime_rl.plugins.algorithm import Algorithm, ReferenceModel
+from prime_rl.plugins.algorithm import Algorithm, Completion, ReferenceModel, Tokens
 from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.manager import Hooks
+from prime_rl.rollout import Sample
 from prime_rl.rundir.launch import ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status
 
@@ -107,11 +107,31 @@ class Shared:
     """The config object of the ``renderers`` package."""
     renderer_named: Callable[[str], Any]
     """That of another renderer. Raises ``ConfigError`` for an unknown name."""
-    rendering: Rendering
-    scores: PromptScorer
-    """The live policy to score with."""
+    rendering: Callable[[], Any]
+    """Conversations as tokens (``rendering_of``)."""
+    scores: Callable[[], Any]
+    """The live policy to score with (``scorer_over``)."""
     router: EngineRouter
     """The live policy to sample from."""
+
+
+def scorer_over(pool: EnginePool, model: str, **settings: Any) -> Any:
+    """A ``ReferenceModel`` over a pool. Raises ``ConfigError`` if no distribution brings one."""
+    return _installed("prime_rl.scorers", "prime-rl-engine-kit")(pool, model, **settings)
+
+
+def rendering_of(tokenizer_path: Path, renderer: Any) -> Any:
+    """The run's renderer over its tokenizer. Raises as ``scorer_over``."""
+    return _installed("prime_rl.renderings", "prime-rl-renderers")(tokenizer_path, renderer)
+
+
+def _installed(group: str, package: str) -> Any:
+    for entry in entry_points(group=group):
+        return entry.load()
+    raise ConfigError(
+        f"an algorithm asks its host for what {group} offers, and no installed distribution has "
+        f"an entry point of that group. pip install {package}"
+    )
 
 
 class EnvHost:
@@ -124,10 +144,6 @@ class EnvHost:
         self._asked = Counter[str]()
         self.seq_len, self.seed = shared.run.config.seq_len, shared.run.config.seed
         self.logger = logging.getLogger(f"prime_rl.algorithms.{env}")
-        self.policy: ReferenceModel = self._lend(shared.scores)
-        self.generate = self.policy.generate
-        self.decode = shared.rendering.decode
-        self.supervised_sample = shared.rendering.supervised_sample
 
     @property
     def max_completion_tokens(self) -> int | None:
@@ -145,9 +161,20 @@ class EnvHost:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def _lend(self, model: PromptScorer) -> PromptScorer:
+    @cached_property
+    def policy(self) -> ReferenceModel:
+        return self._lend(self._shared.scores())
+
+    @property
+    def generate(self) -> Callable[..., Awaitable[list[Completion]]]:
+        return self.policy.generate
+
+    def _lend(self, model: Any) -> ReferenceModel:
         salt = f"{self._shared.run.config.seed} {self.env}"
-        return model.lend(salt, self._shared.rendering.stop_token_ids, self._asked)
+        lent: ReferenceModel = model.lend(
+            salt, lambda: self._shared.rendering().stop_token_ids(), self._asked
+        )
+        return lent
 
     def take_metrics(self) -> dict[str, float]:
         """The algorithm's requests and their tokens since the last call. Empty without any."""
@@ -172,7 +199,7 @@ class EnvHost:
         if not (fleets := self._shared.engines.average):
             raise ConfigError(f"env {self.env!r}: its algorithm does not declare needs_ema")
         return self._lend(
-            PromptScorer(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
+            scorer_over(fleets[0], name, api_key=key, cache_salt=lambda: str(self.step))
         )
 
     def connect(self, model: FrozenModel) -> ReferenceModel:
@@ -181,7 +208,7 @@ class EnvHost:
         pool = FrozenPool.of(model, where=where, on_waiting=report)
         self._connected.append(pool)
         limit, timeout = model.max_concurrency, model.timeout
-        return self._lend(PromptScorer(pool, model.name, max_concurrency=limit, timeout=timeout))
+        return self._lend(scorer_over(pool, model.name, max_concurrency=limit, timeout=timeout))
 
     def render(
         self,
@@ -192,9 +219,17 @@ class EnvHost:
     ) -> list[int]:
         """Tokens of a conversation. Raises ``ConfigError`` for a renderer that is not installed."""
         config = None if renderer is None else self._shared.renderer_named(renderer)
-        return self._shared.rendering.ids(
+        ids: list[int] = self._shared.rendering().ids(
             messages, config=config, add_generation_prompt=add_generation_prompt
         )
+        return ids
+
+    def decode(self, token_ids: Tokens) -> str:
+        return str(self._shared.rendering().decode(token_ids))
+
+    def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
+        sample: Sample = self._shared.rendering().supervised_sample(messages)
+        return sample
 
     def task(self, example_id: int) -> Mapping[str, Any]:
         """The fields of one example of the env."""

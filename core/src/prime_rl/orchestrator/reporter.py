@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from prime_rl.orchestrator.buffer import Batch
+from prime_rl.plugins.calls import ReadOnly, logged_metrics, take_logged, weighted_means
 from prime_rl.plugins.manager import Hooks
-from prime_rl.plugins.metrics import ReadOnly, logged_metrics, take_logged, weighted_means
-from prime_rl.plugins.monitor import Monitor
-from prime_rl.plugins.observer import Observer
+from prime_rl.plugins.observer import Monitor, Observer
 from prime_rl.rollout import Rollout
 
 

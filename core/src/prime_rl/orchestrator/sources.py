@@ -18,7 +18,6 @@ from prime_rl.config.inference import FrozenModel
 from prime_rl.config.orchestrator import SamplingConfig
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import RolloutResult
-from prime_rl.env.rendering import Rendering
 from prime_rl.env.traces import build_rollout
 from prime_rl.errors import ConfigError
 from prime_rl.inference.pool import FrozenPool
@@ -156,7 +155,7 @@ class SampledFrozen(Sampled):
         model: FrozenModel,
         client: str,
         sampling: SamplingConfig,
-        rendering: Rendering,
+        rendering: Callable[[], Any],
         on_waiting: Callable[[str | None], None],
     ) -> None:
         where = f"env {env!r}: algo.sampling.source"
@@ -182,7 +181,7 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
-        sample = self._rendering.supervised_sample(result.wire_messages)
+        sample = self._rendering().supervised_sample(result.wire_messages)
         if result.is_truncated:  # the reply was cut off: its end is the renderer's, not the model's
             sample.loss_mask[np.flatnonzero(sample.loss_mask)[-1:]] = False
         sample.temperature = plan.temperature

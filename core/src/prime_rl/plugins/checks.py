@@ -116,6 +116,10 @@ def _check_hook(name: str, function: Callable[..., Any], where: str, group: str)
             f"plugin {where}: {name!r} is a sync hook, so an 'async def' would never be awaited. "
             "Do model I/O in 'score_rollout' or 'score_group', which are async."
         )
+    if (options := getattr(function, _MARK))["tryfirst"] and options["trylast"]:
+        raise PluginError(
+            f"plugin {where}: {name!r} asks to run first and last. Leave out tryfirst or trylast."
+        )
     _check_generator(name, function, where)
     expected = list(inspect.signature(SPECS[name]).parameters)
     for parameter in inspect.signature(function).parameters.values():

@@ -33,18 +33,12 @@ if TYPE_CHECKING:
     import typer
 
     from prime_rl.plugins.algorithm import Algorithm, Filter
-    from prime_rl.plugins.engine import Engine
-    from prime_rl.plugins.head import Head
-    from prime_rl.plugins.kernel import Kernel
-    from prime_rl.plugins.launchers import Launcher
-    from prime_rl.plugins.loss import Loss
+    from prime_rl.plugins.launchers import Engine, Launcher
+    from prime_rl.plugins.loss import Head, Loss
     from prime_rl.plugins.model import ModelMaker, RendererOffer
-    from prime_rl.plugins.monitor import Monitor
-    from prime_rl.plugins.observer import Observer
-    from prime_rl.plugins.optimizer import OptimizerMaker
+    from prime_rl.plugins.observer import Monitor, Observer
     from prime_rl.plugins.sampler import RolloutPlan, Sampler, Source
-    from prime_rl.plugins.trainer_observer import TrainerObserver
-    from prime_rl.plugins.tuning import Tuning
+    from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
     from prime_rl.plugins.view import RunView
     from prime_rl.plugins.weight_transports import WeightTransport
     from prime_rl.rollout import Group, Rollout, Sample

@@ -1,10 +1,11 @@
-"""Observers work beside the loop, at its events. Orchestrator side: entry-point group
-``prime_rl``."""
+"""Observers work beside the loop, at its events; monitors receive metrics. Orchestrator side:
+entry-point group ``prime_rl``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prime_rl.plugins.base import Offer, PluginConfig
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from prime_rl.env.environment import Environment
     from prime_rl.orchestrator.buffer import Batch
     from prime_rl.orchestrator.context import Shared
-    from prime_rl.rollout import Group
+    from prime_rl.rollout import Group, Rollout
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,3 +101,34 @@ class Observer(Offer):
     def take_metrics(self) -> Mapping[str, float]:
         """What was measured since the last call; logged with the next batch."""
         return {}
+
+
+class Monitor(Offer):
+    """Receives metrics. A failing monitor is reported and does not stop the run."""
+
+    in_background: ClassVar[bool] = True
+    """Its methods run in a thread of its own, behind a bounded queue, so a slow monitor delays
+    nothing. False: the loop calls it and waits."""
+
+    def __init__(self, config: PluginConfig, run_dir: Path) -> None:
+        """Keep this quick: connect at the first ``log``."""
+        super().__init__(config)
+        self.run_dir = run_dir
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of one step, from one process, by ``group/name``. Steps may come out of order:
+        batch n + 1 leaves before step n is trained."""
+        raise NotImplementedError
+
+    def wants_rollouts(self, step: int) -> bool:
+        """Whether to call ``log_rollouts`` for batch ``step``. Called from the loop."""
+        return False
+
+    def log_rollouts(
+        self, step: int, rollouts: Sequence[Rollout], dropped: Sequence[str | None]
+    ) -> None:
+        """Every rollout decided on for batch ``step``, with its credit; ``dropped`` says why each
+        does not train (None: it trains). Read only."""
+
+    def close(self) -> None:
+        """Flush what is still held."""

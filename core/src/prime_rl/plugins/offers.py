@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from sys import modules
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -22,23 +23,18 @@ from prime_rl.config.orchestrator import (
 )
 from prime_rl.config.run import LauncherConfig, ModelConfig, ViewConfig, WeightBroadcastConfig
 from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerConfig
-from prime_rl.errors import ConfigError, PluginError
+from prime_rl.errors import ConfigError, PluginError, PrimeRLError
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
+from prime_rl.plugins.calls import Call, blame, fault
 from prime_rl.plugins.checks import check_plugin, marked_hooks
-from prime_rl.plugins.engine import Engine
-from prime_rl.plugins.head import Head
-from prime_rl.plugins.kernel import Kernel
-from prime_rl.plugins.launchers import Launcher
-from prime_rl.plugins.loss import Loss
+from prime_rl.plugins.launchers import Engine, Launcher
+from prime_rl.plugins.loss import Head, Loss
 from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
-from prime_rl.plugins.monitor import Monitor
-from prime_rl.plugins.observer import Observer
-from prime_rl.plugins.optimizer import AdamWMaker, OptimizerMaker
+from prime_rl.plugins.observer import Monitor, Observer
 from prime_rl.plugins.sampler import Sampler, Source
-from prime_rl.plugins.trainer_observer import TrainerObserver
-from prime_rl.plugins.tuning import Tuning
+from prime_rl.plugins.trainer import AdamWMaker, Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
 
@@ -277,8 +273,18 @@ def make(
     kind: Kind[AnyOffer], name: str, table: Mapping[str, Any], hooks: Hooks, where: str, *more: Any
 ) -> AnyOffer:
     """An instance of it; ``more`` are the further arguments of its constructor."""
-    cls, settings = choose(kind, name, table, hooks, where)
-    return cls(settings, *more)
+    return construct(*choose(kind, name, table, hooks, where), *more)
+
+
+def construct(cls: type[AnyOffer], settings: PluginConfig, *more: Any) -> AnyOffer:
+    """An instance. An error of its constructor is a ``PluginError`` with the plugin's frames."""
+    try:
+        return cls(settings, *more)
+    except Exception as error:
+        if not isinstance(error, PrimeRLError):
+            blame(error, Call(cls.name, f"{cls.__name__}.__init__", modules[cls.__module__], {}))
+            raise PluginError(str(fault(error))) from error
+        raise
 
 
 def make_transport(table: WeightBroadcastConfig, hooks: Hooks) -> WeightTransport | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prime_rl import Algorithm
 from prime_rl.config.inference import FrozenModel
@@ -17,7 +17,7 @@ from prime_rl.plugins.checks import marked_hooks
 from prime_rl.plugins.components import Component, Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, select
+from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, make, select
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 
 RESERVED_LABELS = ("agg", "all", "effective")
@@ -84,12 +84,8 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     if shared not in (AlgoConfig(), AlgoConfig(**default)) and all(env.algo for env in envs):
         choose(ALGORITHM, shared.type, shared.settings, hooks, "orchestrator.algo")
     chosen = []
-    for env in envs:
-        algo = env.algo or shared
-        where = f"env {env.label!r}: algo"
-        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
-        algorithm = cls(settings)
-        action_loss = algorithm.action_loss
+    for env, algorithm in _algorithms(config, hooks):
+        cls, action_loss = type(algorithm), algorithm.action_loss
         where = f"env {env.label!r}: algorithm {cls.name!r}"
         try:
             component = losses[action_loss]
@@ -103,7 +99,7 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
                 f"[trainer.heads.{missing[0]}]; it may be empty."
             )
         _check_env(where, cls, component, env, config)
-        _check_source(where, cls, env, algo, component, hooks)
+        _check_source(where, cls, env, env.algo or shared, component, hooks)
         chosen.append((where, algorithm, component))
         renderer = config.orchestrator.renderer.name
         if cls.needs_attribution:
@@ -116,6 +112,13 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
                 )
     _check_unread(config, hooks, losses)
     _check_earlier_weights(chosen, config)
+
+
+def _algorithms(config: RunConfig, hooks: Hooks) -> Iterator[tuple[EnvConfig, Algorithm]]:
+    """Each training env with its algorithm."""
+    for env in config.orchestrator.train.env:
+        algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
+        yield env, make(ALGORITHM, algo.type, algo.settings, hooks, where)
 
 
 def _check_earlier_weights(
@@ -154,10 +157,8 @@ def readers_of_earlier(config: RunConfig) -> tuple[bool, list[str]]:
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses, initial, ema = Components.load(config.trainer, trainer), False, False
     names = set(config.trainer.losses)
-    for env in config.orchestrator.train.env:
-        algo = env.algo or config.orchestrator.algo
-        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, "algo")
-        names.add((algorithm := cls(settings)).action_loss)
+    for _, algorithm in _algorithms(config, hooks):
+        names.add(algorithm.action_loss)
         initial |= algorithm.needs_initial and config.orchestrator.initial is None
         ema |= algorithm.needs_ema
     asked = ["initial"] * initial + ["ema"] * ema
@@ -185,12 +186,9 @@ def _check_unread(config: RunConfig, hooks: Hooks, losses: Components) -> None:
     """Refuse a table of an installed loss that no env trains."""
     observed = {OBSERVATION_WEIGHTS.removesuffix(WEIGHTS)}
     named = observed if hooks.hook.observation_weights.get_hookimpls() else set[str]()
-    for env in config.orchestrator.train.env:
-        algo = env.algo or config.orchestrator.algo
-        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, "algo")
-        algorithm = cls(settings)
+    for _, algorithm in _algorithms(config, hooks):
         named |= {algorithm.action_loss, *algorithm.losses}
-        named |= observed if "observation_weights" in marked_hooks(cls) else set()
+        named |= observed if "observation_weights" in marked_hooks(type(algorithm)) else set()
     for name in sorted(config.trainer.losses.keys() - named):
         if name in losses:  # else the message about its name says more
             raise ConfigError(
@@ -283,9 +281,7 @@ def check_tasksets(config: RunConfig, hooks: Hooks) -> None:
     for label in ("train", "eval"):
         for number, env in enumerate(getattr(config.orchestrator, label).env):
             check_taskset(env.id, f"orchestrator.{label}.env.{number}.id")
-    for env in config.orchestrator.train.env:
-        algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
-        cls, settings = choose(ALGORITHM, algo.type, algo.settings, hooks, where)
-        if cls.check_agents is not Algorithm.check_agents:  # it takes seconds
+    for env, algorithm in _algorithms(config, hooks):
+        if type(algorithm).check_agents is not Algorithm.check_agents:  # it takes seconds
             known = EnvSettings.of(env, default_harness=config.orchestrator.train.harness)
-            cls(settings).check_agents(env.label, find_agents(known))
+            algorithm.check_agents(env.label, find_agents(known))

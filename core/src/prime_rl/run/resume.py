@@ -25,8 +25,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import installed_versions, load_plugins
 from prime_rl.plugins.offers import TUNING, make_optimizer, settings_of
-from prime_rl.plugins.optimizer import OptimizerMaker
-from prime_rl.plugins.tuning import Tuning
+from prime_rl.plugins.trainer import OptimizerMaker, Tuning
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.directory import held, make_run_dir, new_attempt, runs_of, write_config
 from prime_rl.rundir.status import replace_text

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.config.inference import FrozenModel
-from prime_rl.plugins.reference import Completion, Tokens
+from prime_rl.plugins.algorithm import Completion, Tokens
 from prime_rl.rollout import ROLES, Sample
 from prime_rl.streams import FloatColumn, IntColumn
 

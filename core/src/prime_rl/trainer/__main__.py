@@ -29,7 +29,6 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.calls import fault
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.kernel import Kernel
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import (
     make_kernel,
@@ -38,9 +37,7 @@ from prime_rl.plugins.offers import (
     make_transport,
     make_tuning,
 )
-from prime_rl.plugins.optimizer import OptimizerMaker
-from prime_rl.plugins.trainer_observer import TrainerObserver
-from prime_rl.plugins.tuning import Tuning
+from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports

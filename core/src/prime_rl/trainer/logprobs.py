@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl.errors import StreamError
-from prime_rl.plugins.kernel import Kernel
+from prime_rl.plugins.trainer import Kernel
 from prime_rl.streams import TOP_IDS
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packed_row import APART, PackedRow

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -29,26 +30,22 @@ from transformers import PreTrainedModel
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import StreamError, WireError
 from prime_rl.plugins.components import Components
-from prime_rl.plugins.kernel import Kernel
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import make_optimizer
-from prime_rl.plugins.optimizer import OptimizerMaker
-from prime_rl.plugins.trainer_observer import TrainerObserver
+from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.device import Offload, choose_device, compute_dtype
-from prime_rl.trainer.export import export
 from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
-from prime_rl.trainer.model import make_policy
+from prime_rl.trainer.model import Policy, make_policy
 from prime_rl.trainer.optim import build_optimizer, make_schedule
 from prime_rl.trainer.packed_row import PackedRow, make_row
-from prime_rl.trainer.publish import Broadcaster, Publisher, retry
+from prime_rl.trainer.publish import Broadcaster, Publisher, export, retry
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.references import References
-from prime_rl.trainer.self_check import find_packing
 from prime_rl.trainer.update import BatchUpdate
 from prime_rl.weights.versions import AVERAGES
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
@@ -105,14 +102,14 @@ class Trainer:
             self.self_check()
 
     def self_check(self) -> None:
-        """Once: choose how rows go through this model (``self_check.py``). Raises ``ConfigError``
-        if the trainer cannot train it."""
+        """Once: choose how rows go through this model. Raises ``ConfigError`` if the trainer cannot
+        train it."""
         if not self.checked:
             half = self.half and self.device.type != "cpu"  # a CPU takes the same path in both
             # Blocks are compiled for the rows of the run, not for those of the check.
             plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
             with plain or nullcontext():
-                find_packing(self.policy, self.policy.packings(self.device), self.device, half)
+                find_packing(self.policy, self.device, half)
             self.checked = True
 
     def train_step(
@@ -160,6 +157,21 @@ class Trainer:
             computed["top_logprobs"] = logprobs[:, 1:]
             logprobs = logprobs[:, 0]
         return row, logprobs, entropies, computed
+
+
+def find_packing(policy: Policy, device: torch.device, half: bool) -> None:
+    """Have the policy compute rows in the first of its ways that the installed check finds exact;
+    in the last, core's own, if none is installed. Raises ``ConfigError`` if no way is exact."""
+    packings = policy.packings(device)
+    for entry in entry_points(group="prime_rl.self_checks"):
+        entry.load()(policy, packings, device, half)
+        return
+    logger.warning(
+        "rows go through the model %s, and nothing compares log π with that of transformers. "
+        "pip install prime-rl-kernels, which does, and finds faster ways",
+        packings[-1],
+    )
+    policy.use(packings[-1])
 
 
 def train(

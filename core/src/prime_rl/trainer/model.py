@@ -21,9 +21,8 @@ from transformers.utils import logging as transformers_logging
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError, WeightsError
 from prime_rl.plugins.base import PluginConfig
-from prime_rl.plugins.head import Head
-from prime_rl.plugins.kernel import Kernel
-from prime_rl.plugins.tuning import Tuning
+from prime_rl.plugins.loss import Head
+from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 
 from prime_rl.config.trainer import SchedulerConfig
 from prime_rl.plugins.base import PluginConfig
-from prime_rl.plugins.optimizer import AdamWConfig, AdamWMaker, OptimizerMaker
+from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker, OptimizerMaker
 
 
 def build_optimizer(

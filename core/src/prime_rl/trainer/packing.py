@@ -1,8 +1,8 @@
 """How the documents of a row go through the model: here, apart.
 
 A recurrent or convolution layer carries its state from one document into the next, and attention
-may see the whole row. So core computes each document by itself. Kernels bring faster ways, and
-``self_check.py`` measures which of them a model allows.
+may see the whole row. So core computes each document by itself. Kernels bring faster ways, and an
+installed check measures which of them a model allows (``loop.find_packing``).
 
 Shapes: T = tokens of the row, N = its targets, U = tokens computed, D = hidden size.
 """

@@ -1,4 +1,5 @@
-"""Versions of the weights for the engines: as files, or by a weight transport.
+"""Versions of the weights for the engines, as files or by a weight transport; and, after the last
+step, the trained policy as a model folder that ``from_pretrained`` loads.
 
     <run>/broadcasts/step_3/model.safetensors   written beside, then renamed: whole or not there
     <run>/broadcasts/step_3/STABLE               last of all: engines may load version 3
@@ -28,11 +29,12 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.errors import RunError, WeightsError
-from prime_rl.plugins.tuning import Tuning
+from prime_rl.plugins.trainer import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
+from prime_rl.rundir.chat_template import put_chat_template
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.tensor_file import lay_out, write_shared
@@ -42,6 +44,7 @@ from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 RETRY_SECONDS = 10.0
 
 
@@ -300,3 +303,42 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
             folder = folder.parent
         free = f"Free there: {shutil.disk_usage(folder).free / 2**30:.2f} GiB."
         raise WeightsError(f"cannot {doing} to {path}: {error}. {free}") from error
+
+
+def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
+    """Write weights, config, ``model_dir``'s tokenizer, and the chat template of the run whose
+    folder ``directory`` is in. The adapter of a tuning is merged in, and is in the folder
+    ``adapter`` too. Every rank calls this.
+
+    Raises ``WeightsError`` if the disk refuses.
+    """
+    unfinished, tuning = directory.with_name(f".{directory.name}"), tuning_of(model)
+    adapter = unfinished / "adapter"
+
+    def begin() -> None:
+        clear(unfinished, directory)
+        copy_model_files(model.config, model_dir, unfinished, run_dir=directory.parent)
+        if tuning is not None:
+            adapter.mkdir()
+
+    def end() -> None:
+        if tuning is not None:
+            tuning.merge(model_dir, adapter, unfinished)
+        unfinished.rename(directory)
+
+    with disk_errors("export the trained model", directory):
+        parallel.on_main(begin)
+        save(model, adapter if tuning else unfinished)
+        parallel.on_main(end)
+
+
+def copy_model_files(
+    config: PretrainedConfig, model_dir: Path, directory: Path, run_dir: Path
+) -> None:
+    """Everything of a model folder but the weights: ``config``, ``model_dir``'s tokenizer, and the
+    run's chat template."""
+    for file in model_dir.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES) and file.name[0] != ".":
+            shutil.copy(file, directory)
+    config.save_pretrained(directory)
+    put_chat_template(run_dir, directory)

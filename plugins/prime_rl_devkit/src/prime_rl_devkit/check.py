@@ -217,10 +217,11 @@ IMPORT_SECONDS = 5.0
 def _light(value: str) -> Outcome:
     promise = "Importing it is quick and imports nothing heavy: plugins list answers at once."
     code = (
-        "import importlib, json, sys, time, prime_rl, prime_rl.plugins.offers\n"
-        "start = time.perf_counter()\n"
+        "import importlib, json, sys, prime_rl, prime_rl.plugins.offers\n"
+        "from prime_rl_devkit.limits import OwnTime\n"
+        "clock = OwnTime()\n"
         f"importlib.import_module({value.partition(':')[0]!r})\n"
-        "seconds = time.perf_counter() - start\n"
+        "seconds = clock.seconds()\n"
         f"heavy = sorted(set({HEAVY!r}) & set(sys.modules))\n"
         "print('\\n' + json.dumps([seconds, heavy]))"
     )

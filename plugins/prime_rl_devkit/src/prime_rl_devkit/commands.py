@@ -74,7 +74,12 @@ def check(
         ),
     ] = None,
     limit: Annotated[
-        float, typer.Option(help="Seconds after which code that does not return is ended.", min=0.1)
+        float,
+        typer.Option(
+            help="Seconds after which code that does not return is ended; those in which it waits "
+            "for a CPU do not count.",
+            min=0.1,
+        ),
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from prime_rl import Algorithm, Group, Host, PluginConfig, Rollout, hookimpl
+from prime_rl import Algorithm, Group, Host, PluginConfig, Rollout, RolloutPlan, hookimpl
 from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.offers import SCORING
 from prime_rl.testing import conformance_group, logged_metrics
@@ -18,8 +18,10 @@ from prime_rl.testing.scoring import score_async
 from prime_rl_devkit.algorithms.behavior import INPUTS
 from prime_rl_devkit.algorithms.streams import check_streams
 from prime_rl_devkit.algorithms.subject import MIXED
+from prime_rl_devkit.plans import check_plans
 from prime_rl_devkit.verdicts import Broken, NotApplicable, run
 
+PREPARING = frozenset({"prepare_rollout"})
 FILTERING = frozenset({"filter_rollout"})
 OBSERVATION = frozenset({"batch_packed", "step_finished", "weights_published"})
 
@@ -61,9 +63,14 @@ class Fault(Exception):
 
 
 class Failing(Algorithm):
-    """Raises in every scoring hook."""
+    """Raises in every hook."""
 
     name = "failing"
+
+    @hookimpl
+    async def prepare_rollout(self, plan: RolloutPlan) -> None:
+        """Fail for a plan."""
+        raise Fault
 
     @hookimpl
     async def score_rollout(self, rollout: Rollout) -> None:
@@ -115,12 +122,16 @@ def scores_beside_any_algorithm(plugin: object) -> None:
 def passes_errors_on(plugin: object) -> None:
     """A wrapper lets the error of what it wraps through."""
     wrapped = [name for name, is_wrapper in _hooks(plugin).items() if is_wrapper]
-    for hook in sorted(SCORING & {*wrapped} - {"observation_weights"}):
+    for hook in sorted((SCORING | PREPARING) & {*wrapped} - {"observation_weights"}):
         group = conformance_group(MIXED)
         for rollout in group:
             rollout.info["fails"] = hook
         try:
-            _score(Failing, group, plugin)
+            if hook in PREPARING:
+                hooks = scope("", Hooks(), [Failing(PluginConfig()), plugin])
+                asyncio.run(hooks.prepare_rollout(RolloutPlan(prompt="2 + 2?")))
+            else:
+                _score(Failing, group, plugin)
         except Fault:
             continue
         except Exception as error:
@@ -131,8 +142,14 @@ def passes_errors_on(plugin: object) -> None:
             f"{hook}: the algorithm raised, and the run would get {found}. Put what must run into "
             "a finally, and catch nothing around the yield."
         )
-    if not SCORING & {*wrapped}:
-        raise NotApplicable("wraps no scoring hook")
+    if not (SCORING | PREPARING) & {*wrapped}:
+        raise NotApplicable("wraps no hook that may fail")
+
+
+def prepares_rollouts(plugin: object) -> None:
+    """``prepare_rollout`` takes a prompt of each form, and leaves a plan that a run can sample."""
+    _need(plugin, PREPARING)
+    asyncio.run(check_plans(scope("", Hooks(), [plugin])))
 
 
 def filters_by_a_reason(plugin: object) -> None:
@@ -171,12 +188,18 @@ def only_reads(plugin: object) -> None:
     hooks.weights_published(1)
 
 
-CHECKS = (scores_beside_any_algorithm, passes_errors_on, filters_by_a_reason, only_reads)
+CHECKS = (
+    prepares_rollouts,
+    scores_beside_any_algorithm,
+    passes_errors_on,
+    filters_by_a_reason,
+    only_reads,
+)
 
 
 def check_hooks(name: str, plugin: object) -> Report | None:
     """The checks of a module's own hooks; None if it has none."""
-    if not _hooks(plugin).keys() & (SCORING | FILTERING | OBSERVATION):
+    if not _hooks(plugin).keys() & (PREPARING | SCORING | FILTERING | OBSERVATION):
         return None
     with logged_metrics(name):
         return Report("hooks", name, tuple(run(check, plugin) for check in CHECKS))

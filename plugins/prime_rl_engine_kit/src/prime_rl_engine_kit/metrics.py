@@ -1,5 +1,7 @@
-"""Metrics of the engines, from their Prometheus pages, polled every few seconds.
+"""Metrics of the engines: what the run's pool counts, and what their Prometheus pages say, polled
+every few seconds.
 
+    inference/replicas_serving, inference/<number>/<name>   of the pool; counts: since the last step
     gauge      inference/<name>/{mean,median,min,max,sum}   over the engines, at the last poll
     counter    inference/<name>:rate     per second over all engines, since the last step
     histogram  inference/<name>:mean     of the observations on all engines since the last step
@@ -52,7 +54,7 @@ class EngineMetricsConfig(PluginConfig):
 
 
 class EngineMetrics(Observer):
-    """Reads the metrics of the engines. The first page that cannot be fetched or parsed is
+    """Reports the metrics of the engines. The first page that cannot be fetched or parsed is
     logged."""
 
     name = "engine_metrics"
@@ -65,6 +67,8 @@ class EngineMetrics(Observer):
         self._before: tuple[float, Mapping[str, float]] | None = None
         self._now: tuple[float, Mapping[str, float]] | None = None
         self._warned = False
+        self._counted: dict[str, int] = {}
+        """What was counted at the last step."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -90,6 +94,31 @@ class EngineMetrics(Observer):
         self._before = self._before or self._now
 
     def take_metrics(self) -> Mapping[str, float]:
+        """Of the pool; gauges of the last poll, and rates since the last poll of the previous
+        step."""
+        return self.of_pool() | self.of_pages()
+
+    def of_pool(self) -> dict[str, float]:
+        """The state of each engine under its number, and its counts since the last call."""
+        engines = self.host.shared.engines.fleet.engines
+        metrics = {"inference/replicas_serving": float(sum(e.in_service for e in engines))}
+        for engine in engines:
+            away = 0.0 if engine.down_since is None else time.monotonic() - engine.down_since
+            found = {
+                "running": engine.running,
+                "serving": engine.in_service,
+                "version": -1 if engine.version is None else engine.version,
+                "down_seconds": engine.down + away,
+            }
+            for name, count in (("requests", engine.asked), ("retried", engine.retried)):
+                key = f"{engine.number}/{name}"
+                found[name] = count - self._counted.get(key, 0)
+                self._counted[key] = count
+            for name, value in found.items():
+                metrics[f"inference/{engine.number}/{name}"] = float(value)
+        return metrics
+
+    def of_pages(self) -> dict[str, float]:
         """Gauges of the last poll, and rates since the last poll of the previous step."""
         metrics: dict[str, float] = {}
         for name in sorted({name for page in self._pages for name in page.gauges}):

@@ -5,7 +5,7 @@
 
 A recurrent or convolution layer carries its state from one document into the next, unless its
 kernel reads the boundaries that ``packed`` passes. A model with attention of its own may see the
-whole row. The trainer measures which way a model needs (``prime_rl.trainer.self_check``).
+whole row. The trainer measures which way a model needs (``self_check``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl import PluginError, TrainerObserver
 from prime_rl.plugins.calls import Call as PluginCall
-from prime_rl.plugins.metrics import running
+from prime_rl.plugins.calls import running
 
 if TYPE_CHECKING:
     from torch import Tensor

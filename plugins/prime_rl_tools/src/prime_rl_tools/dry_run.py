@@ -3,22 +3,35 @@ no model and no process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from pluggy import HookImpl
+
 from prime_rl.config.load import installed_defaults, merge
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
-from prime_rl.env.rendering import Rendering
+from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_filters, build_renderer
+from prime_rl.orchestrator.context import rendering_of
+from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
-from prime_rl.plugins.offers import LAUNCHER, MONITOR, SAMPLER, choose, make
+from prime_rl.plugins.manager import Hooks, load_plugins, scope, wrappers
+from prime_rl.plugins.offers import (
+    ALGORITHM,
+    FILTER,
+    LAUNCHER,
+    MONITOR,
+    SAMPLER,
+    choose,
+    construct,
+    make,
+)
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.run.placement import lay_out
 from prime_rl.run.resolve import build_engine, build_launcher
@@ -33,6 +46,7 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
     plugin's constructor."""
     environments = {} if quick else dict(_environments(config))
     build_parts(config, hooks, environments)
+    orders = call_orders(scopes(config, hooks))
     yield from _processes(config, hooks)
     orchestrator = config.orchestrator
     most = orchestrator.batch_size * config.seq_len
@@ -45,23 +59,24 @@ def describe(config: RunConfig, hooks: Hooks, quick: bool) -> Iterator[str]:
         found = environments.get(env.label)
         count = "" if found is None else f", {found.num_examples or 'endless'} examples"
         yield f"env        {env.label}: {algo.type}{count}"
+        if found is not None:
+            own = f"; a model of their own: {_names(found.fixed_seats)}" * bool(found.fixed_seats)
+            yield f"agents     {env.label}: the policy plays {_names(found.agents)}{own}"
     yield f"renderer   {orchestrator.renderer.name}"
     yield from (f"wrapper    {line}" for line in wrappers(hooks))
+    yield from orders
     yield from (f"set        {key} = {value!r}" for key, value in changed_keys(config))
     if environments:
         yield from _prompt(config, hooks, next(iter(environments.values())))
 
 
 def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Environment]) -> None:
-    """Call the constructors of losses, filters, the sampler and monitors. Those of algorithms have
-    been called. Raises their errors."""
+    """Call the constructors of losses, the sampler and monitors. Raises their errors."""
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, trainer)
     for name in losses.tables:
-        losses[name].cls(losses[name].settings)
+        construct(losses[name].cls, losses[name].settings)
     orchestrator = config.orchestrator
-    for slot in ("pre_batch_filters", "post_batch_filters"):
-        build_filters(hooks, getattr(orchestrator, slot), slot)
     known = []
     for env in orchestrator.train.env:
         found = environments.get(env.label)
@@ -75,12 +90,67 @@ def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Envi
                 pass
 
 
+def scopes(config: RunConfig, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[str]]]:
+    """The plugins of each scope, in the order of a run, and the hooks that are called in it. Calls
+    the constructors of algorithms and filters, and raises their errors."""
+    orchestrator = config.orchestrator
+    for env in orchestrator.train.env:
+        algo, where = env.algo or orchestrator.algo, f"env {env.label!r}: algo"
+        algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, where)
+        yield scope(f"env {env.label}", hooks, [algorithm]), ALGORITHM.hooks
+    for slot in ("pre_batch_filters", "post_batch_filters"):
+        filters = build_filters(hooks, getattr(orchestrator, slot), slot)
+        yield scope(slot, hooks, [filter for filter, _ in filters]), FILTER.hooks
+    yield hooks, SPECS.keys() - ALGORITHM.hooks - FILTER.hooks
+
+
+def call_orders(scopes: Iterable[tuple[Hooks, Collection[str]]]) -> list[str]:
+    """In which order the plugins of a hook are called, where several implement or wrap it; and
+    those that ask for a place that only one of them can have."""
+    lines: dict[str, list[str]] = {}
+    for hooks, called in scopes:
+        for hook in (name for name in SPECS if name in called and "register_" not in name):
+            impls = [*reversed(getattr(hooks.hook, hook).get_hookimpls())]  # as they are called
+            around = [each for each in impls if each.wrapper]
+            inside = [each for each in impls if not each.wrapper]
+            if not around and (len(inside) < 2 or called is FILTER.hooks):  # all are asked
+                continue
+            inner = ", then ".join(_plugin(hooks, each) for each in inside) or "nothing"
+            order = " around ".join([*(_plugin(hooks, each) for each in around), inner])
+            lines.setdefault(f"order      {hook}: {order}", []).append(hooks.label)
+            for asks, place in (("tryfirst", 0), ("trylast", -1)):
+                for group in (around, inside):
+                    rivals = [each for each in group if getattr(each, asks)]
+                    if len(rivals) > 1:
+                        named = _names(_plugin(hooks, each) for each in rivals)
+                        which = f"{asks}: {named}; {_plugin(hooks, rivals[place])} gets it"
+                        line = f"conflict   {hook}: more than one plugin asks for {which}"
+                        lines.setdefault(line, []).append(hooks.label)
+    return [f"{line} ({_names(labels)})" if any(labels) else line for line, labels in lines.items()]
+
+
+def _plugin(hooks: Hooks, impl: HookImpl) -> str:
+    """As an error names it; an algorithm or filter by its own name."""
+    own = impl.plugin_name.rpartition(":")[2]
+    return str(hooks.sources.get(impl.plugin_name, repr(own)))
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
 def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
     """The environments of the run, whose own config classes check their args; those of training by
     label."""
     default = config.orchestrator.train.harness
     for env in config.orchestrator.train.env:
-        yield env.label, Environment(EnvSettings.of(env, default_harness=default))
+        found = Environment(EnvSettings.of(env, default_harness=default))
+        if not found.agents:
+            raise ConfigError(
+                f"env {env.label!r}: every agent ({_names(sorted(found.fixed_seats))}) has a model "
+                "of its own, so the policy plays none and nothing can train. Leave out args of one."
+            )
+        yield env.label, found
     for held_out in config.orchestrator.eval.env:
         Environment(EnvSettings.of(held_out, default_harness=default))
 
@@ -136,7 +206,7 @@ def _prompt(config: RunConfig, hooks: Hooks, environment: Environment) -> Iterat
         yield f"prompt     {str(messages)[:MOST_CHARACTERS]} (not rendered: the model is made or "
         yield "           fetched when the run starts)"
         return
-    rendering = Rendering(Path(layout.model_path), build_renderer(config, hooks))
+    rendering = rendering_of(Path(layout.model_path), build_renderer(config, hooks))
     tokens = rendering.ids(messages, add_generation_prompt=True)
     text = rendering.decode(tokens, skip_special_tokens=False)
     cut = "" if len(text) <= MOST_CHARACTERS else " ..."

@@ -260,3 +260,13 @@ def test_a_reward_that_collapses_is_said(tmp_path, first, last, warned):
     summary["sampled_reward"] = {"first": first, "last": last, "window": 1}
     print_summary(console, tmp_path, summary)
     assert ("WARNING  the sampled reward has collapsed: 0.4" in console.export_text()) == warned
+
+
+@pytest.mark.parametrize(("skipped", "warned"), [((1.0, 0.5, 0.0), True), ((0.0, 0.0, 0.0), False)])
+def test_optimizer_steps_that_were_left_out_are_said(tmp_path, skipped, warned):
+    """A loss that is NaN at every step would end a run with exit code 0, and no word."""
+    rows = [{"step": n, "optim/skipped": share} for n, share in enumerate(skipped, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console = Console(record=True, width=300, file=io.StringIO())
+    print_summary(console, tmp_path, summarize(tmp_path, 1))
+    assert ("WARNING  2 of 3 steps left out optimizer steps" in console.export_text()) == warned

@@ -12,12 +12,15 @@ import numpy as np
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.base import PluginConfig
+from prime_rl.plugins.checks import marked_hooks
 from prime_rl.plugins.hookspecs import hookimpl
+from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.rollout import COLUMNS, Group, Rollout
 from prime_rl.streams import STREAMS
 from prime_rl.testing.host import FakeHost
 from prime_rl.testing.scoring import conformance_group, score_async
 from prime_rl_devkit.algorithms.subject import MIXED, Streams, Subject, different, streams
+from prime_rl_devkit.plans import check_plans
 from prime_rl_devkit.verdicts import Broken, NotApplicable
 
 FOUR = (1.0, 0.0, 0.5, 0.25)
@@ -152,6 +155,21 @@ def neighbors(subject: Subject) -> None:
             f"beside other envs: {found}. Keep state on self, not on the class or the module: each "
             "env has an instance of its own."
         )
+
+
+def prepares(subject: Subject) -> None:
+    """``prepare_rollout`` leaves a plan that a run can sample, and the example as it was."""
+    if "prepare_rollout" not in marked_hooks(subject.cls):
+        raise NotApplicable("has no prepare_rollout")
+
+    async def prepare() -> None:
+        algorithm, host = subject.fresh(), subject.make_host()
+        await algorithm.setup(host)
+        hooks = scope(host.env, Hooks(), [algorithm])
+        await check_plans(hooks, algorithm.needs_temperature, every_form=False)
+        await algorithm.close()
+
+    asyncio.run(prepare())
 
 
 def round_trip(subject: Subject) -> None:

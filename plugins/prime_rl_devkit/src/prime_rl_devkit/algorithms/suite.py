@@ -37,6 +37,7 @@ CHECKS: Mapping[str, Check] = {
     "reference_aligned": streams.reference_aligned,
     "group_relative": memory.group_relative,
     "state_resumes": memory.state_resumes,
+    "prepares": behavior.prepares,
     "gradient": gradient,
 }
 """Every check by name, in the order they run."""

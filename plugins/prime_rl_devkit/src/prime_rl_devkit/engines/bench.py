@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from prime_rl.errors import ConfigError, EngineError
-from prime_rl.plugins.engine import Engine
+from prime_rl.plugins.launchers import Engine
 from prime_rl.plugins.offers import ENGINE, settings_of
 from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit.engines.starting import started

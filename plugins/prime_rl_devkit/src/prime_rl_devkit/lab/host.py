@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prime_rl.plugins.reference import Tokens
+from prime_rl.plugins.algorithm import Tokens
 from prime_rl.streams import FloatColumn, IntColumn
 from prime_rl.testing import FakeHost, FakeReference
 from prime_rl_devkit.lab.problem import PROMPT, Floats, Question, log_softmax

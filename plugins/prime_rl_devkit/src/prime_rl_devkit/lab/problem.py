@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl import Rollout, Sample
-from prime_rl.rollout import ROLES
-from prime_rl.turns import TURN_REWARDS
+from prime_rl.rollout import ROLES, TURN_REWARDS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

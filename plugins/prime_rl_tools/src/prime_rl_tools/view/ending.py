@@ -12,6 +12,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl_tools.view.summary import read_curve
 
 COLLAPSED = 0.25
 """Share of the first reward below which the last one is a collapse; of positive rewards."""
@@ -39,6 +40,13 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
                     "bold red",
                 )
             )
+    skips = [bool(share) for _, share in read_curve(run_dir / "metrics.jsonl", "optim/skipped")]
+    if any(skips):
+        said = (
+            f"WARNING  {sum(skips)} of {len(skips)} steps left out optimizer steps: a loss or a "
+            f"gradient was not finite, or nothing was left to train. {run_dir / 'logs'} says why."
+        )
+        console.print(Text(said, "bold red"))
     # The env's first evaluation: before training, or if that was skipped, the first one.
     earlier = [*measured.get("before", ()), *measured.get("during", ())]
     for after in measured["after"]:

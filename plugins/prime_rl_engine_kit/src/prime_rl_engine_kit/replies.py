@@ -10,7 +10,7 @@ import math
 import msgspec
 import numpy as np
 
-from prime_rl.plugins.reference import Completion
+from prime_rl import Completion
 from prime_rl.streams import FloatColumn, IntColumn
 
 IMPOSSIBLE = -9999.0

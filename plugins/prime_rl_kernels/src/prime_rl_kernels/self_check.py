@@ -22,14 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.errors import ConfigError
+from prime_rl import ConfigError
 from prime_rl.trainer import parallel
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.packing import Packing, use_attention
 from prime_rl.wire.micro_batch import MicroBatch
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("prime_rl.trainer.self_check")
+"""Of the trainer: only rank 0 shows its lines."""
 
 ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 """Share of the full leak's effect, by precision of compute."""

@@ -24,8 +24,8 @@ from prime_rl import (
 from prime_rl.inference import engine as engine_module
 from prime_rl.inference import pool as pool_module
 from prime_rl.inference.pool import FrozenPool
-from prime_rl.inference.scorer import PromptScorer
 from prime_rl.run.children import free_ports
+from prime_rl_engine_kit.scorer import PromptScorer
 
 WHERE = "env 'a': teacher"
 MODEL = "big"
@@ -359,7 +359,7 @@ async def refused(error=EngineError, ids=(8, 4), settings=None, **engine_setting
     async with scoring_one(settings, **engine_settings) as (engine, scoring):
         with pytest.raises(error) as caught:
             await asyncio.wait_for(scoring.logprobs(list(ids)), LIMIT)
-        (root,) = scoring.pool.urls
+        (root,) = (engine.url for engine in scoring.pool.engines)
     return str(caught.value).replace(root, "URL"), len(engine.asked)
 
 

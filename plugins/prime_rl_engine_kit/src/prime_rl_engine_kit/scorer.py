@@ -17,14 +17,13 @@ from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from prime_rl.errors import EngineError, OverlongError
-from prime_rl.inference import timing
+from prime_rl import Completion, EngineError, OverlongError
 from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
-from prime_rl.inference.replies import Reply, read_completions, read_scores, read_top
-from prime_rl.plugins.reference import Completion, Tokens
+from prime_rl.plugins.algorithm import Tokens
 from prime_rl.streams import FloatColumn, IntColumn
+from prime_rl_engine_kit.replies import Reply, read_completions, read_scores, read_top
 
 ROUTE = "/inference/v1/generate"
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
@@ -32,6 +31,9 @@ SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "logprobs": 1}
 """The whole distribution: what the trainer can reproduce."""
 MOST_CHOICES = 128
+TRIES = 10
+"""Times a request is tried again at engines that are there and fail: over more than a minute. Its
+failure ends the run."""
 KEPT_PROMPTS = 65536
 """Prompts whose requests are counted, for their seeds."""
 
@@ -136,7 +138,7 @@ class PromptScorer:
             return read(Reply(prompt_logprobs=[None] * len(ids)))
         work = partial(self._post, ids, sampling, read)
         async with self._slots:
-            found = await self.pool.ask(group_id, work, tries=timing.SCORE_TRIES)
+            found = await self.pool.ask(group_id, work, tries=TRIES)
         self._asked.update(requests=1, prompt_tokens=len(ids))
         return found
 

@@ -3,7 +3,7 @@
 import pytest
 
 from prime_rl import ConfigError, PluginConfig, SampledEnv
-from prime_rl.defaults import StandardSampler
+from prime_rl_samplers.standard import StandardSampler
 
 
 def sampler(*envs, seed=0):

@@ -1,0 +1,178 @@
+"""What a plugin brings to the trainer besides losses and heads: an optimizer, a tuning, a kernel,
+observers. Entry-point group ``prime_rl.trainer``.
+
+Shapes: N = targets of a row, D = hidden size, V = vocabulary, L = labels of a target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field, PositiveFloat
+
+from prime_rl.plugins.base import Offer, PluginConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.loss_metrics import Call
+    from prime_rl.trainer.packed_row import PackedRow
+    from prime_rl.trainer.packing import Packing
+    from prime_rl.wire.micro_batch import MicroBatch
+
+
+class OptimizerMaker(Offer):
+    """Makes the policy's optimizer. ``trainer.optim.type`` selects it by name. Keep ``import
+    torch`` inside the methods."""
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
+        """The optimizer of the parameters that require a gradient, which may be shards
+        (``DTensor``). Core sets the ``lr`` of its groups before each step. The decay is decoupled:
+        a step subtracts ``lr * weight_decay * weights``."""
+        raise NotImplementedError
+
+    def resumes(self, before: Mapping[str, Any]) -> bool:
+        """Whether it can continue from a checkpoint whose table ``[trainer.optim]`` was
+        ``before``."""
+        return bool(before["type"] == self.name)
+
+
+class AdamWConfig(PluginConfig):
+    """AdamW's keys of ``[trainer.optim]``."""
+
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the gradient's running mean."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of the squared gradient's running mean."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the squared gradient's mean."""
+
+
+class AdamWMaker(OptimizerMaker):
+    """``[trainer.optim] type = "adamw"``: core's own, made by ``trainer/optim.py``."""
+
+    name = "adamw"
+    config_class = AdamWConfig
+
+
+class Tuning(Offer):
+    """Chooses the weights of the policy that train, and publishes them as files: an adapter beside
+    the model, or the model. The table ``[trainer.<name>]`` selects it; without one all weights
+    train. Keep ``import torch`` inside the methods."""
+
+    weights_file: ClassVar[str]
+    """The safetensors file of a published version. ``model.safetensors`` is a whole model, which a
+    resumed run loads as such; any other name an adapter."""
+
+    def check(self, model_dir: Path) -> None:
+        """Before any process starts: raises ``ConfigError`` if the settings do not fit the model,
+        whose folder may not be there yet."""
+
+    def prepare(self, model: nn.Module, model_dir: Path, adapter: Path | None) -> None:
+        """Freeze weights, and add an adapter, in place: a new one, or that of the folder
+        ``adapter`` where a run resumes. ``model`` is a transformers model, not sharded yet. Raises
+        ``ConfigError``."""
+        raise NotImplementedError
+
+    def initial(self, model: nn.Module) -> AbstractContextManager[None] | None:
+        """Within it the prepared ``model`` computes as before any training. None: the trainer has
+        to keep a copy of the first weights, which the model's folder has under the same names."""
+
+    def tensors(self, model: nn.Module) -> dict[str, Tensor]:
+        """The tensors to publish, by name, as this rank holds them."""
+        raise NotImplementedError
+
+    def metadata(self) -> Mapping[str, str]:
+        """Of ``weights_file``."""
+        return {}
+
+    def write_config(self, directory: Path) -> None:
+        """Write the files of a published version besides its tensors. Rank 0 calls this."""
+
+    def merge(self, model_dir: Path, adapter: Path, directory: Path) -> None:
+        """Write the weights of the export into ``directory``: the model of ``model_dir`` with the
+        published ``adapter``, in float32. Rank 0 calls this. Raises ``WeightsError``."""
+        raise NotImplementedError
+
+
+class Kernel(Offer):
+    """Ways of a packed row through the model. Without one the trainer computes each sequence of a
+    row by itself, with the attention and the LM head of transformers; a kernel gives the same
+    numbers in less time or memory.
+
+    ``trainer.attention`` selects it by name, and its settings are those of ``fused_lm_head``,
+    ``lm_head_block`` and ``share_prompts`` that the run sets. Keep ``import torch`` inside the
+    methods.
+    """
+
+    def prepare(self, compiled: bool) -> None:
+        """Once, before any row: register attention with transformers. ``compiled``: the decoder
+        blocks are compiled, and must call attention outside of their graphs."""
+
+    def packings(self, device: torch.device) -> Sequence[Packing]:
+        """The ways, the fastest first. The trainer takes the first one whose log π is that of
+        transformers, or its own way if none is (entry-point group ``prime_rl.self_checks``)."""
+        return ()
+
+    def logprobs(
+        self,
+        head: nn.Linear,
+        hidden: Tensor,
+        temperatures: Tensor | None,
+        labels: Tensor,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor] | None:
+        """log softmax(logits / temperature)[label], in the shape of ``labels`` [N] or [N, L], and
+        the entropies [N], which have a gradient only with ``entropy_gradient``. Both are float32,
+        or float64 if ``hidden`` [N, D] is. None: compute all logits [N, V] at once."""
+        return None
+
+
+class TrainerObserver(Offer):
+    """Watches the trainer and changes nothing. Keep ``import torch`` inside the methods.
+
+    Every installed observer is active; ``[trainer.<name>]`` has its settings. All ranks make the
+    same calls, in the same order, so that a method may use collectives. Log to a child of
+    ``prime_rl.trainer``: then only rank 0 shows it. The trainer's own types may change without
+    notice.
+    """
+
+    def started(self, trainer: Trainer, run_dir: Path) -> None:
+        """Before the first step."""
+
+    def waiting(self, step: int, seconds: float) -> None:
+        """The batch of ``step`` is not there yet; called about once per second."""
+
+    def row_trained(
+        self,
+        step: int,
+        *,
+        micro_batch: MicroBatch,
+        row: PackedRow,
+        logprobs: Tensor,
+        entropies: Tensor,
+        calls: Sequence[Call],
+    ) -> None:
+        """A micro batch went forward and backward. ``logprobs``, ``entropies``: [T], tokens of
+        ``row``, without gradient. ``calls``: of loss functions. With ``trainer.epochs`` each epoch
+        calls this again, with the same ``micro_batch`` object."""
+
+    def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """All rows of the batch are done; its last optimizer step follows. Returns further metrics:
+        rank 0's are recorded."""
+        return {}
+
+    def bad_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> str:
+        """The optimizer step of these micro batches, a minibatch, is skipped: its loss or gradient
+        is not finite. Returns sentences for the log, the same on every rank."""
+        return ""
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The version is published, and the checkpoint saved if one is due. ``metrics`` are all of
+        the step's; ``time/save_ckpt`` is of its own checkpoint."""
