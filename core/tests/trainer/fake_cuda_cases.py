@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from fake_cuda import Recorder, fake_cuda, fake_ranks, pretend
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import (
     PreTrainedModel,
     Qwen3Config,
@@ -156,7 +157,9 @@ def steps(
 
 
 def published(trainer: Trainer) -> list[Piece]:
-    return published_pieces(trainer.model, published_tensors(trainer.model))
+    """Found by the values of other tensors, which are real; of these it takes the shapes."""
+    with _disable_current_modes():
+        return published_pieces(trainer.model, published_tensors(trainer.model))
 
 
 def sharding(trainer: Trainer) -> dict[str, Any]:
