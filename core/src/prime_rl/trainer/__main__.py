@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
@@ -38,7 +39,7 @@ from prime_rl.plugins.offers import (
 )
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
-from prime_rl.rundir.launch import PARENT_PID, Launch
+from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
@@ -130,7 +131,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")
-    with parallel.joined(rank, choose_device(config.trainer.device, rank)):
+    elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
+    with parallel.joined(rank, choose_device(config.trainer.device, rank), elsewhere):
         train_here(
             *(config, launch, losses, observers, tuning, kernel, maker, transport),
             *(model_path, run_dir, status),
@@ -167,7 +169,7 @@ def train_here(
         kernel=kernel,
         maker=maker,
     )
-    logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
+    logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
     resumed, trainer.publishes_average = None, "ema" in launch.reference_urls
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")

@@ -23,7 +23,7 @@ from prime_rl_ray.agent import Agent
 if TYPE_CHECKING:
     from prime_rl_ray import RayConfig
 
-FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_")
+FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_", "GLOO_", "TORCH_")
 POLL_SECONDS = 0.25
 CONNECT_SECONDS = 10.0
 END_SECONDS = 20.0
