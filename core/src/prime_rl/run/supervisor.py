@@ -82,7 +82,7 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
             if stopped := stop.result:
                 if stop.is_asked:
                     raise stopped
-                view.print((run_dir / STOP).read_text())  # the run ended itself: [stop]
+                view.print((view.run_dir / STOP).read_text())  # the run ended itself: [stop]
         finally:
             with children.uninterrupted():
                 _end(launcher, attempts.processes)
