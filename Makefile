@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # One worker more than cores: some tests wait for processes of their own.
 PARALLEL := -n $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))") --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels clean
+.PHONY: setup run test test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels version clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
@@ -84,6 +84,10 @@ bench: setup
 
 wheels: setup
 	for package in . $(PACKAGES); do $(BIN)/python -m build --quiet --wheel --no-isolation --outdir dist $$package; done
+
+# make version NEW=0.2.0
+version: setup
+	$(BIN)/python -m tools.version $(NEW)
 
 clean:
 	rm -rf $(VENV) $(VLLM) dist site

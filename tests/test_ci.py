@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tools.version import main, with_version
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,3 +49,15 @@ def test_chromium_is_installed_where_apt_get_can(tmp_path):
     update, install = calls.read_text().splitlines()
     assert update.endswith(" update") and " --yes " in install
     assert install.endswith(" install --no-install-recommends chromium chromium-driver")
+
+
+def test_every_distribution_has_the_version_of_the_root():
+    """To fix: make version NEW=..."""
+    assert main([]) == 0
+
+
+def test_another_version_is_written_with_the_bounds_of_our_own_requirements():
+    core, lora = '"prime-rl-core[run]>={0},<{1}"', '"prime-rl-lora>={0},<{1}"'
+    text = f'version = "{{}}"\n{core},\n{lora},\n"numpy>=1.26"\n'
+    old = text.replace("{}", "0.1.0").format("0.1", "0.2")
+    assert with_version(old, "1.4.0rc1") == text.replace("{}", "1.4.0rc1").format("1.4", "1.5")

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -53,8 +55,11 @@ from prime_rl_devkit.verdicts import promise_of
 from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling, UpdateBody
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOLLOWED = {"tutorial-algorithm.md", "migrating.md", "first-environment.md"}
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+FOLLOWED = {"tutorial-algorithm.md", "migrating.md", "first-environment.md", "AGENTS.md"}
 """Pages whose blocks are executed in order by ``test_tutorial.py``, not one by one here."""
 READMES = sorted([*ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")])
 CONFIGS = sorted((ROOT / "configs").glob("**/*.toml"))
@@ -157,14 +162,20 @@ def any_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prime_rl_vllm.check_interpreter", lambda python: None)
 
 
+def files_of(path: Path) -> list[Path]:
+    """What a command names to run it: those of ``configs/algorithms`` are laid over another."""
+    laid = path.parent.name == "algorithms"
+    return [*([ROOT / "configs/reverse_text/grpo.toml"] if laid else []), path]
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -> None:
-    check(load_config([path]))
+    check(load_config(files_of(path)))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_can_be_run_for_six_steps(path: Path) -> None:
-    config, _ = with_fitted_schedule(load_config([path], ["--max-steps", "6"]))
+    config, _ = with_fitted_schedule(load_config(files_of(path), ["--max-steps", "6"]))
     config.trainer.scheduler.check(config.trainer.optim.lr, 6)
 
 
@@ -386,24 +397,67 @@ def test_the_clock_in_the_docs_sees_the_whole_of_an_async_hook() -> None:
 # -- the site --------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_every_page_is_in_the_sites_menu_and_the_site_builds_without_a_warning(
-    tmp_path: Path,
-) -> None:
-    """mkdocs warns of a page in no menu, and of a link or an anchor that leads nowhere; with
-    ``--quiet`` it would not."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The built site, and what mkdocs said; with ``--quiet`` it would not warn."""
+    folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    return folder, done.stderr
+
+
+@pytest.mark.slow
+def test_every_page_is_in_the_sites_menu_and_the_site_builds_without_a_warning(
+    site: tuple[Path, str],
+) -> None:
+    """mkdocs warns of a page in no menu, and of a link or an anchor that leads nowhere."""
+    folder, said = site
+    assert "WARNING" not in said, said
     for page in (ROOT / "docs").glob("*.md"):
-        assert (tmp_path / f"{page.stem}.html").exists()
-    assert '<pre class="mermaid">' in (tmp_path / "index.html").read_text()
+        assert (folder / f"{page.stem}.html").exists()
+
+
+@pytest.mark.slow
+def test_search_works_on_every_page_and_nothing_is_fetched_from_elsewhere(
+    site: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Chromium, over loopback: the search of the theme is a worker, which files cannot start."""
+    monkeypatch.syspath_prepend(str(ROOT / "plugins/prime_rl_tools/tests/report"))
+    from report_browser import browser_path, chromium  # type: ignore[import-not-found]
+
+    if browser_path() is None:
+        pytest.skip("no Chromium")
+    handler = partial(QuietHandler, directory=str(site[0]))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium(tmp_path) as tab:
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}"
+        tab.size(1300, 900)
+        for page in sorted((ROOT / "docs").glob("*.md")):
+            tab.call("Page.navigate", url=f"{home}/{page.stem}.html")
+            tab.until(
+                f"location.pathname === '/{page.stem}.html' && document.readyState === 'complete'"
+            )
+            tab.eval(
+                "(() => { const q = document.querySelector('[data-md-component=search-query]');"
+                "q.focus(); q.value = 'entropy';"
+                "q.dispatchEvent(new KeyboardEvent('keyup', {bubbles: true})); })()"
+            )
+            tab.until("document.querySelectorAll('.md-search-result__link').length > 2")
+        server.shutdown()
+        assert tab.errors == []
+        assert [url for url in tab.requested if not url.startswith((home, "data:", "about:"))] == []
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
 
 # -- links and hygiene ---------------------------------------------------------------------------

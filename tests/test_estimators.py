@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.docs.estimators_page import card
+from tools.docs.estimators_page import card, offers
 
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import ALGORITHM, collect
-
-NAMES = sorted(collect(load_plugins("prime_rl"), ALGORITHM))
+NAMES = sorted(offers())
 PAGE = (Path(__file__).parents[1] / "docs/estimators.md").read_text()
 QUICK = ("max_rl",)
 """The others are slow together."""

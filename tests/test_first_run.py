@@ -168,11 +168,14 @@ def test_two_runs_side_by_side_keep_apart(pair: Finished) -> None:
     assert any(not np.array_equal(here[name], there[name]) for name in here)
 
 
+NO_RECOVERY = ("--recovery.max_restarts", "0")
+
+
 @pytest.mark.parametrize("victim", ["inference", "orchestrator"])  # trainer: test_resume.py
 def test_a_child_that_dies_ends_the_run_with_its_name_and_no_orphan(
     start, tmp_path, processes_of, victim: str
 ) -> None:
-    process = start(victim, "--max_steps", "1000", "--inference.max_restarts", "0")
+    process = start(victim, "--max_steps", "1000", "--inference.max_restarts", "0", *NO_RECOVERY)
     run_dir = tmp_path / victim
     wait_for_step(run_dir, 1, process)
     pid = json.loads((run_dir / "status" / f"{victim}.json").read_text())["pid"]

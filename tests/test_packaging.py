@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -211,14 +212,40 @@ def test_an_uninstalled_algorithm_is_named_with_the_package_that_brings_it(bare,
     run(*pip(bare), "uninstall", "--yes", "--quiet", "prime-rl-echo", "prime-rl-grpo")
     done = run(*command, cwd=tmp_path, ok=False)
     assert done.returncode == 2
-    assert done.stderr == (
+    first, *others = done.stderr.splitlines()
+    assert first == (
         "error: env 'reverse-text': algo: no installed plugin offers the algorithm 'grpo' "
         "(installed: opd, opsd, sdft, sdpo, sft). Check the spelling, or install the package that "
-        "brings it (by convention prime-rl-grpo).\n"
+        "brings it (by convention prime-rl-grpo)."
     )
+    # What else is missing there, at once.
+    assert any(line.startswith("orchestrator.renderer.name: no installed") for line in others)
     assert list(tmp_path.iterdir()) == []
     run(*pip(bare), "install", "--quiet", "--no-index", "--find-links", dist, "prime-rl-grpo")
     assert "algorithm" not in run(*command, cwd=tmp_path, ok=False).stderr
+
+
+def interpreter(minor):
+    """Another Python, on the path or of pyenv; None if there is none."""
+    (*_, last) = None, *sorted(Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python"))
+    return last or shutil.which(f"python3.{minor}")
+
+
+@pytest.mark.parametrize("minor", [11, 12, 13])
+def test_core_and_an_algorithm_work_on_each_python(dist, tmp_path, minor):
+    """Those that it says it works on, beside the one that runs these tests."""
+    assert metadata(dist, "prime_rl_core")["Requires-Python"] == ">=3.11"
+    if minor == sys.version_info.minor or interpreter(minor) is None:
+        pytest.skip(f"no other Python 3.{minor} here")
+    run(interpreter(minor), "-m", "venv", "--without-pip", tmp_path / "venv")
+    folder = tmp_path / "venv/bin"
+    wheels = [wheel(dist, f"prime_rl_{name}") for name in ("core", "devkit", "grpo")]
+    run(*pip(folder), "install", "--quiet", "--disable-pip-version-check",
+        "--find-links", dist, *wheels)  # fmt: skip
+    code = "import pkgutil, prime_rl.plugins as p; [__import__(m.name) for m in "
+    code += "pkgutil.iter_modules(p.__path__, 'prime_rl.plugins.')]"
+    run(folder / "python", "-W", "error", "-c", code)
+    assert json.loads(run(folder / "prime-rl", "plugins", "check", "grpo", "--json").stdout)["ok"]
 
 
 THIRD_PARTY = {"algorithm": "algorithms", "loss": "losses"}

@@ -30,6 +30,7 @@ def test_two_configs_race_and_a_second_race_knows_the_result(model_cache, tmp_pa
             for row in map(json.loads, (run_dir / "evals.jsonl").read_text().splitlines())
         }
         assert point["step"] > 0 and point["reward"] == rewards[point["step"]]
+        assert point["before"] == rewards[0]
         assert 0 < point["tokens"] <= 1000
         assert (run_dir / "weights").is_dir()  # it was stopped, not killed
     assert race["pairs"][0]["num_seeds"] == 1 and "too few" in race["pairs"][0]["verdict"]

@@ -96,7 +96,8 @@ def check_tokens(run_dir: Path, max_steps: int) -> None:
 def test_of_two_engines_one_is_killed_and_started_again_and_nothing_is_lost(
     start: Start, tmp_path: Path
 ) -> None:
-    process = start(*run_of(tmp_path, "--max_steps", "8", "--inference.replicas", "2"))
+    words = ("--max_steps", "8", "--inference.replicas", "2", "--recovery.stopped_timeout", "900")
+    process = start(*run_of(tmp_path, *words))
     run_dir = tmp_path / "run"
     eventually(lambda: 2 in rows(run_dir, "inference/0/serving"), process)
     os.kill(process.pid, signal.SIGSTOP)  # or the engine is back before the next batch

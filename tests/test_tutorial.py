@@ -164,6 +164,15 @@ def test_the_tutorial_goes_from_ten_lines_to_an_installed_wheel(
 
 
 @pytest.mark.slow
+def test_the_commands_for_coding_agents_run(tmp_path: Path, commands_folder: Path) -> None:
+    reader = Reader(tmp_path, commands_folder)
+    for block in blocks(ROOT / "AGENTS.md"):
+        reader.follow(block)
+    for step in ("plugins new", "pytest", "plugins check", "plugins show"):
+        assert any(step in command for command in reader.commands), step
+
+
+@pytest.mark.slow
 def test_the_first_environment_is_written_tested_and_trained_on(
     tmp_path: Path,
     commands_folder: Path,

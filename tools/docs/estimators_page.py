@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,8 +41,8 @@ prime-rl plugins prove NAME [--set KEY=VALUE] [--group-size 2,4] [--loss NAME]
 ```
 
 The command also proves longer replies, groups with a failed member, and a policy that is ahead of
-the one that sampled. It takes about a minute; with `--group-size 2`, a few seconds. A plugin's own
-tests use `prime_rl.testing.prove`:
+the one that sampled. It takes about half a minute of CPU time; with `--group-size 2`, a few
+seconds. A plugin's own tests use `prime_rl.testing.prove`:
 
 <!-- tested -->
 ```python
@@ -75,8 +76,10 @@ How to read a card:
   REINFORCE without a baseline.
 - **plain** has rewards 0 and 1; **graded** has rewards of any size, asked again at a quarter of
   the spread and one point higher; **two-turn** has an answer of the environment.
-- A batch has one group: an algorithm that whitens over the batch does so over the group. A running
-  baseline starts at zero with each group. PPO's critic gives the exact expected return, and so do
+- A batch has one group; **batch** has two, of questions that are drawn for each, where the credit
+  of a group depends on the other: whitening over a batch of one group is whitening over the group,
+  and its bias shrinks as the batch grows. Its "one" is a step of one batch. A running baseline
+  starts at zero with each group. PPO's critic gives the exact expected return, and so do
   VinePPO's branches, with the lab's reward function. A teacher, the policy's first weights, or a
   policy that has seen a hint, is a somewhat different policy.
 
@@ -91,22 +94,30 @@ def estimators_page() -> str:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        offers = collect(load_plugins("prime_rl"), ALGORITHM)
-        return "\n".join([HEAD, *(card(name) for name in sorted(offers))])
+        return "\n".join([HEAD, *(card(name) for name in sorted(offers()))])
     finally:
         torch.set_num_threads(threads)
 
 
+@cache
+def offers() -> Mapping[str, Any]:
+    """Every installed algorithm by name."""
+    return collect(load_plugins("prime_rl"), ALGORITHM)
+
+
 def card(name: str) -> str:
     """The card of one installed algorithm, with its default settings, loss and divisor."""
-    cls = collect(load_plugins("prime_rl"), ALGORITHM)[name].cls
+    cls = offers()[name].cls
     algorithm = cls(cls.config_class.model_validate(SETTINGS.get(name, {})))
     few = shipped(longest=2)
     plain = replace(few["plain"], questions=few["plain"].questions[::2])
     many = (2,) if cls.order_dependent else (2, 4)  # 2,401 groups of 4 if their order matters
     parts = [
         prove(algorithm, group_size=sizes, staleness=(0,), problems=chosen)
-        for sizes, chosen in ((many, (plain,)), ((2,), (few["graded"], few["two-turn"])))
+        for sizes, chosen in (
+            (many, (plain,)),
+            ((2,), (few["graded"], few["two-turn"], few["batch"])),
+        )
     ]
     proof = replace(
         parts[0],

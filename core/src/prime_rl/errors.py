@@ -4,9 +4,23 @@
 class PrimeRLError(Exception):
     """Base class of every exception that the framework raises on purpose."""
 
+    exit_code = 2  # of ``prime-rl``, if the exception ends it
+
 
 class ConfigError(PrimeRLError, ValueError):
     """A setting cannot work."""
+
+
+class RunHeld(ConfigError):
+    """Another supervisor runs this run."""
+
+    exit_code = 3
+
+
+class NoCheckpoint(ConfigError):
+    """There is nothing to resume from."""
+
+    exit_code = 4
 
 
 class PluginError(PrimeRLError):
@@ -39,3 +53,12 @@ class WeightsError(PrimeRLError):
 
 class RunError(PrimeRLError):
     """The run as a whole cannot go on."""
+
+
+class ProcessFailed(RunError):
+    """A process that the run needs has died, hangs or is stopped."""
+
+    def __init__(self, text: str, name: str, cause: str, reported: bool = False) -> None:
+        """``cause``: in one line. ``reported``: the process itself has said what was wrong."""
+        super().__init__(text)
+        self.name, self.cause, self.reported = name, cause, reported

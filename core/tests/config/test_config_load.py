@@ -151,7 +151,7 @@ def message(toml, text, overrides=()):
         ("--trainer.dtyp=bfloat16", "trainer.dtyp: unknown key; did you mean 'dtype'?"),
         ("--max_steps=0", "max_steps: Input should be greater than 0 (got 0)"),
         ("--trainer.dtype=fp16",
-         "trainer.dtype: Input should be 'float32' or 'bfloat16' (got 'fp16')"),
+         "trainer.dtype: Input should be 'auto', 'float32' or 'bfloat16' (got 'fp16')"),
         ("--deployment.trainer_gpus=x", "deployment.trainer_gpus: expected a list (got 'x')"),
         ("--trainer.optim=true", "trainer.optim: expected a table of keys (got True)"),
         ("--inference.base_url=here:80", "inference.base_url: 'here:80' is no URL of an engine: "

@@ -38,6 +38,18 @@ def test_no_training_env():
     )
 
 
+def test_everything_that_is_wrong_with_plugins_is_reported_at_once():
+    lines = refusal(
+        {"sampler": {"type": "difficulty_pool"}, "algo": {"type": "grpo", "nope": 1}},
+        trainer={"optim": {"type": "adamx"}},
+        view={"type": "terminal", "nope": 1},
+        ckpt={"best": "eval/a/x"},
+    ).splitlines()
+    starts = ("env 'a'", "orchestrator.sampler", "ckpt.best", "view", "trainer.optim.type")
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
+
+
 def test_a_batch_that_groups_do_not_divide():
     assert refusal({"batch_size": 12, "group_size": 8}) == (
         "env 'a': group_size 8 does not divide orchestrator.batch_size 12. Make the batch a "

@@ -16,7 +16,7 @@ from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.engines import report_engines
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.run.children import LocalLauncher, end, free_ports
-from prime_rl.run.supervisor import Restarts
+from prime_rl.run.supervisor import Pause, Restarts
 from prime_rl.rundir.status import Status, read_status
 from prime_rl.weights.versions import Weights
 
@@ -36,7 +36,7 @@ class Starts(Launcher):
     name = "starts"
 
     def __init__(self):
-        self.started, self.ended = [], []
+        self.started, self.ended, self.clock = [], [], Clock()
 
     def start(self, task, command):
         self.started.append((task.name, command.argv))
@@ -50,16 +50,30 @@ def command(*argv):
     return ProcessCommand(argv, Path("log"))
 
 
+def begin(restarts, task, command):
+    restarts.add(task, command)
+    return restarts._launcher.start(task, command)
+
+
+def restart(restarts, processes):
+    """As the supervisor does, until the pause of an engine is over."""
+    restarts.restart(processes)
+    while any(isinstance(each, Pause) for each in processes):
+        restarts._launcher.clock.sleep(1)
+        restarts.restart(processes)
+
+
 @pytest.fixture
 def run(tmp_path):
     """Two engines that serve, and a trainer."""
     (tmp_path / "status").mkdir()
     printed = []
-    restarts = Restarts(Starts(), tmp_path, 2, printed.append)
+    launcher = Starts()
+    restarts = Restarts(launcher, tmp_path, 2, printed.append, launcher.clock.monotonic)
     processes = [
-        restarts.start(Task("inference", "inference"), command("a")),
-        restarts.start(Task("inference_1", "inference", 1), command("b")),
-        restarts.start(Task("trainer", "trainer"), command("t")),
+        begin(restarts, Task("inference", "inference"), command("a")),
+        begin(restarts, Task("inference_1", "inference", 1), command("b")),
+        begin(restarts, Task("trainer", "trainer"), command("t")),
     ]
     status = Status(tmp_path / "status" / "engines.json")
     status.report("2 of 2 serve", inference="version 3", inference_1="version 3")
@@ -70,7 +84,7 @@ def run(tmp_path):
 def test_an_engine_that_dies_is_restarted_with_its_own_command(run):
     restarts, processes, printed, _ = run
     processes[1].code = -signal.SIGKILL
-    restarts.restart(processes)
+    restart(restarts, processes)
     assert restarts._launcher.started == [("inference_1", ("b",))]
     assert [process.name for process in processes] == ["inference", "inference_1", "trainer"]
     assert processes[1].exit_code is None
@@ -81,10 +95,10 @@ def test_an_engine_past_its_limit_is_dropped_while_another_works(run):
     restarts, processes, printed, _ = run
     for _ in range(3):
         next(p for p in processes if p.name == "inference").code = 1
-        restarts.restart(processes)
+        restart(restarts, processes)
     assert [process.name for process in processes] == ["inference_1", "trainer"]
     assert printed[-1] == "inference exited with code 1: going on without it"
-    assert restarts._launcher.ended == ["inference"]
+    assert restarts._launcher.ended == ["inference", "inference"]
     assert len(restarts._launcher.started) == 2
 
 
@@ -93,7 +107,7 @@ def test_the_last_engine_stays_in_the_list_with_its_exit_code(run):
     for _ in range(3):
         for process in [p for p in processes if p.name != "trainer"]:
             process.code = 1
-        restarts.restart(processes)
+        restart(restarts, processes)
     dead = [process for process in processes if process.exit_code is not None]
     assert len(dead) >= 1 and all(process.name.startswith("inference") for process in dead)
 
@@ -101,34 +115,34 @@ def test_the_last_engine_stays_in_the_list_with_its_exit_code(run):
 def test_the_engine_of_the_first_weights_is_restarted_too_and_never_dropped(run):
     """Nor does it stand in for the policy's engines."""
     restarts, processes, _, _ = run
-    processes.append(restarts.start(Task("inference_2", "inference", 2), command("i")))
+    processes.append(begin(restarts, Task("inference_2", "inference", 2), command("i")))
     restarts._launcher.started.clear()
     for _ in range(3):
         next(p for p in processes if p.name == "inference_2").code = 1
-        restarts.restart(processes)
+        restart(restarts, processes)
     assert restarts._launcher.started == [("inference_2", ("i",))] * 2
-    assert processes[-1].exit_code == 1 and restarts._launcher.ended == []
+    assert processes[-1].exit_code == 1
     for _ in range(3):
         for process in processes[:2]:
             process.code = 1
-        restarts.restart(processes)
+        restart(restarts, processes)
     assert len([p for p in processes if p.name in ("inference", "inference_1")]) >= 1
 
 
 def test_a_hung_engine_is_restarted_once_per_reported_hang(run):
     restarts, processes, printed, status = run
-    for how in ("hung (1)", "hung (1)", "starting", "version 4", "hung (2)", "hung (2)"):
+    for how in ("hung (1)", "hung (1)", "starting", "away", "hung (2)", "hung (2)"):
         status.report("1 of 2 serve", inference="version 4", inference_1=how)
-        restarts.restart(processes)
+        restart(restarts, processes)
     assert restarts._launcher.started == [("inference_1", ("b",))] * 2
     assert printed == [
         "inference_1 answers nothing: starting it again (1 of 2 times)",
         "inference_1 answers nothing: starting it again (2 of 2 times)",
     ]
     status.report("1 of 2 serve", inference="version 4", inference_1="hung (3)")
-    restarts.restart(processes)
+    restart(restarts, processes)
     assert printed[2:] == ["inference_1 answers nothing: going on without it"]
-    assert restarts._launcher.ended == ["inference_1"]
+    assert restarts._launcher.ended == ["inference_1", "inference_1"]
     assert [process.name for process in processes] == ["inference", "trainer"]
 
 
@@ -137,7 +151,7 @@ def test_a_stale_report_does_not_end_the_restarted_engine(run):
     status.report("1 of 2 serve", inference="version 4", inference_1="hung (1)")
     processes[1].code = 1
     for _ in range(3):
-        restarts.restart(processes)
+        restart(restarts, processes)
     assert printed == ["inference_1 exited with code 1: starting it again (1 of 2 times)"]
 
 
@@ -146,23 +160,54 @@ def test_the_last_engine_that_hangs_past_its_limit_is_kept(run):
     processes.pop(0)
     for number in (1, 2, 3, 3):
         status.report("0 of 1 serve", inference_1=f"hung ({number})")
-        restarts.restart(processes)
-    assert len(printed) == 2 and restarts._launcher.ended == []
+        restart(restarts, processes)
+    assert len(printed) == 2
     assert [process.name for process in processes] == ["inference_1", "trainer"]
 
 
-def test_an_engine_that_has_never_served_is_not_restarted(run):
+def test_an_engine_that_exits_before_it_has_served_is_restarted_once_beside_another(run):
     restarts, processes, printed, status = run
     status.report("1 of 2 serve", inference="version 0", inference_1="starting")
-    processes[0].code = processes[1].code = 1
-    restarts.restart(processes)
-    assert [process.exit_code for process in processes] == [None, 1, None] and len(printed) == 1
+    for _ in range(2):
+        processes[1].code = 1
+        restart(restarts, processes)
+    assert [process.name for process in processes] == ["inference", "trainer"]
+    assert printed == [
+        "inference_1 exited with code 1: starting it again (1 of 1 times)",
+        "inference_1 exited with code 1: going on without it",
+    ]
+
+
+def test_an_engine_that_exits_before_it_has_served_and_is_alone_ends_the_run(run):
+    restarts, processes, printed, status = run
+    status.report("0 of 1 serve", inference="starting")
+    del processes[1]
+    processes[0].code = -signal.SIGKILL  # by someone else: it may start the next time
+    restart(restarts, processes)
+    assert processes[0].exit_code is None and len(printed) == 1
+    processes[0].code = 1
+    restart(restarts, processes)
+    assert processes[0].exit_code == 1 and len(printed) == 1
+
+
+def test_pauses_grow_and_a_newer_version_gives_all_restarts_back(run):
+    restarts, processes, printed, status = run
+    for pauses in (0, 1):
+        processes[1].code = 1
+        before = restarts._launcher.clock.now
+        restart(restarts, processes)
+        assert restarts._launcher.clock.now - before == pauses
+    assert restarts._launcher.ended == ["inference_1"]  # its children do not outlive a pause
+    status.report("2 of 2 serve", inference="version 4", inference_1="version 4")
+    processes[1].code = 1
+    restart(restarts, processes)
+    assert printed[-1].endswith("(1 of 2 times)")
 
 
 def test_only_engines_are_restarted(run):
     restarts, processes, printed, _ = run
     processes[2].code = 1
-    restarts.restart(processes)
+    restart(restarts, processes)
     assert processes[2].exit_code == 1 and printed == [] and restarts._launcher.started == []
 
 
@@ -211,7 +256,7 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
     (port,), printed = free_ports(1), []
     command = ProcessCommand([sys.executable, "-c", ENGINE, str(port)], tmp_path / "log")
     restarts = Restarts(LocalLauncher(PluginConfig()), tmp_path, 2, printed.append)
-    first = restarts.start(Task("inference", "inference"), command)
+    first = begin(restarts, Task("inference", "inference"), command)
     processes, url = [first], f"http://127.0.0.1:{port}"
     fleet = Fleet(
         [url], "k", Weights(tmp_path, 0), FleetOptions(model="m", hang_timeout=10, poll=0.05)

@@ -15,9 +15,11 @@ from prime_rl.cli.app import app
 from prime_rl.cli.run import split_resume
 from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
+from prime_rl.errors import NoCheckpoint, RunHeld
 from prime_rl.plugins.manager import installed_versions
 from prime_rl.run.resume import begin, config_drift, plan, rewind, version_drift
 from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
+from prime_rl.rundir.control import supervised
 from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
 
 
@@ -67,6 +69,7 @@ def test_latest_is_the_newest_whole_checkpoint_of_the_named_run(tmp_path: Path) 
         checkpoint(run_dir, step, asked)
     unfinished(run_dir, 6).directory.mkdir()
     found = plan(asked, "latest")
+    assert found.checkpoint is not None
     assert (found.checkpoint.step, found.run_dir) == (4, run_dir)
     assert found.notes == [f"resuming from step 4 of {run_dir / 'checkpoints' / 'step_4'}"]
     assert plan(asked, "2").checkpoint.step == 2
@@ -141,9 +144,36 @@ def test_where_there_is_none_it_says_what_there_is(tmp_path: Path) -> None:
 
 def test_a_run_that_is_over_says_so(tmp_path: Path) -> None:
     asked = config(tmp_path, run={"name": "mine"})
-    checkpoint(make_run_dir(asked), 10, asked)
+    checkpoint(run_dir := make_run_dir(asked), 10, asked)
+    with pytest.raises(ZeroDivisionError), supervised(run_dir):
+        raise ZeroDivisionError
+    for what in ("latest", "auto"):  # it failed after its last step: the rest is made up for
+        found = plan(asked, what)
+        assert (found.checkpoint and found.checkpoint.step, found.is_over) == (10, False)
+    with supervised(run_dir):
+        pass
+    assert plan(asked, "auto").is_over
     with pytest.raises(ConfigError, match=r"of step 10, max_steps is 10: nothing is left to train"):
         plan(asked, "latest")
+
+
+def test_auto_starts_a_run_without_a_checkpoint_again_in_place(tmp_path: Path) -> None:
+    asked = config(tmp_path, run={"name": "mine"})
+    fresh = plan(asked, "auto")
+    assert (fresh.checkpoint, fresh.run_dir) == (None, None)
+    with begin(asked, fresh) as (run_dir, _):
+        (run_dir / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+        (run_dir / "broadcasts" / "step_1").mkdir()
+        with pytest.raises(RunHeld) as caught, begin(asked, plan(asked, "auto")):
+            pass
+        assert caught.value.exit_code == 3
+    with begin(asked, plan(asked, "auto")) as (again, found):
+        assert (again, found, log_dir(run_dir).name) == (run_dir, None, "attempt_2")
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 0}\n'
+    assert os.listdir(run_dir / "broadcasts") == []
+    with pytest.raises(NoCheckpoint) as missing:
+        plan(asked, "latest")
+    assert missing.value.exit_code == 4
 
 
 def test_changed_keys_and_plugins_are_reported(tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl import RunError
+from prime_rl.config.run import RunConfig
 from prime_rl.run import supervisor
 from prime_rl.run.supervisor import _watch
 from prime_rl.rundir.checkpoints import STABLE, finished
 from prime_rl.rundir.control import STOP, Stop
+from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import DONE, Status
 
 FOREVER = "import time; time.sleep(600)"
@@ -78,6 +80,12 @@ def test_an_engine_that_exits_with_code_0_ends_the_run(spawn, view):
     ]
     with pytest.raises(RunError, match=r"^inference exited with code 0 before it was done\."):
         _watch(children, view)
+
+
+@pytest.mark.parametrize("name", ["trainer", "orchestrator"])
+def test_a_lost_status_file_makes_no_failure_of_a_success(spawn, view, name):
+    (view.run_dir / "status" / f"{name}.json").unlink()
+    _watch([spawn("pass", each) for each in ("trainer", "orchestrator")], view)
 
 
 @pytest.mark.parametrize("name", ["trainer", "orchestrator"])
@@ -168,19 +176,20 @@ def test_a_run_that_finished_every_step_was_not_stopped(view):
 
 
 def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_path, spawn):
-    """``_start`` is a generator: the supervisor must hold each child as soon as it runs."""
+    """The supervisor must hold each child as soon as it runs."""
 
-    def starting(*_):
-        yield spawn(FOREVER, "model")
+    def starting(attempts, checkpoint):
+        attempts.processes.append(spawn(FOREVER, "model"))
         raise RuntimeError("the engine plugin failed")
 
     ended = []
-    launcher = SimpleNamespace(end=ended.extend, close=lambda: ended.append("closed"))
-    monkeypatch.setattr(supervisor, "build_launcher", lambda *_: launcher)
-    monkeypatch.setattr(supervisor, "_start", starting)
-    config = SimpleNamespace(
-        plugins=SimpleNamespace(disabled=()), inference=SimpleNamespace(max_restarts=0)
+    new_attempt(tmp_path)
+    launcher = SimpleNamespace(
+        end=ended.extend, close=lambda: ended.append("closed"), is_remote=False
     )
+    monkeypatch.setattr(supervisor, "build_launcher", lambda *_: launcher)
+    monkeypatch.setattr(supervisor.Attempts, "start", starting)
+    config = RunConfig(model={"name": "m"}, max_steps=1)
     view = SimpleNamespace(print=print, run_dir=tmp_path)
     with pytest.raises(RuntimeError, match="the engine plugin failed"):
         supervisor.run(config, view)

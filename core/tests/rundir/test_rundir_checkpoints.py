@@ -37,12 +37,14 @@ def test_a_checkpoint_is_due_every_interval_and_after_the_last_step() -> None:
     assert [n for n in range(1, 9) if every_third.is_due(n, 8)] == [3, 6, 8]
     assert [n for n in range(1, 9) if bare.is_due(n, 8)] == [8]
     assert not any(off.is_due(n, 8) for n in range(1, 9))
+    assert bare.is_due(2, 8, since=600) and not bare.is_due(2, 8, since=599)
+    assert not every_third.is_due(2, 8, since=600) and not off.is_due(2, 8, since=600)
 
 
 @pytest.mark.parametrize(
     ("settings", "gone"),
     [
-        ({}, [2, 4, 6, 8]),
+        ({}, [2, 4, 6]),
         ({"interval": 2}, []),
         ({"interval": 4}, [2, 6]),  # written where the run was stopped
         ({"keep_last": 2}, [2, 4, 6]),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.trainer.device import HOST, Offload, moving_state
+from prime_rl.trainer.device import HOST, Offload, compute_dtype, moving_state
 
 
 def trained(**options):
@@ -60,3 +60,15 @@ def test_switched_off_nothing_moves():
     memory = Offload(model, [optimizer], torch.device("meta"), enabled=False)
     assert memory.load() == memory.unload() == 0.0
     assert model.weight.device.type == "cpu"
+
+
+def test_the_precision_is_bfloat16_where_a_gpu_has_it(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation: seen.append(1) or len(seen) > 1
+    )
+    gpu = torch.device("cuda")
+    assert [compute_dtype("auto", gpu) for _ in range(2)] == ["float32", "bfloat16"]
+    assert compute_dtype("auto", HOST) == "float32" and len(seen) == 2
+    assert compute_dtype("float32", gpu) == "float32"
+    assert compute_dtype("bfloat16", HOST) == "bfloat16"

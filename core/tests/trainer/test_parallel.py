@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,23 @@ from prime_rl.trainer.rank import STORE, Rank
 from prime_rl.trainer.tensor_file import write_stream
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no interface of this name")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_nccl_keeps_to_loopback_unless_an_engine_runs_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(STORE, str(tmp_path / "store"))
+    with parallel.joined(Rank(0, 1), torch.device("cpu"), elsewhere):
+        pass  # one rank has no group
+    assert not any(name in os.environ for name in names)
+    parallel._local_store(Rank(0, 2), elsewhere)
+    assert [os.environ.get(name) for name in names] == ["lo", None if elsewhere else "lo"]
 
 
 def test_a_streamed_file_is_what_the_library_reads(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
+#SBATCH --mem=0
 #SBATCH --output=%x-%j.log
 # sbatch slurm.sh CONFIG.toml [--dotted.key VALUE]...
 #

@@ -5,6 +5,7 @@ The algorithms here are the textbook's, in a few lines each; the oracle is theor
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ torch.set_num_threads(1)
 from prime_rl_devkit.lab.estimate import rloo_square  # noqa: E402
 from prime_rl_devkit.lab.problem import (  # noqa: E402
     LONGEST,
+    B,
     Problem,
     make_question,
     plain_replies,
@@ -221,6 +223,71 @@ def test_a_turn_baseline_over_those_who_reach_the_turn_is_biased():
     found = proof(Turns, problems=("two-turn",))
     assert "turns" in found.codes
     assert proof(MeanBaseline, problems=("two-turn",)).codes == {"unbiased"}
+
+
+BATCH = Problem(
+    "batch",
+    "replies of one token, b is right",
+    tuple(
+        make_question(name, plain_replies(lambda r: float(B in r), longest=1), seed, skill)
+        for seed, (name, skill) in enumerate((("hard", -0.8), ("easy", 1.8)))
+    ),
+    groups=2,
+)
+
+
+class BatchMean(Algorithm):
+    """Credit is the reward above the mean of the whole batch."""
+
+    name = "lab_batch_mean"
+
+    @hookimpl
+    def score_batch(self, groups):
+        every = [rollout for group in groups for rollout in group]
+        for rollout in every:
+            rollout.assign_advantages(rollout.reward - fmean(each.reward for each in every))
+
+
+def test_a_batch_of_two_groups_is_modeled_where_groups_depend_on_one_another():
+    """The others' rewards say nothing about a reply: the mean takes 1 of 4 rollouts."""
+    (estimate,) = proof(BatchMean, problems=(BATCH,)).estimates
+    assert estimate.many.residual < 1e-6 and estimate.one.residual < 1e-6
+    assert estimate.many.scale == pytest.approx(3 / 4, abs=1e-6)
+    assert estimate.one.scale == pytest.approx(3 / 4, abs=1e-6)
+
+    class Whitened(BatchMean):
+        @hookimpl
+        def score_batch(self, groups):
+            every = [rollout for group in groups for rollout in group]
+            rewards = [rollout.reward for rollout in every]
+            for rollout in every:
+                credit = (rollout.reward - fmean(rewards)) / (pstdev(rewards) + 1e-4)
+                rollout.assign_advantages(credit)
+
+    (estimate,) = proof(Whitened, problems=(BATCH,)).estimates
+    rates = [*estimate.rewards.values()]
+    for p, (scale, residual) in zip(rates, estimate.many.by_question, strict=True):
+        assert residual < 1e-5
+        assert scale == pytest.approx(weight_in_a_batch(p, rates), rel=1e-5)
+
+    class Alone(MeanBaseline):
+        @hookimpl
+        def score_batch(self, groups): ...
+
+    assert proof(Alone, problems=(BATCH,)).estimates == ()
+
+
+def weight_in_a_batch(p, rates):
+    """E of the whitened credit of a right reply minus that of a wrong one, over its sibling and the
+    two of the other group, whose question is either."""
+    found = 0.0
+    for q, rest in itertools.product(rates, itertools.product((0, 1), repeat=3)):
+        chance = np.prod([rate if r else 1 - rate for r, rate in zip(rest, (p, q, q), strict=True)])
+        right, wrong = [(own, *rest) for own in (1, 0)]
+        gap = (1 - fmean(right)) / (pstdev(right) + 1e-4)
+        gap -= (0 - fmean(wrong)) / (pstdev(wrong) + 1e-4)
+        found += chance * gap / len(rates)
+    return found
 
 
 def test_the_variance_of_rloo_is_its_closed_form():
@@ -455,9 +522,10 @@ def test_the_sound_losses_beside_the_faults_are_not_called():
 # -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_command_prints_a_verdict_json_and_a_picture(tmp_path):
+def test_the_command_prints_a_verdict_json_and_a_picture(tmp_path, monkeypatch):
     pytest.importorskip("prime_rl_grpo")
     image = pytest.importorskip("matplotlib.image")
+    monkeypatch.setattr("prime_rl_devkit.lab.prove.SHIPPED", shipped(longest=2))
     command = ["plugins", "prove", "grpo", "--group-size", "2", "--normalize-by", "constant"]
     path = tmp_path / "grpo.png"
     shown = CliRunner().invoke(app, [*command, "--staleness", "0,2", "--png", str(path)])

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from prime_rl_embedded.testing import Served, write_model
+from prime_rl_embedded.weights import apply_weights, read_weights
 
 Tensors = dict[str, torch.Tensor]
 PROMPT = [11, 22, 33, 44]
@@ -274,3 +275,18 @@ def test_an_update_without_a_folder_is_refused(server: Served) -> None:
     assert answer.status_code == 400 and "$.weight_dir" in answer.json()["error"]["message"]
     answer = server.post("/update_weights", {"weight_dir": "/no/such/folder"}, admin=True)
     assert answer.status_code == 400 and "no such folder" in answer.json()["error"]["message"]
+
+
+def test_experts_are_updated_from_one_tensor_each(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"vocab_size": 32, "num_hidden_layers": 1, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)
+    new, served = Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM(config)
+    new.save_pretrained(tmp_path)
+    weights = read_weights(tmp_path, served)
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in weights
+    with torch.no_grad():
+        apply_weights(weights, served)
+    for name, parameter in new.named_parameters():
+        assert served.get_parameter(name).equal(parameter), name

@@ -105,6 +105,16 @@ def test_merged_tensors_are_those_of_pefts_own_merge(
     assert any(not torch.equal(found[name], before[name]) for name in found)
 
 
+def test_products_are_computed_where_the_engine_wants_them(base: Path, adapter: Path) -> None:
+    """``meta`` stands in for the GPU: a tensor on it was computed there."""
+    found = dict(merged_tensors(base, adapter, torch.device("meta")))
+    changed = {name for name, tensor in found.items() if tensor.is_meta}
+    before = load_file(base / "model.safetensors")
+    merged = dict(merged_tensors(base, adapter))
+    assert changed == {name for name in before if not torch.equal(before[name], merged[name])}
+    assert changed and changed != before.keys()
+
+
 def test_an_untied_head_may_be_replaced_and_a_tied_one_not(tmp_path: Path, base: Path) -> None:
     untied = write_base(tmp_path / "untied", tie_word_embeddings=False)
     expected = write_adapter(untied, tmp_path / "a", modules_to_save=["lm_head"])

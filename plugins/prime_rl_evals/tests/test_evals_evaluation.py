@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+import os
 import resource
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +14,11 @@ from waiting import LIMIT, until
 from prime_rl import PluginConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
+from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.policy import Policy
+from prime_rl.orchestrator.records import decode_rollouts
 from prime_rl.run.resume import rewind
+from prime_rl.rundir.checkpoints import retain, whole_steps
 from prime_rl_evals.evaluation import EvalLog, Evaluation, free_slots
 from prime_rl_evals.figures import EvalResult
 
@@ -65,7 +70,7 @@ class World:
 
     def __init__(
         self, run_dir, rewards, *, version=0, began_with=0, last_version=100, interval=2,
-        max_hold_seconds=300.0, slots=8, num_examples=100, group_size=1,
+        max_hold_seconds=300.0, slots=8, num_examples=100, group_size=1, **tables,
     ):  # fmt: skip
         env = {
             "id": "held", "num_examples": num_examples, "group_size": group_size,
@@ -74,7 +79,7 @@ class World:
         table = {"max_hold_seconds": max_hold_seconds, "env": [env]}
         config = RunConfig(
             model={"name": "m"}, max_steps=last_version, seed=1000,
-            orchestrator={"max_inflight_rollouts": slots, "eval": table},
+            orchestrator={"max_inflight_rollouts": slots, "eval": table}, **tables,
         )  # fmt: skip
         if began_with != version:
             attempt = run_dir / "configs/launch.attempt_1.json"
@@ -127,6 +132,28 @@ async def settle():
 
 
 # -- one evaluation ---------------------------------------------------------------------------
+
+
+async def test_every_rollout_of_an_evaluation_is_kept_and_a_rewind_removes_later_ones(tmp_path):
+    rewards = [1.0, -1.0, 0.5, 0.25, 0.75]
+    world = World(tmp_path, rewards, group_size=2, interval=2)
+    await world.evaluation.before_training()
+    async with world:
+        await world.serve(2)
+        await world.evaluation._idle.wait()
+    at_0, at_2 = (tmp_path / f"eval_rollouts/step_{v}/held.msgpack" for v in (0, 2))
+    record = decode_rollouts(at_0)
+    kept = [(r.example_id, r.episode_id, r.reward, why) for r, why in record["rollouts"]]
+    assert record["step"] == 0
+    assert kept == [
+        (example, member, max(reward, 0.0), "TaskError" if reward < 0 else None)
+        for example, reward in enumerate(rewards)
+        for member in (0, 1)
+    ]
+    assert record["rollouts"][2].rollout.info == {"error": "broke"}
+    assert {r.policy_version for r, _ in decode_rollouts(at_2)["rollouts"]} == {2}
+    rewind(tmp_path, 1)
+    assert at_0.exists() and not at_2.exists()
 
 
 async def test_a_failed_rollout_counts_as_reward_zero(tmp_path):
@@ -330,3 +357,67 @@ def test_a_result_after_an_attempt_is_one_during_the_resumed_run(tmp_path):
     found = {"before": [], "during": [held_out(0.5, 4)], "after": []}
     assert EvalLog(tmp_path).results == found
     assert EvalLog(tmp_path / "none").results == {"before": [], "during": [], "after": []}
+
+
+# -- what the best value decides ----------------------------------------------------------------
+
+
+async def test_the_best_checkpoint_stays_and_the_run_ends_when_nothing_gets_better(tmp_path):
+    metric = "eval/held/all/reward/mean"
+    tables = {
+        "ckpt": {"best": metric, "interval": 2, "keep_last": 1},
+        "stop": {"metric": metric, "patience": 2},
+    }
+    world = World(tmp_path, [0.0], **tables)
+    await world.evaluation.before_training()
+    links, folder = [], tmp_path / "checkpoints"
+    async with world:
+        for version, reward in ((2, 0.2), (4, 0.7), (6, 0.5), (8, 0.7)):
+            step = folder / f"step_{version}"
+            step.mkdir(parents=True)
+            (step / "STABLE").touch()
+            assert not (tmp_path / "STOP").exists()
+            world.environment.rewards[0] = reward
+            await world.serve(version)
+            await world.serve(version + 1)  # waits for the evaluation
+            retain(tmp_path, world.evaluation.context.config.ckpt)
+            links.append((os.readlink(folder / "best"), whole_steps(tmp_path)))
+    assert links == [
+        ("step_2", [2]), ("step_4", [4]), ("step_4", [4, 6]), ("step_4", [4, 8])
+    ]  # fmt: skip
+    stopped = (tmp_path / "STOP").read_text()
+    assert "0.7000 at step 8, no new best in 2 evaluations; best 0.7000 at step 4" in stopped
+
+    resumed = World(tmp_path, [0.6], version=9, **tables)
+    await resumed.evaluation.setup()
+    assert (folder / "best").readlink() == Path("step_4")  # from evals.jsonl
+
+
+async def test_the_run_ends_when_the_metric_reaches_its_goal(tmp_path):
+    world = World(tmp_path, [0.9], stop={"metric": "eval/held/avg@1", "reach": 0.9})
+    await world.evaluation.before_training()
+    assert not (tmp_path / "STOP").exists()  # nothing is trained yet
+    async with world:
+        await world.serve(2)
+        await world.serve(3)
+    assert "reached 0.9" in (tmp_path / "STOP").read_text()
+
+
+async def test_a_metric_that_no_evaluation_has_is_named_with_close_ones(tmp_path):
+    world = World(tmp_path, [0.9], stop={"metric": "eval/held/reward"})
+    with pytest.raises(ConfigError, match=r"stop.metric = 'eval/held/reward'.*all/reward/mean"):
+        await world.evaluation.before_training()
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"stop": {"metric": "eval/other/avg@1"}}, "stop.metric = 'eval/other/avg@1'.*'held': 2"),
+        ({"ckpt": {"best": "eval/held/avg@1"}}, "multiple of ckpt.interval, unset"),
+        ({"ckpt": {"best": "eval/held/avg@1", "interval": 3}}, "a multiple of 3"),
+    ],
+)
+def test_a_metric_without_evaluations_at_the_right_steps_is_refused(tmp_path, tables, said):
+    world = World(tmp_path, [0.9], **tables)
+    with pytest.raises(ConfigError, match=said):
+        Evaluation.check(world.evaluation.context.config)

@@ -188,6 +188,9 @@ actor = psutil.Process(found["pids"][1]).ppid()
 os.kill(actor, signal.SIGKILL)
 found["died"] = wait(dying)
 found["replaced"] = wait(start(tasks[2], "raise SystemExit(5)"))[0]
+moved = launcher.place(tasks[1:], folder, told.append)
+found["moved"] = [(name, place.address, len(place.ports)) for name, place in moved.items()]
+found["after"] = [wait(start(task, "raise SystemExit(6)"))[0] for task in tasks[1:]]
 """
 
 
@@ -209,6 +212,8 @@ def test_tasks_get_places_and_processes_and_a_dead_actor_ends_its_process(addres
     code, lines = found["died"]
     assert code == -signal.SIGKILL
     assert found["replaced"] == 5  # by a new actor in the same place
+    assert found["moved"] == [["trainer", "127.0.0.1", 0], ["trainer_1", "127.0.0.1", 2]]
+    assert found["after"] == [6, 6]
     assert lines[0].startswith("pid ") and lines[-1].startswith("its Ray actor is gone: ")
     eventually(lambda: not exists(found["pids"][0]))
 

@@ -1,16 +1,20 @@
 """``prime_rl.train`` and ``prime_rl.Run``."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from report_runs import make_run
+from typer.testing import CliRunner
 
 import prime_rl
 from prime_rl import ConfigError, RunError
+from prime_rl.cli.app import app
 from prime_rl_tools.api import _table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,21 +114,52 @@ def test_faults_are_found_before_anything_starts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_from_python_trains_and_resumes(model_cache, tmp_path, monkeypatch, capsys):
+def test_a_run_from_python_trains_resumes_and_is_talked_with(
+    model_cache, tmp_path, monkeypatch, capsys
+):
+    """The first example of docs/python.md, two steps of it, in a folder with our ``configs``."""
     monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     small = {
         "model.warmup_exact": 0.0,
         "orchestrator": {"batch_size": 8, "group_size": 4, "eval": {"env": []}},
+        "orchestrator.pre_batch_filters": [],  # an untrained policy: groups may all be equal
+        "orchestrator.post_batch_filters": [],
         "trainer.scheduler": {"type": "constant", "warmup_steps": 0},
     }
-    run = prime_rl.train(GRPO, max_steps=2, output_dir=tmp_path, **small)
-    assert (run.state, run.step) == ("done", 2)
+    train = prime_rl.train
+    smaller = lambda config, **given: train(config, **small, **given)  # noqa: E731
+    monkeypatch.setattr(prime_rl, "train", smaller, raising=False)
+    text = (ROOT / "docs/python.md").read_text()
+    example = re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)[0]
+    names = {}
+    exec(example.replace("40", "2"), names)
+    run = names["run"]
+    assert (run.state, run.step) == ("done", 2) and run.config["trainer"]["optim"]["lr"] == 3e-4
     rewards = [sum(r.reward for r in found) / len(found) for found in _by_step(run)]
     assert run.metrics.column(REWARD).to_pylist() == pytest.approx(rewards)
     assert json.loads((run.weights / "config.json").read_text())["model_type"] == "qwen3"
-    assert "Run directory" in capsys.readouterr().out
-    again = prime_rl.Run(run.path).resume(max_steps=3)
-    assert (again.path, again.state, again.step) == (run.path, "done", 3)
+    out = capsys.readouterr().out
+    assert "Run directory" in out and "Turn(" in out
+    latest = prime_rl.Run("latest")
+    assert latest.path.samefile(run.path)
+
+    asked = ["chat", "latest", "--prompt", "abc", "--prompt", "/new", "--prompt", "de"]
+    said = CliRunner().invoke(app, [*asked, "--max-tokens", "8"])
+    assert said.exit_code == 0, said.output
+    assert said.stdout.count("before") == said.stdout.count("after step 2") == 2
+    assert [line.strip() for line in said.stdout.splitlines() if line[:1] in "ad"] == ["abc", "de"]
+    assert not [child for child in psutil.Process().children() if "serve" in child.cmdline()]
+
+    monkeypatch.setattr(prime_rl, "train", train, raising=False)
+    again = latest.resume(max_steps=3)
+    assert again.path.samefile(run.path) and (again.state, again.step) == ("done", 3)
+
+
+def test_chat_needs_the_weights_of_a_run_that_has_ended(run):
+    said = CliRunner().invoke(app, ["chat", "mine", "--output-dir", str(run.path.parent)])
+    assert said.exit_code == 1 and "mine" in said.output and "error: " in said.output
 
 
 def _by_step(run):

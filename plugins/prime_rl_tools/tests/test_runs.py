@@ -161,6 +161,17 @@ def test_a_run_by_name_or_by_path(make, tmp_path):
 # -- stop ---------------------------------------------------------------------------------------
 
 
+def test_latest_is_the_newest_run_that_is_no_dry_run(make, tmp_path):
+    with pytest.raises(ConfigError, match="latest: there is no run in"):
+        find_run("latest", tmp_path)
+    make.run("old", steps=2, age=60)
+    new = make.run("new", steps=3, age=30)
+    (make.run("dry") / ".dry-run").touch()
+    assert find_run("latest", tmp_path) == new
+    said = CliRunner().invoke(app, ["status", "latest", "--json", "--output-dir", str(tmp_path)])
+    assert json.loads(said.stdout)["name"] == "new"
+
+
 def test_stop_ends_the_run_and_waits_until_it_is_gone(make):
     run_dir = make.run()
     process = make.start(run_dir)

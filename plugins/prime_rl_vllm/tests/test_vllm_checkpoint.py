@@ -6,10 +6,13 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from prime_rl import WeightsError
+from prime_rl.trainer.publish import Publisher, published_pieces, published_tensors
+from prime_rl.weights.tensors import header_of
 from prime_rl_engine_kit.model_files import ModelFiles
-from prime_rl_vllm.checkpoint import Staged
+from prime_rl_vllm.checkpoint import Announced, Staged, check_layout
 
 EMBEDDING, HEAD, UP = "model.embed_tokens.weight", "lm_head.weight", "model.up.weight"
 
@@ -46,6 +49,24 @@ def test_the_files_may_be_deleted_before_they_are_loaded(tmp_path, base):
     staged = Staged(write(tmp_path / "new"), base)
     shutil.rmtree(tmp_path / "new")
     assert dict(staged.tensors())[UP].tolist() == [[2.0, 2.0]] * 3
+
+
+def test_a_mixture_of_experts_is_taken_as_the_trainer_publishes_it(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"vocab_size": 32, "num_hidden_layers": 1, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2)
+    model = Qwen3MoeForCausalLM(config)
+    model.save_pretrained(tmp_path / "base")
+    base, publisher = ModelFiles(tmp_path / "base"), Publisher(tmp_path, keep=1)
+    publisher.write(model, 1)
+    staged = dict(Staged(publisher.path(1), base).tensors())
+    down = model.model.layers[0].mlp.experts.down_proj
+    assert staged["model.layers.0.mlp.experts.2.down_proj.weight"].equal(down[2])
+    tensors = published_tensors(model)
+    check_layout(Announced(header_of(tensors, {}, published_pieces(model, tensors))), base)
+    with pytest.raises(WeightsError, match="missing"):  # as the model names them
+        check_layout(Announced(header_of(tensors, {})), base)
 
 
 def test_a_missing_tensor_is_named(tmp_path, base):

@@ -23,7 +23,7 @@ def main() -> None:
         for entry in entry_points(group="prime_rl.errors"):  # say where in which file
             message = entry.load()(message, sys.argv[1:])
         print(f"error: {message}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise

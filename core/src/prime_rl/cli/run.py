@@ -25,10 +25,10 @@ def run(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG.toml... [--resume [latest | STEP | DIR]] [--dotted.key VALUE]...",
+            metavar="CONFIG.toml... [--resume [latest|auto|STEP|DIR]] [--dotted.key VALUE]...",
             help="TOML files, composed left to right, then overrides: --trainer.optim.lr 1e-4. "
             "--resume continues from a checkpoint: the run's newest one, that of a step, or (in a "
-            "new run) that in a folder.",
+            "new run) that in a folder; auto starts the run where there is none.",
         ),
     ],
     dry_run: Annotated[
@@ -43,6 +43,9 @@ def run(
         str | None,
         typer.Option(help="The launcher that starts the processes; short for --launcher.type."),
     ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it in a browser too; short for --view.watch true.")
+    ] = False,
 ) -> None:
     """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
     SIGTERM) saves and stops the run; a second one ends it at once.
@@ -59,6 +62,7 @@ def run(
     arguments, checkpoint = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
     overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
+    overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
     typed = sys.argv[0]  # this program as a shell finds it
@@ -67,7 +71,7 @@ def run(
     if checkpoint is not None:
         chosen = resume.plan(config, checkpoint, tuning)
         typer.echo("\n".join(chosen.notes))
-        if not dry_run:
+        if not (dry_run or chosen.is_over):
             with resume.begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
         return

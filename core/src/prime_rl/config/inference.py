@@ -55,8 +55,8 @@ class InferenceConfig(Settings):
     replicas: PositiveInt = 1
     """Engines to start, each with the whole model. Groups are spread over them."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of each engine that served and then died or hung. After that the run continues with
-    the others, or ends if none is left."""
+    """Restarts of each engine that died or hung, in a row without a newer version of the weights.
+    After that the run continues with the others, or ends if none is left."""
     hang_timeout: PositiveFloat = 300.0
     """Seconds an engine may accept connections without answering, health checks included, before it
     is restarted. Sleeping and starting engines are exempt."""

@@ -91,25 +91,33 @@ class DeploymentConfig(Settings):
 
 
 class CkptConfig(Settings):
-    """``[ckpt]``: checkpoints for ``--resume``, in ``<run>/checkpoints``. A run writes one when it
-    ends: after its last step, or after the step at which it is stopped."""
+    """``[ckpt]``: checkpoints, from which a run goes on after a failure and with ``--resume``, in
+    ``<run>/checkpoints``. A run also writes one when it ends: after its last step, or after the
+    step at which it is stopped."""
 
     enabled: bool = True
-    """False: no checkpoints; a stopped run cannot be resumed."""
+    """False: no checkpoints; a stopped run cannot be resumed, one that fails starts again."""
     interval: PositiveInt | None = None
-    """Steps between checkpoints. None: only one when the run ends."""
+    """Steps between checkpoints. None: ``seconds`` decides."""
+    seconds: PositiveFloat = 600.0
+    """Time between checkpoints, without ``interval``."""
     keep_last: PositiveInt | None = None
-    """Number of newest checkpoints to keep. None: the newest, and all of ``interval``."""
+    """Number of newest checkpoints to keep. None: two, and all of ``interval``."""
     keep_interval: PositiveInt | None = None
     """Checkpoints of every multiple of this step stay, in addition to ``keep_last``."""
+    best: str | None = None
+    """A held-out metric, ``eval/ENV/NAME``: the checkpoint with its highest value stays too, and
+    ``checkpoints/best`` links to it. Needs ``interval``, and an evaluation at its multiples."""
 
-    def is_due(self, step: int, last_step: int) -> bool:
-        """Whether step ``step`` of a run that ends with ``last_step`` writes a checkpoint."""
-        return self.enabled and (step == last_step or self._is_regular(step))
+    def is_due(self, step: int, last_step: int, since: float = 0.0) -> bool:
+        """Whether step ``step`` of a run that ends with ``last_step`` writes a checkpoint;
+        ``since``: seconds after the one before."""
+        late = self.interval is None and since >= self.seconds
+        return self.enabled and (step == last_step or self._is_regular(step) or late)
 
     def superseded(self, steps: list[int]) -> list[int]:
-        """The ``steps`` whose checkpoints can be deleted. The newest never is."""
-        return [n for n in sorted(steps)[: -(self.keep_last or 1)] if not self._stays(n)]
+        """The ``steps`` whose checkpoints can be deleted. The newest never can."""
+        return [n for n in sorted(steps)[: -(self.keep_last or 2)] if not self._stays(n)]
 
     def _is_regular(self, step: int) -> bool:
         return self.interval is not None and step % self.interval == 0
@@ -118,6 +126,30 @@ class CkptConfig(Settings):
         if self.keep_interval is not None and step % self.keep_interval == 0:
             return True
         return self.keep_last is None and self._is_regular(step)
+
+
+class RecoveryConfig(Settings):
+    """``[recovery]``: if trainer or orchestrator dies, is stopped or hangs, both start again from
+    the newest checkpoint, or from the beginning. Engines have limits of their own."""
+
+    max_restarts: NonNegativeInt = 5
+    """Restarts in a row without a new step. The same error twice at a step ends the run too."""
+    hang_timeout: PositiveFloat = 1800.0
+    """Seconds that orchestrator or trainer may give no sign of life: longer than one row, and than
+    reading or writing the model, takes."""
+    stopped_timeout: PositiveFloat = 60.0
+    """Seconds that a process on this machine may be stopped (SIGSTOP)."""
+
+
+class StopConfig(Settings):
+    """``[stop]``: end the run early, as Ctrl-C would, by a held-out metric; higher is better."""
+
+    metric: str | None = None
+    """``eval/ENV/NAME``, of an evaluation between steps. None: the run takes all its steps."""
+    patience: PositiveInt = 3
+    """Evaluations in a row without a new best value, after which the run ends."""
+    reach: float | None = None
+    """End the run as soon as the metric has this value. None: only by ``patience``."""
 
 
 class ViewConfig(PluginTable):
@@ -174,6 +206,8 @@ class RunConfig(ModelSource):
     """Settings of observers, one table per name. Every installed observer takes part in the run."""
     ckpt: CkptConfig = CkptConfig()
     """Checkpoints to resume from. None (runs of version 0.1) means ``enabled = false``."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    stop: StopConfig = StopConfig()
     log: LogConfig = LogConfig()
     view: ViewConfig = ViewConfig()
     run: RunDirConfig = RunDirConfig()

@@ -20,6 +20,7 @@ from typing import Any
 from prime_rl.env.episode import EnvSettings
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.offers import bringer
+from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports
 
 INTERCEPTION = {"type": "elastic", "multiplex": 4096}
@@ -65,7 +66,8 @@ HANDED_ON = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TERM|TZ|LANG|LANGUAGE|LC_\w+|TMPDIR|TMP|TEMP|XDG_\w+|"
     r"PYTHON\w*|VIRTUAL_ENV|LD_LIBRARY_PATH|UV_(CACHE_DIR|PYTHON\w*|OFFLINE|(DEFAULT_)?INDEX(_URL)?)|"
     r"(HTTPS?|ALL|NO)_PROXY|(SSL_CERT|REQUESTS_CA|CURL_CA)_\w+|(OMP|MKL|OPENBLAS)_NUM_THREADS|"
-    r"TOKENIZERS_PARALLELISM|HF_HOME|HF_HUB_(CACHE|OFFLINE)|VF_RUN_ID",
+    r"TOKENIZERS_PARALLELISM|HF_HOME|HF_HUB_(CACHE|OFFLINE)|VF_RUN_ID|"
+    rf"{PROCESS}",
     re.IGNORECASE,
 )
 """Environment variables that programs of a rollout get. They may run code that the model has

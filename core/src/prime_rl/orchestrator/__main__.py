@@ -38,6 +38,8 @@ FAILED = "failed"
 TEARDOWN_SECONDS = 20.0
 """How long closing may take once the run is over."""
 
+BEAT_SECONDS = 5.0
+
 
 def main() -> None:
     """Run one run's orchestrator. Exits with 0 after the last step, or after a requested stop."""
@@ -65,7 +67,10 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
     """The exit code. SIGTERM cancels the run, so that everything is closed in order."""
     status = Status(run_dir / "status" / "orchestrator.json")
     task = asyncio.ensure_future(_run(run_dir, config, status))
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    loop.set_exception_handler(_end_without_memory)
+    beats = asyncio.create_task(_beat(status))
     try:
         await task
     except asyncio.CancelledError:
@@ -74,7 +79,22 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
         if status.last.state != FAILED:
             _report(error, status)
         return 1
+    finally:
+        beats.cancel()
     return 0
+
+
+async def _beat(status: Status) -> None:
+    while True:
+        status.beat()
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+def _end_without_memory(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """After a ``MemoryError`` in a callback the loop may have lost an event, and wait for ever."""
+    loop.default_exception_handler(context)
+    if isinstance(context.get("exception"), MemoryError):
+        _exit(1)
 
 
 async def _run(run_dir: Path, config: RunConfig, status: Status) -> None:

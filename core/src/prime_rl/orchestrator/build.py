@@ -119,7 +119,8 @@ def build_engines(run: RunContext) -> Engines:
     transport = make_transport(table, run.hooks)
     broadcasts = run.run_dir / "broadcasts"
     key, version = os.environ.get(ADMIN_KEY, ""), launch.first_step - 1
-    own, have_first = inference.base_url is None, launch.engine_version == version
+    own, kept = inference.base_url is None, launch.engines_kept
+    have_first = launch.engine_version == version and not kept
     timeouts = inference.ready_timeout, inference.hang_timeout
     options = FleetOptions(launch.served_model_name, own, have_first, *timeouts)
     fleet = Fleet(
@@ -130,7 +131,7 @@ def build_engines(run: RunContext) -> Engines:
     fleet.on_waiting = outages.reporter()
     keep_reporting(run.config, launch, fleet, run.run_dir)
     path = run.run_dir / AVERAGES / f"step_{version}" if version else launch.initial
-    options = replace(options, have_first=not version)  # it begins with the first weights
+    options = replace(options, have_first=not (version or kept))  # it begins with the first
     urls = [url for name, url in launch.reference_urls.items() if name == "ema"]
     average = [Fleet([url], key, Weights(path, version), options) for url in urls]
     for each in average:

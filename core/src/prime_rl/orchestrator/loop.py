@@ -112,11 +112,11 @@ class Orchestrator:
             await observer.batch_leaves(batch.step)
         room = f"trainer (room for batch {batch.step})"
         self.context.status.report("shipping", waiting_for=room)
+        for observer in self.observers:  # first: its checkpoint may follow, and needs its records
+            observer.batch_sent(batch, frames)
         started = time.perf_counter()
         await self.wire.send(batch.step, frames)
         self.context.waited.add("wait/orchestrator/trainer_room", started)
-        for observer in self.observers:
-            observer.batch_sent(batch, frames)
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. Raises ``Stop`` if the user ends the run first."""

@@ -35,7 +35,8 @@ from prime_rl.orchestrator.sources import ExternalSource
 from prime_rl.plugins.manager import installed_versions
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler
-from prime_rl.rundir.checkpoints import PROGRESS, unfinished
+from prime_rl.rundir.attempts import check_current
+from prime_rl.rundir.checkpoints import PROGRESS, finished, unfinished
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Checkpointing(Observer):
         self.context, self.envs, self.dispatcher, self.buffer = run, envs, dispatcher, buffer
         self._parts: dict[str, Any] = {"sampler": sampler}
         """What may have state, by the folder that it is saved in."""
+        self._saved_at = time.monotonic()
         for env in envs:
             self._parts[f"algorithms/{env.name}"] = env.algorithm
             if isinstance(env.source, ExternalSource):
@@ -88,14 +90,16 @@ class Checkpointing(Observer):
     async def batch_taken(self, batch: Batch) -> None:
         """Write the part if the checkpoint of this step is due."""
         started = time.perf_counter()
-        if self.context.config.ckpt.is_due(batch.step, self.context.config.max_steps):
+        since = time.monotonic() - self._saved_at
+        if self.context.config.ckpt.is_due(batch.step, self.context.config.max_steps, since):
             await self._write(batch.step)
+            self._saved_at = time.monotonic()
         self.context.waited.add("time/save_ckpt", started)
 
     async def stopping(self, last: int) -> None:
         """Write the part of the last step, unless it was due anyway."""
-        ckpt = self.context.config.ckpt
-        if ckpt.is_due(last, last) and not ckpt.is_due(last, self.context.config.max_steps):
+        there = unfinished(self.context.run_dir, last), finished(self.context.run_dir, last)
+        if self.context.config.ckpt.enabled and not any(each.progress.exists() for each in there):
             await self._write(last)
 
     async def _write(self, step: int) -> None:
@@ -129,6 +133,7 @@ class Checkpointing(Observer):
         )
         temporary = directory / f".{PROGRESS}"
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(progress)))
+        check_current()
         temporary.replace(directory / PROGRESS)
 
     def restore(self, directory: Path) -> None:

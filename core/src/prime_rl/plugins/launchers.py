@@ -99,7 +99,8 @@ class Launcher(Offer):
     def place(
         self, tasks: Sequence[Task], run_dir: Path, tell: Callable[[str], None]
     ) -> Mapping[str, Place]:
-        """A place for each task, by its name. While it waits, ``tell`` shows the user for what.
+        """A place for each task, by its name. While it waits, ``tell`` shows the user for what. It
+        is called again with tasks that have ended and start again: their places may have changed.
 
         Raises ``RunError`` if there is none."""
         raise NotImplementedError

@@ -12,6 +12,7 @@ from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:
     from prime_rl.config.orchestrator import SourceConfig
+    from prime_rl.config.run import RunConfig
     from prime_rl.env.environment import Environment
     from prime_rl.orchestrator.buffer import Batch
     from prime_rl.orchestrator.context import Shared
@@ -50,6 +51,10 @@ class Observer(Offer):
         super().__init__(config)
         self.host = host
 
+    @staticmethod
+    def check(config: RunConfig) -> None:
+        """Raise ``ConfigError`` if the run's config does not fit, before anything starts."""
+
     async def setup(self) -> None:
         """Prepare, while the engines start."""
 
@@ -82,7 +87,8 @@ class Observer(Offer):
         """The batch of ``step`` is packed and about to be sent."""
 
     def batch_sent(self, batch: Batch, frames: Sequence[bytes]) -> None:
-        """A batch was sent: one frame per trainer rank."""
+        """A batch is being sent: one frame per trainer rank. What is written here is on disk before
+        the batch can become part of a checkpoint."""
 
     def batch_lost(self, batch: Batch) -> None:
         """The run ends because nothing was left to train: ``batch.dropped`` says why. Observers are

@@ -55,6 +55,11 @@ class Child(Process):
         """None while it runs; -N if signal N ended it."""
         return self.process.poll()
 
+    def kill(self) -> None:
+        """End its whole session at once, also if it is stopped."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
 
 def start(
     name: str,

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.launchers import ProcessCommand, Task
+from prime_rl.rundir.attempts import PROCESS, newest_attempt
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
 from prime_rl.rundir.status import process_name
@@ -62,10 +63,13 @@ class Commands:
         """The command of one task."""
         log = log_dir(self.run_dir) / f"{task.name}.log"
         module = PYTHON
-        env = {"HF_HUB_OFFLINE": "1"}  # the model is, or will be, a local folder
+        attempt = newest_attempt(self.run_dir)
+        # The model is, or will be, a local folder.
+        env = {"HF_HUB_OFFLINE": "1", PROCESS: f"{attempt}:{task.name}:{self.run_dir.resolve()}"}
         needs = [self.run_dir / "configs" / "launch.json"]
         if task.part == "model":  # the only process that may access the hub
-            return ProcessCommand([*module, MODEL, str(self.run_dir)], log, {}, needs)
+            own = {PROCESS: env[PROCESS]}
+            return ProcessCommand([*module, MODEL, str(self.run_dir)], log, own, needs)
         model, initial = Path(self.launch.model_path), self.launch.initial
         # A machine must see the model's folder, or its parent until the folder exists.
         needs.append(model.parent if self.launch.wait_for_model else model)

@@ -98,6 +98,7 @@ def plan(
     layout: Layout,
     places: Mapping[str, Place],
     checkpoint: Checkpoint | None = None,
+    engines_kept: bool = False,
 ) -> Launch:
     inference, transport = config.inference, config.rollout_transport
     _, earlier = readers_of_earlier(config)
@@ -125,6 +126,7 @@ def plan(
         trainer_nodes=config.deployment.trainer_nodes,
         rendezvous=f"{_host(trainers[0].address or LOOPBACK)}:{trainers[0].ports[0]}",
         trainer_addresses=[each.address or LOOPBACK for each in trainers],
+        engines_kept=engines_kept,
         resume_from=str(checkpoint.directory) if checkpoint else None,
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from prime_rl import Engine, ModelMaker, PluginConfig
 from prime_rl.config.run import ModelSource, RunConfig
@@ -42,33 +44,42 @@ from prime_rl.run.gpus import check_shares, gpus_of, num_ranks
 
 def check(config: RunConfig) -> Hooks:
     """Check a config against the installed plugins. Returns the loaded plugins; raises
-    ``ConfigError`` or ``PluginError``."""
+    ``ConfigError``, with all that is wrong, or ``PluginError``."""
     hooks = load_plugins(disabled=config.plugins.disabled)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check_disabled(config, hooks, trainer)
-    check_envs(config)
-    config.trainer.scheduler.check(config.trainer.optim.lr, config.max_steps)
     losses = Components.load(config.trainer, trainer)
-    check_algorithms(config, hooks, losses)
-    losses.check()
-    check_filters(config, hooks)
-    build_model_maker(config, hooks)  # before the renderer, which depends on the model
-    orchestrator = config.orchestrator
+    orchestrator, optim, problems = config.orchestrator, config.trainer.optim, list[str]()
     sampler, renderer = orchestrator.sampler_table, orchestrator.renderer
     where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
-    choose(SAMPLER, sampler.type, sampler.settings, hooks, where)
-    cls, settings = choose(RENDERER, renderer.name, renderer.settings, hooks, RENDERER.key)
-    cls(settings).check(config.model.name)
-    for name, table in config.monitors.items():
-        choose(MONITOR, name, table, hooks, f"monitors.{name}")
-    _check_observers(config, hooks)
-    choose(VIEW, config.view.type, config.view.settings, hooks, "view")
-    check_engine(config, hooks)
-    _check_deployment(config, hooks)
-    _check_broadcast(config, hooks, trainer)
-    make_observers(config.trainer.settings, trainer)
-    make_kernel(config.trainer, trainer)
-    make_optimizer(config.trainer.optim, trainer)
+    parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
+        (check_envs, config),
+        (config.trainer.scheduler.check, optim.lr, config.max_steps),
+        (check_algorithms, config, hooks, losses),
+        (check_filters, config, hooks),
+        (build_model_maker, config, hooks),
+        (choose, RENDERER, renderer.name, renderer.settings, hooks, RENDERER.key),
+        (choose, SAMPLER, sampler.type, sampler.settings, hooks, where),
+        *((choose, MONITOR, n, t, hooks, f"monitors.{n}") for n, t in config.monitors.items()),
+        (_check_observers, config, hooks),
+        (choose, VIEW, config.view.type, config.view.settings, hooks, "view"),
+        (check_engine, config, hooks),
+        (_check_deployment, config, hooks),
+        (_check_broadcast, config, hooks, trainer),
+        (make_observers, config.trainer.settings, trainer),
+        (make_kernel, config.trainer, trainer),
+        (make_optimizer, optim, trainer),
+    ]
+    for part, *arguments in parts:
+        try:
+            part(*arguments)
+        except ConfigError as error:
+            if not any(known.endswith(str(error)) for known in problems):  # found by two parts
+                problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    losses.check()
+    make(RENDERER, renderer.name, renderer.settings, hooks, RENDERER.key).check(config.model.name)
     check_tasksets(config, hooks)
     return hooks
 
@@ -185,7 +196,7 @@ def _check_observers(config: RunConfig, hooks: Hooks) -> None:
     """Their tables are valid, and a key that asks for an observer finds it."""
     installed = collect(hooks, OBSERVER)
     keys = ("orchestrator.eval.env", "orchestrator.save_rollouts", "orchestrator.weights_timeout")
-    for key in keys:
+    for key in (*keys, "ckpt.best", "stop.metric"):
         *path, name = key.split(".")
         table = reduce(getattr, path, config)
         is_set = name in table.model_fields_set and getattr(table, name)
@@ -195,7 +206,8 @@ def _check_observers(config: RunConfig, hooks: Hooks) -> None:
                 f"Install the package that brings one: pip install {bringer('key', key)}"
             )
     for name in {**installed, **config.observers}:
-        choose(OBSERVER, name, config.observers.get(name, {}), hooks, f"observers.{name}")
+        settings = config.observers.get(name, {})
+        choose(OBSERVER, name, settings, hooks, f"observers.{name}")[0].check(config)
 
 
 def _check_disabled(config: RunConfig, *loaded: Hooks) -> None:

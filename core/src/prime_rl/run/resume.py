@@ -1,4 +1,5 @@
-"""``prime-rl run CONFIG --resume [latest | STEP | DIR]``: which checkpoint, in which run directory.
+"""``prime-rl run CONFIG --resume [latest | auto | STEP | DIR]``: which checkpoint, in which run
+directory.
 
 ``latest`` and ``STEP`` continue the run that ``run.name`` names; without a name, the newest run of
 these environments and this model that has such a checkpoint. ``DIR`` is a checkpoint's folder: if
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,38 +22,55 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, NoCheckpoint
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import installed_versions, load_plugins
 from prime_rl.plugins.offers import TUNING, make_optimizer, settings_of
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
+from prime_rl.rundir.attempts import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
-from prime_rl.rundir.directory import held, make_run_dir, new_attempt, runs_of, write_config
+from prime_rl.rundir.control import Supervisor
+from prime_rl.rundir.directory import DRY, held, make_run_dir, new_attempt, runs_of, write_config
 from prime_rl.rundir.status import replace_text
 
-LATEST = "latest"
+LATEST, AUTO = "latest", "auto"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The checkpoint to resume from, chosen before any file changes."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
+    """None: the run starts from the beginning."""
     run_dir: Path | None
-    """The run that continues; None: a new run starts from a copy."""
+    """The run that continues; None: a new run, from a copy of the checkpoint if there is one."""
     notes: list[str] = field(default_factory=list)
     """Lines for the user: the checkpoint, and the changes since."""
+    is_over: bool = False
+    """The run is done: there is nothing left to do."""
 
 
 def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
-    """Find the checkpoint and compare it with the config and its tuning. Raises ``ConfigError`` if
-    there is none or the config does not fit it."""
-    checkpoint, run_dir, damaged = _find(config, what)
-    if checkpoint.step >= config.max_steps:
-        raise ConfigError(
-            f"--resume: {checkpoint.directory} is of step {checkpoint.step}, max_steps is "
+    """Find the checkpoint and compare it with the config and its tuning. ``auto`` is ``latest``, or
+    the start of the run if there is no checkpoint. After the last step what is missing is done:
+    export, evaluation, summary. Raises ``NoCheckpoint``, or ``ConfigError`` if the config does not
+    fit the checkpoint or the run is over."""
+    try:
+        checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what)
+    except NoCheckpoint:
+        if what != AUTO:
+            raise
+        begun = [each for each in runs_of(config) if not (each / DRY).exists()]
+        return Plan(None, begun[0] if begun else None, ["no checkpoint: from the start"])
+    is_over = run_dir is None or Supervisor.has_done(run_dir)
+    if checkpoint.step > config.max_steps or (checkpoint.step == config.max_steps and is_over):
+        over = (
+            f"{checkpoint.directory} is of step {checkpoint.step}, max_steps is "
             f"{config.max_steps}: nothing is left to train. Raise max_steps."
         )
+        if what == AUTO:
+            return Plan(checkpoint, run_dir, [over], is_over=True)
+        raise ConfigError(f"--resume: {over}")
     progress = _read_progress(checkpoint)
     now = config.model_dump(mode="json")
     check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
@@ -67,18 +85,19 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
 
 
 @contextmanager
-def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint]]:
-    """Lock the run directory and prepare it for the next attempt. Raises ``ConfigError`` if
-    another process holds it or a file cannot be written."""
+def begin(config: RunConfig, chosen: Plan) -> Iterator[tuple[Path, Checkpoint | None]]:
+    """Lock the run directory and prepare it for the next attempt; processes that a dead supervisor
+    has left are ended. Raises ``RunHeld``, or ``ConfigError`` if a file cannot be written."""
     if chosen.run_dir is None:
         run_dir = make_run_dir(config)
         with held(run_dir):
-            yield run_dir, copy(chosen.checkpoint, run_dir)
+            yield run_dir, chosen.checkpoint and copy(chosen.checkpoint, run_dir)
         return
     with held(chosen.run_dir):
         try:
-            rewind(chosen.run_dir, chosen.checkpoint.step)
-            new_attempt(chosen.run_dir)
+            new_attempt(chosen.run_dir)  # from here on older processes write nothing
+            kill_left(chosen.run_dir)
+            rewind(chosen.run_dir, chosen.checkpoint.step if chosen.checkpoint else 0)
             write_config(chosen.run_dir, config)
         except OSError as error:
             raise ConfigError(f"--resume: cannot make {chosen.run_dir} ready: {error}") from error
@@ -94,24 +113,31 @@ def _find(config: RunConfig, what: str) -> tuple[Checkpoint, Path | None, list[s
         return checkpoint, continues, []
     runs = runs_of(config)
     for run_dir in runs:
-        steps = whole_steps(run_dir)
-        damaged: list[str] = []
-        for step in reversed([n for n in steps if what == LATEST or n == int(what)]):
-            checkpoint = finished(run_dir, step)
-            try:
-                checkpoint.verify()
-                return checkpoint, run_dir, damaged
-            except ConfigError as error:
-                damaged.append(str(error))
+        found, damaged = newest(run_dir, None if what == LATEST else int(what))
+        if found is not None:
+            return found, run_dir, damaged
         if damaged:
             raise ConfigError("\n".join(damaged))
     wanted = "a whole checkpoint" if what == LATEST else f"a whole checkpoint of step {what}"
     listed = "; ".join(f"{run} has steps {whole_steps(run) or 'none'}" for run in runs)
-    raise ConfigError(
+    raise NoCheckpoint(
         f"--resume {what}: no run has {wanted}: {listed or f'no such run in {config.output_dir}'}. "
-        "A run writes one where it ends or is stopped, and every [ckpt] interval steps, unless "
-        "ckpt.enabled is false; run.name chooses the run."
+        "A run writes one where it ends or is stopped, and every [ckpt] interval steps or seconds, "
+        "unless ckpt.enabled is false; run.name chooses the run. --resume auto starts it again."
     )
+
+
+def newest(run_dir: Path, only: int | None = None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest checkpoint of a run whose files are as they were written, None if there is none,
+    and what is wrong with newer ones. ``only``: the step that it must be of."""
+    damaged: list[str] = []
+    for step in reversed([n for n in whole_steps(run_dir) if only in (None, n)]):
+        try:
+            (found := finished(run_dir, step)).verify()
+            return found, damaged
+        except ConfigError as error:
+            damaged.append(str(error))
+    return None, damaged
 
 
 def _in_folder(config: RunConfig, directory: Path) -> tuple[Checkpoint, Path | None]:
@@ -133,18 +159,19 @@ def _read_progress(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
 
 
-def rewind(run_dir: Path, step: int) -> None:
+def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:
     """Remove what a run wrote after step ``step``. Later checkpoints go first: if the process dies
-    in between, ``latest`` is already the right checkpoint."""
+    in between, ``latest`` is already the right checkpoint. ``kept``: processes that go on."""
     _abandon(run_dir, step)
     for name in ("metrics.jsonl", "trainer.jsonl", "evals.jsonl"):
         _cut(run_dir / name, step)
-    for folder in ("broadcasts", "rollouts", "token_exports"):
+    for folder in ("broadcasts", "rollouts", "eval_rollouts", "token_exports"):
         _remove_steps(run_dir / folder, after=step)
     for folder in ("rollouts_wire", "averages"):  # the trainer has its average in its checkpoint
         _remove_steps(run_dir / folder, after=-1)
     for path in (run_dir / "status").glob("*.json"):
-        path.unlink()
+        if path.stem not in ("supervisor", *kept):
+            path.unlink()
 
 
 def _cut(path: Path, step: int) -> None:

@@ -6,93 +6,152 @@
     orchestrator          samples, scores and packs; the run ends when it is done
 
 The launcher starts the processes and chooses their machines. An engine that dies is restarted
-(``Restarts``). Any other process that dies ends the run with its name, exit code and last log
-lines, and all processes are ended. The first Ctrl-C or SIGTERM stops the run gracefully
-(``stop.py``), the second ends it at once.
+(``Restarts``). If any other process dies, hangs or is stopped, all but the engines are ended and
+start again from the newest checkpoint, as another attempt (``Attempts``). A run that cannot go on
+ends with the name, exit code and last log lines of the process. The first Ctrl-C or SIGTERM
+stops the run gracefully (``control.py``), the second ends it at once.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import RunError
-from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl.errors import ProcessFailed, RunError
+from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
-from prime_rl.run.children import ending, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
-from prime_rl.run.commands import Commands, Keys
+from prime_rl.run import children
+from prime_rl.run.children import Child, ending, first_signal_asks, sigterm_is_ctrl_c
+from prime_rl.run.commands import PYTHON, Commands, Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
+from prime_rl.run.resume import newest, rewind
+from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
-from prime_rl.rundir.status import DONE, ENGINES, HUNG, STARTING, Status, read_status
+from prime_rl.rundir.directory import new_attempt, write_config
+from prime_rl.rundir.processes import raise_file_limit
+from prime_rl.rundir.status import DONE, ENGINES, HUNG, RANK_GONE, STARTING, Status, read_status
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
+RECOVERY = "prime_rl.recovery"
+"""Entry point of what decides when a process counts as dead, and whether the run starts again: a
+class like ``prime_rl_tools.recovery.Recovery``. Without one, a failure ends the run."""
+GUARD = "guard"
+"""Name of the process that ends what outlives us."""
+SERVES = "version "
+"""Prefix of the state of an engine that serves; the number of the version follows."""
 
 
 def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) -> None:
-    """Train, from a checkpoint if one is given. Raises ``RunError`` when a process dies,
+    """Train, from a checkpoint if one is given. Raises ``RunError`` when the run cannot go on,
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
-    run_dir = view.run_dir
-    for left in (STOP, "status/orchestrator.json", "status/trainer.json"):  # by an attempt before
-        (run_dir / left).unlink(missing_ok=True)
-    first_step = 1 if checkpoint is None else checkpoint.step + 1
+    raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    processes: list[Process] = []
-
+    attempts = Attempts(config, view, launcher)
+    policy = [*entry_points(group=RECOVERY)][:1]
+    recovery = [each.load()(view.run_dir, config.recovery, view.print) for each in policy]
+    command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
+    named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
+    guard = children.start(GUARD, command, named, Path(os.devnull))
     with sigterm_is_ctrl_c():
         try:
-            restarts = Restarts(launcher, run_dir, config.inference.max_restarts, view.print)
-            # Extends the list process by process, so a failure ends those that have started.
-            processes += _start(config, view, launcher, restarts, checkpoint)
+            attempts.start(checkpoint)
             with first_signal_asks() as asked:
-                stop = Stop(run_dir, first_step, asked, view.print)
-                _watch(processes, view, restarts.restart, stop)
+                while True:
+                    first_step = 1 if checkpoint is None else checkpoint.step + 1
+                    stop = Stop(view.run_dir, first_step, asked, view.print)
+                    look = [each.watch() for each in recovery]
+                    try:
+                        _watch(attempts.processes, view, attempts.restarts.restart, stop, *look)
+                        break
+                    except ProcessFailed as failure:
+                        if stop.is_asked or not recovery:
+                            raise
+                        recovery[0].allow(failure, first_step)
+                        checkpoint = attempts.go_back()
+                        attempts.start(checkpoint)
             if stopped := stop.result:
-                raise stopped
+                if stop.is_asked:
+                    raise stopped
+                view.print((view.run_dir / STOP).read_text())  # the run ended itself: [stop]
         finally:
-            with uninterrupted():
-                _end(launcher, processes)
+            with children.uninterrupted():
+                _end(launcher, attempts.processes)
+                kill_left(view.run_dir, {GUARD})
+                children.end([guard], grace=0.0)
 
 
-def _start(
-    config: RunConfig,
-    view: RunView,
-    launcher: Launcher,
-    restarts: Restarts,
-    checkpoint: Checkpoint | None,
-) -> Iterator[Process]:
-    """Start all processes at once: they import in parallel and then wait for each other. What the
-    launcher waits for is printed, and written to its status."""
-    run_dir = view.run_dir
-    engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
-    layout = lay_out(config, launcher, engine, checkpoint)
-    status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
+class Attempts:
+    """The processes of a run. Its engines serve one attempt after the other."""
 
-    def wait_for(what: str) -> None:
-        view.print(f"waiting for {what}")
-        status.report("placing", waiting_for=what)
+    def __init__(self, config: RunConfig, view: RunView, launcher: Launcher) -> None:
+        self._config, self._view, self._launcher = config, view, launcher
+        self._run_dir = view.run_dir
+        self._places: dict[str, Place] = {}
+        self._keys = Keys.of_run(config, launcher.is_remote)
+        self.restarts = Restarts(launcher, view.run_dir, config.inference.max_restarts, view.print)
+        self.processes: list[Process] = []
 
-    launch = plan(config, layout, launcher.place(layout.tasks, run_dir, wait_for), checkpoint)
-    status.report(DONE)
-    launch.write(run_dir)
-    seen = run_dir.absolute() if launcher.is_remote else run_dir
-    commands = Commands(config, launch, seen, engine, Keys.of_run(config, launcher.is_remote))
-    for task in layout.tasks:
-        yield restarts.start(task, commands.of(task))
+    def start(self, checkpoint: Checkpoint | None) -> None:
+        """Start at once all processes that do not run: they import in parallel and then wait for
+        each other. What the launcher waits for is printed, and written to its status."""
+        config, launcher, run_dir = self._config, self._launcher, self._run_dir
+        for left in (STOP, "status/orchestrator.json", "status/trainer.json"):  # of the one before
+            (run_dir / left).unlink(missing_ok=True)
+        engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
+        layout = lay_out(config, launcher, engine, checkpoint)
+        status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
+
+        def wait_for(what: str) -> None:
+            self._view.print(f"waiting for {what}")
+            status.report("placing", waiting_for=what)
+
+        kept = {process.name for process in self.processes}
+        new = [task for task in layout.tasks if task.name not in kept]
+        self._places |= launcher.place(new, run_dir, wait_for)
+        launch = plan(config, layout, self._places, checkpoint, engines_kept=bool(kept))
+        status.report(DONE)
+        launch.write(run_dir)
+        seen = run_dir.absolute() if launcher.is_remote else run_dir
+        commands = Commands(config, launch, seen, engine, self._keys)
+        for task in layout.tasks:
+            self.restarts.add(task, command := commands.of(task))
+            if task in new:  # one by one, so that a failure ends those that have started
+                self.processes.append(launcher.start(task, command))
+
+    def go_back(self) -> Checkpoint | None:
+        """End what does not serve the next attempt, and drop what followed the newest checkpoint,
+        which is returned; None: there is none."""
+        new_attempt(self._run_dir)  # from here on the old processes write nothing
+        keep = "" if self._config.deployment.colocated else "inference"
+        running = [each for each in self.processes if not isinstance(each, Pause)]
+        self._launcher.end([each for each in running if not _is_of(keep, each)])
+        self.processes[:] = [each for each in self.processes if _is_of(keep, each)]
+        kept = {GUARD, *(process.name for process in self.processes)}
+        kill_left(self._run_dir, kept)
+        checkpoint, damaged = newest(self._run_dir)
+        for line in damaged:
+            self._view.print(line)
+        rewind(self._run_dir, 0 if checkpoint is None else checkpoint.step, kept)
+        write_config(self._run_dir, self._config)
+        return checkpoint
 
 
 def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
     """End the engines last: their clients would report a failure."""
+    running = [each for each in processes if not isinstance(each, Pause)]
     try:
-        launcher.end([each for each in processes if not _is_of("inference", each)])
-        launcher.end([each for each in processes if _is_of("inference", each)])
+        launcher.end([each for each in running if not _is_of("inference", each)])
+        launcher.end([each for each in running if _is_of("inference", each)])
     finally:
         launcher.close()
 
@@ -102,15 +161,22 @@ def _watch(
     view: RunView,
     restart: Callable[[list[Process]], None] = lambda processes: None,
     stop: Stop | None = None,
+    look: Callable[[list[Process]], tuple[Process, str] | None] = lambda processes: None,
 ) -> None:
     """Return when the orchestrator and the trainer are done. Raises ``RunError`` if a process that
-    is needed dies before, and ``restart`` does not replace it. A stop needs no engines, and no
-    trainer if no step was trained."""
+    is needed dies or hangs before, and ``restart`` does not replace it. A stop needs no engines,
+    and no trainer if no step was trained."""
     orchestrator = next(each for each in processes if each.name == "orchestrator")
     awaited = [each for each in processes if each is orchestrator or _is_of("trainer", each)]
     deadline: float | None = None
     while any(each.exit_code is None for each in awaited):
         stopping = stop is not None and stop.is_asked
+        if found := look(processes):
+            process, why = found
+            if isinstance(process, Child):
+                process.kill()
+            if not _is_of("inference", process):
+                raise _failed(process, view.run_dir, why)
         if not stopping:
             restart(processes)
         for process in awaited if stopping else processes:
@@ -120,9 +186,8 @@ def _watch(
                 return
             deadline = deadline or time.monotonic() + TRAINER_GRACE
             if time.monotonic() > deadline:
-                raise RunError(
-                    f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
-                )
+                why = f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
+                raise ProcessFailed(why, "trainer", why)
         view.refresh()
         time.sleep(TICK_SECONDS)
     for process in awaited:
@@ -135,11 +200,15 @@ def _is_of(part: str, process: Process) -> bool:
 
 
 def _check_alive(process: Process, run_dir: Path) -> None:
-    """Raises ``RunError`` if a process has ended without reporting that it is done."""
+    """Raises ``RunError`` if an engine has ended, ``ProcessFailed`` if another process failed."""
     code = process.exit_code
     if code is None or (code == 0 and _is_done(process.name, run_dir)):
         return
     how = ending(code) + (" before it was done" if code == 0 else "")
+    raise _failed(process, run_dir, how)
+
+
+def _failed(process: Process, run_dir: Path, how: str) -> RunError:
     report = read_status(run_dir / "status" / f"{process.name}.json")
     said = str(report.detail.get("error", "")) if report is not None else ""
     is_fault = said.startswith("plugin ")  # the log has more, but nothing more to the point
@@ -148,66 +217,113 @@ def _check_alive(process: Process, run_dir: Path) -> None:
     tail = "\n".join(f"    {line}" for line in lines)
     steps = whole_steps(run_dir)
     resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
-    raise RunError(f"{process.name} {how}. {head} ({process.log}):\n{tail}{resume}")
+    text = f"{process.name} {how}. {head} ({process.log}):\n{tail}{resume}"
+    if _is_of("inference", process):
+        return RunError(text)
+    own = "" if said.startswith(RANK_GONE) else said
+    detail = own or next(reversed(lines), "") if process.exit_code == 1 else ""
+    cause = f"{process.name} {how}" + (f": {detail}" if detail else "")
+    return ProcessFailed(text, process.name, cause.splitlines()[0], reported=bool(own))
 
 
 def _is_done(name: str, run_dir: Path) -> bool:
-    """The trainer's first node reports for all nodes."""
-    is_other_node = name.startswith("trainer_")
-    report = read_status(run_dir / "status" / f"{'trainer' if is_other_node else name}.json")
-    return report is not None and (is_other_node or report.state == DONE)
+    """Whether a process that exited with 0 was done: its status may be lost, but must not say that
+    it did something else. An engine never is. The trainer's first node reports for all nodes."""
+    report = read_status(run_dir / "status" / f"{name}.json")
+    return not name.startswith("inference") and (report is None or report.state == DONE)
 
 
 class Restarts:
-    """Starts processes, and restarts each engine that dies or hangs, at most ``limit`` times. The
-    orchestrator sees that an engine hangs, and reports it in a status file. An engine that has
-    never served is not restarted: the same failure would follow."""
+    """Restarts each engine that dies or hangs, at most ``limit`` times without a newer version of
+    the weights, with growing pauses. The orchestrator reports in a status file that one hangs. One
+    that exits before it has served, and is alone, is not restarted: it would fail again."""
 
     def __init__(
-        self, launcher: Launcher, run_dir: Path, limit: int, tell: Callable[[str], None]
+        self,
+        launcher: Launcher,
+        run_dir: Path,
+        limit: int,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._launcher, self._run_dir = launcher, run_dir
+        self._launcher, self._run_dir, self._clock = launcher, run_dir, clock
         self._limit, self._tell = limit, tell
         self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
         self._used: Counter[str] = Counter()
+        self._served: dict[str, int] = {}
+        """Newest version of each engine that has served."""
         self._handled: dict[str, str] = {}
         """State of an engine when it was last restarted or given up."""
 
-    def start(self, task: Task, command: ProcessCommand) -> Process:
+    def add(self, task: Task, command: ProcessCommand) -> None:
+        """How to start an engine, from now on."""
         if task.part == "inference":
             self._engines[task.name] = (task, command)
-        return self._launcher.start(task, command)
 
     def restart(self, processes: list[Process]) -> None:
         """Replace each engine in the list that has died or hangs by a new process. An engine that
         has reached the limit is removed if another engine works; else it stays, so that the caller
         sees its exit code or the orchestrator waits for it."""
-        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
-        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
-        for process in [each for each in processes if each.name in self._engines]:
+        states, gone = self._states(), list[Process]()
+        for place, process in [*enumerate(processes)]:
+            if process.name not in self._engines:
+                continue
             # A frozen engine has no state there. It is restarted too; the run needs it.
             name, state = process.name, states.get(process.name, "" if states else STARTING)
-            if state == STARTING or (process.exit_code is None and not self._hangs(name, state)):
+            if isinstance(process, Pause):
+                if self._clock() >= process.until:
+                    processes[place] = self._launcher.start(*self._engines[name])
                 continue
             code = process.exit_code
+            if code is None and not self._hangs(name, state):
+                continue
+            limit = self._limit
+            others = [each for each in processes if each is not process and each not in gone]
+            if state == STARTING and name not in self._served and (code or 0) > 0:
+                limit = min(limit, 1) if any(map(self._lives, others)) else 0
             how = f"{name} {'answers nothing' if code is None else ending(code)}"
-            if self._used[name] < self._limit:
+            if self._used[name] < limit:
                 self._used[name] += 1
-                count = f"{self._used[name]} of {self._limit} times"
-                self._tell(f"{how}: starting it again ({count})")
-                processes[processes.index(process)] = self._launcher.start(*self._engines[name])
-            elif name in states and any(
-                self._works(other, states) for other in processes if other is not process
-            ):
+                self._tell(f"{how}: starting it again ({self._used[name]} of {limit} times)")
+                if wait := 2.0 ** (self._used[name] - 1) - 1.0:
+                    self._launcher.end([process])
+                    processes[place] = Pause(process, self._clock() + wait)
+                else:
+                    processes[place] = self._launcher.start(*self._engines[name])
+            elif name in states and any(self._works(other, states) for other in others):
                 self._tell(f"{how}: going on without it")
                 self._launcher.end([process])  # and its remaining children
-                processes.remove(process)
+                gone.append(process)
             self._handled[name] = state
+        processes[:] = [each for each in processes if each not in gone]
+
+    def _states(self) -> dict[str, str]:
+        """Of the engines of the policy. One that serves a newer version may be restarted anew."""
+        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
+        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
+        for name, state in states.items():
+            version = state.removeprefix(SERVES)
+            if version.isdecimal() and int(version) > self._served.get(name, -1):
+                self._served[name], self._used[name] = int(version), 0
+        return states
 
     def _hangs(self, name: str, state: str) -> bool:
         return state.startswith(HUNG) and state != self._handled.get(name)
 
     def _works(self, other: Process, states: Mapping[str, str]) -> bool:
         """Whether the run can continue with this engine."""
-        hangs = self._hangs(other.name, states.get(other.name, STARTING))
-        return other.name in states and other.exit_code is None and not hangs
+        state = states.get(other.name)
+        return state is not None and self._lives(other) and not self._hangs(other.name, state)
+
+    def _lives(self, other: Process) -> bool:
+        running = other.exit_code is None and not isinstance(other, Pause)
+        return running and other.name in self._engines
+
+
+class Pause(Process):
+    """Stands in for an engine that will be started again."""
+
+    exit_code = None
+
+    def __init__(self, process: Process, until: float) -> None:
+        self.name, self.log, self.until = process.name, process.log, until

@@ -25,9 +25,12 @@ import msgspec
 
 from prime_rl.config.run import CkptConfig
 from prime_rl.errors import ConfigError
+from prime_rl.rundir.attempts import check_current
 
 STABLE = "STABLE"
 """Marker file in a complete checkpoint: SHA-256 of every other file, by its path."""
+BEST = "best.json"
+"""In ``checkpoints``: the step with the best value of ``ckpt.best``, and the last one measured."""
 PROGRESS = "progress.json"
 """Last file of the orchestrator's part."""
 
@@ -114,12 +117,13 @@ def whole_steps(run_dir: Path) -> list[int]:
 
 
 def complete(run_dir: Path, step: int) -> Checkpoint:
-    """Turn an unfinished checkpoint into a complete one, atomically. Raises ``OSError``."""
+    """Turn an unfinished checkpoint into a complete one. Raises ``OSError`` and ``RunError``."""
     written, final = unfinished(run_dir, step), finished(run_dir, step)
     flush(*written.directory.rglob("*"))
     marker = written.directory / STABLE
     marker.write_bytes(msgspec.json.encode(digests(written.directory)))
     flush(marker, written.directory)
+    check_current()
     if final.directory.exists():
         remove(final)
     written.directory.rename(final.directory)
@@ -151,6 +155,7 @@ def flush(*paths: Path) -> None:
 
 def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint. It is renamed first, so its name never stands for half a checkpoint."""
+    check_current()
     going = checkpoint.directory.with_name(f".removed_{checkpoint.directory.name}")
     shutil.rmtree(going, ignore_errors=True)
     checkpoint.directory.rename(going)
@@ -158,9 +163,13 @@ def remove(checkpoint: Checkpoint) -> None:
 
 
 def retain(run_dir: Path, config: CkptConfig, in_use: Collection[int] = ()) -> None:
-    """Delete what ``keep_last`` and ``keep_interval`` do not keep, except the steps ``in_use``."""
+    """Delete what ``keep_last``, ``keep_interval`` and ``best`` do not keep, except the steps
+    ``in_use``. With ``best``, what has not been evaluated stays."""
+    path = checkpoints_dir(run_dir) / BEST
+    best, measured = msgspec.json.decode(path.read_bytes()) if path.exists() else (None, 0)
     for step in config.superseded(whole_steps(run_dir)):
-        if step not in in_use:
+        kept = config.best is not None and (step == best or step > measured)
+        if step not in in_use and not kept:
             remove(finished(run_dir, step))
 
 

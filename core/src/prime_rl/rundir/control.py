@@ -56,6 +56,14 @@ class Supervisor:
         replace_text(run_dir / RECORD, json.dumps(asdict(self)))
 
     @classmethod
+    def has_done(cls, run_dir: Path) -> bool:
+        """Whether the run ended in order, with every file that it leaves."""
+        try:
+            return (record := cls.read(run_dir)) is not None and record.state == DONE
+        except RunError:
+            return False
+
+    @classmethod
     def read(cls, run_dir: Path) -> Supervisor | None:
         """The run's supervisor, past or present; None if there is no record. Raises ``RunError``
         if the record is damaged."""

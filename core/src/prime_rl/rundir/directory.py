@@ -6,7 +6,7 @@
   status/NAME.json                    what each process does now
   metrics.jsonl, trainer.jsonl        one line per step
   evals.jsonl                         one line per evaluation
-  rollouts/step_N.msgpack             rollouts with exact floats
+  rollouts/step_N.msgpack             rollouts with exact floats; eval_rollouts/step_N/ENV.msgpack
   broadcasts/step_N/                  published weights
   averages/step_N/                    their moving average, where an engine serves it
   checkpoints/step_N/                 what --resume continues from (checkpoints.py)
@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError
+from prime_rl.errors import ConfigError, RunHeld
 
 DRY = ".dry-run"
 """Marker file of a directory that only a dry run has used."""
@@ -67,31 +67,32 @@ def write_config(run_dir: Path, config: RunConfig) -> None:
     (run_dir / "configs" / "run.json").write_text(config.model_dump_json(indent=2))
 
 
-def new_attempt(run_dir: Path) -> None:
-    """Make fresh logs for a resumed run and keep the config of the previous attempt beside the new
-    one. Raises ``OSError``."""
+def new_attempt(run_dir: Path) -> int:
+    """Make fresh logs for another attempt, whose number is returned, and keep the config of the one
+    before, whose processes write nothing from here on. Raises ``OSError``."""
     number = _newest_attempt(run_dir)
     for folder in SUBFOLDERS:
         (run_dir / folder).mkdir(parents=True, exist_ok=True)
-    for name in ("run", "launch"):
-        old = run_dir / "configs" / f"{name}.json"
-        if old.exists():
-            old.replace(old.with_name(f"{name}.attempt_{number}.json"))
     (run_dir / "logs" / f"attempt_{number + 1}").mkdir()
     link = run_dir / "logs" / ".latest"
     link.unlink(missing_ok=True)
     link.symlink_to(f"attempt_{number + 1}")
     link.replace(run_dir / "logs" / "latest")
+    for name in ("run", "launch"):
+        old = run_dir / "configs" / f"{name}.json"
+        if old.exists():
+            old.replace(old.with_name(f"{name}.attempt_{number}.json"))
+    return number + 1
 
 
 @contextmanager
 def held(run_dir: Path) -> Iterator[None]:
-    """Lock the directory for one attempt. Raises ``ConfigError`` if another process holds it."""
+    """Lock the directory for one supervisor. Raises ``RunHeld`` if another one holds it."""
     with (run_dir / ".lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise ConfigError(
+            raise RunHeld(
                 f"{run_dir}: another process runs this run already. Wait for it, or stop it."
             ) from error
         yield

@@ -38,6 +38,8 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """``HOST:PORT`` of the process group's store, on the trainer's first node."""
     trainer_addresses: list[str] = []
     """Address of each trainer node, as the other nodes reach it."""
+    engines_kept: bool = False
+    """The engines run already, and have weights of an earlier attempt."""
     resume_from: str | None = None
     """The checkpoint of step ``first_step - 1``; None: the run starts from the beginning."""
 

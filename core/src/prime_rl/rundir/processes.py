@@ -5,27 +5,39 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from prime_rl.rundir.launch import PARENT_PID
 
 _PR_SET_PDEATHSIG = 1
+MOST_FILES = 1 << 16
 
 
 def exit_with_parent() -> None:
     """Make the kernel end this process when its parent dies, however the parent dies.
 
     Linux only (``prctl``); elsewhere only the supervisor's clean-up ends children. Call it first
-    in a child.
+    in a child. It also raises the limit of open files.
     """
+    raise_file_limit()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     expected = os.environ.get(PARENT_PID)
     if expected and os.getppid() != int(expected):  # the parent died before the call above
         sys.exit(0)
+
+
+def raise_file_limit() -> None:
+    """Allow as many open files as this user may have: each rollout in flight takes some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextmanager

@@ -15,8 +15,14 @@ from pathlib import Path
 
 import msgspec
 
+from prime_rl.errors import RunError
+from prime_rl.rundir.attempts import check_current
+
 DONE = "done"
 """The last state of a process that finished its work."""
+
+RANK_GONE = "another rank has ended"
+"""Beginning of the error of a trainer that fails because another of its ranks has ended."""
 
 ENGINES = "engines"
 """Name of the status with the orchestrator's state of each engine."""
@@ -69,15 +75,22 @@ class Status:
         """
         self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
         if self.path is not None:
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 replace_text(self.path, json.dumps(asdict(self.last)))
+
+    def beat(self) -> None:
+        """A sign of life, from the loop that works and not from a thread."""
+        if self.path is not None:
+            with suppress(OSError):
+                os.utime(self.path)
 
 
 def replace_text(path: Path, text: str) -> None:
     """Replace a small file by an atomic rename: a concurrent reader sees the old text or the new.
 
-    Raises ``OSError`` and leaves the old text if the new one cannot be written.
+    Raises ``OSError`` and leaves the old text if the new one cannot be written, or ``RunError``.
     """
+    check_current()
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text)
     temporary.replace(path)
@@ -94,16 +107,19 @@ def read_status(path: Path) -> StatusReport | None:
 
 
 class Tail:
-    """Remembers its position in the file. An incomplete last line is left for the next call."""
+    """Remembers its position in the file. An incomplete last line is left for the next call. A file
+    that was replaced, because the run went back, is read from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._offset = 0
+        self._offset = self._inode = 0
 
     def new_lines(self) -> list[bytes]:
         """Complete, non-empty lines written since the last call; none while there is no file."""
         try:
             with self._path.open("rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:
+                    self._offset, self._inode = 0, inode
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:

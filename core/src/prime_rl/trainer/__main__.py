@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
@@ -38,9 +39,9 @@ from prime_rl.plugins.offers import (
 )
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
-from prime_rl.rundir.launch import PARENT_PID, Launch
+from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
-from prime_rl.rundir.status import DONE, Status, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
 
 logger = logging.getLogger("prime_rl.trainer")
@@ -48,7 +49,7 @@ logger = logging.getLogger("prime_rl.trainer")
 GRACE_SECONDS = 0.5
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")
 """In errors of gloo and NCCL when the process at the other end is gone."""
-GONE = "another rank has ended; the trainer's log says how"
+GONE = f"{RANK_GONE}; the trainer's log says how"
 
 
 def main(arguments: list[str]) -> int:
@@ -85,7 +86,7 @@ def report_failure(error: Exception, status: Status, rank: Rank) -> int:
     first = before is None or before.state != "failed"
     followed = not first or (rank.size > 1 and LOST.search(reason) is not None)
     if followed:
-        logger.error("another rank has ended, and so this one cannot go on: %.200s", reason)
+        logger.error("%s, and so this one cannot go on: %.200s", RANK_GONE, reason)
     else:
         if not own:
             logger.error("the trainer failed", exc_info=error)
@@ -130,7 +131,8 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     torch.manual_seed(config.seed)
     model_path = model_folder(launch, status)
     status.report("loading weights")
-    with parallel.joined(rank, choose_device(config.trainer.device, rank)):
+    elsewhere = not {urlsplit(url).hostname for url in launch.engine_urls} <= {*LOCAL}
+    with parallel.joined(rank, choose_device(config.trainer.device, rank), elsewhere):
         train_here(
             *(config, launch, losses, observers, tuning, kernel, maker, transport),
             *(model_path, run_dir, status),
@@ -167,7 +169,7 @@ def train_here(
         kernel=kernel,
         maker=maker,
     )
-    logger.info("policy %s on %s, %s", model_path, trainer.device, config.trainer.dtype)
+    logger.info("policy %s on %s, %s", model_path, trainer.device, trainer.dtype)
     resumed, trainer.publishes_average = None, "ema" in launch.reference_urls
     if launch.checkpoint is not None:
         status.report("loading the checkpoint")

@@ -60,10 +60,14 @@ def run_torchrun(options: argparse.Namespace) -> int:
     with lasting_imports():
         from torch.distributed.run import main as torchrun
 
-    address = os.environ.get(NODE_ADDRESS)  # else torchrun resolves our host name, perhaps wrongly
+    # Else torchrun resolves our host name, perhaps to loopback or another network.
+    address, own = os.environ.get(NODE_ADDRESS), []
+    if address:
+        hosts = int(options.endpoint.rpartition(":")[0].strip("[]") == address)
+        own = [f"--local-addr={address}", f"--rdzv-conf=is_host={hosts}"]
     torchrun(
         [
-            *([f"--local-addr={address}"] if address else []),
+            *own,
             f"--nnodes={options.nodes}",
             f"--nproc-per-node={options.ranks // options.nodes}",
             "--rdzv-backend=c10d",

@@ -78,8 +78,10 @@ class Checkpointer:
         self._pending: Future[None] | None = None
 
     def is_due(self, step: int, last_step: int) -> bool:
-        """Whether a checkpoint follows step ``step`` of a run that ends with ``last_step``."""
-        return self._config.is_due(step, last_step)
+        """Whether a checkpoint follows ``step``; the orchestrator has begun one that time asks."""
+        if not self._config.enabled or self._config.interval or step == last_step:
+            return self._config.is_due(step, last_step)
+        return bool(parallel.gather(unfinished(self._run_dir, step).progress.exists())[0])
 
     def save(self, trainer: Trainer, step: int, published: Path, status: Status) -> None:
         """After step ``step``: copy the state and write it in the background.

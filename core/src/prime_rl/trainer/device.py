@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, MutableMapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,17 @@ def choose_device(name: Literal["auto", "cpu", "cuda"], rank: Rank | None = None
             "trainer.num_ranks, give deployment.trainer_gpus more, or set trainer.device = 'cpu'."
         )
     return torch.device("cuda", rank.local)
+
+
+Precision: TypeAlias = Literal["float32", "bfloat16"]
+
+
+def compute_dtype(name: Literal["auto"] | Precision, device: torch.device) -> Precision:
+    """What ``trainer.dtype`` is on the device. An older GPU would emulate bfloat16, slowly."""
+    if name == "auto":
+        has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return "bfloat16" if has else "float32"
+    return name
 
 
 def to_device(column: npt.NDArray[Any], dtype: type, device: torch.device) -> Tensor:

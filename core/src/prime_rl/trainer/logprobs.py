@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from prime_rl.errors import StreamError
 from prime_rl.plugins.trainer import Kernel
 from prime_rl.streams import TOP_IDS
+from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packed_row import APART, PackedRow
 from prime_rl.trainer.packing import Packing
 
@@ -49,7 +51,7 @@ def token_logprobs(
     """
     hidden = packing.hidden_states(model, row.layout) if hidden is None else hidden
     labels, size = row.token_ids[row.targets], cast(int, model.config.vocab_size)
-    if top and TOP_IDS in row.streams:
+    if top and row.top_ids is not None:
         labels = torch.cat([labels[:, None], _top_labels(row, size)], 1)
     uniform, dtype = math.log(size), _at_least_float32(hidden)
     entropies = hidden.new_full((len(row.token_ids),), uniform, dtype=dtype)
@@ -75,14 +77,15 @@ def token_logprobs(
 def _top_labels(row: PackedRow, size: int) -> Tensor:
     """[N, k] ``top_ids`` of the targets; 0 in sequences without. Raises ``StreamError`` for what
     are no ids of a vocabulary of this size."""
-    ids = row.streams[TOP_IDS][row.targets]
-    if ids.dim() != 2 or ids.dtype != torch.int32:
-        found = f"{ids.dtype} of shape [T{', k' * (ids.dim() - 1)}], expected int32 of [T, k]"
+    ids = row.top_ids
+    assert ids is not None
+    if ids.ndim != 2 or ids.dtype != np.int32:
+        found = f"torch.{ids.dtype} of shape [T{', k' * (ids.ndim - 1)}], expected int32 of [T, k]"
     else:
-        absent = ids == torch.iinfo(torch.int32).min
+        absent = ids == np.iinfo(np.int32).min
         wrong = ids[(ids >= size) | (ids < 0) & ~absent]
         if not len(wrong):
-            return ids.clamp(min=0).long()
+            return to_device(ids.clip(min=0), np.int64, row.token_ids.device)
         found = f"id {int(wrong[0])}, expected 0 to {size - 1}, the policy's vocabulary"
     raise StreamError(
         f"micro batch (envs: {', '.join(row.envs)}): the stream {TOP_IDS!r} has {found}. Fix the "

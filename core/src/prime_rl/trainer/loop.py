@@ -37,7 +37,7 @@ from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
-from prime_rl.trainer.device import Offload, choose_device
+from prime_rl.trainer.device import Offload, choose_device, compute_dtype
 from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import Policy, make_policy
@@ -84,7 +84,8 @@ class Trainer:
         home = self.model.device if on_host else self.device
         heads = [self.losses.heads[name] for name in self.config.heads]
         self.policy = make_policy(self.model, home, self.config, heads, self.kernel)
-        self.half = self.config.dtype == "bfloat16"
+        self.dtype = compute_dtype(self.config.dtype, self.device)
+        self.half = self.dtype == "bfloat16"
         self.num_bad_steps = 0
         """In a row."""
         optim = self.config.optim
@@ -276,6 +277,7 @@ def wait_for_batch(
     status.report("waiting", waiting_for=f"orchestrator (batch {step})", step=step)
     frame = receiver.receive(WAIT_SECONDS)
     while not all_have(frame is not None) or frame is None:
+        status.beat()
         for observer in observers:
             observer.waiting(step, time.perf_counter() - started)
         frame = receiver.receive(WAIT_SECONDS) if frame is None else frame

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from prime_rl.errors import RunError
 from prime_rl.plugins.calls import take_logged, weighted_means
+from prime_rl.rundir.attempts import check_current
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.loss import Counts, RowLoss
@@ -242,6 +243,7 @@ def statistics(values: Floats, name: str) -> dict[str, float]:
 
 def append_metrics(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append a step's line to ``<run>/trainer.jsonl``. Raises ``RunError`` if the disk refuses."""
+    check_current()
     finite = {name: v if math.isfinite(v) else None for name, v in metrics.items()}
     line = json.dumps({"step": step, "time": time.time(), "metrics": finite})
     try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from prime_rl.plugins.components import Components
 from prime_rl.streams import (
+    TOP_IDS,
     WEIGHTS,
     BoolColumn,
     LossComponent,
@@ -83,6 +84,8 @@ class PackedRow:
     of_sequences: Mapping[str, npt.NDArray[Any]]
     """[S] on the host: ``temperatures``, ``order`` (the position in the micro batch), and
     ``rollout_ids`` and ``group_ids`` where the batch has them."""
+    top_ids: npt.NDArray[Any] | None
+    """[N, k] on the host, where they are checked: the stream, of the targets."""
 
 
 def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = APART) -> PackedRow:
@@ -131,6 +134,7 @@ def make_row(micro_batch: MicroBatch, device: torch.device, packing: Packing = A
         env_ids=np.repeat(sequence_envs, lengths),
         envs=micro_batch.envs,
         of_sequences={name: column[order] for name, column in ids.items()},
+        top_ids=streams[TOP_IDS][targets] if TOP_IDS in streams else None,
     )
 
 

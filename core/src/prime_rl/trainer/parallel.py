@@ -43,8 +43,9 @@ when a rank dies: the agent then ends the others."""
 
 
 @contextmanager
-def joined(rank: Rank, device: torch.device) -> Iterator[None]:
+def joined(rank: Rank, device: torch.device, elsewhere: bool = False) -> Iterator[None]:
     """In one process group with the other ranks: NCCL for tensors on a GPU, gloo for the host's.
+    ``elsewhere``: engines run on other machines, and NCCL may have to reach them.
 
     After an error the group is not destroyed: that would wait for ranks that wait for us. The
     process ends instead (``__main__.leave``).
@@ -54,7 +55,7 @@ def joined(rank: Rank, device: torch.device) -> Iterator[None]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = _local_store(rank) if STORE in os.environ else None
+    store = _local_store(rank, elsewhere) if STORE in os.environ else None
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -66,11 +67,12 @@ def joined(rank: Rank, device: torch.device) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _local_store(rank: Rank) -> Any:
-    """A file; all ranks are on this machine, and listen on loopback only."""
+def _local_store(rank: Rank, elsewhere: bool = False) -> Any:
+    """A file; all ranks are on this machine, and listen on loopback only. NCCL has one interface
+    for the life of a process: with engines elsewhere it must not be loopback."""
     if sys.platform == "linux":
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, "lo")
+        for library in ("GLOO",) if elsewhere else ("GLOO", "NCCL"):
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     store = dist.FileStore(os.environ[STORE], rank.size)  # type: ignore[attr-defined]
     store.set_timeout(TIMEOUT)  # else 300 s, too short for a rank that reads from a slow disk
     return store

@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -33,11 +34,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 from prime_rl.errors import RunError, WeightsError
 from prime_rl.plugins.trainer import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
+from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.tensor_file import lay_out, write_shared
-from prime_rl.weights.tensors import header_of, num_bytes
+from prime_rl.weights.tensors import Piece, header_of, num_bytes, pieces_of, whole
 from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,7 @@ class Publisher:
     def announce(self, version: int) -> None:
         """Mark a version as complete, and delete those too old to keep. Rank 0 calls this."""
         with disk_errors(f"announce weights version {version}", self.path(version)):
+            check_current()
             (self.path(version) / STABLE).touch()
         for old in self.directory.glob("step_*"):
             if int(old.name.removeprefix("step_")) <= version - self.keep:
@@ -185,7 +188,8 @@ class Broadcaster:
 
     def _header(self) -> Header:
         tensors = published_tensors(self._model)
-        return header_of(tensors, published_dtypes(self._model, tensors, self._publisher.dtype))
+        dtypes = published_dtypes(self._model, tensors, self._publisher.dtype)
+        return header_of(tensors, dtypes, published_pieces(self._model, tensors))
 
     def _send(self, sender: WeightSender, order: object) -> bool:
         """Whether the engines have the version now."""
@@ -195,7 +199,12 @@ class Broadcaster:
         finite = [t.isfinite().all() for t in local if t.is_floating_point()]
         if not all(parallel.gather(bool(torch.stack(finite).all()))):
             raise RunError(f"weights version {version} hold values that are not finite")
-        send = partial(sender.send, order, self._header())
+        pieces = groupby(published_pieces(self._model, tensors), key=lambda piece: piece.source)
+
+        def send(stream: Iterator[Tensor]) -> None:
+            cut = (p.of(each) for each, (_, own) in zip(stream, pieces, strict=True) for p in own)
+            sender.send(order, self._header(), cut)
+
         self._status.report("broadcasting weights", step=version)
         try:
             parallel.stream_to_main(tensors, send, device=sender.device)
@@ -220,6 +229,7 @@ def clear(unfinished: Path, final: Path) -> None:
 
 
 def _put(unfinished: Path, final: Path) -> None:
+    check_current()
     if not final.exists():
         unfinished.rename(final)
         return
@@ -235,7 +245,8 @@ def save(
     """Write the whole model, or the adapter where a tuning trains one; every rank calls this."""
     tuning, tensors = tuning_of(model), published_tensors(model)
     name, metadata = (tuning.weights_file, tuning.metadata()) if tuning else (WEIGHTS, {})
-    layout = lay_out(tensors, published_dtypes(model, tensors, dtype), metadata)
+    dtypes, pieces = published_dtypes(model, tensors, dtype), published_pieces(model, tensors)
+    layout = lay_out(tensors, dtypes, metadata, pieces)
     write_shared(directory / name, layout, tensors, flush)
     if tuning is not None:
         parallel.on_main(partial(tuning.write_config, directory))
@@ -247,7 +258,7 @@ def tuning_of(model: PreTrainedModel) -> Tuning | None:
 
 
 def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights by their Hugging Face names, as this rank holds them; a tied head does not appear
+    """The weights by their names in the model, as this rank holds them; a tied head does not appear
     twice. Where a tuning trains an adapter, that alone, by the tuning's names."""
     if tuning := tuning_of(model):
         return tuning.tensors(model)
@@ -256,6 +267,16 @@ def published_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         # By identity: tied modules hold one parameter, and two empty shards may share an address.
         tensors.setdefault(id(tensor), (name, tensor))
     return dict(tensors.values())
+
+
+def published_pieces(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """What the tensors are called in the model's folder, and so by engines; those of a tuning have
+    their names already."""
+    if tuning_of(model) is not None:
+        return whole(tensors)
+    if not hasattr(model, "prime_rl_pieces"):  # a large model has many
+        model.prime_rl_pieces = pieces_of(model, tensors)
+    return cast("list[Piece]", model.prime_rl_pieces)
 
 
 def published_dtypes(
@@ -306,6 +327,7 @@ def export(model: PreTrainedModel, model_dir: Path, directory: Path) -> None:
     def end() -> None:
         if tuning is not None:
             tuning.merge(model_dir, adapter, unfinished)
+        check_current()
         unfinished.rename(directory)
 
     with disk_errors("export the trained model", directory):

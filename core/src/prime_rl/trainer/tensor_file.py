@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from prime_rl.trainer import parallel
 from prime_rl.trainer.rank import Rank
-from prime_rl.weights.tensors import NAMES
+from prime_rl.weights.tensors import Piece, header_of, num_bytes
 
 BLOCK = 1 << 20
 """Elements that are rounded, copied to the host and written at a time: 4 MiB of float32."""
@@ -83,17 +83,22 @@ def lay_out(
     like: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype] | None = None,
     metadata: Mapping[str, str] | None = None,
+    pieces: Sequence[Piece] | None = None,
 ) -> FileLayout:
     """Tensors with the names, shapes and types of ``like``, one after the other. ``dtypes``: of
-    those that are stored in another type."""
+    those that are stored in another type. ``pieces``: what the header calls them; None: each is
+    whole."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     slots, end = {}, 0
     for name, tensor in like.items():
         dtype = (dtypes or {}).get(name, tensor.dtype)
         start, end = end, end + tensor.numel() * dtype.itemsize
         slots[name] = (dtype, start)
-        shape = list(tensor.shape)
-        table[name] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+    stop = 0
+    for info in header_of(like, dtypes or {}, pieces):
+        start, stop = stop, stop + num_bytes(info)
+        entry = {"dtype": info.dtype, "shape": info.shape, "data_offsets": [start, stop]}
+        table[info.name] = entry
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from bisect import bisect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +28,65 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def header_of(tensors: Mapping[str, Tensor], rounded: Mapping[str, torch.dtype]) -> Header:
-    """The header of whole tensors or shards; ``rounded``: types of those sent in another type."""
-    return [
-        TensorInfo(name, NAMES[rounded.get(name, tensor.dtype)], list(tensor.shape))
-        for name, tensor in tensors.items()
-    ]
+class Piece(NamedTuple):
+    """A run of a model tensor's elements that is a tensor of its own in the model's files."""
+
+    name: str
+    source: str
+    """The tensor in the model."""
+    start: int
+    """How many of its elements come before."""
+    shape: tuple[int, ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The piece of ``source``: a view."""
+        end = self.start + math.prod(self.shape)
+        return whole.reshape(-1)[self.start : end].view(self.shape)
+
+
+def whole(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Each tensor in one piece."""
+    return [Piece(name, name, 0, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def pieces_of(model: Any, tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """The pieces by which a transformers model's folder has ``tensors``, in the order of their
+    elements. The model has the experts of a layer in one tensor, the files have each. A tensor
+    whose files hold it in another order stays whole."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    # Converted are the numbers of elements, two for each row: rows stay as they are.
+    ends, numbers = [0], {}
+    for name, tensor in tensors.items():
+        shape = (*tensor.shape[:-1], 2)
+        ends.append(ends[-1] + math.prod(shape))
+        numbers[name] = torch.arange(*ends[-2:], dtype=torch.int32).view(shape)
+    found: list[list[Piece]] = [[] for _ in tensors]
+    sources = whole(tensors)
+    with suppress(ValueError, RuntimeError):  # a conversion that needs whole rows
+        for name, values in revert_weight_conversion(model, numbers).items():
+            flat = values.flatten()
+            place = bisect(ends, first := int(flat[0])) - 1
+            if flat.equal(torch.arange(first, first + len(flat), dtype=torch.int32)):
+                source, width = sources[place].source, sources[place].shape[-1:]
+                start = (first - ends[place]) // 2 * math.prod(width)
+                found[place].append(Piece(name, source, start, (*values.shape[:-1], *width)))
+    for each, own in zip(sources, found, strict=True):
+        if sum(math.prod(piece.shape) for piece in own) != math.prod(each.shape):
+            own[:] = [each]
+    return [piece for own in found for piece in sorted(own, key=lambda piece: piece.start)]
+
+
+def header_of(
+    tensors: Mapping[str, Tensor],
+    rounded: Mapping[str, torch.dtype],
+    pieces: Sequence[Piece] | None = None,
+) -> Header:
+    """The header of whole tensors or shards; ``rounded``: types of those sent in another type;
+    ``pieces``: of all of them (None: each is whole)."""
+    dtypes = {name: NAMES[rounded.get(name, each.dtype)] for name, each in tensors.items()}
+    pieces = whole(tensors) if pieces is None else pieces
+    return [TensorInfo(each.name, dtypes[each.source], list(each.shape)) for each in pieces]
 
 
 def num_bytes(info: TensorInfo) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from prime_rl.errors import ConfigError, WireError
+from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
 
 if TYPE_CHECKING:
@@ -197,6 +198,7 @@ class FileSender:
             unfinished.mkdir(exist_ok=True)
             for rank, frame in enumerate(frames):
                 _frame_path(unfinished, rank).write_bytes(sealed(frame))
+            check_current()
             unfinished.rename(self.directory / f"step_{step}")
         except OSError as error:
             shutil.rmtree(unfinished, ignore_errors=True)

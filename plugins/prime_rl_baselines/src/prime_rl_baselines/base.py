@@ -64,6 +64,8 @@ class Baseline(Algorithm):
 
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
+        bonus = [] if self.config.entropy is None else [BONUS]
+        self.losses = (self.action_loss, *self.config.penalties, *bonus)
         self.coefficient = 0.0
         """c of ``AdaptiveEntropy``."""
 

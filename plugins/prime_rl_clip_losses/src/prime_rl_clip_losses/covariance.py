@@ -55,10 +55,12 @@ def largest(inputs: LossInputs, share: float, low: float, high: float) -> tuple[
     logprobs = on_mask(inputs, inputs.trainer_logprobs.detach())
     covariance = (advantages - advantages.sum() / number) * (logprobs - logprobs.sum() / number)
     candidate = member & (covariance > low) & (covariance < high)
-    chosen = torch.zeros_like(member)
-    count = min(max(1, int(share * int(number))), int(candidate.sum()))
-    chosen[torch.where(candidate, covariance, -torch.inf).topk(count).indices] = True
-    return on_mask(inputs, covariance), chosen
+    # The numbers stay on the device: to read one would wait for it, once per group.
+    count = (share * number.double()).floor().clamp(min=1)
+    places = torch.arange(len(member), device=member.device)
+    order = torch.where(candidate, covariance, -torch.inf).argsort(descending=True, stable=True)
+    chosen = torch.zeros_like(member).scatter(0, order, places < count)
+    return on_mask(inputs, covariance), chosen & candidate
 
 
 class ClipCovConfig(ClipConfig):

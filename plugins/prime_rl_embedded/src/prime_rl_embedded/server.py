@@ -166,7 +166,7 @@ def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float
     numbers: dict[str, Any] = {
         "running": float(running),
         "waiting": float(waiting),
-        "tokens/s": round(tokens_per_second, 1),
+        "sampled/s": round(tokens_per_second, 1),
         "policy_version": float(scheduler.version),
     }
     if scheduler.asleep:

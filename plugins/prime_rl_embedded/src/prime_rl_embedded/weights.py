@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from prime_rl import WeightsError
+from prime_rl.weights.tensors import pieces_of
 from prime_rl_broadcast.connection import DTYPES, Member
 from prime_rl_broadcast.group import BroadcastGroup, Header
 from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
@@ -63,9 +64,19 @@ def receive_weights(meeting: BroadcastGroup, member: Member, module: Any) -> dic
 def apply_weights(weights: Mapping[str, Tensor], module: Any) -> None:
     """Copy checked tensors into the parameters, in place, which also updates tied parameters and
     fused projections."""
-    state = module.state_dict()
+    parameters = _parameters(module)
     for name, tensor in weights.items():
-        state[name].copy_(tensor)
+        parameters[name].copy_(tensor)
+
+
+def _parameters(module: Any) -> dict[str, Tensor]:
+    """Views of the parameters, under the names that the model's folder has for them."""
+    state: dict[str, Tensor] = module.state_dict()
+    return {
+        piece.name: whole if piece.name == piece.source else piece.of(whole)
+        for piece in pieces_of(module, state)
+        for whole in [state[piece.source]]
+    }
 
 
 def _base(directory: Path, module: Any) -> Path:
@@ -122,7 +133,7 @@ def _tied(module: Any) -> Mapping[str, str]:
 
 def _check_layout(where: Path | str, tensors: Mapping[str, Tensor], module: Any) -> None:
     """Check names, shapes and kinds. ``where``: the source, for messages."""
-    wanted: dict[str, Tensor] = module.state_dict()
+    wanted = _parameters(module)
     if missing := sorted(wanted.keys() - tensors.keys() - _tied(module).keys()):
         raise WeightsError(
             f"{where}: {_listed(missing)} missing; the model has {len(wanted)} tensors"

@@ -25,6 +25,7 @@ from prime_rl import WeightsError
 from prime_rl_engine_kit.model_files import ModelFiles, opened
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -72,14 +73,17 @@ def is_adapter(directory: Path) -> bool:
     return (directory / ADAPTER_CONFIG).exists() or (directory / ADAPTER_WEIGHTS).exists()
 
 
-def merged_tensors(base_dir: Path, adapter_dir: Path) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(
+    base_dir: Path, adapter_dir: Path, device: torch.device | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model folder with an adapter added, one by one, by name and in the order of
     ``ModelFiles.tensors``.
 
     Tensors that the adapter does not change are as they are in the folder. The others are in
     float32: W + scaling * B A, or a module's replacement. One tensor of the base is in memory at a
-    time. Raises ``WeightsError``, before the first tensor is yielded, if the adapter is damaged,
-    incomplete, not supported or of another base.
+    time. ``device``: where the products are computed and stay; None: the host. Raises
+    ``WeightsError``, before the first tensor is yielded, if the adapter is damaged, incomplete, not
+    supported or of another base.
     """
     base, adapter = ModelFiles(base_dir), read_adapter(adapter_dir)
     check_base(base, adapter)
@@ -92,7 +96,9 @@ def merged_tensors(base_dir: Path, adapter_dir: Path) -> Iterator[tuple[str, Ten
                     if name in adapter.replaced:
                         yield name, adapter.replaced[name].float()
                     elif pair := adapter.pairs.get(name):
-                        yield name, merge(file.get_tensor(name), *pair, adapter.scaling)
+                        a, b = (half.to(device or "cpu") for half in pair)
+                        weight = file.get_tensor(name).to(a.device)
+                        yield name, merge(weight, a, b, adapter.scaling)
                     else:
                         yield name, file.get_tensor(name)
 

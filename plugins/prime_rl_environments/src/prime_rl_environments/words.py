@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 Split = Literal["train", "held_out"]
 
@@ -45,3 +45,9 @@ def position_score(reply: str, answer: str) -> float:
     """
     matches = sum(a == b for a, b in zip(reply, answer, strict=False))
     return matches / max(len(reply), len(answer), 1)
+
+
+def score_reply(reply: str, task: Mapping[str, Any]) -> float:
+    """``position_score`` with the task's ``answer``, as ``reverse-text`` scores a reply. For an
+    algorithm that scores replies by itself."""
+    return position_score(reply.strip(), str(task["answer"]))

@@ -25,6 +25,7 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
     EvalResult,
@@ -34,6 +35,7 @@ from prime_rl_evals.figures import (
     of_the_policy,
     summarize,
 )
+from prime_rl_evals.rollouts import save_rollouts
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class Evaluation(Observer):
     the results."""
 
     name = "evals"
-    reads = ("orchestrator.eval.env",)
+    reads = ("orchestrator.eval.env", "ckpt.best", "stop.metric")
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
@@ -99,6 +101,8 @@ class Evaluation(Observer):
             for env in self.settings.env
         ]
         self.eval_log = EvalLog(run.run_dir)
+        self._best = BestCheckpoint(run.config.ckpt.best, run.run_dir)
+        self._stop = EarlyStop(run.config.stop, run.run_dir)
         self._open = AsyncExitStack()
         self._began_with = began_with(run.run_dir, run.launch.first_step)
         self._last_seen = self.policy.version
@@ -108,8 +112,14 @@ class Evaluation(Observer):
         self._held = 0.0
         self.total = self.inflight = self.finished = 0
 
+    check = staticmethod(check)
+
     async def setup(self) -> None:
-        """Start the environments."""
+        """Start the environments, and look at what earlier attempts measured."""
+        for when in (BEFORE, DURING):
+            for result in self.eval_log.results[when]:
+                self._best.measured(result.policy_version, result.as_metrics())
+                self._stop.measured(result.policy_version, result.as_metrics(), may_end=False)
         for env in self.envs:
             await self._open.enter_async_context(env.environment)
 
@@ -139,8 +149,11 @@ class Evaluation(Observer):
         return [env for env in self.envs if env.name not in measured]
 
     async def after_training(self) -> None:
-        """Evaluate the last weights."""
-        await self._evaluate(AFTER, self.envs, self.policy.version)
+        """Evaluate the last weights, unless an attempt that failed later has."""
+        version, before = self.policy.version, self.eval_log.results[DURING]
+        measured = {each.env for each in before if each.policy_version == version}
+        left = [env for env in self.envs if env.name not in measured]
+        await self._evaluate(AFTER, left, version)
 
     def version_served(self, version: int) -> None:
         """Start the evaluations that are due at ``version``. The last one's are ``AFTER``."""
@@ -189,6 +202,9 @@ class Evaluation(Observer):
                 own = [job for job in finished if job.env is env]
                 own.sort(key=lambda job: (job.example, job.member))
                 self._add(when, summarize(env, version, [finished[job] for job in own]))
+                if self.context.config.orchestrator.save_rollouts:
+                    answered = {job: finished[job] for job in own}
+                    save_rollouts(self.context.run_dir, env, version, answered)
         finally:
             self.total = self.finished = 0
             self._idle.set()
@@ -232,7 +248,7 @@ class Evaluation(Observer):
             )
         finally:
             self.inflight -= 1
-        finished[job] = Finished(job.example, of_the_policy(results))
+        finished[job] = Finished(job.example, of_the_policy(results), results)
         self.finished += 1
         self._report(when)
 
@@ -256,8 +272,11 @@ class Evaluation(Observer):
     def _add(self, when: str, result: EvalResult) -> None:
         at = f"at version {result.policy_version}" if when == DURING else f"{when} training"
         log.info("eval %s %s: reward %.4f", result.env, at, result.reward)
-        self.host.log(result.policy_version, result.as_metrics())
+        metrics = result.as_metrics()
+        self.host.log(result.policy_version, metrics)
         self.eval_log.append(when, result)
+        self._best.measured(result.policy_version, metrics)
+        self._stop.measured(result.policy_version, metrics, may_end=when == DURING)
 
     def _report(self, when: str = DURING) -> None:
         """Publish the progress: in the status while nothing is trained, else for the sampling."""

@@ -103,6 +103,8 @@ class Finished:
 
     example: int
     result: RolloutResult
+    episode: Sequence[RolloutResult] = ()
+    """What each agent did; ``result`` is their mean."""
 
     @property
     def reward(self) -> float:

@@ -42,13 +42,14 @@ class Varlen(Kernel):
     config: KernelConfig
 
     def prepare(self, compiled: bool) -> None:
-        """Register the attentions. They are not compiled: the documents differ with every row, and
-        a graph that knew them would be compiled for each."""
+        """Register experts and attentions. The latter are not compiled: the documents differ with
+        every row, and a graph that knew them would be compiled for each."""
         import torch
 
-        from prime_rl_kernels.attention import register
+        from prime_rl_kernels import attention, experts
 
-        register(torch.compiler.disable) if compiled else register()
+        attention.register(torch.compiler.disable) if compiled else attention.register()
+        experts.register()
 
     def packings(self, device: torch.device) -> Sequence[Packing]:
         """Apart, transformers' ``sdpa`` takes less memory than its ``eager``."""

@@ -75,7 +75,7 @@ class DeviceUsage(TrainerObserver):
     def started(self, trainer: Trainer, run_dir: Path) -> None:
         """Look up the model's operations and the device's peak."""
         self._device, self._cost = trainer.device, model_cost(trainer.model)
-        self._peak = peak_flops(trainer.device, trainer.config.dtype)
+        self._peak = peak_flops(trainer.device, trainer.dtype)
 
     def row_trained(self, step: int, *, row: PackedRow, **_: object) -> None:
         """Add the row's operations."""

@@ -6,10 +6,14 @@ If Ray ends the actor, or the driver exits, the kernel ends the child (``exit_wi
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import socket
+import struct
+import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import ray
@@ -17,6 +21,8 @@ import ray
 from prime_rl.run.children import Child, end, free_ports, start
 
 POLL_SECONDS = 0.1
+SIOCGIFADDR = 0x8915
+"""Linux: asks for an interface's address."""
 
 
 class Agent:
@@ -53,6 +59,7 @@ class Agent:
                     "the run directory and the model must be on every node under the same path."
                 )
         there = Path(cwd) if os.path.isdir(cwd) else None
+        env = interfaces(str(ray.util.get_node_ip_address())) | dict(env)
         self._child = start(name, argv, env, Path(log), there)
         while (code := self._child.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
@@ -62,6 +69,28 @@ class Agent:
         """End the process, and all processes that it started."""
         if self._child is not None:
             await asyncio.to_thread(end, [self._child])
+
+
+def interfaces(address: str) -> dict[str, str]:
+    """The environment that has gloo and NCCL listen at ``address``, where Ray reaches this node.
+    Otherwise they resolve the host's name, perhaps to loopback, or take another network. What the
+    environment says already stays."""
+    name = interface_of(address)
+    keys = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    return {key: name for key in keys if key not in os.environ} if name else {}
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface with this IPv4 address. None: it is not found."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                found = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 async def _appears(path: Path, deadline: float) -> bool:

@@ -23,7 +23,7 @@ from prime_rl_ray.agent import Agent
 if TYPE_CHECKING:
     from prime_rl_ray import RayConfig
 
-FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_")
+FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_", "GLOO_", "TORCH_")
 POLL_SECONDS = 0.25
 CONNECT_SECONDS = 10.0
 END_SECONDS = 20.0
@@ -112,9 +112,16 @@ class Cluster:
         return int(ray.cluster_resources().get("GPU", 0))
 
     def place(self, tasks: Sequence[Task], tell: Callable[[str], None]) -> dict[str, Place]:
-        """Reserve room for every task and start an agent there."""
-        apart = [task for task in tasks if task.apart]
-        others = [task for task in tasks if not task.apart]
+        """Reserve room for every task and start an agent there. A task that has room gets a new
+        agent in it: Ray may have moved it from a lost node to another one."""
+        for task in tasks:
+            if task.name in self._rooms:
+                with suppress(RayError):
+                    ray.kill(self._agents[task.name])
+                self._started.pop(task.name, None)
+                self._agents[task.name] = _agent(*self._rooms[task.name], task)
+        apart = [task for task in tasks if task.apart and task.name not in self._rooms]
+        others = [task for task in tasks if not task.apart and task.name not in self._rooms]
         rooms: list[tuple[PlacementGroup, list[Task]]] = []
         for group, strategy in ((apart, "STRICT_SPREAD"), (others, self._config.strategy)):
             if group:

@@ -9,7 +9,17 @@ from prime_rl import Observer, RunView, hookimpl
 @hookimpl
 def register_commands(cli: typer.Typer) -> None:
     """Add the commands that train, look at and serve runs."""
-    from prime_rl_tools.commands import chat, inspect, race, replay, report, runs, serve
+    from prime_rl_tools.commands import (
+        chat,
+        doctor,
+        inspect,
+        race,
+        replay,
+        report,
+        runs,
+        serve,
+        watch,
+    )
     from prime_rl_tools.commands import eval as evaluation
 
     train, look, serving = "Train", "Look", "Serve"  # panels of the help
@@ -17,6 +27,8 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("stop", rich_help_panel=train)(runs.stop)
     cli.command("runs", rich_help_panel=look)(runs.runs)
     cli.command("status", rich_help_panel=look)(runs.status)
+    cli.command("watch", rich_help_panel=look)(watch.watch)
+    cli.command("doctor", rich_help_panel=look)(doctor.doctor)
     cli.command("report", rich_help_panel=look)(report.report)
     cli.command("replay", rich_help_panel=look)(replay.replay)
     cli.command("inspect", rich_help_panel=look)(inspect.inspect)

@@ -2,7 +2,7 @@
 reads one, whatever started it.
 
     run = prime_rl.train("grpo.toml", max_steps=20, trainer={"optim": {"lr": 1e-4}})
-    run.metrics.to_pandas().plot(x="step", y="train/agg/all/reward/mean")
+    run.metrics.column("train/agg/all/reward/mean").to_pylist()
     prime_rl.Run("latest").weights
 """
 
@@ -53,6 +53,9 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     if resume is not None:
         chosen = resuming.plan(resolved, str(resume), tuning)
         print("\n".join(chosen.notes))
+        if chosen.is_over:
+            assert chosen.run_dir is not None
+            return Run(chosen.run_dir)
         with resuming.begin(resolved, chosen) as (run_dir, checkpoint):
             train_in(resolved, hooks, run_dir, _again(run_dir), checkpoint)
         return Run(run_dir)

@@ -73,6 +73,16 @@ def test_intervals_of_several_pairs_are_wider():
     assert beside.low < alone.low and alone.high < beside.high
 
 
+def test_against_one_config_the_intervals_are_shorter():
+    rng = np.random.default_rng(2)
+    rewards = {name: dict(enumerate(rng.normal(size=6))) for name in "abcd"}
+    every, found = compare(rewards), compare(rewards, against="b")
+    assert [{pair.better, pair.other} for pair in found] == [{"a", "b"}, {"b", "c"}, {"b", "d"}]
+    wide = {frozenset((pair.better, pair.other)): pair.high - pair.low for pair in every}
+    for pair in found:
+        assert pair.high - pair.low < wide[frozenset((pair.better, pair.other))]
+
+
 def test_only_seeds_of_both_count():
     pair = compare({"a": {1: 0.9, 2: 0.8}, "b": {2: 0.7, 3: 0.1}})[0]
     assert (pair.num_seeds, pair.mean) == (1, pytest.approx(0.1))

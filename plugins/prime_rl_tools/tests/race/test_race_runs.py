@@ -34,6 +34,17 @@ def test_a_budget_of_steps_is_the_last_step_of_every_config(file):
     assert entries[1].config.trainer.optim.lr == 1e-3
 
 
+def test_a_config_is_laid_over_the_base(file):
+    base = file("base.toml")
+    other = file("other.toml", '[orchestrator.algo]\ntype = "max_rl"\n')
+    entries = read_entries([base, other], ["--max_steps=3"], Budget(), base)
+    assert [entry.config.orchestrator.algo.type for entry in entries] == ["grpo", "max_rl"]
+    assert [entry.config.max_steps for entry in entries] == [3, 3]
+    assert entries[1].files == (base, other)
+    alone = read_entries([base, file("third.toml")], ["--max_steps=3"], Budget())
+    assert entries[0].digest == alone[0].digest  # a race with a base knows the runs of one without
+
+
 def test_equal_file_names_are_told_apart_by_their_folders(file):
     entries = read_entries([file("x/grpo.toml"), file("y/grpo.toml")], [], Budget())
     assert [entry.name for entry in entries] == ["x.grpo", "y.grpo"]

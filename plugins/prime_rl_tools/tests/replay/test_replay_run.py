@@ -13,6 +13,7 @@ from prime_rl.cli.app import app
 from prime_rl.run import children
 from prime_rl_tools.report import write_report
 from prime_rl_tools.report.exports import StepExports
+from prime_rl_tools.report.source import eval_files
 from prime_rl_tools.rollouts import read_step, step_files
 
 CONFIG = Path(__file__).parents[4] / "configs" / "reverse_text" / "grpo.toml"
@@ -42,7 +43,9 @@ def test_a_run_replays_byte_for_byte_and_its_page_has_the_trainers_values(
     ]  # fmt: skip
     stored = [s for path in step_files(run_dir).values() for s in read_step(path).rollouts]
     facts = write_report(run_dir, tmp_path / "page.html")
-    assert facts.num_rollouts == len(stored)
+    held_out = [s for path in eval_files(run_dir) for s in read_step(path).rollouts]
+    assert len(held_out) == 2 * 8  # before and after training
+    assert facts.num_rollouts == len(stored) + len(held_out)
     first = read_step(step_files(run_dir)[1])
     exports = StepExports(run_dir, 1, seq_len=64)
     for rollout in first.kept:

@@ -18,7 +18,7 @@ from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl_tools.report import data, write_report
 from prime_rl_tools.report.exports import StepExports
-from prime_rl_tools.report.page import CHUNK_TOKENS, _parts
+from prime_rl_tools.report.source import CHUNK_TOKENS, _parts
 from prime_rl_tools.report.tokens import Pieces, columns_of, short
 from prime_rl_tools.rollouts import StoredRollout, read_step, step_files
 
@@ -214,8 +214,13 @@ def test_curves_are_by_metric_and_in_the_order_of_steps(tmp_path):
         '{"step": 2, "time": 1.0, "loss/rl": 0.5}\n{"step": 1, "loss/rl": 0.123456789}\n'
         '{"step": 2, "eval/x": 1, "note": "no number"}\n{"step": 3, "lo'
     )
-    assert data.curves(path) == {"eval/x": [[2, 1.0]], "loss/rl": [[1, 0.123457], [2, 0.5]]}
-    assert data.curves(tmp_path / "missing") == {}
+    points, end = data.curves(path)
+    assert points == {"eval/x": [[2, 1.0]], "loss/rl": [[1, 0.123457], [2, 0.5]]}
+    assert data.curves(path, end) == ({}, end)  # the rest of a line that is still being written
+    with path.open("a") as file:
+        file.write('ss/rl": 0.25}\n')
+    assert data.curves(path, end) == ({"loss/rl": [[3, 0.25]]}, path.stat().st_size)
+    assert data.curves(tmp_path / "missing") == ({}, 0)
 
 
 def test_chunks_are_cut_by_tokens():

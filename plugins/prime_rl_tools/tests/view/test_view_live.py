@@ -2,13 +2,18 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from prime_rl import PluginConfig
+from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.rundir.status import Status
+from prime_rl_tools.rollouts import write_rollouts
 from prime_rl_tools.view.live import MetricsTail, TerminalView, clock, sparkline
+from prime_rl_tools.view.sampled import Sampled
 
 REWARD = "train/agg/all/reward/mean"
 
@@ -143,6 +148,68 @@ def test_while_training(run_dir):
     for shown in ("2/10", "0.500 ▁█", "1,000", "1.00 steps (max 2)", "3.2e-07", "sampling batch 3",
                   "inflight 64", "buffered 8/64"):  # fmt: skip
         assert shown in text, shown
+
+
+def test_the_time_left_the_trainers_numbers_and_the_waits(run_dir):
+    for step in (1, 2, 3):  # 30 s a step
+        log(run_dir, step, seconds=30.0 * step, tokens=300.0 * step)
+    trained = {"loss/mean": -0.0123, "entropy/all/mean": 1.5, "optim/grad_norm": 0.25}
+    waits = {"wait/trainer/orchestrator": 4.0, "wait/orchestrator/inference": 0.5, "time/step": 6.0}
+    log(run_dir, 4, seconds=120.0, tokens=1200.0, **trained, **waits)
+    text = drawn(run_dir, width=120)
+    for shown in ("about 3:00 left", "loss -0.0123   entropy 1.500   grad norm 0.25",
+                  "orchestrator for inference 0.50 s, trainer for orchestrator 4.00 s of 6.00 s",
+                  "10 of batches, prompts included"):  # fmt: skip
+        assert shown in text, shown
+
+
+def test_rollouts_of_the_newest_batch_take_turns(tmp_path):
+    """By a real tokenizer of two words, from the lowest reward to the highest."""
+    tokenizer = Tokenizer(WordLevel({"say": 0, "no": 1, "yes": 2}, unk_token="no"))
+    (tmp_path / "weights").mkdir()
+    tokenizer.save(str(tmp_path / "weights" / "tokenizer.json"))
+    rollouts = [
+        Rollout(
+            env="e", example_id=5, group_id=0, reward=reward,
+            samples=[Sample(token_ids=[0, word], loss_mask=[0, 1], inference_logprobs=[0, -1])],
+        )
+        for reward, word in ((1.0, 2), (0.25, 1))
+    ]  # fmt: skip
+    now = [0.0]
+    sampled = Sampled(tmp_path, lambda: now[0])
+    assert sampled.render(80) is None
+    write_rollouts(tmp_path / "rollouts" / "step_1.msgpack", 1, rollouts, {})
+    seen = []
+    for seconds in (0, 1, 5, 10):
+        now[0] = seconds
+        console = terminal()
+        console.print(sampled.render(80))
+        seen.append(console.export_text().split())
+    rewards = [words[words.index("reward") + 1] for words in seen]
+    assert rewards[0] == rewards[1] and rewards[1] != rewards[2] != rewards[3]
+    assert {(r, *words[-2:]) for r, words in zip(rewards, seen, strict=True)} == {
+        ("1", "say", "yes"),
+        ("0.25", "say", "no"),
+    }
+
+
+def test_the_alternate_screen_is_redrawn_whole_at_each_size_and_its_last_picture_stays(run_dir):
+    console = terminal(100)
+    with view_of(run_dir, 3, console) as view:
+        log(run_dir, 1)
+        view.refresh()
+        view.print("trainer: restarted")
+        for width, height in ((60, 20), (80, 30)):
+            console.size = (width, height)
+            console.file.seek(0)
+            console.file.truncate()
+            view.refresh()
+            drawn = console.file.getvalue()
+            lines = re.sub(r"\x1b\[[?0-9;]*[A-Za-z]", "", drawn).split("\n")
+            assert len(lines) == height and {len(line) for line in lines} == {width}
+            assert "trainer: restarted" in drawn and "\x1b[H" in drawn
+    after = console.file.getvalue().rpartition("\x1b[?1049l")[2]
+    assert "1/3" in after and after.rstrip().endswith("trainer: restarted")
 
 
 def test_engines_are_shown_together_then_separately(run_dir):

@@ -196,6 +196,18 @@ def test_a_warning_about_the_chat_template_is_printed(tmp_path):
     assert f"WARNING {chosen.warning}" in text
 
 
+def test_a_finished_run_prints_the_commands_that_use_it(tmp_path):
+    whole(tmp_path, LAST)
+    measured(tmp_path, "after", 0.75, LAST)
+    assert printed(tmp_path).splitlines()[-4:] == [
+        f"Look at it      prime-rl report {tmp_path}",
+        f"Serve it        prime-rl serve {tmp_path} --port 8000",
+        f"Evaluate it     prime-rl eval {tmp_path} --base-url http://127.0.0.1:8000/v1",
+        f"Train on        prime-rl run {tmp_path}/configs/run.json --run.name {tmp_path.name} "
+        f"--resume --max-steps {2 * LAST}",
+    ]
+
+
 # -- a stop -----------------------------------------------------------------------------------
 
 

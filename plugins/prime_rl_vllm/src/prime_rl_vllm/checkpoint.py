@@ -23,8 +23,16 @@ class Staged:
     """Weights that fit the model, ready to be loaded once. The files stay open until ``close``, so
     that the folder may be deleted before."""
 
-    def __init__(self, directory: Path, base: ModelFiles, *, look_inside: bool = True) -> None:
-        """Raises ``WeightsError`` if the folder is damaged or does not fit ``base``.
+    def __init__(
+        self,
+        directory: Path,
+        base: ModelFiles,
+        *,
+        look_inside: bool = True,
+        device: torch.device | None = None,
+    ) -> None:
+        """Raises ``WeightsError`` if the folder is damaged or does not fit ``base``. ``device``:
+        where an adapter is merged.
 
         ``look_inside``: read every value and refuse those that aren't finite.
         """
@@ -32,7 +40,7 @@ class Staged:
         self._merged: Iterator[tuple[str, Tensor]] | None = None
         self._files: dict[str, Any] = {}
         if is_adapter(directory):
-            self._merged = merged_tensors(base.directory, directory)
+            self._merged = merged_tensors(base.directory, directory, device)
             return
         files = ModelFiles(directory)
         check_layout(files, base)

@@ -31,7 +31,7 @@ async def report_forever(state: State) -> None:
 def report_activity(state: State, tokens_per_second: float) -> None:
     numbers: dict[str, Any] = {
         "running": float(state.running),
-        "tokens/s": round(tokens_per_second, 1),
+        "sampled/s": round(tokens_per_second, 1),
         "policy_version": float(state.version),
     }
     if state.asleep:

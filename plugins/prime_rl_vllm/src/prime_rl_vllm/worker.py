@@ -49,7 +49,9 @@ class WeightExtension:
         self.prime_rl_drop()
         try:
             base, first = self._prime_rl_base, self.rank == 0
-            self._prime_rl_staged = Staged(Path(weight_dir), base, look_inside=first)
+            self._prime_rl_staged = Staged(
+                Path(weight_dir), base, look_inside=first, device=self.device
+            )
         except WeightsError as error:
             return str(error)
         except Exception as error:  # nothing is loaded yet, so the engine can continue

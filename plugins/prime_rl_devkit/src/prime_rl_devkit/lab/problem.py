@@ -10,8 +10,9 @@ Shapes: K = replies, S = states (prefixes), V = tokens, P = S * V parameters, T 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,20 +128,30 @@ class Question:
         taken = (self.probabilities(logits) @ self.counts).reshape(logits.shape)
         return np.asarray(taken.sum(1))
 
-    def rollout(self, k: int, logits: Floats, group_id: int = 0) -> Rollout:
-        """Reply ``k`` as the policy with ``logits`` samples it."""
-        reply, (states, tokens) = self.replies[k], self.places[k]
-        logprobs = log_softmax(logits)[states, tokens]
-        mask = np.array([False, *reply.sampled])
-        roles = ["user", *("assistant" if own else "tool" for own in reply.sampled)]
-        sample = Sample(
-            token_ids=np.array([PROMPT, *reply.tokens], np.int32),
-            loss_mask=mask,
-            inference_logprobs=np.where(mask, np.append(0.0, logprobs), 0.0).astype(np.float32),
-            roles=np.array([ROLES.index(role) for role in roles], np.int8),
-            is_content=np.ones(len(mask), np.bool_),
-            policy_versions=np.where(mask, np.int32(0), np.int32(-1)),
-        )
+    @cached_property
+    def columns(self) -> list[dict[str, Any]]:
+        """What the sample of each reply holds."""
+        table, found = log_softmax(self.logits), []
+        for reply, (states, tokens) in zip(self.replies, self.places, strict=True):
+            mask = np.array([False, *reply.sampled])
+            logprobs = np.where(mask, np.append(0.0, table[states, tokens]), 0.0)
+            roles = ["user", *("assistant" if own else "tool" for own in reply.sampled)]
+            found.append(
+                {
+                    "token_ids": np.array([PROMPT, *reply.tokens], np.int32),
+                    "loss_mask": mask,
+                    "inference_logprobs": logprobs.astype(np.float32),
+                    "roles": np.array([ROLES.index(role) for role in roles], np.int8),
+                    "is_content": np.ones(len(mask), np.bool_),
+                    "policy_versions": np.where(mask, np.int32(0), np.int32(-1)),
+                }
+            )
+        return found
+
+    def rollout(self, k: int, group_id: int = 0) -> Rollout:
+        """Reply ``k`` as the policy samples it."""
+        reply, states = self.replies[k], self.places[k][0]
+        sample = Sample(**{name: column.copy() for name, column in self.columns[k].items()})
         rewards = {str(2 * n + 1): reward for n, reward in enumerate(reply.turn_rewards)}
         return Rollout(
             env="test",
@@ -231,10 +242,32 @@ class Problem:
     questions: tuple[Question, ...]
     failing: float = 0.0
     """Probability that a rollout fails, whatever its reply. Its group is then smaller."""
+    groups: int = 1
+    """Groups of a batch, each of a question that is drawn for it."""
+
+
+def joint(questions: Sequence[Question]) -> Question:
+    """A question of two: the environment draws one of them, and its first token says which."""
+    names = (X, Y)[: len(questions)]
+    replies = [
+        replace(reply, tokens=(name, *reply.tokens), sampled=(False, *reply.sampled),
+                chance=reply.chance / len(questions))
+        for name, question in zip(names, questions, strict=True)
+        for reply in question.replies
+    ]  # fmt: skip
+    found = np.full((len(prefixes(replies)), len(NAMES)), -np.inf)
+    for number, prefix in enumerate(prefixes(replies)):
+        if prefix:
+            question = questions[names.index(prefix[0])]
+            found[number] = question.logits[question.states[prefix[1:]]]
+        else:
+            found[number, list(names)] = 0.0
+    return Question("joint", tuple(replies), found)
 
 
 def shipped(longest: int = LONGEST) -> dict[str, Problem]:
-    """The four problems by name; replies of one turn have at most ``longest`` tokens."""
+    """The problems by name; replies of one turn have at most ``longest`` tokens, or two in a batch
+    of several groups."""
     plain = [
         make_question(name, plain_replies(solved, longest), seed, skill)
         for seed, (name, skill) in enumerate((("hard", -0.8), ("even", 0.6), ("easy", 1.8)))
@@ -246,10 +279,15 @@ def shipped(longest: int = LONGEST) -> dict[str, Problem]:
     }
     same = [make_question(name, plain_replies(f, longest), 3) for name, f in levels.items()]
     turns = make_question("two turns", two_turn_replies(), 4)
+    short = [
+        make_question(name, plain_replies(solved, 2), seed, skill)
+        for seed, (name, skill) in enumerate((("hard", -0.8), ("easy", 1.8)))
+    ]
     found = (
         Problem("plain", "rewards 0 and 1, one turn", tuple(plain)),
         Problem("graded", "rewards of any size, one turn", tuple(same)),
         Problem("two-turn", "an answer of the environment between two tokens", (turns,)),
         Problem("failed", "as plain; each rollout fails with probability 1/5", tuple(plain), 0.2),
+        Problem("batch", "rewards 0 and 1, batches of two groups", tuple(short), groups=2),
     )
     return {problem.name: problem for problem in found}

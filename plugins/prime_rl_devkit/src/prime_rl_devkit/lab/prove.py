@@ -20,11 +20,12 @@ from dataclasses import replace
 import numpy as np
 
 from prime_rl import Algorithm, ConfigError, Loss, PluginConfig
+from prime_rl.plugins.checks import marked_hooks
 from prime_rl_devkit.lab.estimate import Part, estimate
 from prime_rl_devkit.lab.host import lab_host, reference_logits
 from prime_rl_devkit.lab.losses import NoRatio, Ratio, components
 from prime_rl_devkit.lab.objective import objective_gradient
-from prime_rl_devkit.lab.problem import Floats, Problem, Question, shipped
+from prime_rl_devkit.lab.problem import NAMES, Floats, Problem, Question, X, Y, joint, shipped
 from prime_rl_devkit.lab.proof import Estimate, Proof
 from prime_rl_devkit.lab.updates import (
     Refused,
@@ -55,9 +56,10 @@ def prove(
 
     ``loss``: of the rl component, an installed one by name or an instance; None: the default.
     ``normalize_by``: as in ``[trainer.loss]``; None: what the loss declares. ``problems``: by name
-    (``plain``, ``graded``, ``two-turn``, ``failed``), or of your own. Staleness above 0 is computed
-    for the first problem with the first group size. Raises ``ConfigError`` for what is not
-    installed, and for numbers that are out of range.
+    (``plain``, ``graded``, ``two-turn``, ``failed``, ``batch``), or of your own. A batch of several
+    groups has groups of two, and is for algorithms whose credit depends on the other groups.
+    Staleness above 0 is computed for the first problem with the first group size. Raises
+    ``ConfigError`` for what is not installed, and for numbers that are out of range.
     """
     sizes = [group_size] if isinstance(group_size, int) else [*group_size]
     if not sizes or min(sizes) < 1 or min(staleness, default=0) < 0:
@@ -71,6 +73,8 @@ def prove(
     for problem, size in itertools.product(chosen, sizes):
         lags = staleness if (problem, size) == (chosen[0], sizes[0]) else [0]
         try:
+            if problem.groups > 1 and (size != 2 or not subject.mixes_groups(problem)):
+                continue
             found += subject.estimates(problem, size, [*dict.fromkeys((0, *lags))])
         except Refused as error:
             refused.setdefault(problem.name, str(error))
@@ -99,6 +103,8 @@ class Subject:
                 self.losses[other.name] = components(algorithm, other, normalize_by)
         self.divisor = self.losses["own"][self.component]
         self.asked: dict[str, Asked] = {}
+        self.ordered: dict[tuple[object, ...], bool] = {}
+        """By group size, replies and ranks of their rewards: whether the order matters."""
 
     @property
     def objective(self) -> str:
@@ -111,6 +117,11 @@ class Subject:
 
     def estimates(self, problem: Problem, size: int, lags: Sequence[int]) -> Iterator[Estimate]:
         """At every staleness; above 0 also with the plain ratio, and without one."""
+        if problem.groups > 1:
+            parts, rollouts = self.batches(problem).parts(size), size * problem.groups
+            found = estimate(problem, rollouts, 0, "own", parts, of_reward=False)
+            yield replace(found, group_size=size)
+            return
         for question in problem.questions:
             self.asked.setdefault(question.name, Asked(self, question))
         for lag in lags:
@@ -121,6 +132,20 @@ class Subject:
                 ]
                 of_reward = self.algorithm.objective == "expected_reward"
                 yield estimate(problem, size, lag, kind, parts, of_reward)
+
+    def batches(self, problem: Problem) -> Batches:
+        if problem.name not in self.asked:
+            self.asked[problem.name] = Batches(self, problem)
+        found = self.asked[problem.name]
+        assert isinstance(found, Batches)
+        return found
+
+    def mixes_groups(self, problem: Problem) -> bool:
+        """Whether credit depends on the other groups of a batch."""
+        cls = type(self.algorithm)
+        if cls.order_dependent or "score_batch" not in marked_hooks(cls):
+            return False
+        return self.batches(problem).mixes()
 
 
 class Asked:
@@ -163,16 +188,20 @@ class Asked:
             self.fresh[m] = found
         return found
 
-    def _packed(self, groups: Sequence[Sequence[int]]) -> list[Rows]:
+    def _packed(self, groups: Sequence[Sequence[int]], per_batch: int = 1) -> list[Rows]:
         given = self.subject.algorithm
         host = lab_host(self.question, self.reference)
-        scored = score_groups(type(given)(given.config), self.sampler, groups, host)
+        scored = score_groups(type(given)(given.config), self.sampler, groups, host, per_batch)
         return pack_groups(self.sampler, scored, self.subject.losses["own"])
 
     def _groups(self, m: int) -> tuple[list[tuple[int, ...]], Floats]:
         """Every group of ``m`` replies, and its probability [M]."""
         p = self.sampler.probabilities(self.sampler.logits)
-        if self._ordered(m):
+        ranks = np.unique(self.sampler.rewards, return_inverse=True)[1].tolist()
+        key = (m, *(reply.tokens for reply in self.sampler.replies), *ranks)
+        if key not in self.subject.ordered:
+            self.subject.ordered[key] = self._ordered(m)
+        if self.subject.ordered[key]:
             if len(p) ** m > MOST_GROUPS:
                 raise Refused(
                     f"cannot be proved with groups of {m}: credit depends on the order of the "
@@ -182,24 +211,22 @@ class Asked:
             every = [*itertools.product(range(len(p)), repeat=m)]
             return every, np.prod(p[np.array(every)], 1)
         every = [*itertools.combinations_with_replacement(range(len(p)), m)]
-        repeats = [math.prod(map(math.factorial, Counter(each).values())) for each in every]
-        orders = math.factorial(m) / np.array(repeats, np.float64)
+        orders = np.array([_orders(each) for each in every])
         return every, orders * np.prod(p[np.array(every)], 1)
 
     def _ordered(self, m: int) -> bool:
-        """Whether the order of a group matters: declared, or measured on four groups."""
+        """Whether the order of a group matters: declared, or measured on four groups, by an
+        exchange and a rotation: every order is made of these."""
         if self.subject.algorithm.order_dependent or m == 1:
             return m > 1
         spread = np.linspace(0, len(self.sampler.replies) - 1, min(m, 3)).astype(int).tolist()
         drawn = np.random.default_rng(0).integers(len(self.sampler.replies), size=(3, m)).tolist()
         groups = [spread + [0] * (m - len(spread)), *drawn]
+        orders = [[g, [*g[1::-1], *g[2:]], [*g[1:], g[0]]] for g in groups]
+        rows = self._packed([order for same in orders for order in same])
         losses, component = self.subject.losses["own"], self.subject.component
-        for group in groups:
-            rows = self._packed([*itertools.islice(itertools.permutations(group), 24)])
-            steps = updates(self.sampler, rows, losses, self.question.logits, component).steps
-            if np.abs(steps - steps[0]).max() > 1e-5:
-                return True
-        return False
+        steps = updates(self.sampler, rows, losses, self.question.logits, component).steps
+        return bool(np.ptp(steps.reshape(len(groups), 3, -1), axis=1).max() > 1e-5)
 
     def logits(self, lag: int, size: int) -> Floats:
         """Of the policy in training, ``lag`` versions after the one that sampled: each has climbed
@@ -216,3 +243,59 @@ class Asked:
         """[P] the gradient of what is declared for groups of ``m``."""
         algorithm = self.subject.algorithm
         return objective_gradient(algorithm, self.sampler, logits, self.reference, m)
+
+
+class Batches(Asked):
+    """Batches of several groups, each of a question that is drawn for it."""
+
+    def __init__(self, subject: Subject, problem: Problem) -> None:
+        super().__init__(subject, joint(problem.questions))
+        self.problem = problem
+
+    def steps(self, batches: Sequence[Sequence[int]], per_batch: int) -> Updates:
+        rows = self._packed(batches, per_batch)
+        losses, component = self.subject.losses["own"], self.subject.component
+        return updates(self.sampler, rows, losses, self.question.logits, component)
+
+    def mixes(self) -> bool:
+        """Whether a batch's sum is another than that of its groups: measured on the three pairs of
+        three groups, one of them of the second question."""
+        right, wrong = (int(f(self.question.rewards[: self.half])) for f in (np.argmax, np.argmin))
+        groups = [(right, wrong), (wrong, wrong), (wrong + self.half, right + self.half)]
+        both = [(*one, *other) for one, other in itertools.combinations(groups, 2)]
+        together, alone = self.steps(both, 2), self.steps(groups, 1)
+        sums = alone.steps * alone.divisors[:, None]
+        pairs = [one + other for one, other in itertools.combinations(sums, 2)]
+        return bool(np.abs(together.steps * together.divisors[:, None] - pairs).max() > 1e-5)
+
+    @property
+    def half(self) -> int:
+        """Replies of the first question."""
+        return len(self.problem.questions[0].replies)
+
+    def parts(self, size: int) -> list[Part]:
+        """Each question's part of the update by a batch of two groups of ``size``."""
+        p = self.sampler.probabilities(self.sampler.logits)
+        groups: list[tuple[tuple[int, ...], float]] = []
+        for own in (range(self.half), range(self.half, len(p))):
+            share = float(p[own].sum())
+            for group in itertools.combinations_with_replacement(own, size):
+                chance = share * float(np.prod(p[[*group]] / share)) * _orders(group)
+                groups.append((group, chance))
+        pairs = [*itertools.combinations_with_replacement(groups, 2)]
+        weights = np.array([(1 + (a != b)) * a[1] * b[1] for a, b in pairs])
+        found = self.steps([a[0] + b[0] for a, b in pairs], 2)
+        goal, parts = self.goal(size, self.question.logits), []
+        for name, question in zip((X, Y), self.problem.questions, strict=True):
+            states = [self.question.states[(name, *prefix)] for prefix in question.states]
+            at = np.arange(self.question.logits.size).reshape(-1, len(NAMES))[states].ravel()
+            part = Part(question, question.logits)
+            part.add(weights, replace(found, steps=found.steps[:, at]), 2 * size)
+            part.goal = None if goal is None else goal[at]
+            parts.append(part)
+        return parts
+
+
+def _orders(group: Sequence[int]) -> float:
+    """In how many orders a multiset can be."""
+    return math.factorial(len(group)) / math.prod(map(math.factorial, Counter(group).values()))

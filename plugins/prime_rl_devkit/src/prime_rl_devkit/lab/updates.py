@@ -16,7 +16,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -80,25 +80,37 @@ class Rows:
 
 
 def score_groups(
-    algorithm: Algorithm, question: Question, groups: Sequence[Sequence[int]], host: Host
+    algorithm: Algorithm,
+    question: Question,
+    groups: Sequence[Sequence[int]],
+    host: Host,
+    per_batch: int = 1,
 ) -> list[list[Rollout]]:
-    """Score each group as a batch of its own, sampled by the question's policy. Raises ``Refused``.
+    """Score each of ``groups`` as a batch of its own, sampled by the question's policy; it is one
+    group, or ``per_batch`` groups of equal size. Raises ``Refused``.
 
     An algorithm whose credit depends on earlier rollouts starts each group from the same state.
     """
 
-    async def run() -> list[list[Rollout]]:
+    scored: list[list[Rollout]] = []
+
+    async def run() -> None:
         await algorithm.setup(host)
-        hooks, scored = scope(host.env, Hooks(), own=[algorithm]), []
+        hooks = scope(host.env, Hooks(), own=[algorithm])
         state = copy.deepcopy(vars(algorithm)) if algorithm.order_dependent else {}
         for number, members_ in enumerate(groups):
             vars(algorithm).update(copy.deepcopy(state))
-            group = [question.rollout(k, question.logits, number) for k in members_]
+            ids = [
+                number * per_batch + i * per_batch // len(members_) for i in range(len(members_))
+            ]
+            group = [question.rollout(k, own) for k, own in zip(members_, ids, strict=True)]
+            parts = [[*same] for _, same in groupby(group, lambda rollout: rollout.group_id)]
             try:
                 for rollout in group:
                     await score_rollout(hooks, rollout)
-                await score_group(hooks, group)
-                await hooks.score_batch([group])
+                for part in parts:
+                    await score_group(hooks, part)
+                await hooks.score_batch(parts)
                 for rollout in group:
                     stamp(rollout, algorithm.action_loss)
             except (PrimeRLError, ArithmeticError, ValueError, LookupError, TypeError) as error:
@@ -109,10 +121,10 @@ def score_groups(
                 ) from error
             scored.append(group)
         await algorithm.close()
-        return scored
 
     with logged_metrics():
-        return asyncio.run(run())
+        asyncio.run(run())  # returns nothing: asyncio makes a text of a result
+    return scored
 
 
 def pack_groups(

@@ -56,7 +56,7 @@ def _of_fit(estimates: Sequence[Estimate], kind: str, averages: bool) -> Iterato
         text = f"the expected update points away from the gradient (cosine {fit.cosine:.3f})"
         yield Finding("opposite", problem, text, when)
     elif all(each.residual < TINY or each.vanishes for _, each in fits):
-        named = problem == "failed" or averages
+        named = problem in ("failed", "batch") or averages
         scales = [(n, each.scale) for n, each in fits if not each.vanishes]
         yield from _unbiased(problem, scales, when, named=named)
     else:

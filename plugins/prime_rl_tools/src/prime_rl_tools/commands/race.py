@@ -27,6 +27,12 @@ def race(
     steps: Annotated[int | None, typer.Option(min=1, help="Budget: steps.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Budget: trained tokens.")] = None,
     cpu_seconds: Annotated[float | None, typer.Option(help="Budget: CPU seconds.")] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="A config that each of the others is laid over.")
+    ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Compare with this config only, by name: fewer intervals.")
+    ] = None,
     output_dir: Annotated[
         Path, typer.Option(help="Folder of the runs. A race goes on where it was interrupted.")
     ] = Path("outputs/race"),
@@ -45,25 +51,28 @@ def race(
     from rich.console import Console
 
     from prime_rl.cli.run import split_arguments
-    from prime_rl.errors import RunError
+    from prime_rl.errors import ConfigError, RunError
     from prime_rl_tools.race.runs import Budget, read_entries
     from prime_rl_tools.race.show import as_json as shown
     from prime_rl_tools.race.show import draw_race, print_race
 
     paths, overrides = split_arguments([*files, *context.args])
     budget = Budget(steps, tokens, cpu_seconds)
-    entries = read_entries([Path(path) for path in paths], overrides, budget)
+    entries = read_entries([Path(path) for path in paths], overrides, budget, base)
+    if against not in (None, *(entry.name for entry in entries)):
+        names = ", ".join(entry.name for entry in entries)
+        raise ConfigError(f"--against {against}: no such config in the race, which has {names}")
     try:
         results = _results(entries, seeds, budget, output_dir)
     except RunError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from None
     picture = output_dir / "race.png"
-    draw_race(picture, output_dir, results)
+    draw_race(picture, output_dir, results, against)
     if as_json:
-        typer.echo(shown(results))
+        typer.echo(shown(results, against))
     else:
-        print_race(Console(), results)
+        print_race(Console(), results, against)
         typer.echo(f"\n{picture}")
 
 

@@ -15,12 +15,16 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The page. Default: report.html in the run directory.")
     ] = None,
+    beside: Annotated[
+        list[str] | None, typer.Option(help="Another run, to compare: its name or path, or latest.")
+    ] = None,
     output_dir: OutputDir = OUTPUTS,
 ) -> None:
     """Write one HTML page that shows a run: curves, every rollout, and credit token by token.
 
     ```
     prime-rl report latest
+    prime-rl report mine --beside yours
     ```
     """
     from prime_rl_tools.report import write_report
@@ -29,7 +33,8 @@ def report(
     run_dir = find_run(run, output_dir)
 
     path = out or run_dir / "report.html"
-    facts = write_report(run_dir, path)
+    others = [find_run(each, output_dir) for each in beside or ()]
+    facts = write_report(run_dir, path, beside=others)
     typer.echo(
         f"wrote {path}: {facts.num_rollouts:,} rollouts, {facts.num_tokens:,} tokens, "
         f"{facts.num_bytes / 1e6:.1f} MB"

@@ -72,18 +72,25 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
     prime-rl status latest
     ```
     """
+    from prime_rl_tools.files import reading
     from prime_rl_tools.runs import find_run, processes, run_info
+    from prime_rl_tools.view.summary import LOG, read_restarts, restarts_text
 
     run_dir = find_run(run, output_dir)
     info, reports = run_info(run_dir), processes(run_dir)
+    with reading(run_dir / LOG):
+        restarts = read_restarts(run_dir)
     if as_json:
         rows = {name: asdict(report) for name, report in reports.items()}
-        typer.echo(json.dumps({**asdict(info), "processes": rows}, indent=2))
+        table = {**asdict(info), "restarts": restarts, "processes": rows}
+        typer.echo(json.dumps(table, indent=2))
         return
     from rich.console import Console
 
     console = Console()
     console.print(_headline(info))
+    if restarts:
+        console.print(f"restarts  {restarts_text(restarts)}", markup=False, soft_wrap=True)
     if info.state == "running":
         console.print(_processes(reports))
     elif info.state in ("failed", "died"):

@@ -70,14 +70,15 @@ class Pair:
         else:
             found = f"No difference found between {self.better} and {self.other} ({self.mean:+.3f})"
         if self.high == inf:
-            return f"{found}: {seeds} are too few to tell."
+            return f"{found}: {seeds} {'is' if self.num_seeds == 1 else 'are'} too few to tell."
         return f"{found}: {seeds}, interval {self.low:+.3f} to {self.high:+.3f}."
 
 
-def compare(rewards: Mapping[str, Mapping[int, float]]) -> list[Pair]:
-    """Every pair of configs. ``rewards``: held-out reward by config and seed; seeds that a config
-    lacks do not count for its pairs. The intervals of all pairs hold together (Bonferroni)."""
-    pairs = list(combinations(rewards, 2))
+def compare(rewards: Mapping[str, Mapping[int, float]], against: str | None = None) -> list[Pair]:
+    """Every pair of configs, or only those of ``against``. ``rewards``: held-out reward by config
+    and seed; seeds that a config lacks do not count for its pairs. The intervals of all these pairs
+    hold together (Bonferroni)."""
+    pairs = [pair for pair in combinations(rewards, 2) if against is None or against in pair]
     found = []
     for first, second in pairs:
         seeds = sorted(rewards[first].keys() & rewards[second].keys())

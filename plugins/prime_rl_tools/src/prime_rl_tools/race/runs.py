@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,6 +56,8 @@ class Point:
     """Held out; the mean over the envs of ``[orchestrator.eval]``."""
     tokens: int
     cpu_seconds: float
+    before: float | None = None
+    """The reward before training. None: not measured."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,30 @@ class Entry:
     """A config of the race, with the arguments that made it."""
 
     name: str
-    path: Path
+    files: tuple[Path, ...]
+    """The base, if there is one, and the config."""
     overrides: tuple[str, ...]
     config: RunConfig
+
+    @property
+    def path(self) -> Path:
+        return self.files[-1]
 
     @property
     def digest(self) -> str:
         return hashlib.sha256(self.config.model_dump_json().encode()).hexdigest()
 
 
-def read_entries(paths: Sequence[Path], overrides: Sequence[str], budget: Budget) -> list[Entry]:
-    """The configs, checked before anything runs. Raises ``ConfigError`` for configs that cannot be
-    compared."""
+def read_entries(
+    paths: Sequence[Path], overrides: Sequence[str], budget: Budget, base: Path | None = None
+) -> list[Entry]:
+    """The configs, each laid over ``base``, checked before anything runs. Raises ``ConfigError``
+    for configs that cannot be compared."""
     overrides = [*overrides, *([] if budget.steps is None else [f"--max_steps={budget.steps}"])]
     names = _names(paths)
+    below = () if base is None else (base,)
     entries = [
-        Entry(name, path, tuple(overrides), load_config([path], overrides))
+        Entry(name, (*below, path), tuple(overrides), load_config([*below, path], overrides))
         for name, path in zip(names, paths, strict=True)
     ]
     for entry in entries:
@@ -143,8 +153,10 @@ def result_of(entry: Entry, seed: int, budget: Budget, folder: Path) -> tuple[Po
             f"{run_dir}: no evaluation after training began is within the budget. Raise it, or "
             "evaluate more often (interval in [[orchestrator.eval.env]])."
         )
-    (run_dir / RECORD).write_text(json.dumps({"key": key, "point": asdict(points[-1])}, indent=2))
-    return points[-1], False
+    before = points[0].reward if points[0].step == 0 else None
+    point = replace(points[-1], before=before)
+    (run_dir / RECORD).write_text(json.dumps({"key": key, "point": asdict(point)}, indent=2))
+    return point, False
 
 
 def _train(entry: Entry, seed: int, budget: Budget, run_dir: Path) -> list[Point]:
@@ -153,7 +165,7 @@ def _train(entry: Entry, seed: int, budget: Budget, run_dir: Path) -> list[Point
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-c", "from prime_rl.cli import main; main()", "run"),
-        *(str(entry.path), *entry.overrides, f"--seed={seed}"),
+        *(*map(str, entry.files), *entry.overrides, f"--seed={seed}"),
         *(f"--run.name={run_dir.name}", f"--output_dir={run_dir.parent}"),
     ]
     points: list[Point] = []

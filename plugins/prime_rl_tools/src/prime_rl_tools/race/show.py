@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import isfinite
 from pathlib import Path
@@ -20,33 +20,39 @@ Results = Mapping[str, Mapping[int, Point]]
 """Of each config by name: the result of each seed."""
 
 
-def pairs_of(results: Results) -> list[Pair]:
-    return compare(
-        {name: {seed: p.reward for seed, p in points.items()} for name, points in results.items()}
-    )
+def pairs_of(results: Results, against: str | None) -> list[Pair]:
+    rewards = {name: {seed: p.reward for seed, p in by.items()} for name, by in results.items()}
+    return compare(rewards, against)
 
 
-def as_json(results: Results) -> str:
+def as_json(results: Results, against: str | None) -> str:
     points = {name: {s: asdict(p) for s, p in by.items()} for name, by in results.items()}
-    pairs = [{**pair.as_json(), "verdict": pair.verdict} for pair in pairs_of(results)]
+    pairs = [{**pair.as_json(), "verdict": pair.verdict} for pair in pairs_of(results, against)]
     return json.dumps({"results": points, "pairs": pairs}, indent=2)
 
 
-def print_race(console: Console, results: Results) -> None:
+def print_race(console: Console, results: Results, against: str | None) -> None:
     table = Table(box=None, header_style="bold")
-    for name in ("config", "held-out reward", "sd", "seeds", "steps", "tokens", "CPU s"):
+    for name in ("config", "before", "after", "gain", "seeds", "steps", "tokens", "CPU s"):
         table.add_column(name, justify="left" if name == "config" else "right")
     for config, by_seed in sorted(results.items(), key=lambda item: -_mean_reward(item[1])):
         points = list(by_seed.values())
-        spread = f"{stdev(p.reward for p in points):.3f}" if len(points) > 1 else ""
+        before = [p.before for p in points if p.before is not None]
+        gains = [p.reward - p.before for p in points if p.before is not None]
         table.add_row(
-            config, f"{_mean_reward(by_seed):.3f}", spread, str(len(points)),
+            config, f"{fmean(before):.3f}" if before else "",
+            mean_and_error([p.reward for p in points]), mean_and_error(gains),
+            str(len(points)),
             f"{fmean(p.step for p in points):.0f}", f"{fmean(p.tokens for p in points):,.0f}",
             f"{fmean(p.cpu_seconds for p in points):,.0f}",
         )  # fmt: skip
     console.print(table)
-    console.print()
-    for pair in pairs_of(results):
+    console.print(
+        "Held-out reward, before and after training: mean over the seeds ± standard error.\n",
+        style="dim",
+        highlight=False,
+    )
+    for pair in pairs_of(results, against):
         console.print(pair.verdict, highlight=False, style="bold" if pair.decided else None)
     console.print(
         f"All intervals hold together with probability {1 - LEVEL:.0%}, whenever you look: add "
@@ -55,18 +61,24 @@ def print_race(console: Console, results: Results) -> None:
     )
 
 
+def mean_and_error(values: Sequence[float]) -> str:
+    """The mean and its standard error, if there are several; empty for none."""
+    error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{fmean(values):.3f}{error}" if values else ""
+
+
 def _mean_reward(by_seed: Mapping[int, Point]) -> float:
     return fmean(point.reward for point in by_seed.values())
 
 
-def draw_race(path: Path, folder: Path, results: Results) -> None:
+def draw_race(path: Path, folder: Path, results: Results, against: str | None) -> None:
     """The sampled reward of every run beside the intervals of every pair, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pairs = pairs_of(results)
+    pairs = pairs_of(results, against)
     size = (11, max(4.0, 1.5 + 0.4 * len(pairs)))
     figure, (curves, forest) = pyplot.subplots(1, 2, figsize=size, dpi=120, layout="constrained")
     for number, (config, by_seed) in enumerate(results.items()):
@@ -78,7 +90,7 @@ def draw_race(path: Path, folder: Path, results: Results) -> None:
             curves.plot(steps, running_mean(values), color=color, linewidth=1, label=label)
             curves.plot([point.step], [point.reward], "o", color=color, markersize=5)
     curves.set(xlabel="step", ylabel="reward", title="sampled (line), held out (dot), each seed")
-    curves.legend(loc="lower right", frameon=False)
+    curves.legend(loc="best", frameon=False)
     for row, pair in enumerate(pairs):
         color = "#1f7a3d" if pair.decided else "#777777"
         if isfinite(pair.high):

@@ -1,14 +1,14 @@
 """What the page shows of a run, as plain values.
 
-facts     name, model, each env's algorithm, curves           once
-table     one column a field, one entry a rollout             once
+facts     name, model, each env's algorithm, curves           once, then what is new
+table     one column a field, one entry a rollout             once, then what is new
 chunks    the tokens of some rollouts, read when one is shown many
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,59 +43,83 @@ def facts(run_dir: Path, config: RunConfig) -> dict[str, Any]:
         "seed": config.seed,
         "seq_len": config.seq_len,
         "loss": config.trainer.loss.type,
-        "curves": curves(run_dir / "metrics.jsonl"),
     }
 
 
-def curves(path: Path) -> dict[str, list[list[float]]]:
-    """Every metric as ``[step, value]`` pairs, in the order of steps; empty if there are none."""
+def differences(configs: Sequence[RunConfig]) -> list[list[str]]:
+    """The keys in which runs differ, and each run's value."""
+    flat = [dict(_flat(config.model_dump(mode="json"))) for config in configs]
+    keys = sorted({key for each in flat for key in each} - {"run.name", "output_dir"})
+    rows = [[key, *(each.get(key, "") for each in flat)] for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _flat(table: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(table, Mapping | list):
+        items = table.items() if isinstance(table, Mapping) else enumerate(table)
+        for name, value in items:
+            yield from _flat(value, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, str(table)
+
+
+def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], int]:
+    """Every metric as ``[step, value]`` pairs, in the order of steps, from the byte ``start`` on;
+    and the byte after them."""
     found: dict[str, dict[int, float]] = defaultdict(dict)
-    if path.exists():
-        with reading(path):
-            *lines, _ = path.read_bytes().split(b"\n")  # the last is of a run that was killed
-            for line in lines:
-                record = msgspec.json.decode(line, type=dict[str, Any])
-                step = msgspec.convert(record["step"], int)
-                for name, value in record.items():
-                    if name not in ("step", "time") and isinstance(value, int | float):
-                        found[name][step] = float(f"{value:.6g}")
-    return {
+    if not path.exists():
+        return {}, 0
+    with reading(path):
+        with path.open("rb") as file:
+            file.seek(start)
+            lines = file.read()
+        lines = lines[: lines.rfind(b"\n") + 1]  # the rest is of a run that was killed, or goes on
+        for line in lines.splitlines():
+            record = msgspec.json.decode(line, type=dict[str, Any])
+            step = msgspec.convert(record["step"], int)
+            for name, value in record.items():
+                if name not in ("step", "time") and isinstance(value, int | float):
+                    found[name][step] = float(f"{value:.6g}")
+    ordered = {
         name: [[step, value] for step, value in sorted(points.items())]
         for name, points in sorted(found.items())
     }
+    return ordered, start + len(lines)
 
 
 class Table:
     """The rollouts, one column per field; texts are stored as numbers."""
 
-    TEXTS = ("env", "agent", "dropped")
+    TEXTS = ("set", "env", "agent", "dropped", "prompt")
 
     def __init__(self) -> None:
         self.columns: dict[str, list[Any]] = defaultdict(list)
-        self.texts: dict[str, list[str]] = {name: [] for name in self.TEXTS}
+        self.texts: dict[str, dict[str, int]] = {name: {} for name in self.TEXTS}
 
-    def add(self, step: int, stored: StoredRollout, scored: Scored | None, chunk: int) -> None:
-        """One rollout, whose tokens are in ``chunk``."""
-        row = _row(step, stored) | {"chunk": chunk}
-        if scored is not None:
-            row["credit_again"] = _mean_credit(scored.again)
-        for name, value in row.items():
-            self.columns[name].append(self._number(name, value) if name in self.texts else value)
+    @property
+    def num_rows(self) -> int:
+        return len(self.columns["step"])
 
-    def as_dict(self) -> dict[str, Any]:
-        """``columns``, and the ``texts`` of their numbers."""
-        return {"columns": self.columns, "texts": self.texts}
+    def add(self, values: Mapping[str, Any]) -> None:
+        """One rollout."""
+        for name, value in values.items():
+            if name in self.texts:
+                value = self.texts[name].setdefault(value, len(self.texts[name]))
+            self.columns[name].append(value)
 
-    def _number(self, name: str, value: str) -> int:
-        known = self.texts[name]
-        if value not in known:
-            known.append(value)
-        return known.index(value)
+    def since(self, row: int) -> dict[str, Any]:
+        """``columns`` from a row on, and the ``texts`` of their numbers."""
+        return {
+            "columns": {name: values[row:] for name, values in self.columns.items()},
+            "texts": {name: list(known) for name, known in self.texts.items()},
+        }
 
 
-def _row(step: int, stored: StoredRollout) -> dict[str, Any]:
+def row(step: int, stored: StoredRollout, scored: Scored | None) -> dict[str, Any]:
+    """The values of one rollout in the table."""
     rollout = stored.rollout
-    return {
+    again = {} if scored is None else {"credit_again": _mean_credit(scored.again)}
+    return again | {
         "step": step,
         "env": rollout.env,
         "group": rollout.group_id,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import PrimeRLError
-from prime_rl.rollout import Sample
+from prime_rl.rollout import ROLES, Rollout, Sample
 
 DIGITS = 6
 """Decimals of a float."""
@@ -29,6 +29,40 @@ COLUMNS = {
     "ref_logprobs": "ref_logprobs",
 }
 """Column of a sample -> name in the page."""
+
+
+USER = ROLES.index("user")
+PREVIEW = 120
+"""Most tokens and characters of a prompt or a reply in the table."""
+
+
+def prompt_ids(rollout: Rollout) -> list[int]:
+    """What users said before the first sampled token, without the chat template."""
+    if not rollout.samples:
+        return []
+    sample = rollout.samples[0]
+    first = int(sample.loss_mask.argmax()) if sample.loss_mask.any() else len(sample)
+    given = np.arange(len(sample)) < first
+    if sample.roles is not None and (said := given & (sample.roles == USER)).any():
+        given = said
+    return _content(sample, given)
+
+
+def reply_ids(rollout: Rollout) -> list[int]:
+    """What was sampled in the first sample, without the chat template."""
+    return _content(s := rollout.samples[0], s.loss_mask) if rollout.samples else []
+
+
+def _content(sample: Sample, chosen: np.ndarray[Any, Any]) -> list[int]:
+    if sample.is_content is not None:
+        chosen = chosen & sample.is_content
+    return [int(token) for token in sample.token_ids[chosen]]
+
+
+def one_line(text: str, most: int = PREVIEW) -> str:
+    """A text on one line, cut."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def columns_of(sample: Sample) -> dict[str, Any]:
@@ -68,9 +102,19 @@ class Pieces:
             if token not in self._known:
                 self._known[token] = self._text(token)
 
-    def table(self) -> dict[str, list[Any]]:
-        """Every added token and its text."""
-        return {"ids": list(self._known), "texts": list(self._known.values())}
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def table(self, start: int = 0) -> dict[str, list[Any]]:
+        """Every added token and its text, from the ``start``-th on."""
+        return {"ids": [*self._known][start:], "texts": [*self._known.values()][start:]}
+
+    def line(self, ids: list[int]) -> str:
+        """Some tokens as one line of at most ``PREVIEW`` characters."""
+        ids = ids[:PREVIEW]
+        if self._tokenizer is None:
+            return "".join(self._known[token] for token in ids[: PREVIEW // 4])
+        return one_line(str(self._tokenizer.decode(ids, skip_special_tokens=True)))
 
     def _text(self, token: int) -> str:
         if self._tokenizer is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
-from prime_rl_tools.view.summary import read_curve
+from prime_rl_tools.view.summary import read_curve, restarts_text
 
 COLLAPSED = 0.25
 """Share of the first reward below which the last one is a collapse; of positive rewards."""
@@ -28,7 +29,7 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
     sampled, measured = summary["sampled_reward"], summary["eval"]
     console.print()
     if summary.get("stopped_at") is not None:
-        console.print(f"[yellow]Stopped at step {summary['stopped_at']}[/]")
+        console.print(f"[bold]Stopped at step {summary['stopped_at']}[/]")
     if sampled["first"] is not None:
         steps = f"mean of the first and last {sampled['window']} steps"
         console.print(
@@ -64,6 +65,8 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
     template = read_chat_template(run_dir)
     if template is not None and template.warning is not None:
         console.print(Text.assemble(("WARNING  ", "bold red"), (template.warning, "red")))
+    if restarts := summary.get("restarts"):
+        _print_line(console, f"Restarts        {restarts_text(restarts)}")
     _print_line(console, f"Run directory   {run_dir}")
     _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
 
@@ -78,6 +81,23 @@ def logged_errors(run_dir: Path) -> list[str]:
                 sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
                 found.setdefault(sort, f"{path.stem}: {error[1]}")
     return [*found.values()]
+
+
+def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
+    """Print the commands that look at a finished run, use it and continue it."""
+    run = shlex.quote(str(run_dir))
+    _print_line(console, f"Look at it      prime-rl report {run}")
+    _print_line(console, f"Serve it        prime-rl serve {run} --port 8000")
+    if (run_dir / "evals.jsonl").exists():
+        _print_line(
+            console, f"Evaluate it     prime-rl eval {run} --base-url http://127.0.0.1:8000/v1"
+        )
+    if whole_steps(run_dir):
+        file, name = (
+            shlex.quote(str(each)) for each in (run_dir / "configs" / "run.json", run_dir.name)
+        )
+        more = f"--run.name {name} --resume --max-steps {2 * max_steps}"
+        _print_line(console, f"Train on        prime-rl run {file} {more}")
 
 
 def print_stop(
@@ -124,7 +144,7 @@ def _print_eval(console: Console, before: dict[str, Any] | None, after: dict[str
         table.add_row(
             Text(_last(first["messages"], "user"), "bold"),
             Text(_last(first["messages"], "assistant")),
-            Text(f"{first['reward']:.2f}", "yellow"),
+            Text(f"{first['reward']:.2f}", "magenta"),
             Text(_last(second["messages"], "assistant")),
             Text(f"{second['reward']:.2f}", "green"),
         )

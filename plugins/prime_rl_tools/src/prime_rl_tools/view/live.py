@@ -1,14 +1,15 @@
-"""The live view of a run: step, reward with a sparkline, speed, and what each process does or waits
-for.
+"""The live view of a run: step, reward with a sparkline, speed, a sampled rollout, and what each
+process does or waits for.
 
-On a terminal and in a notebook it is drawn in place; elsewhere (a pipe, CI) it prints a line when
-something changes.
+On a terminal it fills the alternate screen, whose last picture stays; in a notebook it is drawn in
+place; elsewhere (a pipe, CI) it prints a line when something changes.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,23 +25,39 @@ from rich.text import Text
 from prime_rl import PluginConfig, RunView
 from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
 from prime_rl_tools.view.cell import Cell
-from prime_rl_tools.view.ending import print_stop, print_summary
+from prime_rl_tools.view.ending import print_next, print_stop, print_summary
+from prime_rl_tools.view.sampled import Sampled
 from prime_rl_tools.view.summary import REWARD, summarize, write_summary
 
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
     from prime_rl.plugins.manager import Hooks
+    from prime_rl_tools.watch.server import Server
 
 SLOW_SECONDS = 2.0
 PRINT_EVERY = 10
 """Steps between two lines without a terminal."""
+RECENT = 20
+"""Steps over which speed, waiting and the time left are measured."""
 BARS = "▁▂▃▄▅▆▇█"
+WIDEST, NARROW = 120, 96
+"""Columns: the view grows up to the first, and has fewer columns below the second."""
+NEWS = 3
+"""Messages that are shown while the run is going on."""
+
+
+class TerminalConfig(PluginConfig):
+    """``[view] type = "terminal"``"""
+
+    watch: bool = False
+    """Serve the run's page on loopback while it trains, as `prime-rl watch` does."""
 
 
 class TerminalView(RunView):
-    """Shows steps, reward, speed and processes, and prints a summary at the end."""
+    """Shows steps, reward, speed, a rollout and processes, and prints a summary at the end."""
 
     name = "terminal"
+    config_class = TerminalConfig
 
     def __init__(
         self,
@@ -56,22 +73,38 @@ class TerminalView(RunView):
         self.started = time.monotonic()
         self._live: Live | Cell | None = None
         if self.console.is_terminal:
-            self._live = Live(console=self.console, auto_refresh=False)
+            self._live = Live(console=self.console, auto_refresh=False, screen=True)
         elif self.console.is_jupyter:
             self._live = Cell()
+        self._news: list[str] = []
+        self._sampled = Sampled(run_dir)
+        self._server: Server | None = None
         self.metrics.read_new()
         # Steps that previous attempts have trained.
         self._steps_before = self._printed_step = self.metrics.step
 
     def __enter__(self) -> TerminalView:
+        if isinstance(self.config, TerminalConfig) and self.config.watch:
+            from prime_rl_tools.watch.server import Server, Watched
+
+            self._server = Server(Watched([self.run_dir]))
+            self._server.start()
+            self.print(f"watch it at {self._server.url}")
         if self._live:
             self._live.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._server:
+            self._server.close()
+            self._server = None
         if self._live:
             self._live.update(self.render(), refresh=True)
             self._live.stop()
+        if isinstance(self._live, Live):  # the alternate screen is gone
+            self.console.print(self.render())
+            for line in self._news:
+                self.console.print(line, markup=False, highlight=False)
 
     def refresh(self) -> None:
         """See ``RunView.refresh``. Without a terminal: a line for each process whose state is new,
@@ -86,38 +119,57 @@ class TerminalView(RunView):
 
     def render(self) -> RenderableType:
         """The whole view."""
+        width = min(self.console.width, WIDEST)
+        parts = [self._headline(width), self._sampled.render(width), self._processes(width)]
+        if isinstance(self._live, Live) and self._live.is_started:
+            parts += [Text(line, "bold") for line in self._news[-NEWS:]]
+        spaced = [each for part in parts if part is not None for each in (Text(), part)]
+        title = f"prime-rl · {self.run_dir.name}"
+        where = self._server.url if self._server else str(self.run_dir)
         return Panel(
-            Group(self._headline(), Text(), self._processes()),
-            title=f"prime-rl · {self.run_dir.name}",
-            subtitle=str(self.run_dir),
-            border_style="blue",
-            width=min(self.console.width, 110),
+            Group(*spaced[1:]), title=title, subtitle=where, border_style="dim", width=width
         )
 
-    def _headline(self) -> RenderableType:
-        metrics, kl = self.metrics, self.metrics.latest.get("mismatch_kl/all/mean")
+    def _headline(self, width: int) -> RenderableType:
+        metrics = self.metrics
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
-        table.add_column()
-        bar = ProgressBar(total=self.max_steps, completed=metrics.step, width=40)
-        elapsed = Text(clock(time.monotonic() - self.started), "dim")
-        table.add_row("step", _row(Text(f"{metrics.step}/{self.max_steps}"), bar, elapsed))
+        table.add_column(overflow="fold")
+        bar = ProgressBar(
+            total=self.max_steps, completed=metrics.step, width=max(8, min(40, width - 50))
+        )
+        times = clock(time.monotonic() - self.started)
+        if (left := metrics.seconds_left(self.max_steps)) is not None:
+            times += f", about {clock(left)} left"
+        table.add_row("step", _row(Text(f"{metrics.step}/{self.max_steps}"), bar, Text(times)))
         if metrics.headline is not None:
             name, value = metrics.headline
-            curve = sparkline(metrics.rewards) if metrics.rewards else ""
+            curve = sparkline(metrics.rewards, max(8, width - 32)) if metrics.rewards else ""
             table.add_row(name, Text.assemble((f"{value} ", "bold"), (curve, "green")))
-        table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f}")
-        table.add_row("off-policy", metrics.off_policy)
-        if kl is not None:
-            table.add_row("mismatch KL", f"{kl:.1e}")
+        if trained := metrics.trained:
+            table.add_row("trainer", Text("   ".join(trained)))
+        table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f} of batches, prompts included")
+        if metrics.waits:
+            table.add_row("waiting", Text(metrics.waits))
+        kl = metrics.latest.get("mismatch_kl/all/mean")
+        apart = "" if kl is None else f"   mismatch KL {kl:.1e}"
+        table.add_row("off-policy", metrics.off_policy + apart)
         return table
 
-    def _processes(self) -> RenderableType:
-        table = Table(box=None, header_style="dim", padding=(0, 2))
-        for title in ("process", "does", "waits for", ""):
-            table.add_column(title)
+    def _processes(self, width: int) -> RenderableType:
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+        titles = ("process", "does", "waits for", "")
+        for title in titles if width >= NARROW else titles[:2]:
+            table.add_column(title, overflow="fold")
         for name, report in self.reports():
-            table.add_row(Text(name, "bold"), *_status_cells(report))
+            state, waits, last = _status_cells(report)
+            if width < NARROW:
+                if isinstance(last, Text):
+                    state = Text.assemble(state, "  ", last)
+                if report.waiting_for:
+                    state.append(f"\nwaits for {report.waiting_for}", "magenta")
+            cells = (state, waits, last) if width >= NARROW else (state,)
+            table.add_row(Text(name, "bold"), *cells)
         return table
 
     def reports(self) -> Iterator[tuple[str, StatusReport]]:
@@ -143,13 +195,17 @@ class TerminalView(RunView):
             )
 
     def print(self, line: str) -> None:
-        """Print a line; on a terminal, above the view."""
-        self.console.print(line, markup=False, highlight=False)
+        """Print a line; on a terminal it is in the view, and printed when the run has ended."""
+        if isinstance(self._live, Live) and self._live.is_started:
+            self._news.append(line)
+        else:
+            self.console.print(line, markup=False, highlight=False)
 
     def ended(self) -> None:
         """See ``RunView.ended``: write ``summary.json`` and ``learning_curve.png``, and print the
-        summary."""
+        summary and what to do next."""
         self._summarize(None)
+        print_next(self.console, self.run_dir, self.max_steps)
 
     def dry_run(self, config: RunConfig, hooks: Hooks, quick: bool) -> list[str]:
         """See ``RunView.dry_run``."""
@@ -180,7 +236,8 @@ class MetricsTail:
         self.latest: dict[str, Any] = {}
         self.rewards: list[float] = []
         self.step = 0
-        self._clock: list[tuple[float, float]] = []
+        self._clock: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
+        """Step, seconds and tokens so far."""
 
     def read_new(self) -> None:
         """Read the lines written since the last call."""
@@ -192,9 +249,9 @@ class MetricsTail:
             if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
                 self.step = row["step"]
                 now = row["progress/seconds"], row["progress/total_tokens"]
-                if self._clock and now < self._clock[-1]:  # a new attempt: both start again
+                if self._clock and now < self._clock[-1][1:]:  # a new attempt: both start again
                     self._clock.clear()
-                self._clock.append(now)
+                self._clock.append((self.step, *now))
 
     @property
     def headline(self) -> tuple[str, str] | None:
@@ -206,11 +263,43 @@ class MetricsTail:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over the last twenty steps."""
+        """Tokens of batches, prompts and replies, over the last twenty steps."""
         if len(self._clock) < 2:
             return 0.0
-        (t0, n0), (t1, n1) = self._clock[max(-len(self._clock), -20)], self._clock[-1]
+        (_, t0, n0), (_, t1, n1) = self._clock[0], self._clock[-1]
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
+
+    def seconds_left(self, max_steps: int) -> float | None:
+        """Until the last step, at the speed of the last twenty; None: not known yet."""
+        if len(self._clock) < 2 or self.step >= max_steps:
+            return None
+        (s0, t0, _), (s1, t1, _) = self._clock[0], self._clock[-1]
+        return (max_steps - s1) * (t1 - t0) / (s1 - s0) if s1 > s0 else None
+
+    @property
+    def trained(self) -> list[str]:
+        """The trainer's numbers of the last step."""
+        shown = {
+            "loss": ("loss/mean", ".4f"),
+            "entropy": ("entropy/all/mean", ".3f"),
+            "grad norm": ("optim/grad_norm", ".3g"),
+        }
+        values = ((name, self.latest.get(key), kind) for name, (key, kind) in shown.items())
+        return [f"{name} {value:{kind}}" for name, value, kind in values if value is not None]
+
+    @property
+    def waits(self) -> str:
+        """Seconds of the last step that each side waited, of its seconds in all."""
+        waits = {
+            name.removeprefix("wait/").replace("/", " for ").replace("_", " "): value
+            for name, value in self.latest.items()
+            if name.startswith("wait/") and value and value >= 0.005
+        }
+        total = self.latest.get("time/step")
+        if not waits or total is None:
+            return ""
+        parts = ", ".join(f"{name} {value:.2f} s" for name, value in sorted(waits.items()))
+        return f"{parts} of {total:.2f} s"
 
     @property
     def off_policy(self) -> str:
@@ -241,7 +330,7 @@ def _row(*cells: RenderableType) -> Table:
     return grid
 
 
-def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType, RenderableType]:
+def _status_cells(report: StatusReport) -> tuple[Text, RenderableType, RenderableType]:
     state = Text(report.state)
     seconds = time.time() - report.time
     if seconds > SLOW_SECONDS and report.state != DONE:
@@ -251,7 +340,7 @@ def _status_cells(report: StatusReport) -> tuple[RenderableType, RenderableType,
     if report.progress is not None and report.progress < 1:
         bar = ProgressBar(total=1.0, completed=report.progress, width=20)
         last = _row(bar, f"{report.progress:4.0%}")
-    return state, Text(report.waiting_for or "", "yellow"), last
+    return state, Text(report.waiting_for or "", "magenta"), last
 
 
 def plain(value: float | str) -> str:

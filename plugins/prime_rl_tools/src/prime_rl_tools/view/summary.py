@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+LOG = "recoveries.jsonl"
 REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
@@ -33,8 +34,21 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
         },
         "plugins": {row["distribution"]: row["version"] for row in plugins},
         "eval": read_evals(run_dir, max_steps if stopped_at is None else stopped_at),
+        "restarts": read_restarts(run_dir),
         "plot": PLOT,
     }
+
+
+def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``recoveries.jsonl``: what made the run go back to a checkpoint."""
+    path = run_dir / LOG
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def restarts_text(restarts: Sequence[Mapping[str, Any]]) -> str:
+    """How often, how much was repeated, and the last cause."""
+    lost = sum(each["lost_seconds"] for each in restarts)
+    return f"{len(restarts)}, {lost:.0f} s of work repeated; last: {restarts[-1]['cause']}"
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> None:

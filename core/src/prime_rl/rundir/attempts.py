@@ -1,0 +1,73 @@
+"""The attempts of a run: whose process this one is, whether it may still write, and its end.
+
+Every process of a run, and what it starts, carries ``PRIME_RL_PROCESS`` in its environment. By it
+the supervisor finds what an attempt has left behind, also in other sessions; and a process of an
+earlier attempt that was taken for dead finds that it must not write any more: ``logs/latest``,
+which each attempt replaces before it changes anything else, names a later one.
+
+``python -m prime_rl.rundir.attempts RUN_DIR`` is the guard: if the supervisor is killed, the kernel
+sends SIGTERM to its children, and the guard kills what is left.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from prime_rl.errors import RunError
+
+GRACE_SECONDS = 15.0
+"""Between the supervisor's death and SIGKILL."""
+PROCESS = "PRIME_RL_PROCESS"
+"""Environment variable: ``ATTEMPT:NAME:RUN_DIR``."""
+
+
+def newest_attempt(run_dir: Path) -> int:
+    """The attempt that may write. Raises ``OSError`` or ``ValueError`` without one."""
+    return int(os.readlink(run_dir / "logs" / "latest").removeprefix("attempt_"))
+
+
+def identity(environ: Mapping[str, str]) -> tuple[int, str, Path] | None:
+    """Attempt, name and run directory of a process by its environment; None: it is of no run."""
+    attempt, _, rest = environ.get(PROCESS, "").partition(":")
+    name, _, run_dir = rest.partition(":")
+    return (int(attempt), name, Path(run_dir)) if attempt.isdecimal() and run_dir else None
+
+
+def check_current() -> None:
+    """Before each lasting write: raise ``RunError`` in a process of an attempt that another one has
+    replaced, which was stopped and wakes up late. Engines serve several attempts."""
+    mine = identity(os.environ)
+    if mine is None or mine[1].startswith("inference"):
+        return
+    with suppress(OSError, ValueError):
+        if (newest := newest_attempt(mine[2])) > mine[0]:
+            has = f"attempt {newest} of {mine[2]} has begun: it writes nothing more"
+            raise RunError(f"{mine[1]} is of attempt {mine[0]}, and {has}")
+
+
+def kill_left(run_dir: Path, kept: Collection[str] = ()) -> None:
+    """Kill all processes of a run on this machine, those of earlier supervisors too, except those
+    with the names ``kept``; returns when they are gone."""
+    import psutil
+
+    found, wanted = [], run_dir.resolve()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            its = None if process.pid == os.getpid() else identity(process.environ())
+            if its is not None and its[2] == wanted and its[1] not in kept:
+                process.kill()
+                found.append(process)
+    psutil.wait_procs(found, timeout=GRACE_SECONDS)
+
+
+if __name__ == "__main__":
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    time.sleep(GRACE_SECONDS)
+    kill_left(Path(sys.argv[1]))

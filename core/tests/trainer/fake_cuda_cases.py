@@ -1,0 +1,260 @@
+"""Trainers that take two steps on a CUDA device that is not there (``fake_cuda.py``).
+
+``python fake_cuda_cases.py FOLDER`` writes ``FOLDER/results.json``: by case, what was recorded, or
+``{"error": ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from fake_cuda import Recorder, fake_cuda, fake_ranks, pretend
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import (
+    HEAD,
+    LOSS,
+    collect,
+    make_kernel,
+    make_observers,
+    make_optimizer,
+    make_tuning,
+)
+from prime_rl.streams import COMPUTED, STREAMS, TOP_IDS
+from prime_rl.trainer.loop import Trainer
+from prime_rl.trainer.publish import published_pieces, published_tensors
+from prime_rl.weights.tensors import Piece
+from prime_rl.wire import MicroBatch
+from prime_rl_lora.model import add_lora
+
+VOCAB, TOKENS, LENGTHS = 512, 96, (40, 24, 24, 8)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+MOE = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+def dense(layers: int = 2) -> PreTrainedModel:
+    return Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": layers})).eval()
+
+
+def moe() -> PreTrainedModel:
+    sizes = {**SIZES, **MOE, "tie_word_embeddings": False}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).eval()
+
+
+def micro_batch(component: str = "rl", streams: tuple[str, ...] = ()) -> MicroBatch:
+    """A row of four sequences, the second half of each a target of ``component``; two groups."""
+    rng = np.random.default_rng(0)
+    mask = np.concatenate([np.arange(length) >= length // 2 for length in LENGTHS])
+    values = mask.astype(np.float32)
+    batch = MicroBatch(
+        token_ids=rng.integers(1, VOCAB, TOKENS).astype(np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.where(mask, -np.log(VOCAB), 0.0).astype(np.float32),
+        sequence_lengths=np.array(LENGTHS, np.int32),
+        temperatures=np.full(len(LENGTHS), 0.8, np.float32),
+        env_ids=np.zeros(len(LENGTHS), np.uint16),
+        envs=("fake",),
+        advantages=values,
+        rollout_ids=np.arange(len(LENGTHS), dtype=np.int32),
+        group_ids=np.array([0, 0, 1, 1], np.int32),
+    )
+    given: dict[str, Any] = {name: values for name in streams if name not in STREAMS}
+    if TOP_IDS in given:
+        given[TOP_IDS] = np.ones((TOKENS, 2), np.int32)
+    tops = [name for name in given if name.startswith("top_") and name != TOP_IDS]
+    given |= {name: np.ones((TOKENS, 2), np.float32) for name in tops}
+    if component not in ("rl", "ce", "ref_kl"):
+        given[f"{component}_weights"] = values
+    known = {name: values for name in streams if name in STREAMS}
+    if component in ("ce", "ref_kl"):
+        known[f"{component}_weights"] = values
+    if component != "rl":
+        known["rl_weights"] = 0 * values
+    return replace(batch, streams=given, **known)
+
+
+def make_trainer(
+    model: Callable[[], PreTrainedModel] = dense,
+    settings: dict[str, Any] | None = None,
+    folder: Path = Path(),
+) -> Trainer:
+    """As the trainer's process makes it, with weights without values."""
+    hooks = load_plugins(TRAINER_GROUP)
+    config = TrainerConfig(**{"loss": {"type": "default"}} | (settings or {}))
+    # The others count and time on the host.
+    observers = [o for o in make_observers(config.settings, hooks) if o.name in config.settings]
+    with torch.device("cuda"):
+        made = model()
+        if (tuning := make_tuning(config.settings, hooks)) is not None:
+            tuning.peft_config = add_lora(made, tuning.config)
+            made.prime_rl_tuning = tuning
+    with mock.patch("prime_rl_kernels.self_check._gap", lambda *_: 0.0):  # it reads values
+        trainer = Trainer(
+            *(made, Components.load(config, hooks), config, 10, observers),
+            kernel=make_kernel(config, hooks),
+            maker=make_optimizer(config.optim, hooks),
+        )
+    for observer in observers:
+        observer.started(trainer, folder)
+    return trainer
+
+
+def steps(
+    recorder: Recorder, trainer: Trainer, rows: list[MicroBatch], last: int = 2
+) -> dict[str, Any]:
+    """What the last step did; the first also makes the optimizer's state."""
+    for step in range(1, last + 1):
+        recorder.clear()
+        trainer.train_step(step, rows)
+    states = [state for each in trainer.optimizers for state in each.state.values()]
+    columns = [(name, value) for state in states for name, value in state.items()]
+    tensors = [value for name, value in columns if torch.is_tensor(value) and name != "step"]
+    devices = {str(each.device) for each in [*trainer.policy.parameters(), *tensors]}
+    return {
+        "waits": dict(recorder.waits),
+        "kernels": dict(recorder.kernels),
+        "float32_products": dict(recorder.float32_products),
+        "collectives": dict(recorder.collectives),
+        "devices": sorted(devices),
+        "state_dtypes": sorted({str(each.dtype) for each in tensors}),
+        "packing": trainer.policy.packing.name,
+        "dtype": trainer.dtype,
+        "published": [[each.name, list(each.shape)] for each in published(trainer)],
+    }
+
+
+def published(trainer: Trainer) -> list[Piece]:
+    """Found by the values of other tensors, which are real; of these it takes the shapes."""
+    with _disable_current_modes():
+        return published_pieces(trainer.model, published_tensors(trainer.model))
+
+
+def sharding(trainer: Trainer) -> dict[str, Any]:
+    """How the weights lie on the ranks."""
+    tensors = published_tensors(trainer.model)
+    sharded = [each for each in tensors.values() if isinstance(each, DTensor)]
+    down = "model.layers.0.mlp.down_proj.weight"
+    first = tensors.get(down, sharded[0])
+    assert isinstance(first, DTensor)
+    return {
+        "whole_tensors": len(tensors) - len(sharded),
+        "placements": sorted({str(each.placements) for each in sharded}),
+        "mesh": list(first.device_mesh.shape),
+        "whole": list(first.shape),
+        "shard": list(first.to_local().shape),
+    }
+
+
+def cases(recorder: Recorder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    """By name. Each makes a trainer of its own."""
+
+    def case(
+        model: Callable[[], PreTrainedModel] = dense, **settings: Any
+    ) -> Callable[[], dict[str, Any]]:
+        def run() -> dict[str, Any]:
+            trainer = make_trainer(model, settings, folder)
+            return steps(recorder, trainer, [micro_batch(), micro_batch()])
+
+        return run
+
+    def ranks(
+        size: int, model: Callable[[], PreTrainedModel] = dense, **settings: Any
+    ) -> Callable[[], dict[str, Any]]:
+        def run() -> dict[str, Any]:
+            with fake_ranks(size):
+                trainer = make_trainer(model, settings, folder)
+                return steps(recorder, trainer, [micro_batch()] * 2) | sharding(trainer)
+
+        return run
+
+    return {
+        "dense": case(),
+        "float32": case(dtype="float32"),
+        "recompute": case(activation_checkpointing=1),
+        "lora": case(lora={"rank": 4}),
+        "muon": case(optim={"type": "muon"}),
+        "moe": case(moe),
+        "moe lora": case(moe, lora={"rank": 4}),
+        "token export": case(token_export={"enabled": True}),
+        "every loss": lambda: losses(recorder, folder, heads=False),
+        "losses with heads": lambda: losses(recorder, folder, heads=True),
+        "8 ranks": ranks(8),
+        "moe, 8 ranks": ranks(8, moe),
+        "256 ranks": ranks(256),
+        "4 x 64 ranks": ranks(256, dp_replicate=4),
+    }
+
+
+def losses(recorder: Recorder, folder: Path, heads: bool) -> dict[str, Any]:
+    """All installed losses that read heads, or that do not, in one step, each on a row of its own.
+    With an adapter: without it the model has its first weights, which some losses read."""
+    hooks = load_plugins(TRAINER_GROUP)
+    installed, rows, tables = collect(hooks, HEAD), [], {}
+    for name, offered in collect(hooks, LOSS).items():
+        reads = [each if isinstance(each, str) else each[0] for each in offered.cls.reads]
+        own = [installed[each].cls for each in reads if each in installed]
+        if bool(own) != heads or name == "custom":  # the user's own
+            continue
+        streams = {*reads, *(each for head in own for each in head.reads)}
+        streams |= {TOP_IDS} if "top_logprobs" in reads else set()
+        streams -= {*COMPUTED, *installed, *(each for head in own for each in head.writes)}
+        rows.append(micro_batch(name, tuple(sorted(streams))))
+        tables[name] = {"constant": 1.0} if offered.cls.normalize_by == "constant" else {}
+        tables[name] |= {"estimator": "k3"} if name == "kl_to_initial" else {}
+    settings = {"losses": tables, "heads": {n: {} for n in installed if heads}, "lora": {"rank": 4}}
+    trainer = make_trainer(partial(dense, layers=1), settings, folder)
+    return steps(recorder, trainer, rows, last=1) | {"losses": [*tables]}
+
+
+def main(folder: Path) -> None:
+    """Every case, or those named on the command line."""
+    torch.set_num_threads(1)
+    pretend(folder)
+    results = {}
+    with fake_cuda() as recorder:
+        found = cases(recorder, folder)
+        for name in sys.argv[2:] or found:
+            started = time.process_time()
+            try:
+                results[name] = found[name]()
+            except Exception as error:
+                results[name] = {"error": f"{error}", "traceback": traceback.format_exc()}
+            results[name]["seconds"] = time.process_time() - started
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

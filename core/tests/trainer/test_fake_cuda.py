@@ -1,0 +1,146 @@
+"""The trainer's step on a GPU and on many ranks that are not there: where tensors lie, what waits
+for the device, which kernels run in which type, and the collectives."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fake_cuda
+import pytest
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(fake_cuda.lacks()), reason=f"needs {fake_cuda.lacks()}"),
+]
+TWO_WAITS = {"item update.py": 1, "to host metrics.py": 1}
+"""For the gradient's norm, and for everything that the step measured, in one copy."""
+LAYERS, ROWS = 2, 2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each case did, from one process."""
+    folder, script = tmp_path_factory.mktemp("fake"), Path(__file__).with_name("fake_cuda_cases.py")
+    command = [sys.executable, str(script), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+def case(found: dict[str, Any], name: str) -> dict[str, Any]:
+    result: dict[str, Any] = found[name]
+    assert "error" not in result, result["traceback"][-3000:]
+    return result
+
+
+def waits(result: dict[str, Any]) -> dict[str, int]:
+    """By kind and file."""
+    counts: dict[str, int] = {}
+    for where, number in result["waits"].items():
+        kind = where.partition(":")[0]
+        counts[kind] = counts.get(kind, 0) + number
+    return counts
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "recompute", "lora", "muon", "moe", "moe lora", "moe, 8 ranks", "every loss"],
+)
+def test_a_step_waits_twice_for_the_device_and_multiplies_in_bfloat16(
+    found: dict[str, Any], name: str
+) -> None:
+    result = case(found, name)
+    assert waits(result) == TWO_WAITS
+    assert result["float32_products"] == {}
+    assert result["devices"] == ["cuda:0"]
+    assert result["state_dtypes"] == ["torch.float32"]
+    assert result["packing"] == "packed"
+    assert result["dtype"] == "bfloat16"  # without a key that says so
+
+
+def test_a_row_is_one_call_of_the_varlen_kernel_in_each_layer(found: dict[str, Any]) -> None:
+    calls = LAYERS * ROWS
+    for name, forward in {"dense": calls, "moe": calls, "recompute": 2 * calls}.items():
+        kernels = case(found, name)["kernels"]
+        assert kernels["_varlen_attn"] == forward
+        assert kernels["_varlen_attn_backward"] == calls
+        assert "bmm" not in kernels
+        assert not any("scaled_dot_product" in each for each in kernels)
+
+
+def test_experts_take_two_grouped_products_forward_and_four_backward(found: dict[str, Any]) -> None:
+    assert case(found, "moe")["kernels"]["_grouped_mm"] == LAYERS * ROWS * (2 + 4)
+    frozen = case(found, "moe lora")["kernels"]["_grouped_mm"]
+    assert frozen == LAYERS * ROWS * (2 + 2)  # no gradients of weights
+
+
+def test_float32_has_no_varlen_kernel(found: dict[str, Any]) -> None:
+    result = case(found, "float32")
+    assert waits(result) == TWO_WAITS
+    assert "_varlen_attn" not in result["kernels"]
+    assert result["kernels"]["bmm"] > 0  # scores of every pair of tokens are in memory
+
+
+def test_every_installed_loss_but_the_users_own_was_in_that_step(found: dict[str, Any]) -> None:
+    names = {*case(found, "every loss")["losses"], *case(found, "losses with heads")["losses"]}
+    assert {"default", "ipo", "ce", "ref_kl", "top_kl", "gspo", "clip_cov", "dpo"} < names
+    assert "value_loss" in names and "custom" not in names
+
+
+def test_a_head_waits_once_per_row_for_its_outputs_and_once_for_its_norm(
+    found: dict[str, Any],
+) -> None:
+    result = case(found, "losses with heads")
+    rows = len(result["losses"])
+    assert waits(result) == {**TWO_WAITS, "item update.py": 2, "to host heads.py": rows}
+    assert result["devices"] == ["cuda:0"]
+
+
+def test_a_token_export_only_adds_its_own_copies(found: dict[str, Any]) -> None:
+    counts = waits(case(found, "token export"))
+    assert counts.pop("to host token_export.py") > 0
+    assert counts == TWO_WAITS
+
+
+def test_shards_of_experts_are_published_as_whole_ones_are(found: dict[str, Any]) -> None:
+    names = case(found, "moe, 8 ranks")["published"]
+    assert names == case(found, "moe")["published"]
+    assert ["model.layers.1.mlp.experts.7.down_proj.weight", [64, 32]] in names
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "placements", "shard", "all_reduces"),
+    [
+        ("8 ranks", [8], "(Shard(dim=0),)", [8, 128], 0),
+        ("256 ranks", [256], "(Shard(dim=0),)", [1, 128], 0),
+        ("4 x 64 ranks", [4, 64], "(Replicate(), Shard(dim=0))", [1, 128], 1),
+    ],
+)
+def test_ranks_hold_shards_and_exchange_them_block_by_block(
+    found: dict[str, Any],
+    name: str,
+    mesh: list[int],
+    placements: str,
+    shard: list[int],
+    all_reduces: int,
+) -> None:
+    result = case(found, name)
+    assert result["whole_tensors"] == 0
+    assert (result["mesh"], result["placements"]) == (mesh, [placements])
+    assert (result["whole"], result["shard"]) == ([64, 128], shard)
+    units = LAYERS + 1  # the blocks, and the rest
+    # The rest stays gathered between forward and backward.
+    expected = {
+        "_allgather_base_ float32": ROWS * (units + LAYERS),
+        "_reduce_scatter_base_ float32": ROWS * units,
+        "allreduce_ float32": units * all_reduces,  # replicas: once per step
+        "allgather_ float32": 1,  # the norm
+    }
+    assert result["collectives"] == {each: n for each, n in expected.items() if n}
+    assert waits(result) == TWO_WAITS
+    assert result["float32_products"] == {} and result["devices"] == ["cuda:0"]

@@ -1,0 +1,60 @@
+"""``prime-rl doctor``."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
+from prime_rl_tools.commands.runs import AsJson
+
+if TYPE_CHECKING:
+    from prime_rl_tools.doctor import Verdict
+
+NOTE = (
+    "An early warning is an indication: look at the rollouts (prime-rl report) before you change a "
+    "key."
+)
+
+
+def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
+    """Say what keeps a run from learning: verdicts with evidence, threshold and the key to change.
+
+    ```
+    prime-rl doctor latest
+    ```
+    """
+    from prime_rl_tools.doctor import MIN_STEPS, History, diagnose
+    from prime_rl_tools.runs import find_run
+
+    history = History(find_run(run, output_dir))
+    verdicts, steps = diagnose(history), history.steps
+    if as_json:
+        typer.echo(json.dumps([asdict(verdict) for verdict in verdicts], indent=2))
+        return
+    if len(steps) < MIN_STEPS:
+        typer.echo(f"{history.run_dir}: {len(steps)} steps; a verdict needs {MIN_STEPS}")
+        return
+    typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {len(verdicts)} findings")
+    for verdict in verdicts:
+        typer.echo(f"\n{_text(verdict)}")
+    if verdicts:
+        typer.echo(f"\n{NOTE}")
+
+
+def _text(verdict: Verdict) -> str:
+    where = "" if verdict.env is None else f" in {verdict.env}"
+    rows = (
+        ("found", verdict.evidence), ("counts", verdict.threshold), ("change", verdict.advice),
+    )  # fmt: skip
+    lines = [f"{verdict.name}{where}: {verdict.finding}"]
+    for title, text in rows:
+        lines += textwrap.wrap(
+            text, 96, initial_indent=f"  {title:8}", subsequent_indent=" " * 10,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return "\n".join(lines)

@@ -1,0 +1,128 @@
+"""The metrics and rollouts of a run, or of a segment of it, as the checks read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from prime_rl import Rollout
+from prime_rl_tools.files import reading
+from prime_rl_tools.rollouts import read_rollouts, step_files
+
+Values = npt.NDArray[np.float64]
+
+MIN_STEPS = 12
+"""Fewer steps hold no trend."""
+MAX_WINDOW = 20
+MAX_FILES = 8
+"""Files of rollouts that are read per window, the last ones of it."""
+PEAK = 0.5
+"""Steps below this share of the highest learning rate are warm-up or decay."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One rollout of a window."""
+
+    step: int
+    rollout: Rollout
+    dropped_by: str | None
+
+    @property
+    def teaches(self) -> bool:
+        """Whether some token has credit, or trains by a loss without credit."""
+        credit = self.rollout.advantages
+        return self.rollout.trains_beside_rl or (credit is not None and bool(credit.any()))
+
+    @property
+    def reply(self) -> bytes:
+        """The tokens that the policy sampled."""
+        return b"|".join(s.token_ids[s.loss_mask].tobytes() for s in self.rollout.samples)
+
+
+class History:
+    """Steps ``first`` to ``last`` of a run. ``early`` and ``late`` are its first and last window: a
+    quarter of the steps each, 20 at most. Raises ``RunError`` if a file is damaged."""
+
+    def __init__(self, run_dir: Path, first: int = 1, last: int | None = None) -> None:
+        self.run_dir = run_dir
+        self.rows: dict[int, dict[str, Any]] = {}
+        path = run_dir / "metrics.jsonl"
+        with reading(path):
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+            for line in lines:
+                if line.endswith(b"\n"):
+                    row = msgspec.json.decode(line, type=dict[str, Any])
+                    self.rows.setdefault(int(row["step"]), {}).update(row)
+        self.steps = sorted(
+            step
+            for step, row in self.rows.items()
+            if step >= first and (last is None or step <= last) and "batch/agg/seen" in row
+        )
+        window = min(MAX_WINDOW, max(3, len(self.steps) // 4))
+        self.early, self.late = self.steps[:window], self.steps[-window:]
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The resolved config."""
+        path = self.run_dir / "configs" / "run.json"
+        with reading(path):
+            table: dict[str, Any] = json.loads(path.read_bytes())
+        return table
+
+    @property
+    def envs(self) -> list[str]:
+        """Labels of the envs that the last window saw."""
+        names = {
+            name.split("/")[1] for step in self.late for name in self.rows[step] if _is_env(name)
+        }
+        return sorted(names)
+
+    def values(self, name: str, steps: list[int]) -> Values:
+        """A metric at some steps; steps that lack it are left out."""
+        found = [self.rows[step][name] for step in steps if self.rows[step].get(name) is not None]
+        return np.array([value for value in found if np.isfinite(value)], np.float64)
+
+    @cached_property
+    def at_peak(self) -> list[int]:
+        """The steps near the run's peak learning rate; all where it is not known."""
+        rates = {step: float(row.get("optim/lr") or 0.0) for step, row in self.rows.items()}
+        peak = max(rates.values(), default=0.0)
+        return [step for step in self.steps if rates[step] >= PEAK * peak]
+
+    def change(self, name: str, early: list[int], late: list[int]) -> tuple[float, float]:
+        """The difference of a metric's means, and in standard errors, which its variance within
+        the windows gives. (0, 0) without values."""
+        before, after = self.values(name, early), self.values(name, late)
+        if len(before) < 2 or len(after) < 2:
+            return 0.0, 0.0
+        difference = float(after.mean() - before.mean())
+        error = np.sqrt(before.var(ddof=1) / len(before) + after.var(ddof=1) / len(after))
+        return difference, difference / max(float(error), 1e-12)
+
+    @cached_property
+    def first_rollouts(self) -> list[Seen]:
+        return list(self._read(self.early))
+
+    @cached_property
+    def last_rollouts(self) -> list[Seen]:
+        return list(self._read(self.late))
+
+    def _read(self, steps: list[int]) -> Iterator[Seen]:
+        files = step_files(self.run_dir)
+        for step in [each for each in steps if each in files][-MAX_FILES:]:
+            number, rollouts, reasons = read_rollouts(files[step])
+            for rollout, reason in zip(rollouts, reasons, strict=True):
+                yield Seen(number, rollout, reason)
+
+
+def _is_env(name: str) -> bool:
+    return name.startswith("batch/") and name.endswith("/seen") and name != "batch/agg/seen"

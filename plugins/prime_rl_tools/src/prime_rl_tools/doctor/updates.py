@@ -1,0 +1,103 @@
+"""Checks of the size of the updates, and of what waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from prime_rl_tools.doctor.checks import DEAD, MISMATCH
+from prime_rl_tools.doctor.history import History
+from prime_rl_tools.doctor.measures import (
+    NOISE,
+    REWARD,
+    Verdict,
+    mean_of,
+    median_of,
+    share_of,
+    span,
+    teaching_share,
+)
+
+FALL, UPSET, SKIPPED = 0.2, 2.0, 0.1
+
+
+def rate_too_high(run: History) -> Iterator[Verdict]:
+    """The reward fell from its best, and the updates were large."""
+    skipped, width = mean_of(run.values("optim/skipped", run.late)), len(run.late)
+    windows = [run.steps[i : i + width] for i in range(len(run.steps) - 2 * width + 1)]
+    best = max(windows, key=lambda steps: mean_of(run.values(REWARD, steps)), default=run.early)
+    change, errors = run.change(REWARD, best, run.late)
+    top = mean_of(run.values(REWARD, best))
+    parts = [run.steps[i : i + width] for i in range(0, len(run.steps), width)]
+    mismatch = max(median_of(run.values("mismatch_kl/all/mean", part)) for part in parts)
+    norms = [median_of(run.values("optim/grad_norm", steps)) for steps in (best, run.late)]
+    large = mismatch > MISMATCH or norms[1] > UPSET * norms[0] > 0
+    if (change < -FALL * abs(top) and errors < -NOISE and large) or skipped > SKIPPED:
+        yield Verdict(
+            "rate_too_high",
+            "The learning rate looks too high: the reward fell from its best.",
+            f"{REWARD} {top:.3g} ({span(best)}), {top + change:.3g} ({span(run.late)}); largest "
+            f"mismatch_kl/all/mean of a window {mismatch:.3g}; optim/grad_norm {norms[0]:.3g} and "
+            f"{norms[1]:.3g}; skipped steps {skipped:.0%}",
+            f"a fall by {FALL:.0%} and {NOISE:g} standard errors, with a mismatch above {MISMATCH} "
+            f"or a gradient norm {UPSET:g} times that at the best; or {SKIPPED:.0%} skipped steps. "
+            "Measured: the reward never fell by more than 3 %; at 14 times the learning rate it "
+            "fell by 90 %, at a mismatch of 0.3",
+            "lower trainer.optim.lr by 3 to 10, raise trainer.scheduler.warmup_steps, lower "
+            "trainer.optim.max_norm",
+        )
+
+
+STILL, FLAT_STEPS = 1e-5, 16
+
+
+def rate_too_low(run: History) -> Iterator[Verdict]:
+    """Groups have credit, and neither the policy nor the reward moves."""
+    steps = [s for s in run.at_peak if (run.rows[s].get("off_policy/mean") or 0.0) >= 0.5]
+    moved = run.values("mismatch_kl/all/mean", steps)
+    _, rise = run.change(REWARD, run.early, run.late)
+    teaching = np.mean([teaching_share(run, env)[0] for env in run.envs] or [0.0])
+    still = len(moved) >= FLAT_STEPS / 2 and float(np.median(moved)) < STILL
+    if len(run.steps) >= FLAT_STEPS and still and abs(rise) < NOISE and teaching > DEAD:
+        rate = median_of(run.values("optim/lr", run.late))
+        yield Verdict(
+            "rate_too_low",
+            "The learning rate looks too low: there is credit, and the policy does not move.",
+            f"mismatch_kl/all/mean between versions: median {np.median(moved):.2g} "
+            f"({span(steps)}); the reward changed by {rise:+.1f} standard errors; learning rate "
+            f"{rate:.2g}",
+            f"a median below {STILL:g} per token for data at least half a version old, and a "
+            "flat reward. PPO implementations aim at 1e-2 per update (target_kl); measured: 1e-3 "
+            "to 2e-2 in runs that learn, 6e-7 at a rate of 1e-6",
+            "raise trainer.optim.lr by 3 to 10",
+        )
+
+
+IDLE = 0.9
+
+
+def starved(run: History) -> Iterator[Verdict]:
+    """On accelerators, one side waits for the other nearly all the time."""
+    if not len(run.values("perf/mfu", run.late)):
+        return  # on CPUs both share the cores: the time that one waits is the other's
+    trainer = share_of(run, ("wait/trainer/orchestrator",), "time/trainer/step")
+    blocked = ("wait/orchestrator/trainer", "wait/orchestrator/trainer_room")
+    engines = share_of(run, blocked, "time/step")
+    for who, share, name, advice in (
+        ("trainer", trainer, "wait/trainer/orchestrator",
+         "more engines (inference.replicas, deployment.inference_gpus), fewer trainer_gpus, a "
+         "larger orchestrator.max_inflight_rollouts, or deployment.colocated = true"),
+        ("engines", engines, " + ".join(blocked),
+         "more trainer_gpus or trainer.num_ranks, fewer inference_gpus, a larger "
+         "trainer.micro_batch_tokens, or a higher orchestrator.max_off_policy_steps"),
+    ):  # fmt: skip
+        if share > IDLE:
+            yield Verdict(
+                f"{who}_starved",
+                f"The {who} {'waits' if who == 'trainer' else 'wait'} nearly all the time.",
+                f"{name}: {share:.0%} of the step ({span(run.late)})",
+                f"above {IDLE:.0%}: one of ten hours is used. By convention; only for runs on "
+                "accelerators, because processes on CPUs share the cores",
+                advice,
+            )
