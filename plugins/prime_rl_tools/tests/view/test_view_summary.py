@@ -77,7 +77,10 @@ def run_with(run_dir, rewards):
 
 def test_the_summary_in_numbers(tmp_path):
     summary = run_with(tmp_path, [0.0] * 18 + [0.5, 1.0])
-    assert list(summary) == ["steps", "stopped_at", "sampled_reward", "plugins", "eval", "plot"]
+    assert list(summary) == [
+        *("steps", "stopped_at", "sampled_reward", "plugins", "eval", "restarts", "plot")
+    ]
+    assert summary["restarts"] == []
     assert (summary["steps"], summary["stopped_at"]) == (20, None)
     first, last = summary["sampled_reward"]["first"], summary["sampled_reward"]["last"]
     assert (first, last, summary["sampled_reward"]["window"]) == (0.0, pytest.approx(0.15), 10)
