@@ -16,7 +16,6 @@ from prime_rl.run.children import LocalLauncher
 from prime_rl.run.commands import Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.rundir.checkpoints import Checkpoint
-from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE, read_status
 
@@ -180,7 +179,8 @@ def started(tmp_path, *overrides):
     """What a launcher elsewhere is asked to start, and the run directory."""
     (tmp_path / "run" / "configs").mkdir(parents=True)
     (tmp_path / "run" / "status").mkdir()
-    new_attempt(tmp_path / "run")
+    (tmp_path / "run" / "logs" / "attempt_1").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "latest").symlink_to("attempt_1")
     launcher = Elsewhere()
     printed = []
     # A relative path, as users give it.

@@ -31,11 +31,13 @@ COMMANDS = {
     "race": ("race {}/a.toml {}/b.toml", "a.toml"),
     "chat": ("chat nobody --output-dir {}", "nobody"),
     "eval": ("eval no-such-env", "no-such-env"),
+    "watch": ("watch nobody --output-dir {}", "nobody"),
+    "doctor": ("doctor nobody --output-dir {}", "nobody"),
     "plugins list": ("plugins list", "prime-rl-grpo"),
     "plugins show": ("plugins show grpo", "prime-rl-grpo"),
     "plugins check": ("plugins check zero_advantage", "1 passed"),
     "plugins new": ("plugins new mine --directory {}/mine", "wrote|is not empty"),
-    "plugins prove": ("plugins prove grop", "did you mean 'grpo'"),
+    "plugins prove": ("plugins prove grop", "Did you mean 'grpo'"),
 }
 """With each command, a call of it and what it then prints: an answer, or an error of its own."""
 

@@ -54,7 +54,6 @@ def run(
     prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
     ```
     """
-    from prime_rl.run import resume
     from prime_rl.run.models import check_tuning
     from prime_rl.run.resolve import check
     from prime_rl.rundir.directory import held, make_run_dir
@@ -67,6 +66,8 @@ def run(
     hooks, tuning = check(config), check_tuning(config)
     again = _command(paths, overrides)
     if checkpoint is not None:
+        from prime_rl.run import resume
+
         chosen = resume.plan(config, checkpoint, tuning)
         typer.echo("\n".join(chosen.notes))
         if not (dry_run or chosen.is_over):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -77,7 +77,7 @@ def run_info(run_dir: Path) -> RunInfo:
 
 
 class _Config(msgspec.Struct):
-    max_steps: int
+    max_steps: Annotated[int, msgspec.Meta(gt=0, le=10**12)]
 
 
 class _Batch(msgspec.Struct):

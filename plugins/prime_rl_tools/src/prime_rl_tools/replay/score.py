@@ -43,7 +43,7 @@ def read_run_config(run_dir: Path) -> RunConfig:
     path = run_dir / "configs" / "run.json"
     try:
         text = path.read_bytes()
-        with suppress(ValueError, TypeError):  # pydantic says what is wrong with it
+        with suppress(ValueError, TypeError, RecursionError):  # pydantic says what is wrong with it
             text = json.dumps(without_replaced(json.loads(text))).encode()
         return RunConfig.model_validate_json(text)
     except OSError as error:
