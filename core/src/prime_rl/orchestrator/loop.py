@@ -77,7 +77,9 @@ class Orchestrator:
                     await self._train(tasks, background)
                 except Stop:
                     stopped = True
-                    await self._announce_stop()  # before the groups in flight are cancelled
+                    log.info("stopped: step %d is the last", self._last)
+                    for observer in self.observers if self._ends_early else ():
+                        await observer.stopping(self._last)  # before groups in flight are cancelled
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
@@ -140,12 +142,6 @@ class Orchestrator:
         """Whether the trainer has to be notified of the end. Before its first step it has nothing
         to save, and after the last step it saves in any case."""
         return self.context.launch.first_step <= self._last < self.context.config.max_steps
-
-    async def _announce_stop(self) -> None:
-        log.info("stopped: step %d is the last", self._last)
-        if self._ends_early:
-            for observer in self.observers:
-                await observer.stopping(self._last)
 
     async def _end_early(self) -> int:
         """End with the batch that was sent last. The trainer saves the result, for which no engine

@@ -80,7 +80,8 @@ def _log_rollouts(monitor: Monitor, batch: Batch) -> None:
 log = logging.getLogger(__name__)
 
 BACKGROUND = "prime_rl.backgrounds"
-"""Entry-point group of what puts a monitor behind a queue, as another monitor."""
+"""Entry-point group of what puts a monitor behind a queue, as another monitor. Without one, the
+loop waits for each."""
 
 
 def in_background(monitor: Monitor) -> Monitor:
@@ -105,9 +106,3 @@ class Failures:
             self.counts[name] = self.counts.get(name, 0) + 1
             if self.counts[name] == 1:
                 log.exception("monitor %r failed at %s; the run goes on", name, when)
-
-    def summarize(self) -> None:
-        """Log how often each monitor failed, if more than once."""
-        for name, count in self.counts.items():
-            if count > 1:
-                log.warning("monitor %r failed %d times in all", name, count)

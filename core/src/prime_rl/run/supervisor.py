@@ -96,7 +96,7 @@ class Attempts:
     """The processes of a run. Its engines serve one attempt after the other."""
 
     def __init__(
-        self, config: RunConfig, view: RunView, launcher: Launcher, restarts: Sequence[Any]
+        self, config: RunConfig, view: RunView, launcher: Launcher, restarts: Sequence[Any] = ()
     ) -> None:
         """``restarts``: learns how each engine is started."""
         self._config, self._view, self._launcher = config, view, launcher

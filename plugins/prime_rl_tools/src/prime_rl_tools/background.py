@@ -89,4 +89,6 @@ class Background(Monitor):
         while (item := self._calls.get()) is not None:
             self._failures.guard(self.name, *item)
         self._failures.guard(self.name, "the end of the run", self._monitor.close)
-        self._failures.summarize()
+        for name, count in self._failures.counts.items():
+            if count > 1:
+                log.warning("monitor %r failed %d times in all", name, count)
