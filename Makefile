@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # One worker more than cores: some tests wait for processes of their own.
 PARALLEL := -n $(shell $(PYTHON) -c "import os; print(min((os.cpu_count() or 1) + 1, 8))") --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup run test test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels version clean
+.PHONY: setup run test test-slow test-busy setup-vllm test-vllm test-real lint types docs docs-check docs-families docs-site bench wheels version clean
 .DEFAULT_GOAL := run
 
 setup: $(VENV)/.installed
@@ -32,9 +32,14 @@ run: setup
 # Compiled once, not by each of the few hundred processes that the tests start.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: setup
-	$(BIN)/python -m pytest $(PARALLEL) -m "not vllm" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not vllm" $(ARGS)
 
-# The fast tests, five times beside eight busy loops: they hold on a slow machine too.
+# Tests of whole runs, of kills at any time, of fresh environments and of long tables. CI runs them too.
+test-slow: export PYTHONDONTWRITEBYTECODE :=
+test-slow: setup
+	$(BIN)/python -m pytest $(PARALLEL) -m "slow and not vllm" $(ARGS)
+
+# The tests of `make test`, five times beside eight busy loops: they hold on a slow machine too.
 test-busy: setup
 	$(BIN)/python tests/busy.py $(PARALLEL) -m "not slow and not vllm" $(ARGS)
 

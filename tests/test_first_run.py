@@ -24,7 +24,6 @@ from prime_rl_tools.rollouts import read_rollouts
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
 
-pytestmark = pytest.mark.slow
 
 SMALL = [
     *("--model.warmup_exact", "0.0"),  # an untrained policy is made in a second

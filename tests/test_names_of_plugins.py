@@ -13,6 +13,7 @@ OTHER_MEANINGS = {
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
     ("plugins/offers.py", "auto"),
+    ("run/resume.py", "auto"),  # --resume auto
     ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
     ("trainer/parallel.py", "gloo"),  # the process group of torch
 }

@@ -123,7 +123,7 @@ def test_a_failing_monitor_is_reported_once_and_still_called(caplog):
     monitor.close()
     assert recorder.steps == [4, 5]
     assert caplog.messages == [
-        "monitor 'recorder' failed at step 1; the run goes on",
+        "monitor 'recorder' failed at step 1; the run goes on: OSError: no disk",
         "monitor 'recorder' failed 3 times in all",
     ]
 

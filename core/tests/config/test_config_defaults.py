@@ -6,7 +6,7 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.config import load
-from prime_rl.config.load import build_config, installed_defaults, load_config
+from prime_rl.config.load import build_config, installed_defaults, load_config, without_replaced
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import ALGORITHM, ENGINE, LOSS, RENDERER, SAMPLER, collect
@@ -56,6 +56,9 @@ def test_a_buffer_takes_the_place_of_the_default_sampler_only():
     assert (config.sampler.type, config.sampler_table.type) == ("", "difficulty_pools")
     with pytest.raises(ConfigError, match=r"is short for a sampler .* Keep one of them"):
         build_config(LEAST | {"orchestrator": {"buffer": {}, "sampler": {"type": "mine"}}})
+    older = {"buffer": {}, "sampler": {"type": "standard"}}  # as a run.json had it: the default
+    assert without_replaced({"orchestrator": older}) == {"orchestrator": {"buffer": {}}}
+    assert build_config(LEAST | {"orchestrator": older}).orchestrator == config
 
 
 def test_a_file_of_the_run_overrides_the_defaults(offer, tmp_path):

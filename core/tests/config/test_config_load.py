@@ -241,6 +241,7 @@ def test_no_key_is_left_unread():
     import prime_rl
     import prime_rl_evals
     import prime_rl_kernels
+    from prime_rl_tools import recovery
 
     root = Path(prime_rl.__file__).parent
     sources = [
@@ -248,6 +249,7 @@ def test_no_key_is_left_unread():
     ]
     for plugin in (prime_rl_evals, prime_rl_kernels):  # [orchestrator.eval], trainer.share_prompts
         sources += Path(plugin.__file__).parent.glob("*.py")
+    sources.append(Path(recovery.__file__))  # [recovery]
     text = "\n".join(path.read_text() for path in sources)
     own = "\n".join(path.read_text() for path in (root / "config").glob("*.py"))
 

@@ -14,6 +14,7 @@ from prime_rl.orchestrator.scoring import score_group, score_rollout
 from prime_rl.plugins import calls
 from prime_rl.plugins.calls import RUNNING, ReadOnly, fault
 from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.plugins.sampler import RolloutPlan
 from prime_rl.testing import make_group, make_sample
 
 
@@ -86,6 +87,20 @@ def test_one_line_names_plugin_hook_env_and_group_above_the_plugins_frames() -> 
     assert first == expected
     assert any('{}["oops"]' in line for line in frames)
     assert not any("prime_rl/plugins" in line or "pluggy" in line for line in frames)
+
+
+class TopP(Algorithm):
+    name = "top_p"
+
+    @hookimpl
+    def score_group(self, group: Any) -> None:
+        RolloutPlan().top_p = 0.9  # type: ignore[attr-defined]
+
+
+def test_the_frames_of_a_library_that_the_plugin_calls_are_left_out() -> None:
+    found = fault(error_of(TopP)) or ""
+    assert "ValidationError" in found and "RolloutPlan().top_p = 0.9" in found
+    assert "site-packages" not in found and "__setattr__" not in found
 
 
 def test_a_wrapper_that_fails_is_named_instead_of_what_it_wraps() -> None:

@@ -16,6 +16,7 @@ from prime_rl.run.children import LocalLauncher
 from prime_rl.run.commands import Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.rundir.checkpoints import Checkpoint
+from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE, read_status
 
@@ -179,12 +180,12 @@ def started(tmp_path, *overrides):
     """What a launcher elsewhere is asked to start, and the run directory."""
     (tmp_path / "run" / "configs").mkdir(parents=True)
     (tmp_path / "run" / "status").mkdir()
+    new_attempt(tmp_path / "run")
     launcher = Elsewhere()
-    restarts = SimpleNamespace(start=launcher.start)
     printed = []
     # A relative path, as users give it.
     view = SimpleNamespace(run_dir=Path("run"), print=printed.append)
-    list(supervisor._start(config(*overrides), view, launcher, restarts, None))
+    supervisor.Attempts(config(*overrides), view, launcher).start(None)
     assert printed == ["waiting for room"]
     return launcher.started, tmp_path / "run"
 

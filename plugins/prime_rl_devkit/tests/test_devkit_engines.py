@@ -74,6 +74,20 @@ def test_the_bench_reports_a_server_that_does_not_start_as_a_failed_check(
     assert outcome.check == FIRST[0] and "no accelerator here" in outcome.message
 
 
+def test_the_bench_reports_an_error_of_the_engines_own_code_as_a_failed_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NoCommand(Nothing):
+        def command(self, launch: Any) -> EngineCommand:
+            raise RuntimeError("no server")
+
+    from prime_rl_devkit.engines import starting
+
+    monkeypatch.setattr(starting, "write_tiny_model", lambda folder: folder)
+    (outcome,) = Bench(NoCommand, {}, "--set").report().failed
+    assert outcome.message == "RuntimeError: no server"
+
+
 def test_an_engine_that_is_not_named_is_not_started() -> None:
     (outcome,) = not_started(Nothing).outcomes
     assert outcome.status == "skipped" and "prime-rl plugins check nothing" in outcome.message

@@ -354,6 +354,13 @@ class Knows(RendererOffer):
     def check(self, model):
         raise ConfigError(f"{model}: no template")
 
+    def build(self, model, fields):
+        return fields
+
+
+class NoBuild(RendererOffer):
+    name = "no_build"
+
 
 class Raises(Knows):
     def check(self, model):
@@ -420,6 +427,7 @@ BROKEN = [
     ("launcher", "launcher_runs_a_process", Elsewhere, "its log has .*good-bye"),
     ("launcher", "launcher_runs_a_process", Nowhere, "place gave none to quick, slow"),
     ("launcher", "launcher_runs_a_process", LetsRun, "a process runs after end"),
+    ("renderer", "renderer_refuses_in_words", NoBuild, "nothing could render"),
     ("renderer", "renderer_refuses_in_words", Raises, "KeyError: 'no-such-model'"),
     ("model", "model_is_reproducible", MakesAnother, "another model.safetensors the second time"),
     ("model", "model_is_reproducible", MakesNothing, r"it wrote \[\], expected config.json"),

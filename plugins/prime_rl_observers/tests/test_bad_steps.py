@@ -69,6 +69,13 @@ def test_bad_steps_in_a_row_end_the_run_and_a_good_step_resets_their_number(
     assert same(before, weights(trainer))
 
 
+def test_a_run_of_which_no_step_is_finite_fails(trainer: Trainer, pack: Any) -> None:
+    trainer.max_steps = 2
+    trainer.train_step(1, [bad_row(pack)])
+    with pytest.raises(RunError, match=r"the 2\. step in a row .*, and no step of the run was"):
+        trainer.train_step(2, [bad_row(pack)])
+
+
 def test_the_worst_sample_comes_first_with_its_figures(trainer: Trainer, pack: Any) -> None:
     advantages = np.array([0, 1, 1, 0, 2, 2, -7, 0, 1, np.nan], "f4")
     documents = [[1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import Generator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,6 +117,18 @@ def test_a_constructor_that_fails_is_found():
     ) as caught:
         build_parts(build_config(TABLE | {"monitors": {"broken": {}}}), hooks, {})
     assert str(caught.value).count("File ") == 1 and "test_dry_run.py" in str(caught.value)
+
+
+def test_a_sampler_that_looks_at_the_examples_is_built_with_those_of_the_environment():
+    buffer = {"buffer": {"easy_threshold": 0.9}}
+    config = build_config(TABLE | {"orchestrator": TABLE["orchestrator"] | buffer})
+    (label,) = (env.label for env in config.orchestrator.train.env)
+    for prompt, quick in (("prompt", False), ("question", False), ("question", True)):
+        fields = SimpleNamespace(fields={prompt: "abc"})
+        found = {} if quick else {label: SimpleNamespace(num_examples=1, examples=[fields])}
+        refused = prompt == "question" and not quick
+        with pytest.raises(ConfigError, match="no field 'prompt'") if refused else nullcontext():
+            build_parts(config, load_plugins(), found)
 
 
 @pytest.mark.slow

@@ -65,25 +65,27 @@ def run(
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
-    typed = sys.argv[0]  # this program as a shell finds it
-    program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
-    again = shlex.join([program, "run", *paths, *overrides])
+    again = _command(paths, overrides)
     if checkpoint is not None:
         chosen = resume.plan(config, checkpoint, tuning)
         typer.echo("\n".join(chosen.notes))
         if not (dry_run or chosen.is_over):
             with resume.begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
-        return
-    if dry_run:
+    elif dry_run:
         lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
         run_dir = make_run_dir(config, dry=True)
         typer.echo("\n".join(lines), err=True)  # stdout has one line, for scripts
         typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
-        return
-    run_dir = make_run_dir(config)
-    with held(run_dir):
-        _train(config, hooks, run_dir, again, None)
+    else:
+        with held(run_dir := make_run_dir(config)):
+            _train(config, hooks, run_dir, again, None)
+
+
+def _command(paths: list[str], overrides: list[str]) -> str:
+    typed = sys.argv[0]  # this program as a shell finds it
+    program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
+    return shlex.join([program, "run", *paths, *overrides])
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

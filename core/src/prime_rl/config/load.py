@@ -42,17 +42,22 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConf
 
 def build_config(table: Mapping[str, Any]) -> RunConfig:
     """One table over the installed defaults, validated. Raises ``ConfigError``."""
-    defaults = installed_defaults()
-    whole = merge(defaults, table)
-    for place, given, key in REPLACED:
-        part, default = whole.get(place), defaults.get(place, {}).get(key)
-        if isinstance(part, dict) and part.get(given) is not None and part.get(key) == default:
-            whole[place] = {name: value for name, value in part.items() if name != key}
+    whole = without_replaced(merge(installed_defaults(), table))
     _check_finite(whole, ())
     try:
         return RunConfig.model_validate(whole)
     except ValidationError as error:
         raise ConfigError(explain(error, RunConfig)) from error
+
+
+def without_replaced(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A config, or that of an older run, without the installed defaults that it replaces."""
+    whole, defaults = dict(table), installed_defaults()
+    for place, given, key in REPLACED:
+        part, default = whole.get(place), defaults.get(place, {}).get(key)
+        if isinstance(part, dict) and part.get(given) is not None and part.get(key) == default:
+            whole[place] = {name: value for name, value in part.items() if name != key}
+    return whole
 
 
 def _check_finite(value: Any, path: tuple[str, ...]) -> None:

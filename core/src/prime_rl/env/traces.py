@@ -39,7 +39,9 @@ def results_of(
     ``with_tokens``: a trace whose agent trains has failed if it has no sampled tokens.
     ``fixed``: agents that a model of their own plays; they never train.
     """
-    failure = episode_failure(episode)
+    failure = ("TimeoutError", "the episode timed out") if episode.is_timeout else None
+    if episode.errors:  # of the env
+        failure = episode.errors[-1].type, episode.errors[-1].message
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
         return [RolloutResult(ok=False, error_type=kind, error=text)]
@@ -52,13 +54,6 @@ def results_of(
         result_of(trace, own or sibling, trace.agent.name not in fixed)
         for trace, own in zip(episode.traces, failures, strict=True)
     ]
-
-
-def episode_failure(episode: Episode) -> tuple[str, str] | None:
-    """``(class, text)`` of a failure of the episode itself: an error of the env, or a timeout."""
-    if episode.errors:
-        return episode.errors[-1].type, episode.errors[-1].message
-    return ("TimeoutError", "the episode timed out") if episode.is_timeout else None
 
 
 def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | None:

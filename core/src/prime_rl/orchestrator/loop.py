@@ -83,7 +83,9 @@ class Orchestrator:
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
-            error = first_error(group)
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
             if isinstance(error, NothingToTrain):  # its rollouts and metrics show why
                 for observer in reversed(self.observers):
                     observer.batch_lost(self.buffer.batch)
@@ -154,11 +156,3 @@ class Orchestrator:
             await self.wire.send(last + 1, [frame] * self.context.launch.num_ranks)
             await self.wire.drain()
         return last
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception in a group that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

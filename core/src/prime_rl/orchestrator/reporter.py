@@ -102,7 +102,8 @@ class Failures:
         """Call; a failure is recorded, never raised."""
         try:
             call()
-        except Exception:
+        except Exception as error:
             self.counts[name] = self.counts.get(name, 0) + 1
             if self.counts[name] == 1:
-                log.exception("monitor %r failed at %s; the run goes on", name, when)
+                found = f"{type(error).__name__}: {error}"
+                log.exception("monitor %r failed at %s; the run goes on: %s", name, when, found)

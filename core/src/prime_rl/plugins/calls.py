@@ -31,6 +31,7 @@ from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
 CORE = str(Path(__file__).parents[1])
 STDLIB = sysconfig.get_path("stdlib")
+INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
 
 def _task() -> object:
@@ -99,7 +100,7 @@ def blame(error: BaseException, call: Call) -> None:
 
 def fault(error: BaseException) -> str | None:
     """An error of a plugin: one line with plugin, hook, env and group, and below it the frames
-    outside of core. None if no plugin's code was called."""
+    of its package, and of code that is not installed. None if no plugin's code was called."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     call: Call | None = getattr(error, "prime_rl_call", None)
     for frame, _ in () if call else frames:  # a sampler, an observer: found by their modules
@@ -111,11 +112,13 @@ def fault(error: BaseException) -> str | None:
     if isinstance(error, PrimeRLError):  # many name the env themselves
         place = "" if str(error).startswith("env ") or not call.place else f", {call.place}"
         return f"{call.source}, {call.hook}{place}: {error}"
+    package = (getattr(call.owner, "__name__", "") or type(call.owner).__module__).split(".")[0]
+    found = traceback.extract_tb(error.__traceback__)
     own = [
         summary
-        for summary in traceback.extract_tb(error.__traceback__)
-        if not summary.filename.startswith(CORE) and "pluggy" not in Path(summary.filename).parts
-        if "site-packages" in summary.filename or not summary.filename.startswith(STDLIB)
+        for summary, (frame, _) in zip(found, frames, strict=True)
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] == package != "prime_rl"
+        or not summary.filename.startswith((CORE, STDLIB, *INSTALLED))
     ]
     lines = "".join(traceback.format_list(own)).rstrip()
     return f"{call}: {type(error).__name__}: {error}\n{lines}".rstrip()

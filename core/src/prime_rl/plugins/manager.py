@@ -7,11 +7,12 @@ errors here: at start-up, they name the plugin, its distribution, the fault and 
 from __future__ import annotations
 
 import inspect
+import logging
 import os
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from typing import Any
@@ -202,7 +203,14 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
                 f"list {source.distribution!r} under plugins.disabled."
             )
         add_entry(hooks, entry, source)
+        if misfit := core_misfit(entry):
+            _warn_once(f"plugin {source}: {misfit}")
     return hooks
+
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
 
 
 def disabled_names() -> list[str]:
@@ -221,8 +229,6 @@ def disabled_names() -> list[str]:
 def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
     """Import what an entry point names, and register it. Raises ``PluginError``."""
     hooks.sources[entry.name] = source
-    if misfit := core_misfit(entry):
-        warnings.warn(f"plugin {source}: {misfit}", stacklevel=2)
     try:
         plugin = entry.load()
     except (Exception, SystemExit) as error:

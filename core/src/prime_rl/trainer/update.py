@@ -187,11 +187,12 @@ class BatchUpdate:
             if found := observer.bad_step(self.step, rows):
                 reason += f"{found} "
         trainer.num_bad_steps += self.num_bad == len(self.plan)
-        if trainer.num_bad_steps >= trainer.config.max_bad_steps:
+        if trainer.num_bad_steps >= min(trainer.config.max_bad_steps, trainer.max_steps):
+            none = ", and no step of the run was" * (trainer.num_bad_steps == trainer.max_steps)
             raise RunError(
-                f"{reason}That was the {trainer.num_bad_steps}. step in a row that is not finite "
-                f"(trainer.max_bad_steps). The weights of version {self.step - 1} are intact. "
-                "Lower trainer.optim.lr, or check whether logprob_gap/max grows."
+                f"{reason}That was the {trainer.num_bad_steps}. step in a row that is not finite"
+                f"{none} (trainer.max_bad_steps). The weights of version {self.step - 1} are "
+                "intact. Lower trainer.optim.lr, or check whether logprob_gap/max grows."
             )
         logger.error("%sNo optimizer step; %s.", reason, fate)
 

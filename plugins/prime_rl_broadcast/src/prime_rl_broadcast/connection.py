@@ -31,6 +31,7 @@ from prime_rl.rundir.launch import NODE_ADDRESS
 from prime_rl.weights.tensors import DTYPES as DTYPES
 from prime_rl.weights.tensors import header_of as header_of
 from prime_rl.weights.tensors import num_bytes as num_bytes
+from prime_rl.weights.tensors import pieces_of as pieces_of
 from prime_rl_broadcast.group import BroadcastGroup, Check
 
 BUCKET_BYTES = 64 * 2**20

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import EntryPoint
@@ -78,8 +77,7 @@ def load(entry: EntryPoint, source: Origin, limit: float = SECONDS) -> Plugin:
     """Import one plugin; ``limit`` is in seconds. What is wrong with it is in ``error``."""
     plugin = Plugin(entry, source, Hooks(entry.group))
     try:
-        with time_limit(limit), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # core_misfit, which comes last here
+        with time_limit(limit):
             add_entry(plugin.hooks, entry, source)
             plugin.offers = offers_by_plugin(plugin.hooks).get(entry.name, [])
     except PluginError as error:

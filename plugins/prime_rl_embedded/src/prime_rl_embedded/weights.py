@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from prime_rl import WeightsError
-from prime_rl.weights.tensors import pieces_of
-from prime_rl_broadcast.connection import DTYPES, Member
+from prime_rl_broadcast.connection import DTYPES, Member, pieces_of
 from prime_rl_broadcast.group import BroadcastGroup, Header
 from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -80,14 +81,24 @@ def build_parts(config: RunConfig, hooks: Hooks, environments: Mapping[str, Envi
     known = []
     for env in orchestrator.train.env:
         found = environments.get(env.label)
-        known.append(SampledEnv(env.label, found.num_examples if found else 1, env.ratio))
+        if found is not None:
+            own = (env.label, found.num_examples, env.ratio)
+            known.append(SampledEnv(*own, task=partial(_task, found)))
     table = orchestrator.sampler_table
-    make(SAMPLER, table.type, table.settings, hooks, SAMPLER.key, known, config.seed)
+    chosen = SAMPLER, table.type, table.settings, hooks, SAMPLER.key
+    if environments:  # a sampler may look at their examples
+        make(*chosen, known, config.seed)
+    else:
+        choose(*chosen)
     with TemporaryDirectory() as folder:
         for name, settings in config.monitors.items():
             where = f"monitors.{name}"
             with closing(make(MONITOR, name, settings, hooks, where, Path(folder))):
                 pass
+
+
+def _task(environment: Environment, index: int) -> Mapping[str, Any]:
+    return environment.examples[index].fields
 
 
 def scopes(config: RunConfig, hooks: Hooks) -> Iterator[tuple[Hooks, Collection[str]]]:

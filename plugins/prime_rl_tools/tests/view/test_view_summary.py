@@ -77,7 +77,10 @@ def run_with(run_dir, rewards):
 
 def test_the_summary_in_numbers(tmp_path):
     summary = run_with(tmp_path, [0.0] * 18 + [0.5, 1.0])
-    assert list(summary) == ["steps", "stopped_at", "sampled_reward", "plugins", "eval", "plot"]
+    assert list(summary) == [
+        *("steps", "stopped_at", "sampled_reward", "plugins", "eval", "restarts", "plot")
+    ]
+    assert summary["restarts"] == []
     assert (summary["steps"], summary["stopped_at"]) == (20, None)
     first, last = summary["sampled_reward"]["first"], summary["sampled_reward"]["last"]
     assert (first, last, summary["sampled_reward"]["window"]) == (0.0, pytest.approx(0.15), 10)
@@ -272,6 +275,23 @@ def test_a_reward_that_collapses_is_said(tmp_path, first, last, warned):
     summary["sampled_reward"] = {"first": first, "last": last, "window": 1}
     print_summary(console, tmp_path, summary)
     assert ("WARNING  the sampled reward has collapsed: 0.4" in console.export_text()) == warned
+
+
+def test_what_the_processes_logged_as_errors_is_said_once_for_each_sort(tmp_path):
+    logs = tmp_path / "logs" / "latest"
+    logs.mkdir(parents=True)
+    head = "2026-11-23 07:13:01,119"
+    monitor = f"{head} ERROR prime_rl.orchestrator.reporter: monitor 'mine' failed at step 1; on"
+    nan = f"{head} ERROR prime_rl.trainer.update: step %d: the gradient norm is nan"
+    (logs / "orchestrator.log").write_text(f"{monitor}\nTraceback ERROR\n{head} INFO prime_rl: x\n")
+    (logs / "trainer.log").write_text(f"{nan % 1}\n{nan % 2}\n")
+    console = Console(record=True, width=300, file=io.StringIO())
+    print_summary(console, tmp_path, summarize(tmp_path, 1))
+    said = [line.strip() for line in console.export_text().splitlines() if "ERROR" in line]
+    assert said == [
+        "ERROR  orchestrator: monitor 'mine' failed at step 1; on",
+        "ERROR  trainer: step 1: the gradient norm is nan",
+    ]
 
 
 @pytest.mark.parametrize(("skipped", "warned"), [((1.0, 0.5, 0.0), True), ((0.0, 0.0, 0.0), False)])

@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from prime_rl.errors import ConfigError, EngineError
+from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.launchers import Engine
-from prime_rl.plugins.offers import ENGINE, settings_of
+from prime_rl.plugins.offers import ENGINE, construct, settings_of
 from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit.engines.starting import started
 from prime_rl_devkit.engines.subject import EngineSubject
@@ -26,7 +26,7 @@ class Bench:
     def __init__(self, cls: type[Engine], settings: Mapping[str, Any], where: str) -> None:
         own = {key: value for key, value in settings.items() if key != "python"}
         self._python = Path(settings["python"]) if "python" in settings else None
-        self.engine = cls(settings_of(cls, ENGINE, own, where))
+        self.engine = construct(cls, settings_of(cls, ENGINE, own, where))
         self._stack = ExitStack()
         self._subject: EngineSubject | None = None
         self._failure: Exception | None = None
@@ -41,7 +41,7 @@ class Bench:
             server = started(self.engine, Path(folder), python=self._python)
             try:
                 self._subject = self._stack.enter_context(server)
-            except (EngineError, ConfigError) as error:
+            except Exception as error:  # also of the engine's own code
                 self._failure = error
                 raise
         return self._subject
@@ -55,9 +55,11 @@ class Bench:
         name = type(self.engine).name
         try:
             return conformance(self.subject, name)
-        except (EngineError, ConfigError) as error:
+        except Exception as error:
+            named = isinstance(error, PrimeRLError)
+            said = str(error) if named else f"{type(error).__name__}: {error}"
             first = next(iter(CHECKS))
-            return Report("engine", name, (Outcome(first, "It starts.", "failed", str(error)),))
+            return Report("engine", name, (Outcome(first, "It starts.", "failed", said),))
         finally:
             self.close()
 

@@ -10,14 +10,16 @@ remember (a running baseline), so every group from the first step on is scored.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.load import explain
+from prime_rl.config.load import explain, without_replaced
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
@@ -40,7 +42,10 @@ def read_run_config(run_dir: Path) -> RunConfig:
     this version cannot read."""
     path = run_dir / "configs" / "run.json"
     try:
-        return RunConfig.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
+        with suppress(ValueError, TypeError):  # pydantic says what is wrong with it
+            text = json.dumps(without_replaced(json.loads(text))).encode()
+        return RunConfig.model_validate_json(text)
     except OSError as error:
         raise ConfigError(f"{run_dir}: not a run directory: no {path.name} in configs/") from error
     except ValidationError as error:

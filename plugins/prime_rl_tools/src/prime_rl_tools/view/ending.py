@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ from prime_rl_tools.view.summary import read_curve, restarts_text
 
 COLLAPSED = 0.25
 """Share of the first reward below which the last one is a collapse; of positive rewards."""
+
+MAX_ERRORS = 3
+"""Logged errors that the summary shows."""
 
 
 def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -> None:
@@ -48,6 +52,11 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
             f"gradient was not finite, or nothing was left to train. {run_dir / 'logs'} says why."
         )
         console.print(Text(said, "bold red"))
+    errors = logged_errors(run_dir)
+    for error in errors[:MAX_ERRORS]:
+        console.print(Text(f"ERROR  {error}", "red"))
+    if len(errors) > MAX_ERRORS:
+        console.print(Text(f"{len(errors) - MAX_ERRORS} more: {run_dir / 'logs'}", "red"))
     # The env's first evaluation: before training, or if that was skipped, the first one.
     earlier = [*measured.get("before", ()), *measured.get("during", ())]
     for after in measured["after"]:
@@ -60,6 +69,18 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         _print_line(console, f"Restarts        {restarts_text(restarts)}")
     _print_line(console, f"Run directory   {run_dir}")
     _print_line(console, f"Learning curve  {run_dir / summary['plot']}")
+
+
+def logged_errors(run_dir: Path) -> list[str]:
+    """What the processes of the last attempt logged as errors, each sort once, by its first words:
+    a monitor that fails, a loss that is not finite. The run went on."""
+    found: dict[str, str] = {}
+    for path in sorted((run_dir / "logs" / "latest").glob("*.log")):
+        for line in path.read_text(errors="replace").splitlines():
+            if error := re.fullmatch(r"\S+ \S+ ERROR prime_rl\S*: (.+)", line):
+                sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
+                found.setdefault(sort, f"{path.stem}: {error[1]}")
+    return [*found.values()]
 
 
 def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
