@@ -117,15 +117,12 @@ class CkptConfig(Settings):
 
     def superseded(self, steps: list[int]) -> list[int]:
         """The ``steps`` whose checkpoints can be deleted. The newest never can."""
-        return [n for n in sorted(steps)[: -(self.keep_last or 2)] if not self._stays(n)]
+        older, every = sorted(steps)[: -(self.keep_last or 2)], self.keep_interval
+        passing = [n for n in older if every is None or n % every]
+        return [n for n in passing if self.keep_last is not None or not self._is_regular(n)]
 
     def _is_regular(self, step: int) -> bool:
         return self.interval is not None and step % self.interval == 0
-
-    def _stays(self, step: int) -> bool:
-        if self.keep_interval is not None and step % self.keep_interval == 0:
-            return True
-        return self.keep_last is None and self._is_regular(step)
 
 
 class RecoveryConfig(Settings):

@@ -17,7 +17,6 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import StreamError
@@ -40,7 +39,9 @@ def results_of(
     ``with_tokens``: a trace whose agent trains has failed if it has no sampled tokens.
     ``fixed``: agents that a model of their own plays; they never train.
     """
-    failure = episode_failure(episode)
+    failure = ("TimeoutError", "the episode timed out") if episode.is_timeout else None
+    if episode.errors:  # of the env
+        failure = episode.errors[-1].type, episode.errors[-1].message
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
         return [RolloutResult(ok=False, error_type=kind, error=text)]
@@ -53,13 +54,6 @@ def results_of(
         result_of(trace, own or sibling, trace.agent.name not in fixed)
         for trace, own in zip(episode.traces, failures, strict=True)
     ]
-
-
-def episode_failure(episode: Episode) -> tuple[str, str] | None:
-    """``(class, text)`` of a failure of the episode itself: an error of the env, or a timeout."""
-    if episode.errors:
-        return episode.errors[-1].type, episode.errors[-1].message
-    return ("TimeoutError", "the episode timed out") if episode.is_timeout else None
 
 
 def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | None:
@@ -84,6 +78,9 @@ def result_of(
     if failure is None and TURN_REWARDS in info:
         info[TURN_REWARDS] = rewards_by_node(trace, info[TURN_REWARDS])
     index = {id(node): position for position, node in enumerate(trace.nodes)}
+    usage = (0, 0)
+    if trace.usage is not None and not any(node.token_ids for node in trace.nodes):
+        usage = trace.num_input_tokens, trace.usage.completion_tokens
     return RolloutResult(
         ok=failure is None,
         reward=trace.reward,
@@ -101,7 +98,7 @@ def result_of(
         branches=[] if failure else [branch_tokens(b, index, versions) for b in trace.branches],
         trace=trace,
         timing=timing_of(trace),
-        usage=usage_of(trace),
+        usage=usage,
     )
 
 
@@ -151,13 +148,6 @@ def rewards_by_node(trace: Trace, rewards: list[float | None]) -> dict[str, floa
             f"None for each of the {len(turns)} replies in trace.assistant_messages"
         )
     return {n: float(r) for n, r in zip(turns, rewards, strict=True) if r is not None}
-
-
-def usage_of(trace: Trace) -> tuple[int, int]:
-    """Tokens in and out as the server counted them, for a trace without tokens."""
-    if any(node.token_ids for node in trace.nodes) or trace.usage is None:
-        return 0, 0
-    return trace.num_input_tokens, trace.usage.completion_tokens
 
 
 def timing_of(trace: Trace) -> dict[str, float]:
@@ -232,25 +222,20 @@ def _sample(
             "a sampled token has a logprob that is not finite; the engine must return the logprob "
             "of the sampling distribution"
         )
-    versions = branch.policy_versions
+    versions, flags, content = branch.policy_versions, branch.is_content or (), None
+    if any(flag is not None for flag in flags):  # else the renderer attributes nothing
+        # A message without attribution counts as body as a whole.
+        content = np.array([flag is not False for flag in flags], np.bool_)
     return Sample(
         token_ids=np.asarray(branch.token_ids, np.int32),
         loss_mask=mask,
         inference_logprobs=np.where(mask, logprobs, np.float32(0.0)),
         temperature=temperature,
         roles=np.array([_ROLE_INDEX.get(role, -1) for role in branch.roles], np.int8),
-        is_content=_content(branch.is_content),
+        is_content=content,
         is_repeat=repeats if repeats.any() else None,
         node_ids=np.asarray(branch.node_ids, np.int32),
         policy_versions=None
         if versions is None
         else np.where(mask, np.asarray(versions, np.int32), np.int32(-1)),
     )
-
-
-def _content(flags: Sequence[bool | None] | None) -> npt.NDArray[Any] | None:
-    """The renderer's attribution. A message without one counts as body as a whole; None: no message
-    has one."""
-    if flags is None or all(flag is None for flag in flags):
-        return None
-    return np.array([flag is not False for flag in flags], np.bool_)

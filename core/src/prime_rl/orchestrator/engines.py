@@ -51,8 +51,10 @@ class EngineRouter:
         async def work(engine: Engine) -> list[RolloutResult]:
             nonlocal last
             last = await episode(self._endpoints[engine.number])
-            if failed := next(filter(is_outage, last), None):
-                raise EngineFailed(f"{engine.client.label}: {failed.error}", 500)
+            for failed in (each for each in last if each.error_type == PROVIDER_ERROR):
+                status = failed.status_code  # no answer, too many requests, 5xx: it may pass
+                if status is None or status in (408, 429) or status >= 500:
+                    raise EngineFailed(f"{engine.client.label}: {failed.error}", 500)
             return last
 
         try:
@@ -87,14 +89,6 @@ def _why(engine: Engine) -> str:
     """What it answers instead of serving."""
     silent = engine.problem is None or isinstance(engine.problem, NoAnswer)
     return "" if silent else f": {engine.reason}"
-
-
-def is_outage(result: RolloutResult) -> bool:
-    """Whether a model call failed in a way that may pass: no answer, too many requests, 5xx."""
-    status = result.status_code
-    return result.error_type == PROVIDER_ERROR and (
-        status is None or status in (408, 429) or status >= 500
-    )
 
 
 class EngineKeeper(Observer):

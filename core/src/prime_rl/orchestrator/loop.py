@@ -77,11 +77,15 @@ class Orchestrator:
                     await self._train(tasks, background)
                 except Stop:
                     stopped = True
-                    await self._announce_stop()  # before the groups in flight are cancelled
+                    log.info("stopped: step %d is the last", self._last)
+                    for observer in self.observers if self._ends_early else ():
+                        await observer.stopping(self._last)  # before groups in flight are cancelled
                 for task in background:
                     task.cancel()
         except BaseExceptionGroup as group:
-            error = first_error(group)
+            error: BaseException = group
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
             if isinstance(error, NothingToTrain):  # its rollouts and metrics show why
                 for observer in reversed(self.observers):
                     observer.batch_lost(self.buffer.batch)
@@ -141,12 +145,6 @@ class Orchestrator:
         to save, and after the last step it saves in any case."""
         return self.context.launch.first_step <= self._last < self.context.config.max_steps
 
-    async def _announce_stop(self) -> None:
-        log.info("stopped: step %d is the last", self._last)
-        if self._ends_early:
-            for observer in self.observers:
-                await observer.stopping(self._last)
-
     async def _end_early(self) -> int:
         """End with the batch that was sent last. The trainer saves the result, for which no engine
         is needed."""
@@ -158,11 +156,3 @@ class Orchestrator:
             await self.wire.send(last + 1, [frame] * self.context.launch.num_ranks)
             await self.wire.drain()
         return last
-
-
-def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first exception in a group that is not itself a group."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

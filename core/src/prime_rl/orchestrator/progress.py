@@ -57,14 +57,6 @@ class Progress(Requested, kw_only=True):
     config: dict[str, Any]
     """The resolved config under which it was written."""
 
-    @classmethod
-    def read(cls, path: Path) -> Progress:
-        """Raises ``ConfigError`` if it is not one."""
-        try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
-
 
 class Checkpointing(Observer):
     """Writes the orchestrator's part of each checkpoint that is due: before its batch leaves, so
@@ -139,7 +131,11 @@ class Checkpointing(Observer):
     def restore(self, directory: Path) -> None:
         """Continue from what ``save`` wrote. Parts that the config has changed start afresh, with a
         warning. Raises ``ConfigError`` if a part does not fit."""
-        progress = Progress.read(directory / PROGRESS)
+        path = directory / PROGRESS
+        try:
+            progress = msgspec.json.decode(path.read_bytes(), type=Progress)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"--resume: {path} cannot be read: {error}") from error
         for name, part in self._parts.items():
             before = progress.saved.get(name)
             if before == type(part).name:

@@ -117,7 +117,13 @@ class Components:
         installed, heads = collect(hooks, HEAD), {}
         for name, table in config.heads.items():
             chosen = select(HEAD, name, installed, where := f"trainer.heads.{name}")
-            heads[name] = _checked(chosen(settings_of(chosen, HEAD, table.settings, where)))
+            head = heads[name] = chosen(settings_of(chosen, HEAD, table.settings, where))
+            for each in (head.name, *head.writes):
+                if not can_be_stream(each) or (each == head.name and each in STREAMS):
+                    raise PluginError(
+                        f"head {head.name!r} gives {each!r}, and no stream can have this name. "
+                        "Rename it."
+                    )
         if "rl" in config.losses:
             raise ConfigError(
                 'trainer.losses.rl: "rl" is the loss of [trainer.loss]. Set it there.'
@@ -182,15 +188,6 @@ class Components:
         """The streams that heads write for a rollout whose tokens train in these components."""
         read = [head for name in names for head in self[name].read_heads]
         return {stream: head for head in read for stream in head.writes}
-
-
-def _checked(head: Head) -> Head:
-    for name in (head.name, *head.writes):
-        if not can_be_stream(name) or (name == head.name and name in STREAMS):
-            raise PluginError(
-                f"head {head.name!r} gives {name!r}, and no stream can have this name. Rename it."
-            )
-    return head
 
 
 def _check_declared(cls: type[Loss]) -> None:

@@ -61,6 +61,15 @@ class Child(Process):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
+class Pause(Process):
+    """Stands in for an engine that will be started again."""
+
+    exit_code = None
+
+    def __init__(self, process: Process, until: float) -> None:
+        self.name, self.log, self.until = process.name, process.log, until
+
+
 def start(
     name: str,
     argv: Sequence[str],

@@ -71,15 +71,18 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
         if what == AUTO:
             return Plan(checkpoint, run_dir, [over], is_over=True)
         raise ConfigError(f"--resume: {over}")
-    progress = _read_progress(checkpoint)
+    try:
+        progress = json.loads(checkpoint.progress.read_text())
+        before, plugins = dict(progress["config"]), dict(progress["plugins"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
     now = config.model_dump(mode="json")
-    check_model(progress["config"].get("model", {}), now["model"], checkpoint.weights)
-    check_tuning(progress["config"], tuning, checkpoint)
+    check_model(before.get("model", {}), now["model"], checkpoint.weights)
+    check_tuning(before, tuning, checkpoint)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
-    check_optimizer(progress["config"], make_optimizer(config.trainer.optim, hooks), checkpoint)
+    check_optimizer(before, make_optimizer(config.trainer.optim, hooks), checkpoint)
     where = "" if run_dir else f", in a new run (a copy of run {checkpoint.run_dir.name})"
-    drift = config_drift(progress["config"], now)
-    drift += version_drift(progress["plugins"], installed_versions())
+    drift = config_drift(before, now) + version_drift(plugins, installed_versions())
     notes = [f"resuming from step {checkpoint.step} of {checkpoint.directory}{where}"]
     return Plan(checkpoint, run_dir, damaged + notes + [f"changed since: {line}" for line in drift])
 
@@ -149,14 +152,6 @@ def _in_folder(config: RunConfig, directory: Path) -> tuple[Checkpoint, Path | N
         )
     named = config.run.name and (Path(config.output_dir) / config.run.name).resolve()
     return found, found.run_dir if found.run_dir == named else None
-
-
-def _read_progress(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    try:
-        progress = json.loads(checkpoint.progress.read_text())
-        return {name: dict(progress[name]) for name in ("config", "plugins")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--resume: {checkpoint.progress} cannot be read: {error}") from error
 
 
 def rewind(run_dir: Path, step: int, kept: Collection[str] = ()) -> None:

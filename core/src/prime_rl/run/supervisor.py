@@ -6,7 +6,7 @@
     orchestrator          samples, scores and packs; the run ends when it is done
 
 The launcher starts the processes and chooses their machines. An engine that dies is restarted
-(``Restarts``). If any other process dies, hangs or is stopped, all but the engines are ended and
+(``RECOVERY``). If any other process dies, hangs or is stopped, all but the engines are ended and
 start again from the newest checkpoint, as another attempt (``Attempts``). A run that cannot go on
 ends with the name, exit code and last log lines of the process. The first Ctrl-C or SIGTERM
 stops the run gracefully (``control.py``), the second ends it at once.
@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ProcessFailed, RunError
-from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
+from prime_rl.plugins.launchers import Launcher, Place, Process
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
 from prime_rl.run import children
-from prime_rl.run.children import Child, ending, first_signal_asks, sigterm_is_ctrl_c
+from prime_rl.run.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
 from prime_rl.run.commands import PYTHON, Commands, Keys
 from prime_rl.run.placement import lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
@@ -37,18 +37,17 @@ from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
-from prime_rl.rundir.status import DONE, ENGINES, HUNG, RANK_GONE, STARTING, Status, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
 RECOVERY = "prime_rl.recovery"
-"""Entry point of what decides when a process counts as dead, and whether the run starts again: a
-class like ``prime_rl_tools.recovery.Recovery``. Without one, a failure ends the run."""
+"""Entry point of what decides when a process counts as dead, which engines are restarted, and
+whether the run starts again: a class like ``prime_rl_tools.recovery.Recovery``. Without one, a
+failure ends the run."""
 GUARD = "guard"
 """Name of the process that ends what outlives us."""
-SERVES = "version "
-"""Prefix of the state of an engine that serves; the number of the version follows."""
 
 
 def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) -> None:
@@ -56,9 +55,11 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    attempts = Attempts(config, view, launcher)
     policy = [*entry_points(group=RECOVERY)][:1]
     recovery = [each.load()(view.run_dir, config.recovery, view.print) for each in policy]
+    limit = config.inference.max_restarts
+    restarts = [each.engines(launcher, limit) for each in recovery]
+    attempts = Attempts(config, view, launcher, restarts)
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))
@@ -70,8 +71,9 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                     first_step = 1 if checkpoint is None else checkpoint.step + 1
                     stop = Stop(view.run_dir, first_step, asked, view.print)
                     look = [each.watch() for each in recovery]
+                    restart = [each.restart for each in restarts]
                     try:
-                        _watch(attempts.processes, view, attempts.restarts.restart, stop, *look)
+                        _watch(attempts.processes, view, stop, *look, *restart)
                         break
                     except ProcessFailed as failure:
                         if stop.is_asked or not recovery:
@@ -93,12 +95,15 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
 class Attempts:
     """The processes of a run. Its engines serve one attempt after the other."""
 
-    def __init__(self, config: RunConfig, view: RunView, launcher: Launcher) -> None:
+    def __init__(
+        self, config: RunConfig, view: RunView, launcher: Launcher, restarts: Sequence[Any] = ()
+    ) -> None:
+        """``restarts``: learns how each engine is started."""
         self._config, self._view, self._launcher = config, view, launcher
         self._run_dir = view.run_dir
         self._places: dict[str, Place] = {}
         self._keys = Keys.of_run(config, launcher.is_remote)
-        self.restarts = Restarts(launcher, view.run_dir, config.inference.max_restarts, view.print)
+        self._restarts = restarts
         self.processes: list[Process] = []
 
     def start(self, checkpoint: Checkpoint | None) -> None:
@@ -124,7 +129,9 @@ class Attempts:
         seen = run_dir.absolute() if launcher.is_remote else run_dir
         commands = Commands(config, launch, seen, engine, self._keys)
         for task in layout.tasks:
-            self.restarts.add(task, command := commands.of(task))
+            command = commands.of(task)
+            for each in self._restarts:
+                each.add(task, command)
             if task in new:  # one by one, so that a failure ends those that have started
                 self.processes.append(launcher.start(task, command))
 
@@ -159,9 +166,9 @@ def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
 def _watch(
     processes: list[Process],
     view: RunView,
-    restart: Callable[[list[Process]], None] = lambda processes: None,
     stop: Stop | None = None,
     look: Callable[[list[Process]], tuple[Process, str] | None] = lambda processes: None,
+    restart: Callable[[list[Process]], None] = lambda processes: None,
 ) -> None:
     """Return when the orchestrator and the trainer are done. Raises ``RunError`` if a process that
     is needed dies or hangs before, and ``restart`` does not replace it. A stop needs no engines,
@@ -231,99 +238,3 @@ def _is_done(name: str, run_dir: Path) -> bool:
     it did something else. An engine never is. The trainer's first node reports for all nodes."""
     report = read_status(run_dir / "status" / f"{name}.json")
     return not name.startswith("inference") and (report is None or report.state == DONE)
-
-
-class Restarts:
-    """Restarts each engine that dies or hangs, at most ``limit`` times without a newer version of
-    the weights, with growing pauses. The orchestrator reports in a status file that one hangs. One
-    that exits before it has served, and is alone, is not restarted: it would fail again."""
-
-    def __init__(
-        self,
-        launcher: Launcher,
-        run_dir: Path,
-        limit: int,
-        tell: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._launcher, self._run_dir, self._clock = launcher, run_dir, clock
-        self._limit, self._tell = limit, tell
-        self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
-        self._used: Counter[str] = Counter()
-        self._served: dict[str, int] = {}
-        """Newest version of each engine that has served."""
-        self._handled: dict[str, str] = {}
-        """State of an engine when it was last restarted or given up."""
-
-    def add(self, task: Task, command: ProcessCommand) -> None:
-        """How to start an engine, from now on."""
-        if task.part == "inference":
-            self._engines[task.name] = (task, command)
-
-    def restart(self, processes: list[Process]) -> None:
-        """Replace each engine in the list that has died or hangs by a new process. An engine that
-        has reached the limit is removed if another engine works; else it stays, so that the caller
-        sees its exit code or the orchestrator waits for it."""
-        states, gone = self._states(), list[Process]()
-        for place, process in [*enumerate(processes)]:
-            if process.name not in self._engines:
-                continue
-            # A frozen engine has no state there. It is restarted too; the run needs it.
-            name, state = process.name, states.get(process.name, "" if states else STARTING)
-            if isinstance(process, Pause):
-                if self._clock() >= process.until:
-                    processes[place] = self._launcher.start(*self._engines[name])
-                continue
-            code = process.exit_code
-            if code is None and not self._hangs(name, state):
-                continue
-            limit = self._limit
-            others = [each for each in processes if each is not process and each not in gone]
-            if state == STARTING and name not in self._served and (code or 0) > 0:
-                limit = min(limit, 1) if any(map(self._lives, others)) else 0
-            how = f"{name} {'answers nothing' if code is None else ending(code)}"
-            if self._used[name] < limit:
-                self._used[name] += 1
-                self._tell(f"{how}: starting it again ({self._used[name]} of {limit} times)")
-                if wait := 2.0 ** (self._used[name] - 1) - 1.0:
-                    self._launcher.end([process])
-                    processes[place] = Pause(process, self._clock() + wait)
-                else:
-                    processes[place] = self._launcher.start(*self._engines[name])
-            elif name in states and any(self._works(other, states) for other in others):
-                self._tell(f"{how}: going on without it")
-                self._launcher.end([process])  # and its remaining children
-                gone.append(process)
-            self._handled[name] = state
-        processes[:] = [each for each in processes if each not in gone]
-
-    def _states(self) -> dict[str, str]:
-        """Of the engines of the policy. One that serves a newer version may be restarted anew."""
-        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
-        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
-        for name, state in states.items():
-            version = state.removeprefix(SERVES)
-            if version.isdecimal() and int(version) > self._served.get(name, -1):
-                self._served[name], self._used[name] = int(version), 0
-        return states
-
-    def _hangs(self, name: str, state: str) -> bool:
-        return state.startswith(HUNG) and state != self._handled.get(name)
-
-    def _works(self, other: Process, states: Mapping[str, str]) -> bool:
-        """Whether the run can continue with this engine."""
-        state = states.get(other.name)
-        return state is not None and self._lives(other) and not self._hangs(other.name, state)
-
-    def _lives(self, other: Process) -> bool:
-        running = other.exit_code is None and not isinstance(other, Pause)
-        return running and other.name in self._engines
-
-
-class Pause(Process):
-    """Stands in for an engine that will be started again."""
-
-    exit_code = None
-
-    def __init__(self, process: Process, until: float) -> None:
-        self.name, self.log, self.until = process.name, process.log, until

@@ -220,9 +220,12 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
                 _tensors(state), storage_reader=reader, no_dist=not parallel.several_ranks()
             )
     except FAILED as error:  # a file is gone, a key, a shape
+        cause: BaseException = error
+        if isinstance(error, CheckpointException) and error.failures:  # with traces in its text
+            (cause, _), *_ = error.failures.values()
         raise ConfigError(
             f"--resume: {checkpoint.trainer} does not hold the state of this model and "
-            f"optimizer: {_reason(error)}"
+            f"optimizer: {type(cause).__name__}: {cause}"
         ) from error
     if int(state["step"]) != checkpoint.step:
         raise ConfigError(
@@ -266,14 +269,6 @@ def _optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             if "step" in each:
                 each["step"].zero_()
     return state
-
-
-def _reason(error: BaseException) -> str:
-    """The error without the traces that torch.distributed.checkpoint adds."""
-    if isinstance(error, CheckpointException) and error.failures:
-        (cause, _), *_ = error.failures.values()
-        return f"{type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
 
 
 def _tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:

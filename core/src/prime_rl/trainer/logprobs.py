@@ -57,7 +57,10 @@ def token_logprobs(
     entropies = hidden.new_full((len(row.token_ids),), uniform, dtype=dtype)
     logprobs = entropies.new_full((len(entropies), *labels.shape[1:]), -uniform)
     head = model.get_output_embeddings()
-    scale, cap = head_rule(model.config)
+    scale, config = 1.0, model.config
+    for key, power in SCALES.items():
+        scale *= (getattr(config, key, None) or 1.0) ** power
+    cap = next((value for key in CAPS if (value := getattr(config, key, None))), None)
     if not len(row.targets):  # with a graph: the backward pass has to run on every rank
         zero = 0.0 * head(hidden[:1]).sum()
         return logprobs + zero, entropies + zero if entropy_gradient else entropies
@@ -91,15 +94,6 @@ def _top_labels(row: PackedRow, size: int) -> Tensor:
         f"micro batch (envs: {', '.join(row.envs)}): the stream {TOP_IDS!r} has {found}. Fix the "
         "algorithm that assigns it, or use a reference with the policy's tokenizer."
     )
-
-
-def head_rule(config: Any) -> tuple[float, float | None]:
-    """The factor on the logits, and their cap."""
-    scale = 1.0
-    for key, power in SCALES.items():
-        scale *= (getattr(config, key, None) or 1.0) ** power
-    caps = [getattr(config, key) for key in CAPS if getattr(config, key, None)]
-    return scale, caps[0] if caps else None
 
 
 def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:

@@ -17,11 +17,12 @@ import psutil
 
 from prime_rl.config.run import RecoveryConfig
 from prime_rl.errors import ProcessFailed
-from prime_rl.plugins.launchers import Process
+from prime_rl.plugins.launchers import Launcher, Process
 from prime_rl.run.children import Child
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import read_status
+from prime_rl_tools.restarts import Restarts
 
 LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
@@ -49,6 +50,10 @@ class Recovery:
     def watch(self) -> Callable[[Sequence[Process]], tuple[Process, str] | None]:
         """An attempt begins: what looks for processes that count as dead."""
         return Liveness(self._run_dir, self._config).look
+
+    def engines(self, launcher: Launcher, limit: int) -> Restarts:
+        """What restarts the engines of the run, each at most ``limit`` times."""
+        return Restarts(launcher, self._run_dir, limit, self._tell)
 
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
         """Return after a pause if the run is to be started again. Raises ``failure`` if it came
