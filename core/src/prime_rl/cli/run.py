@@ -66,12 +66,11 @@ def run(
     hooks, tuning = check(config), check_tuning(config)
     again = _command(paths, overrides)
     if checkpoint is not None:
-        from prime_rl.run import resume
+        from prime_rl.run.resume import begin, plan
 
-        chosen = resume.plan(config, checkpoint, tuning)
-        typer.echo("\n".join(chosen.notes))
+        typer.echo("\n".join((chosen := plan(config, checkpoint, tuning)).notes))
         if not (dry_run or chosen.is_over):
-            with resume.begin(config, chosen) as (run_dir, resumed):
+            with begin(config, chosen) as (run_dir, resumed):
                 _train(config, hooks, run_dir, again, resumed)
     elif dry_run:
         lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
