@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import dataclass, field, replace
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from types import SimpleNamespace
@@ -199,11 +200,30 @@ async def test_a_plan_is_checked_again_and_the_runs_own_settings_stay():
 async def test_a_temperature_that_the_algorithm_cannot_learn_at_is_refused():
     algorithm = Curious(PluginConfig())
     env = SimpleNamespace(name="a", algorithm=algorithm, hooks=scope("a", Hooks(), [algorithm]))
+    env.group_size = 8
     await prepare(env, RolloutPlan(member=1))
     algorithm.needs_temperature = 1.0
     await prepare(env, RolloutPlan(member=0))
     with pytest.raises(PluginError, match=r"temperature = 1\.5, and 'curious' learns at 1\.0 only"):
         await prepare(env, RolloutPlan(member=1))
+
+
+async def test_members_beyond_a_lowered_group_size_are_not_sampled():
+    class Fewer(Curious):
+        @hookimpl
+        async def prepare_rollout(self, plan):
+            assert plan.group_size == 4
+            plan.group_size = 5 if plan.example_id == 9 else 2
+
+    algorithm = Fewer(PluginConfig())
+    hooks = scope("a", Hooks(), [algorithm])
+    env = SimpleNamespace(name="a", algorithm=algorithm, hooks=hooks, group_size=4)
+    source, ran = live(GOOD)
+    asks = [replace(ASK, member=m, prepare=partial(prepare, env)) for m in range(4)]
+    assert [len(await source.produce(ask)) for ask in asks] == [1, 1, 0, 0]
+    assert len(ran.calls) == 2
+    with pytest.raises(PluginError, match=r"group_size = 5, expected at most the env's 4"):
+        await prepare(env, RolloutPlan(example_id=9))
 
 
 async def test_a_failed_episode_is_unusable_and_says_how():

@@ -73,8 +73,8 @@ class RolloutSource:
         return self._environment.examples[index].fields
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
-        """The rollouts of one request, without credit; none from a source that has run out. Raises
-        ``RolloutFailed``."""
+        """The rollouts of one request, without credit; none from a source that has run out, and of
+        a member that ``prepare_rollout`` left out. Raises ``RolloutFailed``."""
         raise NotImplementedError
 
     def observe(self, group: Group) -> None:
@@ -101,6 +101,8 @@ class Sampled(RolloutSource):
         plan = RolloutPlan(**place, member=ask.member, prompt=prompt, **dict(self._sampling))
         if ask.prepare is not None:
             await ask.prepare(plan)
+        if ask.member >= (plan.group_size or ask.member + 1):
+            return []
         results = await self._episode(ask, plan)
         if failure := next((result for result in results if not result.ok), None):
             raise RolloutFailed(failure)

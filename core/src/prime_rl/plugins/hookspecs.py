@@ -169,7 +169,7 @@ def register_weight_transports() -> Iterable[type[WeightTransport]]:
 
 @hookspec
 async def prepare_rollout(plan: RolloutPlan) -> None:
-    """Change how one rollout is sampled: a hint in the prompt, the temperature, the length.
+    """Change how one rollout is sampled: its prompt, temperature, length; or shrink its group.
 
     Not called for the groups of a ``Source``, nor in an evaluation.
     """

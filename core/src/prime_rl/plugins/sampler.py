@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, PositiveInt
 
 from prime_rl.config.orchestrator import SamplingConfig
 from prime_rl.plugins.base import Offer, PluginConfig
@@ -90,6 +90,8 @@ class RolloutPlan(SamplingConfig):
     example_id: int = 0
     member: int = 0
     """Its number in the group, from 0."""
+    group_size: PositiveInt | None = None
+    """The env's. A hook may lower it, alike for each member: those from it on are not sampled."""
     prompt: str | list[dict[str, Any]] | None = None
     """The example's: a text, or messages of the OpenAI form. None: its user begins."""
 
