@@ -28,6 +28,10 @@ class DirectExample:
     token_ids: list[int]
     fields: dict[str, Any] = field(default_factory=dict)
 
+    def with_prompt(self, prompt: Any) -> DirectExample:
+        """Itself: nothing here sets another prompt."""
+        return self
+
 
 class DirectEnvironment:
     """Replaces ``prime_rl.env.environment.Environment``: one request per episode, no verifiers."""
@@ -52,7 +56,7 @@ class DirectEnvironment:
     async def run(
         self, example: DirectExample, *, model: Any, sampling: Any, group_id: int, **request: Any
     ) -> list[Any]:
-        from prime_rl.env.environment import BranchTokens, RolloutResult
+        from prime_rl.env.episode import BranchTokens, RolloutResult
 
         prompt = example.token_ids
         parameters = {
