@@ -222,7 +222,7 @@ async def test_members_beyond_a_lowered_group_size_are_not_sampled():
     asks = [replace(ASK, member=m, prepare=partial(prepare, env)) for m in range(4)]
     assert [len(await source.produce(ask)) for ask in asks] == [1, 1, 0, 0]
     assert len(ran.calls) == 2
-    with pytest.raises(PluginError, match=r"group_size = 5, expected at most the env's 4"):
+    with pytest.raises(PluginError, match=r"group_size = 5, expected at most the 4 of env 'a'"):
         await prepare(env, RolloutPlan(example_id=9))
 
 

@@ -197,7 +197,7 @@ async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:
     plan.group_size = env.group_size
     await env.hooks.prepare_rollout(plan)
     if (plan.group_size or 1) > env.group_size:
-        most = f"at most the env's {env.group_size}; raise group_size in the config"
+        most = f"at most the {env.group_size} of env {env.name!r}; raise group_size in the config"
         raise PluginError(f"prepare_rollout set group_size = {plan.group_size}, expected {most}.")
     if (wanted := env.algorithm.needs_temperature) not in (None, plan.temperature):
         needs = f"{env.algorithm.name!r} learns at {wanted} only"
