@@ -112,14 +112,17 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
 
 def _load(paths: list[str], overrides: list[str]) -> RunConfig:
     """The config, with what ``--without`` disables: remote processes need to know it too."""
-    from prime_rl.config.load import load_config, with_fitted_schedule
+    from prime_rl.config.load import load_config
     from prime_rl.plugins.manager import disabled_names
+    from prime_rl.run.resolve import fitted
 
-    config, notice = with_fitted_schedule(load_config([Path(path) for path in paths], overrides))
-    if notice:
-        typer.echo(notice, err=True)
+    config = load_config([Path(path) for path in paths], overrides)
     named = {"disabled": (*config.plugins.disabled, *disabled_names())}
-    return config.model_copy(update={"plugins": config.plugins.model_copy(update=named)})
+    plugins = config.plugins.model_copy(update=named)
+    config, notices = fitted(config.model_copy(update={"plugins": plugins}))
+    for notice in notices:
+        typer.echo(notice, err=True)
+    return config
 
 
 def _view(config: RunConfig, hooks: Hooks, run_dir: Path) -> RunView:

@@ -25,6 +25,9 @@ from prime_rl.errors import ConfigError
 DEFAULTS = "prime_rl.defaults"
 """Entry-point group of the TOML file with the defaults: ``package:file.toml``."""
 
+HERE = "prime_rl.machine_defaults"
+"""Entry-point group of functions that return a table of defaults for this machine."""
+
 REPLACED = (("inference", "base_url", "engine"), ("orchestrator", "buffer", "sampler"))
 """Table, a key of it, and a second key that the first replaces: a run with the first one refuses
 the second, so the default of that is dropped."""
@@ -81,8 +84,8 @@ def with_fitted_schedule(config: RunConfig) -> tuple[RunConfig, str]:
 
 
 def installed_defaults() -> dict[str, Any]:
-    """The defaults of an installed distribution; empty if there are none. Raises ``ConfigError`` if
-    there are several."""
+    """The defaults of an installed distribution; empty if there are none. Over them lies what
+    plugins offer for this machine. Raises ``ConfigError`` if there are several."""
     entries = list(entry_points(group=DEFAULTS))
     if len(entries) > 1:
         names = ", ".join(sorted(e.dist.name if e.dist else e.name for e in entries))
@@ -91,6 +94,8 @@ def installed_defaults() -> dict[str, Any]:
             "Uninstall the others."
         )
     tables = [read_toml(Path(str(resources(each.module) / each.attr))) for each in entries]
+    for entry in entry_points(group=HERE):
+        tables = [merge(each, entry.load()()) for each in tables]
     return tables[0] if tables else {}
 
 

@@ -38,17 +38,16 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     this is not the main thread, which alone sees interrupts.
     """
     from prime_rl.cli.run import train as train_in
-    from prime_rl.config.load import build_config, with_fitted_schedule
+    from prime_rl.config.load import build_config
     from prime_rl.run import resume as resuming
     from prime_rl.run.models import check_tuning
-    from prime_rl.run.resolve import check
+    from prime_rl.run.resolve import check, fitted
     from prime_rl.rundir.directory import held, make_run_dir
 
     if threading.current_thread() is not threading.main_thread():
         raise RunError("train: call it in the main thread, which alone sees an interrupt")
-    resolved, notice = with_fitted_schedule(build_config(_table(config, overrides)))
-    if notice:
-        print(notice)
+    resolved, notices = fitted(build_config(_table(config, overrides)))
+    print(*notices, sep="\n", end="\n" * bool(notices))
     hooks, tuning = check(resolved), check_tuning(resolved)
     if resume is not None:
         chosen = resuming.plan(resolved, str(resume), tuning)

@@ -1,0 +1,73 @@
+"""The policy's ``config.json``, without a network: a local folder, the model cache, the cache of
+the hub, or a file of this package."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from prime_rl import ConfigError
+from prime_rl.config.run import RunConfig
+from prime_rl.run.models import model_path
+
+SHIPPED = files("prime_rl_plan") / "models"
+"""Architectures of the recipes' models, as their public repositories have them. Variants share one:
+``Qwen3-4B-Instruct-2507`` differs in positions only."""
+
+
+def architecture(config: RunConfig) -> dict[str, Any]:
+    """The table of ``config.json``. Raises ``ConfigError`` if the model is not known here."""
+    path, _ = model_path(config)
+    folder = Path(path)
+    if (folder / "config.json").is_file():
+        return _read((folder / "config.json").read_text())
+    name = config.model.name
+    if (cached := _of_hub_cache(name)) is not None:
+        return _read(cached.read_text())
+    base = name.rpartition("/")[2]
+    known = sorted((each.name.removesuffix(".json") for each in SHIPPED.iterdir()), key=len)
+    for each in reversed(known):
+        if base == each or base.startswith(f"{each}-"):
+            return _read((SHIPPED / f"{each}.json").read_text())
+    raise ConfigError(
+        f"model.name: {name!r} is not on this machine, and its architecture is not one that plan "
+        f"knows ({', '.join(known)}). Put its config.json into a folder, and set model.name to it."
+    )
+
+
+def _read(text: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _of_hub_cache(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    if name.count("/") != 1:
+        return None
+    found = try_to_load_from_cache(name, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def kv_bytes(table: dict[str, Any], size: int) -> int:
+    """Bytes of one token's keys and values in all layers, at ``size`` bytes a number."""
+    heads = table["num_attention_heads"]
+    width = table.get("head_dim") or table["hidden_size"] // heads
+    return int(2 * table["num_hidden_layers"] * _kv_heads(table) * width * size)
+
+
+def _kv_heads(table: dict[str, Any]) -> int:
+    return int(table.get("num_key_value_heads") or table["num_attention_heads"])
+
+
+def active_share(table: dict[str, Any], weights: float) -> float:
+    """The share of the weights that one token meets; 1 without experts."""
+    experts = table.get("num_experts") or table.get("num_local_experts") or 0
+    if not experts:
+        return 1.0
+    width = table.get("moe_intermediate_size") or table["intermediate_size"]
+    one = 3 * table["hidden_size"] * width * table["num_hidden_layers"]
+    idle = one * (experts - table["num_experts_per_tok"])
+    return float((weights - idle) / weights)

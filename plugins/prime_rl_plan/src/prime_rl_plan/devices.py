@@ -1,0 +1,96 @@
+"""GPUs by name: memory and peaks, from the makers' data sheets (dense, without sparsity)."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+
+from prime_rl import ConfigError
+from prime_rl_observers.device_usage import peak_of
+
+GIB = 2**30
+
+SHEETS: dict[str, tuple[float, float, float, float]] = {
+    # name: memory GiB, float32 TFLOP/s, memory GB/s, link to the other GPUs GB/s in one direction
+    "B200": (180, 80, 8000, 900),
+    "H200": (141, 67, 4800, 450),
+    "H100": (80, 67, 3350, 450),
+    "A100": (80, 19.5, 2039, 300),
+    "L40S": (48, 91.6, 864, 32),
+    "RTX A6000": (48, 38.7, 768, 32),
+    "RTX 5090": (32, 104.8, 1792, 64),
+    "RTX 4090": (24, 82.6, 1008, 32),
+    "RTX 3090": (24, 35.6, 936, 32),
+    "A10": (24, 31.2, 600, 32),
+    "L4": (24, 30.3, 300, 32),
+}
+"""SXM versions of the data-center GPUs, linked by NVLink; PCIe for the others. The peak in bfloat16
+is that of ``perf/mfu`` (``prime_rl_observers.device_usage``)."""
+OF_MEMORY = {("A100", 40): 1555.0}
+"""Memory GB/s of a version with other memory."""
+NETWORK = 50e9
+"""Bytes/s of each GPU to other machines: one 400 Gbit/s port per GPU."""
+
+SPEC = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][A-Za-z0-9_ ]*?)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Machines:
+    """``nodes`` machines with ``count`` equal GPUs each; no GPU: a CPU."""
+
+    name: str = "CPU"
+    nodes: int = 1
+    count: int = 0
+    memory: float = 0.0
+    """Bytes of one GPU."""
+    bfloat16: float = 0.0
+    """Operations per second."""
+    float32: float = 0.0
+    bandwidth: float = 0.0
+    """Bytes per second."""
+    link: float = 0.0
+    """Bytes per second between GPUs of a machine."""
+
+    @property
+    def total(self) -> int:
+        return self.nodes * self.count
+
+
+def parse(spec: str) -> Machines:
+    """``8xH100-80``, or ``2x8xH100-80`` for two machines. Raises ``ConfigError``."""
+    found = SPEC.fullmatch(spec.strip())
+    names = {name.replace(" ", "").lower(): name for name in SHEETS}
+    if found is None or (key := re.sub("[ _]", "", found[3]).lower()) not in names:
+        raise ConfigError(
+            f"--gpus {spec!r}: expected COUNTxNAME-GB or MACHINESxCOUNTxNAME-GB, such as 8xH100-80 "
+            f"or 2x8xH100-80; the known names are {', '.join(sorted(names.values()))}"
+        )
+    name = names[key]
+    memory, float32, bandwidth, link = SHEETS[name]
+    size = int(found[4] or memory)
+    return Machines(
+        name=f"{name} {size} GB",
+        nodes=int(found[1] or 1),
+        count=int(found[2]),
+        memory=size * GIB,
+        bfloat16=peak_of(name) or 0.0,
+        float32=float32 * 1e12,
+        bandwidth=OF_MEMORY.get((name, size), bandwidth) * 1e9,
+        link=link * 1e9,
+    )
+
+
+def here() -> Machines:
+    """This machine, as ``nvidia-smi`` describes it; a CPU if it lists no GPU that is known."""
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return Machines()
+    lines = [line.rpartition(",") for line in done.stdout.splitlines() if "," in line]
+    for name in SHEETS:
+        if lines and re.search(rf"\b{name}\b", lines[0][0]):
+            size = round(float(lines[0][2]) / 1024)
+            return parse(f"{len(lines)}x{name}-{size}")
+    return Machines()

@@ -1,0 +1,112 @@
+"""A GPU and ranks that are not there: the trainer's own code on tensors without values.
+
+The tensors lie on the CPU, so that this works with any build of torch. What the code asks of a GPU
+is answered as a GPU would: then it takes the same kernels, dtypes and blocks. Collectives of fake
+ranks complete at once. ``core/tests/trainer/fake_cuda.py`` does the same with CUDA tensors; a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from prime_rl.trainer import loop, parallel
+
+BLOCK = 2**26
+"""Logits of a block of the LM head on a GPU (``trainer.lm_head_block``)."""
+
+_NUMPY = Tensor.numpy
+
+
+def _numpy(tensor: Tensor, **options: Any) -> Any:
+    if not isinstance(tensor, FakeTensor):
+        return _NUMPY(tensor, **options)
+    with unset_fake_temporarily():
+        return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
+
+
+def _first(policy: Any, device: torch.device, half: bool) -> None:
+    """Rows go through the model in the fastest way. The trainer's own check reads values."""
+    policy.use(policy.packings(device)[0])
+
+
+@contextlib.contextmanager
+def fake_tensors(gpu: bool, half: bool) -> Iterator[None]:
+    """Tensors made inside have no values. ``gpu``: kernels are those of a GPU; ``half``: in
+    bfloat16."""
+    answers: dict[str, Any] = {
+        "torch.Tensor.numpy": _numpy,
+        "torch.Tensor.tolist": lambda tensor: _numpy(tensor.cpu()).tolist(),
+        "prime_rl.trainer.loop.find_packing": _first,
+        "torch.nn.Module.to": lambda module, *a, **k: module,
+        "torch.nn.Module.float": lambda module: module,
+    }
+    if gpu:
+        answers |= {
+            "torch.Tensor.is_cuda": property(lambda tensor: True),
+            "torch.cuda.get_device_capability": lambda *a: (9, 0),
+        }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(name, answer))
+        if gpu and not half:  # no flash kernel takes float32 on a GPU
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        yield
+
+
+@contextlib.contextmanager
+def fake_ranks(size: int) -> Iterator[None]:
+    """Rank 0 of ``size``; one: no ranks. All ranks say what rank 0 says."""
+    if size == 1:
+        yield
+        return
+    make_mesh = parallel.init_device_mesh
+
+    def mesh(*args: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():  # ranks have values
+            return make_mesh(*args, **options)
+
+    answers: dict[str, Any] = {
+        "prime_rl.trainer.parallel.init_device_mesh": mesh,
+        "prime_rl.trainer.parallel.gather": lambda value, group=None: [value] * size,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch(name, answer))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def model_from(config: Any) -> Iterator[Path]:
+    """A folder, from which transformers loads a model of this architecture, without weights."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    def load(path: Any, dtype: torch.dtype = torch.float32, **_: Any) -> tuple[Any, dict[str, Any]]:
+        return AutoModelForCausalLM.from_config(config, dtype=dtype), {"missing_keys": []}
+
+    with tempfile.TemporaryDirectory() as name:
+        with unset_fake_temporarily():
+            save_file({"fake": torch.zeros(1)}, os.path.join(name, "model.safetensors"))
+            config.save_pretrained(name)
+        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", load):
+            yield Path(name)

@@ -1,0 +1,240 @@
+"""``python -m prime_rl_plan.measure``: one step of the trainer on tensors without values, with few
+layers; memory and cost of the whole model by extrapolation. Reads a request from stdin, and writes
+the answer to stdout, both JSON.
+
+In a process of its own: it patches torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import AutoConfig, PretrainedConfig
+
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl.plugins.components import Components
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_kernel, make_optimizer, make_tuning
+from prime_rl.streams import STREAMS, TOP_IDS
+from prime_rl.trainer import model as policy_module
+from prime_rl.trainer import update
+from prime_rl.trainer.loop import Trainer
+from prime_rl.trainer.model import load_model
+from prime_rl.trainer.publish import published_tensors
+from prime_rl.wire.micro_batch import MicroBatch
+from prime_rl_plan.fake import BLOCK, fake_ranks, fake_tensors, model_from
+from prime_rl_plan.ledger import OUTSIDE, Ledger, owners
+
+
+def lengths_of(tokens: int, longest: int) -> list[int]:
+    """A full row of the longest samples: most attention, most targets."""
+    whole, rest = divmod(tokens, longest)
+    return [longest] * whole + [rest] * (rest > 0)
+
+
+SHORT = (8, 8)
+"""Samples of the row before the full one."""
+
+
+def make_row(lengths: Sequence[int], component: str, streams: Sequence[str]) -> MicroBatch:
+    """A row of samples whose tokens, all but the first, are targets of ``component``."""
+    tokens, samples = sum(lengths), len(lengths)
+    mask = np.concatenate([np.arange(length) > 0 for length in lengths])
+    values = mask.astype(np.float32)
+    columns: dict[str, Any] = {name: values for name in streams if name in STREAMS}
+    others: dict[str, Any] = {name: values for name in streams if name not in STREAMS}
+    if TOP_IDS in others:
+        others[TOP_IDS] = np.ones((tokens, 2), np.int32)
+    if component != "rl":
+        columns["rl_weights"] = 0 * values
+        (columns if f"{component}_weights" in STREAMS else others)[f"{component}_weights"] = values
+    return MicroBatch(
+        token_ids=np.ones(tokens, np.int32),
+        loss_mask=mask,
+        inference_logprobs=-values,
+        sequence_lengths=np.array(lengths, np.int32),
+        temperatures=np.full(samples, 0.8, np.float32),
+        env_ids=np.zeros(samples, np.uint16),
+        envs=("plan",),
+        rollout_ids=np.arange(samples, dtype=np.int32),
+        group_ids=np.arange(samples, dtype=np.int32) // 2,
+        streams=others,
+        **{"advantages": values} | columns,
+    )
+
+
+def with_layers(table: Mapping[str, Any], layers: int) -> PretrainedConfig:
+    """The architecture with fewer layers: the first ones."""
+    known = dict(table)
+    known["num_hidden_layers"] = layers
+    if known.get("layer_types"):
+        known["layer_types"] = known["layer_types"][:layers]
+    return AutoConfig.for_model(**known)
+
+
+@contextlib.contextmanager
+def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
+    """Have the ledger know where in a step it is. Only the last of the step's ``num_rows`` rows is
+    charged, and the update."""
+    names = set(trainer.model._no_split_modules or ())
+    modules = trainer.model.modules()
+    blocks = [each for each in modules if type(each).__name__.removeprefix("FSDP") in names]
+    after = {len(blocks) - 1: "middle", 1: "bottom"}
+    row = 0
+
+    def enter(region: str) -> None:
+        ledger.region = region
+
+    def begin(*_: Any) -> None:
+        nonlocal row
+        row += 1
+        ledger.charges = row == num_rows
+        enter("forward")
+
+    def watch(region: str, _: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:  # its gradient ends the backward pass through the block
+            hidden.register_hook(lambda _: enter(region))
+
+    def entering(region: str, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            enter(region)
+            return function(*args, **kwargs)
+
+        return call
+
+    handles = [trainer.policy.register_forward_pre_hook(begin)]
+    for number, region in after.items():
+        hook = partial(watch, region)
+        handles.append(blocks[number].register_forward_pre_hook(hook, with_kwargs=True))
+    head, clip = policy_module.token_logprobs, update.clip_gradients
+    with (
+        mock.patch.object(policy_module, "token_logprobs", entering("top", head)),
+        mock.patch.object(update, "clip_gradients", entering("update", clip)),
+    ):
+        yield
+    for handle in handles:
+        handle.remove()
+    ledger.region, ledger.charges = OUTSIDE, False
+
+
+def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Peaks by region and kind, and costs, of one training step with so many layers."""
+    gpu, half = request["gpu"], request["half"]
+    settings = {
+        **request["trainer"],
+        "device": "cpu",
+        "dtype": "bfloat16" if half else "float32",
+        "num_ranks": None,
+        "compile": False,
+    }
+    if gpu:
+        settings |= {
+            "share_prompts": False,
+            "lm_head_block": settings.get("lm_head_block") or BLOCK,
+        }
+    hooks = load_plugins(TRAINER_GROUP)
+    config = TrainerConfig.model_validate(settings)
+    lengths = lengths_of(request["row_tokens"], request["seq_len"])
+    ledger = Ledger(pairs=sum(n * (n + 1) / 2 for n in lengths), rounds=gpu)
+    architecture = with_layers(request["model"], layers)
+    torch.manual_seed(0)
+    losses = Components.load(config, hooks)
+    with (
+        fake_tensors(gpu, half),
+        fake_ranks(request["ranks"]),
+        model_from(architecture) as folder,
+    ):
+        tuning = make_tuning(config.settings, hooks)
+        model = load_model(folder, config, tuning)
+        whole = {
+            "weights": sum(each.numel() for each in model.parameters()),
+            "trained": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        }
+        with ledger, mock.patch("torch.UntypedStorage.resize_", ledger.resize):
+            trainer = Trainer(
+                *(model, losses, config, 10),
+                kernel=make_kernel(config, hooks),
+                maker=make_optimizer(config.optim, hooks),
+            )
+            ledger.owned = lambda: owners(trainer.policy, trainer.optimizers)
+            ledger.hold(_locals(trainer.policy), "weights")
+            component = losses[request["component"]]
+            short, full = (make_row(n, component.name, component.streams) for n in (SHORT, lengths))
+            trainer.train_step(1, [short])  # makes the optimizer's state
+            ledger.clear()
+            rows = [*[short] * (request["rows"] > 1), full]  # the last finds gradients
+            with regions(ledger, trainer, len(rows)):
+                trainer.train_step(2, rows)
+        published = published_tensors(trainer.model)
+        sizes = [tensor.numel() for tensor in published.values()]
+        return {
+            **whole,
+            "published": sum(sizes),
+            "largest": max(sizes),
+            "peaks": ledger.peaks,
+            "costs": [[*key, number] for key, number in ledger.costs.items()],
+        }
+
+
+def _locals(policy: Any) -> Iterator[torch.Tensor]:
+    for each in (*policy.parameters(), *policy.buffers()):
+        yield each.to_local() if hasattr(each, "to_local") else each
+
+
+def extrapolate(first: Any, second: Any, layers: tuple[int, int], whole: int) -> Any:
+    """Numbers, and tables of them, at ``whole`` layers: on the line through two measurements."""
+    if isinstance(first, Mapping):
+        return {
+            key: extrapolate(first.get(key, 0), second.get(key, 0), layers, whole)
+            for key in {**first, **second}
+        }
+    a, b = layers
+    return first + (second - first) * (whole - a) / (b - a)
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole model's memory and costs."""
+    whole = request["model"]["num_hidden_layers"]
+    few = tuple(request["layers"]) if whole > max(request["layers"]) else (whole,)
+    steps = [step(request, layers) for layers in few]
+    for each in steps:
+        each["costs"] = _summed(each["costs"], request["roofline"])
+    found = steps[0] if len(few) == 1 else extrapolate(*steps, few, whole)
+    return found | {"layers": few}
+
+
+def _summed(costs: Sequence[Sequence[Any]], roofline: Mapping[str, float]) -> dict[str, float]:
+    """Seconds, operations and bytes of a step. ``roofline``: the device's peaks per second."""
+    sums: Counter[str] = Counter()
+    for region, _, dtype, flops, moved, number in costs:
+        part = "update" if region == "update" else "rows"
+        if dtype == "network":
+            sums[f"{part}_network_bytes"] += moved * number
+            continue
+        peak = roofline["bfloat16" if dtype == "bfloat16" else "float32"]
+        sums[f"{part}_seconds"] += number * max(flops / peak, moved / roofline["bytes"])
+        sums[f"{part}_flops"] += flops * number
+        sums[f"{part}_bytes"] += moved * number
+    return dict(sums)
+
+
+def main() -> int:
+    """Answer the request on stdin."""
+    torch.set_num_threads(1)
+    print(json.dumps(answer(json.loads(sys.stdin.read()))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Which process starts on which GPU: by the rules of a run, on machines that need not be here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from prime_rl import ConfigError, Engine
+from prime_rl.config.load import load_config
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.manager import Hooks
+from prime_rl.run.gpus import VISIBLE, gpus_of, num_engines, num_ranks
+from prime_rl.run.resolve import build_engine, build_launcher, check, fitted
+from prime_rl_plan.devices import Machines
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A config with its processes on machines."""
+
+    config: RunConfig
+    hooks: Hooks
+    engine: Engine
+    ranks: int
+    places: list[tuple[str, str]]
+    notes: list[str]
+
+
+def read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
+    """Read a config as ``prime-rl run`` does on those machines. Raises ``ConfigError``."""
+    from prime_rl.plugins.manager import load_plugins
+
+    os.environ[VISIBLE] = ",".join(map(str, range(machines.count)))  # of each machine
+    config, notes = fitted(load_config([Path(file) for file in files], overrides))
+    try:
+        check(config)
+    except ConfigError as error:  # of what this machine lacks, perhaps: an engine, a key
+        notes += [f"here prime-rl run would refuse it: {line}" for line in str(error).splitlines()]
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    engine = build_engine(config, hooks)
+    launcher = build_launcher(config, hooks)
+    if launcher.is_remote:
+        ranks = config.trainer.num_ranks or config.deployment.trainer_nodes
+        places = _on_machines(config, engine, ranks, machines)
+        return Placed(config, hooks, engine, ranks, places, notes)
+    gpus = gpus_of(config, launcher)
+    ranks = num_ranks(config, gpus)
+    engines = gpus.engines or [()] * num_engines(config)
+    places = [(_numbered("inference", n), _gpus(own)) for n, own in enumerate(engines)]
+    places.append((f"trainer, {ranks} rank{'s' * (ranks > 1)}", _gpus(gpus.trainer or ())))
+    return Placed(config, hooks, engine, ranks, [*places, ("orchestrator", "CPU")], notes)
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+def _gpus(numbers: tuple[int, ...]) -> str:
+    return f"GPU {', '.join(map(str, numbers))}" if numbers else "no GPU of its own"
+
+
+def _on_machines(
+    config: RunConfig, engine: Engine, ranks: int, machines: Machines
+) -> list[tuple[str, str]]:
+    """Ranks on the first machines, an equal share on each; engines on the GPUs that are left, none
+    over two machines. Raises ``ConfigError`` if they do not suffice."""
+    nodes, share = config.deployment.trainer_nodes, ranks // config.deployment.trainer_nodes
+    free = [list(range(machines.count)) for _ in range(machines.nodes)]
+    places = []
+    for node in range(nodes):
+        if node >= len(free) or len(free[node]) < share:
+            raise ConfigError(
+                f"trainer.num_ranks: {ranks} ranks on {nodes} machines, and there are "
+                f"{machines.nodes} machines of {machines.count} GPUs. Give --gpus more, or lower it"
+            )
+        own, free[node] = free[node][:share], free[node][share:]
+        places.append((_numbered("trainer", node) + f", {share} ranks", _at(node, own)))
+    for number in range(num_engines(config)):
+        node = next((n for n, left in enumerate(free) if len(left) >= engine.num_gpus), None)
+        if node is None:
+            raise ConfigError(
+                f"inference.replicas: no machine has {engine.num_gpus} GPUs left for engine "
+                f"{number}. Lower it, or the engine's tensor parallelism, or give --gpus more"
+            )
+        own, free[node] = free[node][: engine.num_gpus], free[node][engine.num_gpus :]
+        places.append((_numbered("inference", number), _at(node, own)))
+    idle = [f"{node}: {_gpus(tuple(left))}" for node, left in enumerate(free) if left]
+    if idle:
+        places.append(("idle", "machine " + "; ".join(idle)))
+    return [*places, ("orchestrator", "machine 0, CPU")]
+
+
+def _at(node: int, numbers: list[int]) -> str:
+    return f"machine {node}, {_gpus(tuple(numbers))}"

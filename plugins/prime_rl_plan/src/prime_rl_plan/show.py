@@ -1,0 +1,99 @@
+"""A plan in lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from prime_rl_plan.devices import GIB
+from prime_rl_plan.estimate import Plan, Side, kinds
+
+
+def lines(plan: Plan) -> Iterator[str]:
+    """For the terminal: what starts, memory, tokens, time, bytes."""
+    machines, measured = plan.machines, plan.measured
+    billions = measured["weights"] / 1e9
+    trained = measured["trained"] / 1e9
+    part = f", {trained:.3g}B of them trained" * (trained < billions)
+    yield f"model      {plan.config.model.name}: {billions:.3g}B weights{part}"
+    where = f"{machines.count} x {machines.name}" if machines.count else "CPU"
+    yield f"machines   {machines.nodes} x ({where})" if machines.nodes > 1 else f"machine    {where}"
+    engine = plan.config.inference.engine
+    for name, place in plan.places:
+        what = f" ({engine})" * name.startswith("inference")
+        yield f"process    {name}{what}: {place}"
+    yield from _side("trainer", "of each rank", plan.trainer)
+    if plan.engine is not None:
+        yield from _side("engine", "of each GPU", plan.engine)
+        longest = plan.config.inference.max_model_len or plan.config.seq_len
+        yield f"           KV of {plan.concurrency:,} samples of {longest:,} tokens per engine"
+    yield "host       of each machine: " + _parts(plan.host)
+    yield (
+        f"step       at most {plan.tokens:,} tokens, {plan.rows} row{'s' * (plan.rows > 1)} of "
+        f"{plan.config.row_tokens:,} per rank"
+    )
+    if plan.seconds:
+        yield "time       at least " + ", ".join(f"{n} {_time(s)}" for n, s in plan.seconds.items())
+        yield (
+            f"           roofline of {machines.bfloat16 / 1e12:,.0f} TFLOP/s bfloat16, "
+            f"{machines.bandwidth / 1e9:,.0f} GB/s memory, {machines.link / 1e9:,.0f} GB/s link "
+            "(makers' data sheets), every sample as long as seq_len"
+        )
+    yield f"update     {plan.update / 2**20:,.0f} MiB per version to each engine"
+
+
+def verdict(plan: Plan) -> str:
+    """One line."""
+    if plan.fits:
+        return "fits"
+    sides = (("trainer", plan.trainer), ("engine", plan.engine))
+    short = [
+        f"{name} needs {side.total / GIB:.1f} GiB, has {side.limit / GIB:.1f}"
+        for name, side in sides
+        if side is not None and not side.fits
+    ]
+    return f"does not fit: {'; '.join(short)}"
+
+
+def as_table(plan: Plan) -> dict[str, Any]:
+    """For JSON: bytes and seconds."""
+
+    def side(found: Side | None) -> dict[str, Any] | None:
+        if found is None:
+            return None
+        limit = found.limit if plan.machines.count else None
+        return {"parts": found.parts, "total": found.total, "limit": limit, "fits": found.fits}
+
+    return {
+        "fits": plan.fits,
+        "places": plan.places,
+        "trainer": side(plan.trainer),
+        "engine": side(plan.engine),
+        "host": plan.host,
+        "tokens": plan.tokens,
+        "seconds": dict(plan.seconds),
+        "update": plan.update,
+        "weights": plan.measured["weights"],
+        "layers_measured": plan.measured["layers"],
+    }
+
+
+def _side(name: str, whose: str, side: Side) -> Iterator[str]:
+    limit = f" of {side.limit / GIB:.1f}" if side.limit < float("inf") else ""
+    yield f"{name:<11}{side.total / GIB:.1f}{limit} GiB {whose}: {_parts(side.parts)}"
+
+
+NAMES = {
+    "gathered": "gathered weights",
+    "rounded": "weights in bfloat16",
+    "optimizer": "optimizer state",
+    "reserve": "reserved for CUDA and fragmentation",
+}
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{NAMES.get(n, n)} {size / GIB:.2f}" for n, size in kinds(parts))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds < 60 else f"{seconds / 60:.1f} min"
