@@ -41,7 +41,7 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl.cli.app import app
-from prime_rl.config.load import build_config, load_config, merge, read_toml, with_fitted_schedule
+from prime_rl.config.load import build_config, fitted, load_config, merge, read_toml
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.manager import Hooks
@@ -175,7 +175,7 @@ def test_every_shipped_config_loads_and_fits_the_installed_plugins(path: Path) -
 
 @pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_shipped_config_can_be_run_for_six_steps(path: Path) -> None:
-    config, _ = with_fitted_schedule(load_config(files_of(path), ["--max-steps", "6"]))
+    config, _ = fitted(load_config(files_of(path), ["--max-steps", "6"]))
     config.trainer.scheduler.check(config.trainer.optim.lr, 6)
 
 

@@ -36,8 +36,7 @@ def run(
         typer.Option("--dry-run", help="Build everything, show what would run, start nothing."),
     ] = False,
     quick: Annotated[
-        bool,
-        typer.Option("--quick", help="With --dry-run: build no environment; saves seconds."),
+        bool, typer.Option("--quick", help="With --dry-run: build no environment; saves seconds.")
     ] = False,
     launcher: Annotated[
         str | None,
@@ -112,9 +111,8 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
 
 def _load(paths: list[str], overrides: list[str]) -> RunConfig:
     """The config, with what ``--without`` disables: remote processes need to know it too."""
-    from prime_rl.config.load import load_config
+    from prime_rl.config.load import fitted, load_config
     from prime_rl.plugins.manager import disabled_names
-    from prime_rl.run.resolve import fitted
 
     config = load_config([Path(path) for path in paths], overrides)
     named = {"disabled": (*config.plugins.disabled, *disabled_names())}

@@ -25,8 +25,9 @@ from prime_rl.errors import ConfigError
 DEFAULTS = "prime_rl.defaults"
 """Entry-point group of the TOML file with the defaults: ``package:file.toml``."""
 
-HERE = "prime_rl.machine_defaults"
-"""Entry-point group of functions that return a table of defaults for this machine."""
+HERE, FITS = "prime_rl.machine_defaults", "prime_rl.fits"
+"""Entry-point groups of functions: that return a table of defaults for this machine; that return a
+config with what it leaves open decided for this machine, and notices of that."""
 
 REPLACED = (("inference", "base_url", "engine"), ("orchestrator", "buffer", "sampler"))
 """Table, a key of it, and a second key that the first replaces: a run with the first one refuses
@@ -72,15 +73,19 @@ def _check_finite(value: Any, path: tuple[str, ...]) -> None:
         raise ConfigError(f"{'.'.join(path)}: expected a finite number, got {value}")
 
 
-def with_fitted_schedule(config: RunConfig) -> tuple[RunConfig, str]:
-    """The config, its learning-rate schedule shortened to ``max_steps``, and a notice of that."""
-    before = config.trainer.scheduler
-    after = before.fitted(config.max_steps)
-    if after == before:
-        return config, ""
-    trainer = config.trainer.model_copy(update={"scheduler": after})
-    notice = f"trainer.scheduler: max_steps {config.max_steps} shortens warmup_steps to "
-    return config.model_copy(update={"trainer": trainer}), f"{notice}{after.warmup_steps}"
+def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The config with its learning-rate schedule shortened to ``max_steps``, then as plugins fit it
+    to this machine, and notices of that. They report no error: ``resolve.check`` does."""
+    scheduler, notices = config.trainer.scheduler.fitted(config.max_steps), list[str]()
+    if scheduler != config.trainer.scheduler:
+        trainer = config.trainer.model_copy(update={"scheduler": scheduler})
+        config = config.model_copy(update={"trainer": trainer})
+        notice = f"trainer.scheduler: max_steps {config.max_steps} shortens warmup_steps to "
+        notices.append(f"{notice}{scheduler.warmup_steps}")
+    for entry in entry_points(group=FITS):
+        config, more = entry.load()(config)
+        notices += more
+    return config, notices
 
 
 def installed_defaults() -> dict[str, Any]:

@@ -10,15 +10,12 @@ from functools import cache
 
 from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.launchers import Engine, Launcher
+from prime_rl.plugins.launchers import Launcher
 from prime_rl.run.env_checks import readers_of_earlier
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
 ASK_SECONDS = 30.0
-
-GPU_KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
-"""Of ``[deployment]``: with one of them the config divides the GPUs itself."""
 
 Gpus = tuple[int, ...]
 """Indices into the visible GPUs."""
@@ -102,31 +99,6 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
         )
     shares = tuple(inference[n * share : (n + 1) * share] for n in range(engines))
     return GpuPlan(shares, trainer[: ranks or None])
-
-
-def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> RunConfig:
-    """Use this machine's GPUs where the config says nothing: one is shared in turns, of several the
-    trainer gets one (``trainer.num_ranks``), and engines fill the others."""
-    unsaid = config.deployment.model_fields_set.isdisjoint(GPU_KEYS)
-    trains = config.trainer.device != "cpu" and config.inference.base_url is None
-    if launcher.is_remote or not (unsaid and trains and (num_gpus := launcher.num_gpus())):
-        return config
-    part, keys = "inference", {"replicas": 1}
-    if num_gpus == 1 and "sleep" not in engine.lacks:
-        part, keys = "deployment", {"colocated": True}
-    elif num_gpus > 1 and "replicas" not in config.inference.model_fields_set:
-        others = num_engines(config) - 1  # engines of earlier weights
-        left = (num_gpus - (config.trainer.num_ranks or 1)) // engine.num_gpus - others
-        keys["replicas"] = max(left, 1)
-    return config.model_copy(update={part: getattr(config, part).model_copy(update=keys)})
-
-
-def idle_gpus(gpus: GpuPlan, num_gpus: int, needed: int) -> list[str]:
-    """A warning if GPUs of this machine get no work. An engine uses ``needed``."""
-    used = {n for share in gpus.engines or () for n in share[:needed]}.union(gpus.trainer or ())
-    idle = [str(number) for number in range(num_gpus) if number not in used]
-    advice = "Raise inference.replicas, the engine's tensor parallelism or trainer.num_ranks"
-    return [f"idle: GPU {', '.join(idle)}. {advice}."] if idle and gpus != NOTHING else []
 
 
 def num_engines(config: RunConfig) -> int:

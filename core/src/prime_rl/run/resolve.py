@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl import Engine, ModelMaker, PluginConfig
-from prime_rl.config.load import with_fitted_schedule
 from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.components import Components
@@ -40,23 +39,7 @@ from prime_rl.plugins.offers import (
     settings_of,
 )
 from prime_rl.run.env_checks import check_algorithms, check_envs, check_tasksets
-from prime_rl.run.gpus import check_shares, gpus_of, idle_gpus, num_ranks, with_gpus
-
-
-def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """The config, its schedule shortened to ``max_steps`` and this machine's GPUs used where it
-    says nothing (``with_gpus``), and what the user should know of that."""
-    config, notice = with_fitted_schedule(config)
-    hooks, notices = load_plugins(disabled=config.plugins.disabled), [notice] * bool(notice)
-    try:
-        launcher, engine = build_launcher(config, hooks), build_engine(config, hooks)
-        config = with_gpus(config, launcher, engine)
-        if not launcher.is_remote:
-            all_of_them = gpus_of(config, launcher), launcher.num_gpus(), engine.num_gpus
-            notices += idle_gpus(*all_of_them)
-    except ConfigError:
-        pass  # ``check`` reports it, with everything else that is wrong
-    return config, notices
+from prime_rl.run.gpus import check_shares, gpus_of, num_ranks
 
 
 def check(config: RunConfig) -> Hooks:

@@ -38,10 +38,10 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     this is not the main thread, which alone sees interrupts.
     """
     from prime_rl.cli.run import train as train_in
-    from prime_rl.config.load import build_config
+    from prime_rl.config.load import build_config, fitted
     from prime_rl.run import resume as resuming
     from prime_rl.run.models import check_tuning
-    from prime_rl.run.resolve import check, fitted
+    from prime_rl.run.resolve import check
     from prime_rl.rundir.directory import held, make_run_dir
 
     if threading.current_thread() is not threading.main_thread():

@@ -1,0 +1,67 @@
+"""The GPUs of this machine, where a config says nothing about them.
+
+    one        engine and trainer take turns on it (``deployment.colocated``)
+    several    the trainer gets ``trainer.num_ranks``, or one; replicas of the engine the others
+"""
+
+from __future__ import annotations
+
+from prime_rl import ConfigError, Engine
+from prime_rl.config.run import RunConfig
+from prime_rl.plugins.launchers import Launcher
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.run.gpus import NOTHING, GpuPlan, gpus_of, num_engines
+from prime_rl.run.resolve import build_engine, build_launcher
+
+KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
+"""Of ``[deployment]``: with one of them the config divides the GPUs itself."""
+
+
+def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The config with a use for each GPU of this machine, and a notice for each key that was set
+    and for GPUs that stay idle."""
+    hooks = load_plugins(disabled=config.plugins.disabled)
+    try:
+        launcher, engine = build_launcher(config, hooks), build_engine(config, hooks)
+        if launcher.is_remote or not launcher.num_gpus():
+            return config, []
+        config, notices = with_gpus(config, launcher, engine)
+        gpus = gpus_of(config, launcher)
+    except ConfigError:  # ``resolve.check`` reports it, with everything else that is wrong
+        return config, []
+    return config, [*notices, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
+
+
+def with_gpus(
+    config: RunConfig, launcher: Launcher, engine: Engine
+) -> tuple[RunConfig, list[str]]:
+    """The config with ``deployment.colocated`` or ``inference.replicas`` set, if it leaves them
+    open, and a notice of that. Engines of earlier weights are counted."""
+    inference = config.inference
+    decided = config.deployment.model_fields_set & KEYS or inference.base_url is not None
+    if decided or config.trainer.device == "cpu":
+        return config, []
+    num_gpus, earlier = launcher.num_gpus(), num_engines(config) - inference.replicas
+    # Engines that take turns read weights as files, and are those of the policy only.
+    can_share = "sleep" not in engine.lacks and not earlier and config.weight_broadcast.as_files
+    if num_gpus == 1 and can_share:
+        shared = config.deployment.model_copy(update={"colocated": True})
+        why = "engine and trainer take turns on the only GPU"
+        notice = f"deployment.colocated = true: {why}"
+        return config.model_copy(update={"deployment": shared}), [notice]
+    if num_gpus > 1 and "replicas" not in inference.model_fields_set:
+        left = num_gpus - (config.trainer.num_ranks or 1)
+        replicas = max(left // engine.num_gpus - earlier, 1)
+        if replicas > 1:
+            more = inference.model_copy(update={"replicas": replicas})
+            notice = f"inference.replicas = {replicas}: engines on the GPUs that do not train"
+            return config.model_copy(update={"inference": more}), [notice]
+    return config, []
+
+
+def idle(gpus: GpuPlan, num_gpus: int, needed: int) -> list[str]:
+    """A warning if GPUs of this machine get no work. An engine uses ``needed``."""
+    used = {n for share in gpus.engines or () for n in share[:needed]}.union(gpus.trainer or ())
+    left = [str(number) for number in range(num_gpus) if number not in used]
+    advice = "Raise inference.replicas, the engine's tensor parallelism or trainer.num_ranks"
+    return [f"idle: GPU {', '.join(left)}. {advice}."] if left and gpus != NOTHING else []
