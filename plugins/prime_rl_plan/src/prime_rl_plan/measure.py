@@ -46,8 +46,11 @@ SHORT = (8, 8)
 """Samples of the row before the full one."""
 
 
-def make_row(lengths: Sequence[int], component: str, streams: Sequence[str]) -> MicroBatch:
-    """A row of samples whose tokens, all but the first, are targets of ``component``."""
+def make_row(
+    lengths: Sequence[int], vocab: int, component: str, streams: Sequence[str]
+) -> MicroBatch:
+    """A row of samples whose tokens, all but the first, are targets of ``component``. The ids are
+    spread over the vocabulary: on a CPU, memory that no token reaches would not be taken."""
     tokens, samples = sum(lengths), len(lengths)
     mask = np.concatenate([np.arange(length) > 0 for length in lengths])
     values = mask.astype(np.float32)
@@ -59,7 +62,7 @@ def make_row(lengths: Sequence[int], component: str, streams: Sequence[str]) -> 
         columns["rl_weights"] = 0 * values
         (columns if f"{component}_weights" in STREAMS else others)[f"{component}_weights"] = values
     return MicroBatch(
-        token_ids=np.ones(tokens, np.int32),
+        token_ids=(np.arange(tokens) * max(vocab // tokens, 1) % vocab).astype(np.int32),
         loss_mask=mask,
         inference_logprobs=-values,
         sequence_lengths=np.array(lengths, np.int32),
@@ -115,6 +118,8 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
 
     handles = [trainer.policy.register_forward_pre_hook(begin)]
     for number, region in after.items():
+        if number >= len(blocks):  # of one block
+            continue
         hook = partial(watch, region)
         handles.append(blocks[number].register_forward_pre_hook(hook, with_kwargs=True))
     head, clip = policy_module.token_logprobs, update.clip_gradients
@@ -171,7 +176,8 @@ def step(request: Mapping[str, Any], layers: int) -> dict[str, Any]:
             ledger.owned = lambda: owners(trainer.policy, trainer.optimizers)
             ledger.hold(_locals(trainer.policy), "weights")
             component = losses[request["component"]]
-            short, full = (make_row(n, component.name, component.streams) for n in (SHORT, lengths))
+            named = architecture.vocab_size, component.name, component.streams
+            short, full = (make_row(each, *named) for each in (SHORT, lengths))
             trainer.train_step(1, [short])  # makes the optimizer's state
             ledger.clear()
             rows = [*[short] * (request["rows"] > 1), full]  # the last finds gradients
