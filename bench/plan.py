@@ -3,9 +3,9 @@
     python -m bench plan
 
 On CPU: the peak of a real training step in a process of its own, above its level before the model
-was made, at three shapes: many weights, many tokens with stored activations, a large vocabulary. By
-plan: the same step with few layers on tensors without values, extrapolated. Large blocks of memory
-go back to the system at once (``MALLOC_MMAP_THRESHOLD_``), so that the peak is that of live tensors.
+was made, at three shapes: many weights, many tokens with stored activations, a large vocabulary.
+Beside it plan's figure: the same step with few layers on tensors without values, extrapolated.
+Freed memory goes back at once (``MALLOC_MMAP_THRESHOLD_``): the peak is that of live tensors.
 
 On GPUs: upstream's published peaks of one H100 and of eight (two rows per step), which we have not
 measured ourselves, beside plan's figure for our trainer without what it reserves for CUDA.

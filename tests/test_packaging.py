@@ -56,6 +56,7 @@ FOLDERS = {
     "prime_rl_reasoning_gym": "plugins/prime_rl_reasoning_gym",
     "prime_rl_math": "plugins/prime_rl_math",
     "prime_rl_smollm2": "plugins/prime_rl_smollm2",
+    "prime_rl_plan": "plugins/prime_rl_plan",
 }
 ALGORITHMS = ("grpo", "echo", "distill")
 APART = {

@@ -75,8 +75,8 @@ class LauncherConfig(PluginTable):
 
 
 class DeploymentConfig(Settings):
-    """``[deployment]``: GPUs of engines and trainer, and machines of the trainer. With no GPU, or
-    with one that is assigned to neither, every process sees what there is."""
+    """``[deployment]``: GPUs of engines and trainer, and machines of the trainer. Without GPUs every
+    process sees the same. Without these keys ``prime-rl-plan`` divides those of this machine."""
 
     colocated: bool = False
     """Engine and trainer share the same GPUs and take turns in their memory."""

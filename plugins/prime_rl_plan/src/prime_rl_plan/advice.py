@@ -9,6 +9,9 @@ from prime_rl_plan.estimate import Plan
 
 MOST_TENSOR_PARALLELISM = 8
 
+RATE = "trainer.optim.lr"
+"""Adapters take a larger one than a whole model."""
+
 Change = tuple[str, str]
 """Dotted key, and value as in TOML."""
 
@@ -28,7 +31,7 @@ def trainer_changes(plan: Plan) -> Iterator[Change]:
             ranks *= 2
     if "lora" not in config.trainer.settings:
         yield "trainer.lora.rank", "16"
-        yield "trainer.optim.lr", "1e-4"
+        yield RATE, "1e-4"
 
 
 def engine_changes(plan: Plan) -> Iterator[Change]:
@@ -41,17 +44,30 @@ def engine_changes(plan: Plan) -> Iterator[Change]:
         size *= 2
 
 
+def trainer_fits(plan: Plan) -> bool:
+    """Each rank fits its GPU."""
+    return plan.trainer.fits
+
+
+def engine_fits(plan: Plan) -> bool:
+    """Each engine fits its GPUs, or there is none."""
+    return plan.engine is None or plan.engine.fits
+
+
+STAGES: tuple[tuple[Callable[[Plan], Iterator[Change]], Callable[[Plan], bool]], ...] = (
+    (trainer_changes, trainer_fits),
+    (engine_changes, engine_fits),
+)
+
+
 def advise(plan: Plan, again: Callable[[list[Change]], Plan]) -> tuple[list[Change], Plan]:
     """The changes after which it fits, and that plan; no changes if none of ours is enough.
     ``again`` plans the config with changes."""
     changes: dict[str, str] = {}
-    for proposals, fits in (
-        (trainer_changes, lambda found: found.trainer.fits),
-        (engine_changes, lambda found: found.engine is None or found.engine.fits),
-    ):
+    for proposals, fits in STAGES:
         found = plan
         for key, value in proposals(plan):
-            if fits(found) and key != "trainer.optim.lr":
+            if fits(found) and key != RATE:
                 break
             try:
                 found = again([*(changes | {key: value}).items()])

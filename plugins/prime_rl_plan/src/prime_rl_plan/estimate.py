@@ -1,7 +1,7 @@
 """From a config and machines to a plan: processes, memory, time and bytes.
 
-Memory and time of the trainer's step are measured (``measure.py``). What stands here as a formula is
-the engines' memory (weights, KV), host memory, and the time of sampling.
+Memory and time of the trainer's step are measured (``measure.py``). The formulas here are for the
+engines' memory (weights, KV), host memory, and the time of sampling.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 from prime_rl import ConfigError, Engine
@@ -78,13 +79,55 @@ class Plan:
     update: float
     """Bytes that each engine gets with a version."""
     seconds: Mapping[str, float]
+    """At least, by part. ``step``: of all; ``network``: of ``train``, if it were all."""
     measured: Mapping[str, Any]
-    architecture: Mapping[str, Any]
-    problems: list[str] = field(default_factory=list)
 
     @property
     def fits(self) -> bool:
         return self.trainer.fits and (self.engine is None or self.engine.fits)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the formulas read."""
+
+    config: RunConfig
+    engine: Engine
+    machines: Machines
+    table: dict[str, Any]
+    """The model's ``config.json``."""
+    measured: dict[str, Any]
+    """The answer of ``measure.py``."""
+    ranks: int
+    rows: int
+    """Rows of a rank and step."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number in the engine."""
+        return SIZES.get(self.engine.dtype or "auto", 2) if self.machines.count else 4
+
+    @property
+    def weights(self) -> float:
+        """Of the model that an engine serves: adapters are merged into it."""
+        return float(self.measured["weights"] - self.measured["trained"] * self.adapts)
+
+    @property
+    def adapts(self) -> bool:
+        """Only an adapter trains."""
+        return bool(self.measured["trained"] < self.measured["weights"])
+
+    @property
+    def in_flight(self) -> int:
+        """Samples that one engine has in flight."""
+        return math.ceil(
+            self.config.orchestrator.max_inflight / max(self.config.inference.replicas, 1)
+        )
+
+    @property
+    def other_context(self) -> float:
+        """Bytes of a GPU that the process it is shared with keeps."""
+        return CONTEXT if self.config.deployment.colocated else 0.0
 
 
 def estimate(
@@ -93,34 +136,23 @@ def estimate(
     """The plan of a config whose processes are placed. Raises ``ConfigError`` for a model that is
     unknown here, or that the trainer cannot train."""
     table = architecture(config)
-    gpu = machines.count > 0 and config.trainer.device != "cpu"
     samples = math.ceil(config.orchestrator.batch_size / ranks)
-    per_row = max(config.row_tokens // config.seq_len, 1)
-    rows = math.ceil(samples / per_row)
-    measured = measure(config, hooks, table, ranks, min(rows, 2), gpu, machines)
-    trainer = trainer_side(config, measured, machines, gpu)
-    size = SIZES.get(engine.dtype or "auto", 2) if machines.count else 4
-    served, concurrency = engine_side(config, engine, table, measured, size, machines)
-    starts = num_engines(config)
-    parts = measured["published"] * _published_size(config, measured)
-    seconds = times(config, measured, machines, rows, ranks, size, table, concurrency, engine)
+    rows = math.ceil(samples / max(config.row_tokens // config.seq_len, 1))
+    measured = measure(config, hooks, table, ranks, min(rows, 2), machines)
+    facts = Facts(config, engine, machines, table, measured, ranks, rows)
+    served, concurrency = engine_side(facts)
     return Plan(
-        *(config, machines, places, trainer, served if starts else None),
-        host=host(config, measured, machines, ranks, size, engine),
+        *(config, machines, places, trainer_side(facts)),
+        engine=served if num_engines(config) else None,
+        host=host(facts),
         tokens=config.orchestrator.batch_size * config.seq_len,
         rows=rows,
         ranks=ranks,
         concurrency=concurrency,
-        update=parts,
-        seconds=seconds,
+        update=measured["published"] * (4 if facts.adapts else SIZES[config.trainer.publish_dtype]),
+        seconds=times(facts, concurrency),
         measured=measured,
-        architecture=table,
     )
-
-
-def _published_size(config: RunConfig, measured: Mapping[str, Any]) -> int:
-    adapter = measured["trained"] < measured["weights"]
-    return 4 if adapter else SIZES[str(getattr(config.trainer, "publish_dtype", "float32"))]
 
 
 # -- the trainer
@@ -132,10 +164,10 @@ def measure(
     table: Mapping[str, Any],
     ranks: int,
     rows: int,
-    gpu: bool,
     machines: Machines,
 ) -> dict[str, Any]:
     """See ``measure.py``."""
+    gpu = _on_gpu(config, machines)
     env = config.orchestrator.train.env[0]
     algo = env.algo or config.orchestrator.algo
     algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
@@ -171,144 +203,98 @@ def _ask(request: str) -> dict[str, Any]:
     return answer
 
 
-def trainer_side(
-    config: RunConfig, measured: Mapping[str, Any], machines: Machines, gpu: bool
-) -> Side:
+def _on_gpu(config: RunConfig, machines: Machines) -> bool:
+    return machines.count > 0 and config.trainer.device != "cpu"
+
+
+def trainer_side(facts: Facts) -> Side:
     """One rank: the largest peak, by kind, and what a GPU needs besides."""
-    peaks = {k: v for k, v in measured["peaks"].items() if k != "between steps"}
-    parts = dict(max(peaks.values(), key=lambda peak: peak["total"]))
+    regions = {k: peak for k, peak in facts.measured["peaks"].items() if k != "between steps"}
+    parts = dict(max(regions.values(), key=lambda peak: float(peak["total"])))
     total = parts.pop("total")
-    if not gpu:
+    if not _on_gpu(facts.config, facts.machines):
         return Side(parts, math.inf, total)
-    if config.weight_broadcast.as_files is False:
-        parts["publish buffer"] = measured["largest"] * 4.0
+    if not facts.config.weight_broadcast.as_files:
+        parts["publish buffer"] = facts.measured["largest"] * 4.0
     parts["reserve"] = CONTEXT + FRAGMENTATION * total
-    others = CONTEXT if config.deployment.colocated else 0.0
-    return Side(parts, machines.memory - others, sum(parts.values()))
+    return Side(parts, facts.machines.memory - facts.other_context, sum(parts.values()))
 
 
 # -- the engine
 
 
-def engine_side(
-    config: RunConfig,
-    engine: Engine,
-    table: dict[str, Any],
-    measured: Mapping[str, Any],
-    size: int,
-    machines: Machines,
-) -> tuple[Side, int]:
+def engine_side(facts: Facts) -> tuple[Side, int]:
     """One GPU of an engine, and how many of the longest samples its KV holds. Keys of vLLM's names
     (``gpu_memory_utilization``) are read from any engine's table."""
-    settings = engine.config.model_dump()
-    spread = engine.num_gpus if machines.count else 1
-    weights = _model_weights(measured) * size / spread
-    longest = config.inference.max_model_len or config.seq_len
-    sample = kv_bytes(table, size) * longest / spread
-    wanted = _concurrent(config)
+    machines, settings = facts.machines, facts.engine.config.model_dump()
+    spread = facts.engine.num_gpus if machines.count else 1
+    weights = facts.weights * facts.size / spread
+    longest = facts.config.inference.max_model_len or facts.config.seq_len
+    sample = kv_bytes(facts.table, facts.size) * longest / spread
     if not machines.count:
-        return Side({"weights": weights, "KV": sample * wanted}, math.inf, weights), wanted
+        parts = {"weights": weights, "KV": sample * facts.in_flight}
+        return Side(parts, math.inf, sum(parts.values())), facts.in_flight
     share = float(settings.get("gpu_memory_utilization") or UTILIZATION)
+    limit = min(share * machines.memory, machines.memory - CONTEXT - facts.other_context)
     room = share * machines.memory - weights - ENGINE_RUNTIME
-    parts = {"weights": weights, "KV": max(room, sample), "runtime": ENGINE_RUNTIME}
     # One sample of the longest kind has to fit, or the engine refuses to start.
-    others = CONTEXT if config.deployment.colocated else 0.0
-    side = Side(parts, share * machines.memory, sum(parts.values()))
-    if side.fits and share * machines.memory + others + CONTEXT > machines.memory:
-        side = Side(parts | {"contexts": others + CONTEXT}, machines.memory, math.inf)
-    return side, max(int(room // sample), 0)
-
-
-def _model_weights(measured: Mapping[str, Any]) -> float:
-    """Of the model that an engine serves: adapters are merged into it."""
-    adapter = measured["trained"] < measured["weights"]
-    return float(measured["weights"] - measured["trained"] * adapter)
-
-
-def _concurrent(config: RunConfig) -> int:
-    """Samples that one engine has in flight."""
-    return math.ceil(config.orchestrator.max_inflight / max(config.inference.replicas, 1))
+    parts = {"weights": weights, "KV": max(room, sample), "runtime": ENGINE_RUNTIME}
+    return Side(parts, limit, sum(parts.values())), max(int(room // sample), 0)
 
 
 # -- host memory, time
 
 
-def host(
-    config: RunConfig,
-    measured: Mapping[str, Any],
-    machines: Machines,
-    ranks: int,
-    size: int,
-    engine: Engine,
-) -> Parts:
+def host(facts: Facts) -> Parts:
     """Bytes on each machine, besides a process's usual one or two GiB."""
-    local = math.ceil(ranks / config.deployment.trainer_nodes)
-    parts = {"ranks read the model (float32)": 4.0 * _model_weights(measured) * local}
-    if config.deployment.colocated:
-        held = measured["peaks"]["update"]
+    local = math.ceil(facts.ranks / facts.config.deployment.trainer_nodes)
+    # With a reader of files, a rank reads its own shards straight to its GPU's memory.
+    in_shards = facts.ranks > 1 and bool(entry_points(group="prime_rl.weight_readers"))
+    whole = 4.0 * facts.weights * local
+    parts = {"ranks read the model (float32)": whole / facts.ranks if in_shards else whole}
+    if facts.config.deployment.colocated:
+        held = facts.measured["peaks"]["update"]
         state = held.get("weights", 0) + held.get("optimizer", 0)
         parts["trainer's state while engines sample"] = float(state * local)
-        asleep = _model_weights(measured) * size * config.inference.replicas
+        asleep = facts.weights * facts.size * facts.config.inference.replicas
         parts["engines' weights while they sleep"] = asleep
     return parts
 
 
-def times(
-    config: RunConfig,
-    measured: Mapping[str, Any],
-    machines: Machines,
-    rows: int,
-    ranks: int,
-    size: int,
-    table: dict[str, Any],
-    concurrency: int,
-    engine: Engine,
-) -> dict[str, float]:
+def times(facts: Facts, concurrency: int) -> dict[str, float]:
     """Seconds by a roofline: nothing is faster. Empty without a GPU."""
+    config, machines, costs = facts.config, facts.machines, facts.measured["costs"]
     if not machines.count:
         return {}
-    costs = measured["costs"]
     wire = machines.link if config.deployment.trainer_nodes == 1 else NETWORK
-    share = (ranks - 1) / ranks
+    share = (facts.ranks - 1) / facts.ranks
     network = costs.get("rows_network_bytes", 0.0) * share / wire
-    train = rows * max(costs["rows_seconds"], network) + costs["update_seconds"]
-    sample = sampling_seconds(config, measured, machines, size, table, concurrency, engine)
-    found = {"train": train, "sample": sample}
-    if network:
-        found["of which network, if it is the slower"] = rows * network
+    train = facts.rows * max(costs["rows_seconds"], network) + costs["update_seconds"]
+    found = {"train": train, "sample": sampling_seconds(facts, concurrency)}
     in_turn = config.deployment.colocated or config.orchestrator.max_off_policy_steps == 0
-    return found | {"step": train + sample if in_turn else max(train, sample)}
+    step = sum(found.values()) if in_turn else max(found.values())
+    return found | {"step": step} | ({"network": facts.rows * network} if network else {})
 
 
-def sampling_seconds(
-    config: RunConfig,
-    measured: Mapping[str, Any],
-    machines: Machines,
-    size: int,
-    table: dict[str, Any],
-    concurrency: int,
-    engine: Engine,
-) -> float:
+def sampling_seconds(facts: Facts, concurrency: int) -> float:
     """All samples of a batch, each ``seq_len`` long: prefill by operations, decoding by the bytes
     of weights and KV that each token of a batch reads."""
-    replicas = max(config.inference.replicas, 1)
+    config, machines, size = facts.config, facts.machines, facts.size
     if config.inference.base_url is not None or not concurrency:
         return 0.0
-    spread = engine.num_gpus
+    spread = facts.engine.num_gpus
     most = config.orchestrator.train.sampling.max_completion_tokens or config.seq_len // 2
     completion = min(most, config.seq_len - 1)
     prompt = config.seq_len - completion
-    samples = config.orchestrator.batch_size / replicas
-    at_once = max(min(concurrency, _concurrent(config), samples), 1)
-    weights = _model_weights(measured)
-    flops = 2 * weights * active_share(table, weights)
-    peak = machines.bfloat16 if size == 2 else machines.float32
+    samples = config.orchestrator.batch_size / max(config.inference.replicas, 1)
+    at_once = max(min(concurrency, facts.in_flight, samples), 1)
+    flops = 2 * facts.weights * active_share(facts.table, facts.weights)
+    peak = (machines.bfloat16 if size == 2 else machines.float32) * spread
     prompts = samples / config.orchestrator.group_size  # a group shares its prefill
-    prefill = prompts * prompt * flops / (peak * spread)
-    kv = kv_bytes(table, size) * (prompt + completion / 2)
-    read = (weights * size + at_once * kv) / (machines.bandwidth * spread)
-    token = max(read, at_once * flops / (peak * spread))
-    return prefill + samples / at_once * completion * token
+    kv = kv_bytes(facts.table, size) * (prompt + completion / 2)
+    read = (facts.weights * size + at_once * kv) / (machines.bandwidth * spread)
+    token = max(read, at_once * flops / peak)
+    return prompts * prompt * flops / peak + samples / at_once * completion * token
 
 
 def kinds(parts: Mapping[str, float]) -> Iterator[tuple[str, float]]:

@@ -11,20 +11,18 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from prime_rl.trainer import loop, parallel
 
 BLOCK = 2**26
 """Logits of a block of the LM head on a GPU (``trainer.lm_head_block``)."""
@@ -71,28 +69,32 @@ def fake_tensors(gpu: bool, half: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_ranks(size: int) -> Iterator[None]:
-    """Rank 0 of ``size``; one: no ranks. All ranks say what rank 0 says."""
-    if size == 1:
-        yield
-        return
-    make_mesh = parallel.init_device_mesh
+    """Rank 0 of ``size``. All ranks say what rank 0 says. One rank has a group of its own only if
+    the trainer makes one."""
+    make_mesh, join = init_device_mesh, dist.init_process_group
 
     def mesh(*args: Any, **options: Any) -> Any:
         with unset_fake_temporarily():  # ranks have values
             return make_mesh(*args, **options)
 
+    def join_fakes(*_: Any, **__: Any) -> None:
+        join("fake", store=FakeStore(), rank=0, world_size=size)
+
     answers: dict[str, Any] = {
+        "torch.distributed.init_process_group": join_fakes,
         "prime_rl.trainer.parallel.init_device_mesh": mesh,
         "prime_rl.trainer.parallel.gather": lambda value, group=None: [value] * size,
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+        if size > 1:
+            join_fakes()
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 @contextlib.contextmanager

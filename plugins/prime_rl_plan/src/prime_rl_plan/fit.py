@@ -1,7 +1,7 @@
 """The GPUs of this machine, where a config says nothing about them.
 
-    one        engine and trainer take turns on it (``deployment.colocated``)
-    several    the trainer gets ``trainer.num_ranks``, or one; replicas of the engine the others
+one        engine and trainer take turns on it (``deployment.colocated``)
+several    the trainer gets ``trainer.num_ranks``, or one; replicas of the engine the others
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return config, [*notices, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
 
 
-def with_gpus(
-    config: RunConfig, launcher: Launcher, engine: Engine
-) -> tuple[RunConfig, list[str]]:
+def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[RunConfig, list[str]]:
     """The config with ``deployment.colocated`` or ``inference.replicas`` set, if it leaves them
     open, and a notice of that. Engines of earlier weights are counted."""
     inference = config.inference

@@ -43,11 +43,11 @@ SMALL = 0.002
 """A peak that rises by a smaller share keeps its kinds: what is new counts as activations."""
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Of one process. ``pairs``: the row's query-key pairs in each layer's attention."""
 
     def __init__(self, pairs: float, rounds: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.pairs, self.rounds = pairs, rounds
         self.region = OUTSIDE
         self.charges = False
@@ -123,8 +123,8 @@ class Ledger(TorchDispatchMode):
             if func is torch.ops.prim.device.default:  # half of all calls
                 return first.fake_device
             if func is aten._local_scalar_dense.default:
-                kind = first.dtype
-                return True if kind == torch.bool else 1.0 if kind.is_floating_point else 1
+                of = first.dtype
+                return True if of == torch.bool else 1.0 if of.is_floating_point else 1
             if (chosen := _depends_on_values(func, args)) is not None:
                 return chosen
         result = func(*args, **(kwargs or {}))
@@ -191,7 +191,7 @@ def _bytes(tensor: Tensor) -> int:
 
 def _depends_on_values(func: Any, args: Any) -> Tensor | None:
     """For an operation whose result's size lies in the tensor: as if every element was chosen."""
-    first = args[0]
+    first: Tensor = args[0]
     if func is aten.nonzero.default:
         return torch.zeros(first.numel(), first.dim(), dtype=torch.int64)
     if func is aten.masked_select.default:
@@ -236,5 +236,5 @@ def _sharded(module: nn.Module) -> Iterator[Any]:
 
 
 def _key(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return int(local.untyped_storage()._cdata)

@@ -26,8 +26,8 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_kernel, make_optimizer, make_tuning
 from prime_rl.streams import STREAMS, TOP_IDS
+from prime_rl.trainer import logprobs, optim, update
 from prime_rl.trainer import model as policy_module
-from prime_rl.trainer import update
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import published_tensors
@@ -122,7 +122,7 @@ def regions(ledger: Ledger, trainer: Trainer, num_rows: int) -> Iterator[None]:
             continue
         hook = partial(watch, region)
         handles.append(blocks[number].register_forward_pre_hook(hook, with_kwargs=True))
-    head, clip = policy_module.token_logprobs, update.clip_gradients
+    head, clip = logprobs.token_logprobs, optim.clip_gradients
     with (
         mock.patch.object(policy_module, "token_logprobs", entering("top", head)),
         mock.patch.object(update, "clip_gradients", entering("update", clip)),
@@ -213,12 +213,12 @@ def extrapolate(first: Any, second: Any, layers: tuple[int, int], whole: int) ->
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The whole model's memory and costs."""
     whole = request["model"]["num_hidden_layers"]
-    few = tuple(request["layers"]) if whole > max(request["layers"]) else (whole,)
-    steps = [step(request, layers) for layers in few]
+    a, b = request["layers"]
+    steps = [step(request, layers) for layers in ((a, b) if whole > b else (whole,))]
     for each in steps:
         each["costs"] = _summed(each["costs"], request["roofline"])
-    found = steps[0] if len(few) == 1 else extrapolate(*steps, few, whole)
-    return found | {"layers": few}
+    found = extrapolate(steps[0], steps[1], (a, b), whole) if len(steps) == 2 else steps[0]
+    return dict(found) | {"layers": [a, b] if len(steps) == 2 else [whole]}
 
 
 def _summed(costs: Sequence[Sequence[Any]], roofline: Mapping[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from prime_rl import ConfigError, Engine
 from prime_rl.config.load import fitted, load_config
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.manager import Hooks
+from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.run.gpus import VISIBLE, gpus_of, num_engines, num_ranks
 from prime_rl.run.resolve import build_engine, build_launcher, check
 from prime_rl_plan.devices import Machines
@@ -29,8 +29,6 @@ class Placed:
 
 def read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     """Read a config as ``prime-rl run`` does on those machines. Raises ``ConfigError``."""
-    from prime_rl.plugins.manager import load_plugins
-
     os.environ[VISIBLE] = ",".join(map(str, range(machines.count)))  # of each machine
     config, notes = fitted(load_config([Path(file) for file in files], overrides))
     try:
@@ -77,12 +75,13 @@ def _on_machines(
         own, free[node] = free[node][:share], free[node][share:]
         places.append((_numbered("trainer", node) + f", {share} ranks", _at(node, own)))
     for number in range(num_engines(config)):
-        node = next((n for n, left in enumerate(free) if len(left) >= engine.num_gpus), None)
-        if node is None:
+        roomy = [n for n, left in enumerate(free) if len(left) >= engine.num_gpus]
+        if not roomy:
             raise ConfigError(
                 f"inference.replicas: no machine has {engine.num_gpus} GPUs left for engine "
                 f"{number}. Lower it, or the engine's tensor parallelism, or give --gpus more"
             )
+        node = roomy[0]
         own, free[node] = free[node][: engine.num_gpus], free[node][engine.num_gpus :]
         places.append((_numbered("inference", number), _at(node, own)))
     idle = [f"{node}: {_gpus(tuple(left))}" for node, left in enumerate(free) if left]

@@ -17,7 +17,9 @@ def lines(plan: Plan) -> Iterator[str]:
     part = f", {trained:.3g}B of them trained" * (trained < billions)
     yield f"model      {plan.config.model.name}: {billions:.3g}B weights{part}"
     where = f"{machines.count} x {machines.name}" if machines.count else "CPU"
-    yield f"machines   {machines.nodes} x ({where})" if machines.nodes > 1 else f"machine    {where}"
+    yield (
+        f"machines   {machines.nodes} x ({where})" if machines.nodes > 1 else f"machine    {where}"
+    )
     engine = plan.config.inference.engine
     for name, place in plan.places:
         what = f" ({engine})" * name.startswith("inference")
@@ -33,7 +35,8 @@ def lines(plan: Plan) -> Iterator[str]:
         f"{plan.config.row_tokens:,} per rank"
     )
     if plan.seconds:
-        yield "time       at least " + ", ".join(f"{n} {_time(s)}" for n, s in plan.seconds.items())
+        parts = [f"{name} {_time(each)}" for name, each in plan.seconds.items()]
+        yield "time       at least " + ", ".join(parts)
         yield (
             f"           roofline of {machines.bfloat16 / 1e12:,.0f} TFLOP/s bfloat16, "
             f"{machines.bandwidth / 1e9:,.0f} GB/s memory, {machines.link / 1e9:,.0f} GB/s link "

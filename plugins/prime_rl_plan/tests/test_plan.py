@@ -1,0 +1,217 @@
+"""What plan foresees, beside published sizes, real steps, another tracker and sums worked out by
+hand."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl import ConfigError
+from prime_rl_plan.advice import advise
+from prime_rl_plan.architecture import active_share, kv_bytes
+from prime_rl_plan.devices import GIB, Machines, parse
+from prime_rl_plan.estimate import Plan, Side
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPES = {
+    "qwen3_0.6b_gsm8k": ("1xRTX4090-24", "1xH100-80"),
+    "qwen3_4b_lora": ("1xH100-80",),
+    "qwen3_8b_32k": ("8xH100-80",),
+    "qwen3_30b_a3b": ("2x8xH100-80",),
+    "mixed_judge": ("2xH100-80",),
+    "opd_qwen3": ("2xH100-80",),
+    "tool_agent": ("2xH100-80",),
+}
+"""With the machines that their headers name."""
+WHAT = re.compile(r"\[|#|$|(name|id|type|args|tasks|max_steps|base_url|num_examples) =")
+"""Lines of a recipe that say what it is."""
+
+
+@pytest.fixture(autouse=True)
+def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+def table_of(name: str) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((files("prime_rl_plan") / f"models/{name}.json").read_text())
+    return table
+
+
+# -- machines and architectures ------------------------------------------------------------------
+
+
+def test_machines_are_parsed() -> None:
+    assert parse("8xH100-80") == Machines(
+        "H100 80 GB", 1, 8, 80 * GIB, 989e12, 67e12, 3350e9, 450e9
+    )
+    two = parse("2x8xa100-40")
+    assert (two.nodes, two.total, two.memory, two.bandwidth) == (2, 16, 40 * GIB, 1555e9)
+    assert parse("1xRTX4090").memory == 24 * GIB
+    with pytest.raises(ConfigError, match=r"8xH100-80 .*known names are A10, A100"):
+        parse("8xV100-16")
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-4B", 4_022_468_096),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+    ],
+)
+def test_shipped_architectures_have_the_published_number_of_weights(
+    name: str, weights: int
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from prime_rl_plan.measure import with_layers
+
+    table = table_of(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(with_layers(table, table["num_hidden_layers"]))
+    assert sum(each.numel() for each in model.parameters()) == weights
+
+
+def test_kv_and_active_weights_by_hand() -> None:
+    # 2 * 36 layers * 8 heads * 128 * 2 bytes
+    assert kv_bytes(table_of("Qwen3-8B"), 2) == 147_456
+    # Of 128 experts with 3 * 2048 * 768 weights in 48 layers, 120 rest: "A3B".
+    active = active_share(table_of("Qwen3-30B-A3B"), 30_532_122_624) * 30_532_122_624
+    assert active == 30_532_122_624 - 120 * 48 * 3 * 2048 * 768
+    assert active_share(table_of("Qwen3-8B"), 8e9) == 1.0
+
+
+def test_advice_adds_changes_until_it_fits() -> None:
+    from prime_rl.config.load import load_config
+
+    config = load_config([], ["--model.name", "o/m", "--max_steps", "1", "--seq-len", "100"])
+    trainer = config.trainer.model_copy(update={"micro_batch_tokens": 400})
+    config = config.model_copy(update={"trainer": trainer})
+    needs = {(): 50.0, ("1",): 40.0, ("1", "100"): 20.0}
+
+    def plan(values: tuple[str, ...]) -> Plan:
+        side, machines = Side({}, 30.0, needs[values]), Machines(nodes=1, count=1)
+        others: dict[str, Any] = {"tokens": 1, "rows": 1, "ranks": 1, "concurrency": 1}
+        others |= {"update": 0.0, "seconds": {}, "measured": {}}
+        return Plan(config, machines, [], side, None, {}, **others)
+
+    changes, found = advise(plan(()), lambda given: plan(tuple(value for _, value in given)))
+    assert changes == [
+        ("trainer.activation_checkpointing", "1"),
+        ("trainer.micro_batch_tokens", "100"),
+    ]
+    assert found.fits
+
+
+# -- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["many weights", "many tokens", "large vocabulary, recomputed"])
+def test_the_peak_of_a_real_step_on_cpu_is_foreseen_within_a_tenth(name: str) -> None:
+    from bench import plan
+
+    assert plan.planned(plan.cpu_request(name)) == pytest.approx(plan.measured(name), rel=0.1)
+
+
+@pytest.mark.slow
+def test_upstreams_peak_of_one_h100_is_foreseen_within_a_tenth() -> None:
+    from bench import plan
+
+    *request, published = plan.PUBLISHED["Qwen3-0.6B, 16k"]
+    assert published == 12.5
+    assert plan.planned(plan.gpu_request(*request)) == pytest.approx(published, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_another_tracker_sees_the_same_peak_on_fake_cuda_tensors(
+    tmp_path: Path, recomputed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's MemTracker, on the tensors of core's permanent tests; eight layers, none of which is
+    extrapolated there and three of which are here."""
+    monkeypatch.syspath_prepend(str(ROOT / "core/tests/trainer"))
+    import fake_cuda
+    from bench import plan
+
+    if fake_cuda.lacks():
+        pytest.skip(f"needs {fake_cuda.lacks()}")
+    settings = {"activation_checkpointing": recomputed}
+    request = plan.gpu_request("Qwen3-0.6B", 1, 4096, settings) | {"rows": 1}
+    request["model"]["num_hidden_layers"] = 8
+    script = Path(__file__).with_name("mem_tracker.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    text = json.dumps(request)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tracked = json.loads(done.stdout.splitlines()[-1])["Total"] / GIB
+    assert plan.planned(request) == pytest.approx(tracked, rel=0.01)
+
+
+# -- recipes -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Overrides for a machine without the hub and without vLLM: questions in a file, and an
+    interpreter that says it has vLLM."""
+    questions, python = tmp_path / "questions.jsonl", tmp_path / "python"
+    questions.write_text('{"question": "2 + 3?", "answer": "#### 5"}\n')
+    python.write_text('#!/bin/sh\necho \'{"vllm": "0.32.0", "prime-rl-vllm": "0.1.0"}\'\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path / "cache"))
+    return [f"--inference.python={python}", f"--output-dir={tmp_path / 'out'}", str(questions)]
+
+
+def with_local_questions(recipe: Path, questions: str) -> list[str]:
+    """Overrides that replace datasets of the hub by a local file."""
+    found = []
+    for part, envs in tomllib.loads(recipe.read_text())["orchestrator"].items():
+        for number, env in enumerate(envs["env"] if part in ("train", "eval") else ()):
+            if "dataset" in env.get("args", {}):
+                args = f'{{ path = "{questions}" }}'
+                found.append(f"--orchestrator.{part}.env.{number}.args={args}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_a_dry_run_and_fits_its_machines(
+    name: str, without_a_hub: list[str]
+) -> None:
+    recipe = ROOT / f"configs/recipes/{name}.toml"
+    *overrides, questions = without_a_hub
+    command = [sys.executable, "-m", "prime_rl"]
+    local = with_local_questions(recipe, questions)
+    for arguments in (
+        ["run", str(recipe), "--dry-run", *overrides, *local],
+        *(["plan", str(recipe), "--gpus", each, *overrides] for each in RECIPES[name]),
+    ):
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, timeout=300, cwd=ROOT
+        )
+        assert done.returncode == 0, f"{arguments}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        assert done.stdout.startswith("valid") or done.stdout.endswith("fits\n")
+        assert "refuse" not in done.stdout
+
+
+def test_every_recipe_is_tested_here() -> None:
+    assert {each.stem for each in (ROOT / "configs/recipes").glob("*.toml")} == {*RECIPES}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_each_line_of_a_recipe_that_sets_a_number_has_its_reason_beside_it(name: str) -> None:
+    """Names of models, tasks and algorithms say what the recipe is; the rest is a choice."""
+    for line in (ROOT / f"configs/recipes/{name}.toml").read_text().splitlines():
+        assert WHAT.match(line) or "  # " in line, line
