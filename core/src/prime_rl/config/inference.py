@@ -118,8 +118,7 @@ class FrozenModel(Settings):
     name: str
     """The model's name at the endpoint (``served_model_name``)."""
     base_url: tuple[str, ...]
-    """One URL or a list of replicas, each ending in ``/v1``; a group's requests go to one replica.
-    """
+    """One URL or a list of replicas, each ending in ``/v1``; a group's requests go to one."""
     api_key_var: str | None = None
     """Environment variable with the bearer key. None: no key."""
     max_concurrency: PositiveInt = 32

@@ -76,12 +76,12 @@ def _check_finite(value: Any, path: tuple[str, ...]) -> None:
 def fitted(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """The config with its learning-rate schedule shortened to ``max_steps``, then as plugins fit it
     to this machine, and notices of that. They report no error: ``resolve.check`` does."""
-    scheduler, notices = config.trainer.scheduler.fitted(config.max_steps), list[str]()
-    if scheduler != config.trainer.scheduler:
-        trainer = config.trainer.model_copy(update={"scheduler": scheduler})
+    steps, notices = config.max_steps, list[str]()
+    if (after := config.trainer.scheduler.fitted(steps)) != config.trainer.scheduler:
+        trainer = config.trainer.model_copy(update={"scheduler": after})
         config = config.model_copy(update={"trainer": trainer})
-        notice = f"trainer.scheduler: max_steps {config.max_steps} shortens warmup_steps to "
-        notices.append(f"{notice}{scheduler.warmup_steps}")
+        shorter = f"max_steps {steps} shortens warmup_steps to {after.warmup_steps}"
+        notices.append(f"trainer.scheduler: {shorter}")
     for entry in entry_points(group=FITS):
         config, more = entry.load()(config)
         notices += more
@@ -185,12 +185,8 @@ def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
 TAGS = ("policy", "frozen", "plugin")
 """Union tags that pydantic puts into a path."""
 
-EXPECTED = {
-    "tuple_type": "expected a list",
-    "list_type": "expected a list",
-    "dict_type": "expected a table of keys",
-    "model_type": "expected a table of keys",
-}
+EXPECTED = dict.fromkeys(("tuple_type", "list_type"), "expected a list")
+EXPECTED |= dict.fromkeys(("dict_type", "model_type"), "expected a table of keys")
 """In the words of TOML instead of Python."""
 
 

@@ -75,8 +75,8 @@ class LauncherConfig(PluginTable):
 
 
 class DeploymentConfig(Settings):
-    """``[deployment]``: GPUs of engines and trainer, and machines of the trainer. Without GPUs every
-    process sees the same. Without these keys ``prime-rl-plan`` divides those of this machine."""
+    """``[deployment]``: GPUs of engines and trainer, and machines of the trainer. If no key names
+    GPUs, installed packages may divide those of this machine (entry points ``prime_rl.fits``)."""
 
     colocated: bool = False
     """Engine and trainer share the same GPUs and take turns in their memory."""

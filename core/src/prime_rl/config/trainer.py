@@ -35,8 +35,7 @@ class SchedulerConfig(Settings):
     """``[trainer.scheduler]``: the learning rate over steps."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
-    """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to ``max_steps``.
-    """
+    """``linear`` warms up, holds and decays (WSD); ``cosine`` warms up and decays to the end."""
     warmup_steps: NonNegativeInt = 0
     """Steps until the rate reaches ``optim.lr``."""
     decay_steps: NonNegativeInt | None = None

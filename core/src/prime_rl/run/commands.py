@@ -19,8 +19,7 @@ from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, L
 from prime_rl.rundir.status import process_name
 
 PYTHON = [sys.executable, "-P", "-m"]
-"""``-P``: no file in the working directory replaces a module of the standard library or a plugin.
-"""
+"""``-P``: no file in the working directory replaces a module of Python's or a plugin."""
 MODEL, ORCHESTRATOR = "prime_rl.run.models", "prime_rl.orchestrator"
 TRAINER, AGENT = "prime_rl.trainer", "prime_rl.trainer.agent"
 """The modules that these processes run. The agent starts the trainer's ranks of one node."""

@@ -67,22 +67,17 @@ def gpus_of(config: RunConfig, launcher: Launcher) -> GpuPlan:
         return NOTHING
     num_gpus, engines = launcher.num_gpus(), num_engines(config)
     _check_lists(deployment, num_gpus, engines, on_cpu)
-    given = deployment.inference_gpus, deployment.trainer_gpus
-    unsaid = given == (None, None) and not deployment.colocated
-    if num_gpus == 0 or (num_gpus == 1 and unsaid):
+    given = deployment.inference_gpus or deployment.trainer_gpus or deployment.colocated
+    if num_gpus == 0 or (num_gpus == 1 and not given):
         return NOTHING
     ranks = 0 if on_cpu else config.trainer.num_ranks or 0
     everything = tuple(range(num_gpus))
-    sides: tuple[Gpus, Gpus]
-    if on_cpu:
-        sides = (deployment.inference_gpus or everything, ())
-    elif engines == 0:
-        sides = ((), deployment.trainer_gpus or everything)
-    elif deployment.colocated:
-        sides = _shared(deployment, everything, ranks)
-    else:
-        sides = _separate(deployment, everything, ranks)
-    inference, trainer = sides
+    inference, trainer = deployment.inference_gpus or everything, Gpus()
+    if engines == 0 and not on_cpu:
+        inference, trainer = (), deployment.trainer_gpus or everything
+    elif not on_cpu:
+        split = _shared if deployment.colocated else _separate
+        inference, trainer = split(deployment, everything, ranks)
     if ranks > len(trainer):
         raise ConfigError(
             f"trainer.num_ranks is {ranks}, and the trainer has {len(trainer)} GPUs "
