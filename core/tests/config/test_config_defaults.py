@@ -28,7 +28,8 @@ def offer(monkeypatch, tmp_path):
             (tmp_path / package / "defaults.toml").write_text(text)
             value = f"{package}:defaults.toml"
             entries.append(EntryPoint(f"lab-{number}", value, load.DEFAULTS))
-        monkeypatch.setattr(load, "entry_points", lambda group: entries)
+        offered = {load.DEFAULTS: entries}
+        monkeypatch.setattr(load, "entry_points", lambda group: offered.get(group, []))
 
     return replace
 

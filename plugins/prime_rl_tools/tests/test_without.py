@@ -28,6 +28,7 @@ COMMANDS = {
     "runs": ("runs --output-dir {}", "good"),
     "status": ("status good --output-dir {}", "good"),
     "stop": ("stop good --output-dir {}", "good"),
+    "plan": ("plan {}/a.toml --gpus 8xH100", "a.toml"),
     "race": ("race {}/a.toml {}/b.toml", "a.toml"),
     "chat": ("chat missing --output-dir {}", "missing"),
     "eval": ("eval no-such-env", "no-such-env"),

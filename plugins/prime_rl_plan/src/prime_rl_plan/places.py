@@ -9,7 +9,7 @@ from pathlib import Path
 from prime_rl import ConfigError, Engine
 from prime_rl.config.load import fitted, load_config
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.plugins.manager import Hooks, disabled_names, load_plugins
 from prime_rl.run.gpus import VISIBLE, gpus_of, num_engines, num_ranks
 from prime_rl.run.resolve import build_engine, build_launcher, check
 from prime_rl_plan.devices import Machines
@@ -30,7 +30,10 @@ class Placed:
 def read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     """Read a config as ``prime-rl run`` does on those machines. Raises ``ConfigError``."""
     os.environ[VISIBLE] = ",".join(map(str, range(machines.count)))  # of each machine
-    config, notes = fitted(load_config([Path(file) for file in files], overrides))
+    config = load_config([Path(file) for file in files], overrides)
+    disabled = {"disabled": (*config.plugins.disabled, *disabled_names())}
+    plugins = config.plugins.model_copy(update=disabled)
+    config, notes = fitted(config.model_copy(update={"plugins": plugins}))
     try:
         check(config)
     except ConfigError as error:  # of what this machine lacks, perhaps: an engine, a key
