@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl_tools.doctor import Verdict
 from prime_rl_tools.view.summary import read_curve, restarts_text
 
 COLLAPSED = 0.25
@@ -81,6 +82,14 @@ def logged_errors(run_dir: Path) -> list[str]:
                 sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
                 found.setdefault(sort, f"{path.stem}: {error[1]}")
     return [*found.values()]
+
+
+def print_findings(console: Console, run_dir: Path, found: Sequence[Verdict]) -> None:
+    """Print what the doctor says of the run; nothing without findings."""
+    for number, verdict in enumerate(found):
+        _print_line(console, f"{'' if number else 'Doctor':16}{verdict.line}")
+    if found:
+        _print_line(console, f"{'':16}prime-rl doctor {shlex.quote(str(run_dir))} says more")
 
 
 def print_next(console: Console, run_dir: Path, max_steps: int) -> None:
