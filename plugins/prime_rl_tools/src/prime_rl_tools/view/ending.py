@@ -58,11 +58,12 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         console.print(Text(f"ERROR  {error}", "red"))
     if len(errors) > MAX_ERRORS:
         console.print(Text(f"{len(errors) - MAX_ERRORS} more: {run_dir / 'logs'}", "red"))
-    # The env's first evaluation: before training, or if that was skipped, the first one.
-    earlier = [*measured.get("before", ()), *measured.get("during", ())]
-    for after in measured["after"]:
-        before = next((each for each in earlier if each["env"] == after["env"]), None)
-        _print_eval(console, before, after)
+    # Of each env the first evaluation and the last: a run that ended early (by the user, or by
+    # [stop]) has none after training.
+    before, during, after = (measured.get(when, []) for when in ("before", "during", "after"))
+    for env, last in {each["env"]: each for each in (*during, *after)}.items():
+        first = next(each for each in (*before, *during, *after) if each["env"] == env)
+        _print_eval(console, None if first is last else first, last)
     template = read_chat_template(run_dir)
     if template is not None and template.warning is not None:
         console.print(Text.assemble(("WARNING  ", "bold red"), (template.warning, "red")))
