@@ -243,6 +243,8 @@ class MetricsTail:
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self.latest: dict[str, Any] = {}
+        self._timed: dict[str, Any] = {}
+        """Seconds and waits of the newest step that has them: its rows come from two processes."""
         self.rewards: list[float] = []
         self.step = 0
         self._clock: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
@@ -253,6 +255,10 @@ class MetricsTail:
         for line in self._tail.new_lines():
             row = json.loads(line)
             self.latest |= row
+            if row["step"] > self._timed.get("step", 0) and "time/step" in row:
+                self._timed = {"step": row["step"]}
+            if row["step"] == self._timed.get("step"):
+                self._timed |= row
             if row.get(REWARD) is not None:
                 self.rewards.append(row[REWARD])
             if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
@@ -301,10 +307,10 @@ class MetricsTail:
         """Seconds of the last step that each side waited, of its seconds in all."""
         waits = {
             name.removeprefix("wait/").replace("/", " for ").replace("_", " "): value
-            for name, value in self.latest.items()
+            for name, value in self._timed.items()
             if name.startswith("wait/") and value and value >= 0.005
         }
-        total = self.latest.get("time/step")
+        total = self._timed.get("time/step")
         if not waits or total is None:
             return ""
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in sorted(waits.items()))
