@@ -1,11 +1,11 @@
 """``make bench``: every bench, one after the other, each in a separate process.
 
     python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
-                    [step] [plan]
+                    [page] [step] [plan]
 
 Figures are medians of several runs, as CPU seconds or ratios: wall-clock times vary on a shared
 machine. ``memory`` and ``step`` also measure TRL if it is installed (``pip install
--r requirements-bench.txt``).
+-r requirements-bench.txt``). ``page`` measures wall-clock time in Chromium if there is one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 BENCHES = (
     *("engine", "wire", "packer", "rollout", "train_step", "memory", "publish", "update"),
-    *("step", "plan"),
+    *("page", "step", "plan"),
 )
 ROOT = Path(__file__).resolve().parents[1]
 

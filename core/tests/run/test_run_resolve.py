@@ -87,8 +87,8 @@ def test_a_group_of_one_under_a_group_relative_algorithm():
 
 
 def test_two_envs_of_one_name():
-    envs = {"train": {"env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "name": "a"}]}}
-    assert refusal(envs) == (
+    twice = [{"id": "reverse-text", "name": "a"}, {"id": "reverse-text", "name": "a"}]
+    assert refusal({"train": {"env": twice}}) == (
         "orchestrator.train.env: 2 envs are called 'a'. Give each its own name."
     )
     assert refusal(
@@ -126,7 +126,10 @@ def test_an_unknown_key_of_the_algorithm():
 def test_an_envs_own_algorithm_counts():
     envs = {
         "train": {
-            "env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "algo": {"type": "grpoo"}}]
+            "env": [
+                {"id": "reverse-text", "name": "a"},
+                {"id": "reverse-text", "name": "b", "algo": {"type": "grpoo"}},
+            ]
         }
     }
     assert refusal(envs).endswith("Did you mean 'grpo'?")
@@ -228,7 +231,7 @@ def test_no_such_model(name):
 
 
 def test_a_folder_that_is_no_model(tmp_path):
-    assert refusal(model={"name": str(tmp_path)}) == (
+    assert refusal({"renderer": {"name": "qwen3"}}, model={"name": str(tmp_path)}) == (
         f"model.name: {tmp_path} has no config.json; expected a Hugging Face folder"
     )
     (tmp_path / "config.json").write_text("{}")

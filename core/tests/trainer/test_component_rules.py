@@ -100,7 +100,9 @@ def test_a_declaration_that_nothing_would_follow_is_refused(
 )
 def test_a_table_that_nothing_would_read_is_refused(trainer: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load(**trainer).check()
+        losses = load(**trainer)
+        for name in losses.tables:
+            losses[name]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 import prime_rl_renderers
 from prime_rl import ConfigError, PluginConfig
-from prime_rl_renderers import AutoRenderer, register_renderers
+from prime_rl_renderers import AutoRenderer, RendererSettings, register_renderers
 
 
 def offer(name):
@@ -28,8 +28,15 @@ def test_a_named_renderer_takes_its_own_fields():
 
 
 def test_an_unknown_field_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"orchestrator.renderer \(qwen3\): .*thinkin"):
+    with pytest.raises(ConfigError, match=r"renderer \(renderer 'qwen3'\)\.thinkin: unknown"):
         offer("qwen3").build("x", {"thinkin": "all"})
+
+
+def test_an_unknown_field_is_refused_before_anything_starts():
+    renderer = type(offer("qwen3"))
+    renderer(RendererSettings()).check("x")
+    with pytest.raises(ConfigError, match="thinkin: unknown key"):
+        renderer(RendererSettings(thinkin="all")).check("x")
 
 
 def test_auto_knows_a_model_by_its_exact_id():
@@ -38,7 +45,7 @@ def test_auto_knows_a_model_by_its_exact_id():
 
 
 def test_auto_refuses_a_field_its_renderer_does_not_have():
-    with pytest.raises(ConfigError, match=r"\(qwen3\): .*bogus"):
+    with pytest.raises(ConfigError, match=r"'qwen3'\)\.bogus: unknown key"):
         AutoRenderer(PluginConfig()).build("Qwen/Qwen3-0.6B", {"bogus": 1})
 
 

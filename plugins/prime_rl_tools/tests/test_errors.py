@@ -79,13 +79,68 @@ def test_names_of_other_frameworks_lead_to_keys_of_ours(theirs, ours):
     )
 
 
+MANY_ERRORS = """max_steps = 4
+learning_rate = 1.0
+[model]
+name = "tiny-reverse"
+[orchestrator]
+batch_size = 30
+group_size = 8
+[orchestrator.algo]
+lenght_penalty = 0.1
+[orchestrator.renderer]
+name = "qwen3"
+thinkin = true
+[[orchestrator.train.env]]
+id = "reverse-text"
+[[orchestrator.train.env]]
+id = "reverse-txt"
+name = "second"
+algo = { type = "max_rll" }
+[trainer.loss]
+epsilon = 0.3
+[trainer.losses.gspo]
+epsilon = 1
+[trainer.heads.values]
+size = 3
+[inference.embedded]
+num_slot = 3
+"""
+
+
 def test_all_errors_come_at_once_with_file_and_line(tmp_path, monkeypatch, capsys):
+    """Those of core's schema, and those of plugins, of every env and of a taskset's name."""
     bad = tmp_path / "bad.toml"
-    rest = '[model]\nname = "tiny-reverse"\n[[orchestrator.train.env]]\nid = "reverse-text"\n'
-    bad.write_text("max_steps = 0\nlearning_rate = 1.0\n" + rest)
+    bad.write_text(MANY_ERRORS)
+    monkeypatch.setattr("sys.argv", ["prime-rl", "run", str(bad), "--dry-run", "--max_stepz", "3"])
+    with pytest.raises(SystemExit):
+        main()
+    lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    assert lines[0] == f"{bad}:2: learning_rate: unknown key; did you mean 'trainer.optim.lr'?"
+    assert lines[1] == "max_stepz: unknown key; did you mean 'max_steps'?"
+    assert lines[2] == "With these keys left out:"
+    found = {int(line.removeprefix(f"{bad}:").partition(":")[0]): line for line in lines[3:]}
+    assert sorted(found) == [7, 9, 12, 16, 18, 20, 22, 24, 26]
+    assert "reverse-text': group_size 8 does not divide orchestrator.batch_size" in found[7]
+    assert found[9].endswith("lenght_penalty: unknown key; did you mean 'length_penalty'?")
+    assert found[12].endswith("(renderer 'qwen3').thinkin: unknown key")
+    assert "no taskset 'reverse-txt'" in found[16] and "'second': algo: no" in found[18]
+
+
+def test_args_that_tasksets_refuse_come_at_once_with_the_line_of_each_env(
+    tmp_path, monkeypatch, capsys
+):
+    bad = tmp_path / "bad.toml"
+    good = MANY_ERRORS.partition("[orchestrator]")[0].replace("learning_rate = 1.0\n", "")
+    train = '[orchestrator.renderer]\nname = "qwen3"\n[[orchestrator.train.env]]\n'
+    train += 'id = "reverse-text"\nargs = { min_lenght = 3 }\n'
+    held_out = (
+        '[[orchestrator.eval.env]]\nid = "reverse-text"\nname = "held"\nargs = { splitt = 3 }'
+    )
+    bad.write_text(good + train + held_out)
     monkeypatch.setattr("sys.argv", ["prime-rl", "run", str(bad), "--dry-run"])
     with pytest.raises(SystemExit):
         main()
-    first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith(f"error: {bad}:1: max_steps: ")
-    assert second == f"{bad}:2: learning_rate: unknown key; did you mean 'trainer.optim.lr'?"
+    first, second = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    assert first.startswith(f"{bad}:8: env 'reverse-text': args") and "min_letters" in first
+    assert second.startswith(f"{bad}:12: env 'held': args") and "'split'" in second

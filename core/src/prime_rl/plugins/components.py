@@ -113,7 +113,7 @@ class Components:
     @classmethod
     def load(cls, config: TrainerConfig, hooks: Hooks) -> Components:
         """``hooks``: of the group ``prime_rl.trainer``. Raises ``ConfigError`` for a table that no
-        head takes; ``check`` does so for those of losses."""
+        head takes; those of losses are checked when they are read."""
         installed, heads = collect(hooks, HEAD), {}
         for name, table in config.heads.items():
             chosen = select(HEAD, name, installed, where := f"trainer.heads.{name}")
@@ -129,11 +129,6 @@ class Components:
                 'trainer.losses.rl: "rl" is the loss of [trainer.loss]. Set it there.'
             )
         return cls({"rl": config.loss, **config.losses}, collect(hooks, LOSS), heads)
-
-    def check(self) -> None:
-        """Raises ``ConfigError`` for a table that no loss takes."""
-        for name in self.tables:
-            self[name]
 
     def with_rl(self, loss: Loss, table: LossTable | None = None) -> Components:
         """The same, with ``loss`` as rl under the settings of ``table``."""

@@ -114,11 +114,15 @@ def check_algorithms(config: RunConfig, hooks: Hooks, losses: Components) -> Non
     _check_earlier_weights(chosen, config)
 
 
+def algorithm_of(env: EnvConfig, config: RunConfig, hooks: Hooks) -> Algorithm:
+    """The algorithm of a training env. Raises ``ConfigError``."""
+    algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
+    return make(ALGORITHM, algo.type, algo.settings, hooks, where)
+
+
 def _algorithms(config: RunConfig, hooks: Hooks) -> Iterator[tuple[EnvConfig, Algorithm]]:
     """Each training env with its algorithm."""
-    for env in config.orchestrator.train.env:
-        algo, where = env.algo or config.orchestrator.algo, f"env {env.label!r}: algo"
-        yield env, make(ALGORITHM, algo.type, algo.settings, hooks, where)
+    return ((env, algorithm_of(env, config, hooks)) for env in config.orchestrator.train.env)
 
 
 def _check_earlier_weights(

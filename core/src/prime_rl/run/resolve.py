@@ -20,6 +20,7 @@ from prime_rl.plugins.offers import (
     ENGINE,
     FILTER,
     LAUNCHER,
+    LOSS,
     MODEL,
     MONITOR,
     OBSERVER,
@@ -38,7 +39,7 @@ from prime_rl.plugins.offers import (
     select,
     settings_of,
 )
-from prime_rl.run.env_checks import check_algorithms, check_envs, check_tasksets
+from prime_rl.run.env_checks import algorithm_of, check_algorithms, check_envs, check_tasksets
 from prime_rl.run.gpus import check_shares, gpus_of, num_ranks
 
 
@@ -48,27 +49,30 @@ def check(config: RunConfig) -> Hooks:
     hooks = load_plugins(disabled=config.plugins.disabled)
     trainer = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     _check_disabled(config, hooks, trainer)
-    losses = Components.load(config.trainer, trainer)
-    orchestrator, optim, problems = config.orchestrator, config.trainer.optim, list[str]()
-    sampler, renderer = orchestrator.sampler_table, orchestrator.renderer
+    orchestrator, train, problems = config.orchestrator, config.trainer, list[str]()
+    sampler, table, model = orchestrator.sampler_table, orchestrator.renderer, config.model.name
+    losses = Components({"rl": train.loss, **train.losses}, collect(trainer, LOSS))
     where = SAMPLER.key if orchestrator.buffer is None else "orchestrator.buffer"
     parts: list[tuple[Callable[..., object], *tuple[Any, ...]]] = [
         (check_envs, config),
-        (config.trainer.scheduler.check, optim.lr, config.max_steps),
-        (check_algorithms, config, hooks, losses),
+        (train.scheduler.check, train.optim.lr, config.max_steps),
+        *((algorithm_of, env, config, hooks) for env in orchestrator.train.env),
+        (lambda: check_algorithms(config, hooks, Components.load(train, trainer)),),
+        *((losses.__getitem__, name) for name in losses.tables),
         (check_filters, config, hooks),
         (build_model_maker, config, hooks),
         (choose, SAMPLER, sampler.type, sampler.settings, hooks, where),
-        (choose, RENDERER, renderer.name, renderer.settings, hooks, RENDERER.key),
+        (lambda: make(RENDERER, table.name, table.settings, hooks, RENDERER.key).check(model),),
         *((choose, MONITOR, n, t, hooks, f"monitors.{n}") for n, t in config.monitors.items()),
         (_check_observers, config, hooks),
         (choose, VIEW, config.view.type, config.view.settings, hooks, "view"),
         (check_engine, config, hooks),
         (_check_deployment, config, hooks),
         (_check_broadcast, config, hooks, trainer),
-        (make_observers, config.trainer.settings, trainer),
-        (make_kernel, config.trainer, trainer),
-        (make_optimizer, optim, trainer),
+        (make_observers, train.settings, trainer),
+        (make_kernel, train, trainer),
+        (make_optimizer, train.optim, trainer),
+        (check_tasksets, config, hooks),
     ]
     for part, *arguments in parts:
         try:
@@ -78,9 +82,6 @@ def check(config: RunConfig) -> Hooks:
                 problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    losses.check()
-    make(RENDERER, renderer.name, renderer.settings, hooks, RENDERER.key).check(config.model.name)
-    check_tasksets(config, hooks)
     return hooks
 
 

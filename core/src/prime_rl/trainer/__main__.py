@@ -112,7 +112,7 @@ def run(run_dir: Path, status: Status, rank: Rank) -> None:
     set_up_logging(config.log.level, rank)
     hooks = load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
     losses = Components.load(config.trainer, hooks)
-    losses.check()  # before the slow import: an error at once
+    [*map(losses.__getitem__, losses.tables)]  # before the slow import: an error at once
     observers = make_observers(config.trainer.settings, hooks)
     tuning = make_tuning(config.trainer.settings, hooks)
     kernel = make_kernel(config.trainer, hooks)

@@ -83,6 +83,11 @@ class PackageRenderer(RendererOffer):
 class NamedRenderer(PackageRenderer):
     """One renderer of the package."""
 
+    def check(self, model: str) -> None:
+        """Raises ``ConfigError`` on fields that the package's config does not have."""
+        if fields := self.config.model_dump():  # else not worth the import, which takes seconds
+            self.build(model, fields)
+
     def build(self, model: str, fields: Mapping[str, Any]) -> Any:
         """The package's config object for this name. Raises ``ConfigError`` on fields it does not
         have."""
@@ -96,8 +101,12 @@ def _config(table: Mapping[str, Any]) -> Any:
     try:
         return TypeAdapter(RendererConfig).validate_python(dict(table))
     except ValidationError as error:
-        problems = "; ".join(f"{e['loc'][-1]}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"orchestrator.renderer ({table['name']}): {problems}") from error
+        where = f"orchestrator.renderer (renderer {table['name']!r})"
+        said = {"extra_forbidden": "unknown key"}
+        problems = (
+            f"{where}.{e['loc'][-1]}: {said.get(e['type'], e['msg'])}" for e in error.errors()
+        )
+        raise ConfigError("\n".join(problems)) from error
 
 
 class AutoRenderer(PackageRenderer):

@@ -13,6 +13,7 @@ from typing import Any
 from pluggy import HookImpl
 
 from prime_rl.config.load import installed_defaults, merge
+from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.env.episode import EnvSettings
@@ -153,17 +154,23 @@ def _names(names: Iterable[str]) -> str:
 def _environments(config: RunConfig) -> Iterator[tuple[str, Environment]]:
     """The environments of the run, whose own config classes check their args; those of training by
     label."""
-    default = config.orchestrator.train.harness
-    for env in config.orchestrator.train.env:
-        found = Environment(EnvSettings.of(env, default_harness=default))
-        if not found.agents:
-            raise ConfigError(
-                f"env {env.label!r}: every agent ({_names(sorted(found.fixed_seats))}) has a model "
-                "of its own, so the policy plays none and nothing can train. Leave out args of one."
-            )
-        yield env.label, found
-    for held_out in config.orchestrator.eval.env:
-        Environment(EnvSettings.of(held_out, default_harness=default))
+    orchestrator, problems = config.orchestrator, list[str]()
+    for env in (*orchestrator.train.env, *orchestrator.eval.env):
+        try:
+            found = Environment(EnvSettings.of(env, default_harness=orchestrator.train.harness))
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if isinstance(env, EnvConfig):  # one to train on
+            if not found.agents:
+                raise ConfigError(
+                    f"env {env.label!r}: every agent ({_names(sorted(found.fixed_seats))}) has a "
+                    "model of its own, so the policy plays none and nothing can train. Leave out "
+                    "args of one."
+                )
+            yield env.label, found
+    if problems:
+        raise ConfigError("\n".join(problems))
 
 
 def _processes(config: RunConfig, hooks: Hooks) -> Iterator[str]:

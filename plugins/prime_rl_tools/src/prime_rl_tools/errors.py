@@ -6,8 +6,24 @@ orchestrator.bach_size: unknown key ...   ->   my.toml:12: orchestrator.bach_siz
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from prime_rl.config.load import (
+    TAGS,
+    installed_defaults,
+    merge,
+    parse_overrides,
+    read_toml,
+    set_at,
+    without_replaced,
+)
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import PrimeRLError
 
 NAMES_ELSEWHERE = {
     "learning_rate": "trainer.optim.lr",
@@ -56,33 +72,109 @@ NAMES_ELSEWHERE = {
 """Names that TRL, verl, OpenRLHF and Hugging Face's trainer give to a key of ours."""
 
 _LINE = re.compile(r"^(?P<key>[A-Za-z_][\w.-]*): (?P<problem>.*)$", re.DOTALL)
+_OF_PLUGIN = re.compile(r" \(\w+ '[^']*'\)(?=[.:])")
+"""``trainer.loss (loss 'default').adv_tau``: whose key it is."""
+_OF_ENV = re.compile(r"^env '(?P<label>[^']*)': (?P<rest>.*)$", re.DOTALL)
 _TABLE = re.compile(r"^\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:[\w-]+|"[^"]*")(?:\s*\.\s*(?:[\w-]+|"[^"]*"))*)\s*=""")
 
 
 def explained(message: str, arguments: Sequence[str]) -> str:
-    """The message of an error; each line that begins with a key gets the file and line that set
-    it. ``arguments``: the command line, which names the files."""
+    """The message of an error; each line about a key gets the file and line that set it.
+    ``arguments``: the command line, which names the files."""
     places: dict[str, str] = {}
     for word in arguments:
         if word.endswith(".toml") and Path(word).is_file():
             text = Path(word).read_text(errors="replace")
             places |= {key: f"{word}:{number}" for key, number in lines_of_keys(text)}
+            places |= {f"env {label}": places[key] for label, key in _labels(text) if key in places}
     given = {word[2:].partition("=")[0].replace("-", "_") for word in arguments if word[:2] == "--"}
-    return "\n".join(_explained(line, places, given) for line in message.split("\n"))
+    lines = message.split("\n")
+    if arguments[:1] == ["run"] and (left := _left(arguments[1:], lines)):
+        lines += ["With these keys left out:", *left]
+    return "\n".join(_explained(line, places, given) for line in lines)
+
+
+def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
+    """What the installed plugins refuse in a config of which the schema refuses some keys: those
+    are left out. Nothing if one of them is required."""
+    from prime_rl.cli.run import split_arguments
+    from prime_rl.run.resolve import check
+
+    try:
+        files, overrides = split_arguments(list(arguments))
+        table: dict[str, Any] = {}
+        for file in files:
+            table = merge(table, read_toml(Path(file)))
+        for path, value in parse_overrides(overrides):
+            set_at(table, path, value)
+        config, refused = _without_refused(without_replaced(merge(installed_defaults(), table)))
+        if config is not None and any(line.startswith(refused) for line in known):
+            check(config)
+    except PrimeRLError as error:
+        return [line for line in str(error).split("\n") if line not in known]
+    return []
+
+
+def _without_refused(table: dict[str, Any]) -> tuple[RunConfig | None, tuple[str, ...]]:
+    """The config without the keys that the schema refuses, and these keys; None if one of them is
+    required."""
+    refused: list[str] = []
+    while True:
+        try:
+            return RunConfig.model_validate(table), tuple(refused)
+        except ValidationError as error:
+            for each in error.errors():
+                path = [part for part in each["loc"] if part not in TAGS]
+                inner: Any = table
+                for part in path[:-1]:
+                    inner = inner[part]
+                if not isinstance(inner, dict) or path[-1] not in inner:
+                    return None, ()
+                del inner[path[-1]]
+                refused.append(f"{'.'.join(map(str, path))}: ")
 
 
 def _explained(line: str, places: dict[str, str], overridden: set[str]) -> str:
-    found = _LINE.match(line)
+    if found := _OF_ENV.match(line):
+        label, rest = found.groups()
+        place = _place_of_env(label, _OF_PLUGIN.sub("", rest), places, overridden)
+        return f"{place}: {line}" if place else line
+    found = _LINE.match(_OF_PLUGIN.sub("", line))
     if found is None:
         return line
     key, problem = found["key"], found["problem"]
     ours = NAMES_ELSEWHERE.get(key.rpartition(".")[2])
     if problem.startswith("unknown key") and ours is not None:
-        problem = f"unknown key; did you mean {ours!r}?"
+        line = f"{key}: unknown key; did you mean {ours!r}?"
     place = None if key in overridden else places.get(key)
-    where = "" if place is None else f"{place}: "
-    return f"{where}{key}: {problem}"
+    return line if place is None else f"{place}: {line}"
+
+
+def _place_of_env(
+    label: str, rest: str, places: dict[str, str], overridden: set[str]
+) -> str | None:
+    """Where the key is set that an env's message begins with (its own table or the shared one);
+    else where the env's table begins."""
+    key = (re.match(r"[\w.]+", rest) or [""])[0]
+    table = places.get(f"env {label}", "")
+    own = next((k for k, place in places.items() if place == table and k[-1:].isdigit()), "")
+    for each in (f"{own}.{key}", f"{own}.{key.partition('.')[0]}", f"orchestrator.{key}"):
+        if each in places or each in overridden:
+            return places.get(each) if each not in overridden else None
+    return table or None
+
+
+def _labels(text: str) -> Iterator[tuple[str, str]]:
+    """Label and table of each env of a TOML file; those of training last, because their label
+    may be that of a held-out one too."""
+    try:
+        orchestrator = tomllib.loads(text).get("orchestrator", {})
+        for part in ("eval", "train"):
+            for number, env in enumerate(orchestrator.get(part, {}).get("env", [])):
+                yield env.get("name") or env["id"], f"orchestrator.{part}.env.{number}"
+    except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError):
+        return
 
 
 def lines_of_keys(text: str) -> Iterator[tuple[str, int]]:

@@ -5,19 +5,24 @@
 """
 
 import gzip
+import io
 import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
+from waiting import LIMIT
 
-from prime_rl import Rollout, Sample
+from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.cli.app import app
 from prime_rl_tools.doctor import History, diagnose
 from prime_rl_tools.rollouts import write_rollouts
+from prime_rl_tools.view.live import TerminalView
 
 RECORD = json.loads(gzip.decompress(Path(__file__).with_name("first_runs.json.gz").read_bytes()))
 ENV = "reverse-text"
@@ -277,3 +282,30 @@ def test_a_short_run_gets_no_verdict(tmp_path):
 def test_the_page_lists_every_verdict():
     page = (Path(__file__).parents[4] / "docs/learning-problems.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PLANTED)
+
+
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_the_live_view_shows_a_finding_of_a_run_in_progress_once_it_is_there(tmp_path, on_terminal):
+    console = Console(file=io.StringIO(), width=100, force_terminal=on_terminal)
+    run_dir = tmp_path / "run"
+    (run_dir / "status").mkdir(parents=True)
+    with TerminalView(PluginConfig(), run_dir, 999, console) as view:
+        view.refresh()
+        assert "doctor" not in console.file.getvalue()
+        run = Recorded(run_dir, steps=STEPS)
+        policy_stands_still(run)
+        for step, row in run.rows.items():
+            row.update({"progress/seconds": 1.0 * step, "progress/total_tokens": 100 * step})
+        run.save()
+        deadline = time.monotonic() + LIMIT
+        while "rate_too_low" not in console.file.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+            view.refresh()
+        said = console.file.getvalue()
+        view.refresh()
+        assert on_terminal or console.file.getvalue() == said  # no line twice
+    view.ended()
+    ending = console.file.getvalue().partition("Run directory")[2]
+    assert "Doctor          rate_too_low: The learning rate looks too low" in ending
+    assert f"prime-rl doctor {run_dir} says more" in ending

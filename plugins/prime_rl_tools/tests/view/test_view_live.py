@@ -163,6 +163,16 @@ def test_the_time_left_the_trainers_numbers_and_the_waits(run_dir):
         assert shown in text, shown
 
 
+def test_waits_are_those_of_one_step_although_two_processes_write_them(run_dir):
+    log(run_dir, 1, **{"wait/orchestrator/inference": 0.5, "time/step": 2.0})
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "wait/trainer/orchestrator": 1.5}) + "\n")
+    both = "orchestrator for inference 0.50 s, trainer for orchestrator 1.50 s of 2.00 s"
+    assert both in drawn(run_dir, width=120)
+    log(run_dir, 2, **{"wait/orchestrator/inference": 0.25, "time/step": 1.0})
+    assert "waiting  orchestrator for inference 0.25 s of 1.00 s" in drawn(run_dir, width=120)
+
+
 def test_rollouts_of_the_newest_batch_take_turns(tmp_path):
     """By a real tokenizer of two words, from the lowest reward to the highest."""
     tokenizer = Tokenizer(WordLevel({"say": 0, "no": 1, "yes": 2}, unk_token="no"))

@@ -178,6 +178,15 @@ def test_without_an_evaluation_before_training_the_first_one_counts(tmp_path):
     assert "0.375 → 0.750" in printed(tmp_path)
 
 
+def test_a_run_that_ended_early_is_measured_by_its_last_evaluation(tmp_path):
+    """By [stop], as here, or by the user: there is none after training."""
+    measured(tmp_path, "before", 0.25)
+    assert "Held-out" not in printed(tmp_path)
+    measured(tmp_path, "during", 0.5, 2)
+    measured(tmp_path, "during", 0.375, 4)
+    assert "Held-out reward 0.250 → 0.375   held, 8 rollouts" in printed(tmp_path)
+
+
 def test_a_single_evaluation_is_not_compared_with_itself(tmp_path):
     measured(tmp_path, "after", 0.75, LAST)
     assert "Held-out reward 0.750   held, 8 rollouts; not measured before" in printed(tmp_path)

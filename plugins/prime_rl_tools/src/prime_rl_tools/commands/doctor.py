@@ -47,11 +47,10 @@ def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
 
 
 def _text(verdict: Verdict) -> str:
-    where = "" if verdict.env is None else f" in {verdict.env}"
     rows = (
         ("found", verdict.evidence), ("counts", verdict.threshold), ("change", verdict.advice),
     )  # fmt: skip
-    lines = [f"{verdict.name}{where}: {verdict.finding}"]
+    lines = [verdict.line]
     for title, text in rows:
         lines += textwrap.wrap(
             text, 96, initial_indent=f"  {title:8}", subsequent_indent=" " * 10,

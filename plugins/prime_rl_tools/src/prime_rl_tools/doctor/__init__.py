@@ -28,7 +28,10 @@ from prime_rl_tools.doctor.history import MIN_STEPS, History
 from prime_rl_tools.doctor.measures import Verdict
 from prime_rl_tools.doctor.updates import rate_too_high, rate_too_low, starved
 
-__all__ = ["CHECKS", "MIN_STEPS", "History", "Verdict", "diagnose"]
+__all__ = ["CHECKS", "EVERY", "MIN_STEPS", "History", "Verdict", "diagnose"]
+
+EVERY = 10
+"""Steps between two readings of a run in progress."""
 
 CHECKS: tuple[Callable[[History], Iterable[Verdict]], ...] = (
     *(entropy_collapse, mismatch_growth, length_drift, dominant_term, silent_env, truncation),

@@ -32,6 +32,12 @@ class Verdict:
     env: str | None = None
     """The env it is about; None: the run."""
 
+    @property
+    def line(self) -> str:
+        """Name, env and finding."""
+        where = "" if self.env is None else f" in {self.env}"
+        return f"{self.name}{where}: {self.finding}"
+
 
 STALE = "stale"
 """Why a rollout was dropped that got too old."""

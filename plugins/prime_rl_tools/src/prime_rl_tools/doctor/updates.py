@@ -44,7 +44,7 @@ def rate_too_high(run: History) -> Iterator[Verdict]:
             f"or a gradient norm {UPSET:g} times that at the best; or {SKIPPED:.0%} skipped steps. "
             "Measured: the reward never fell by more than 3 %; at 14 times the learning rate it "
             "fell by 90 %, at a mismatch of 0.3",
-            "lower trainer.optim.lr by 3 to 10, raise trainer.scheduler.warmup_steps, lower "
+            "divide trainer.optim.lr by 3 to 10, raise trainer.scheduler.warmup_steps, lower "
             "trainer.optim.max_norm",
         )
 
@@ -70,7 +70,7 @@ def rate_too_low(run: History) -> Iterator[Verdict]:
             f"a median below {STILL:g} per token for data at least half a version old, and a "
             "flat reward. PPO implementations aim at 1e-2 per update (target_kl); measured: 1e-3 "
             "to 2e-2 in runs that learn, 6e-7 at a rate of 1e-6",
-            "raise trainer.optim.lr by 3 to 10",
+            "multiply trainer.optim.lr by 3 to 10",
         )
 
 

@@ -6,13 +6,11 @@ one read the same values: the frozen one asks once.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ import msgspec
 
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import PrimeRLError
+from prime_rl_tools.doctor import EVERY, diagnose
 from prime_rl_tools.files import reading
 from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
@@ -30,8 +29,6 @@ from prime_rl_tools.runs import run_info
 
 CHUNK_TOKENS = 20_000
 """Approximate tokens of one chunk, which is unpacked when a rollout is shown."""
-
-DOCTOR, DOCTOR_STEPS = "prime_rl_tools.doctor", 10
 
 
 class Have(NamedTuple):
@@ -146,10 +143,10 @@ class RunSource:
         return [data.scale(credits[env]) for env in range(len(self.table.texts["env"]))]
 
     def _verdicts(self, step: int, state: str) -> list[dict[str, Any]]:
-        """What ``prime-rl doctor`` says, read anew every ``DOCTOR_STEPS`` steps and at the end."""
-        if (when := (step // DOCTOR_STEPS, state)) != self._diagnosed and find_spec(DOCTOR):
-            found = importlib.import_module(DOCTOR).diagnose(self.run_dir)
-            self._diagnosed, self._found = when, [asdict(verdict) for verdict in found]
+        """What ``prime-rl doctor`` says, read anew every ``EVERY`` steps and at the end."""
+        if (when := (step // EVERY, state)) != self._diagnosed:
+            self._diagnosed = when
+            self._found = [asdict(verdict) for verdict in diagnose(self.run_dir)]
         return self._found
 
     # -- tokens -----------------------------------------------------------------------------------

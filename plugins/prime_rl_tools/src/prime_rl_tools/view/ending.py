@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
+from prime_rl_tools.doctor import Verdict
 from prime_rl_tools.view.summary import read_curve, restarts_text
 
 COLLAPSED = 0.25
@@ -57,11 +58,12 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
         console.print(Text(f"ERROR  {error}", "red"))
     if len(errors) > MAX_ERRORS:
         console.print(Text(f"{len(errors) - MAX_ERRORS} more: {run_dir / 'logs'}", "red"))
-    # The env's first evaluation: before training, or if that was skipped, the first one.
-    earlier = [*measured.get("before", ()), *measured.get("during", ())]
-    for after in measured["after"]:
-        before = next((each for each in earlier if each["env"] == after["env"]), None)
-        _print_eval(console, before, after)
+    # Of each env the first evaluation and the last: a run that ended early (by the user, or by
+    # [stop]) has none after training.
+    before, during, after = (measured.get(when, []) for when in ("before", "during", "after"))
+    for env, last in {each["env"]: each for each in (*during, *after)}.items():
+        first = next(each for each in (*before, *during, *after) if each["env"] == env)
+        _print_eval(console, None if first is last else first, last)
     template = read_chat_template(run_dir)
     if template is not None and template.warning is not None:
         console.print(Text.assemble(("WARNING  ", "bold red"), (template.warning, "red")))
@@ -81,6 +83,14 @@ def logged_errors(run_dir: Path) -> list[str]:
                 sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
                 found.setdefault(sort, f"{path.stem}: {error[1]}")
     return [*found.values()]
+
+
+def print_findings(console: Console, run_dir: Path, found: Sequence[Verdict]) -> None:
+    """Print what the doctor says of the run; nothing without findings."""
+    for number, verdict in enumerate(found):
+        _print_line(console, f"{'' if number else 'Doctor':16}{verdict.line}")
+    if found:
+        _print_line(console, f"{'':16}prime-rl doctor {shlex.quote(str(run_dir))} says more")
 
 
 def print_next(console: Console, run_dir: Path, max_steps: int) -> None:

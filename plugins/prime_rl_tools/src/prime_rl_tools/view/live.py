@@ -25,7 +25,8 @@ from rich.text import Text
 from prime_rl import PluginConfig, RunView
 from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
 from prime_rl_tools.view.cell import Cell
-from prime_rl_tools.view.ending import print_next, print_stop, print_summary
+from prime_rl_tools.view.ending import print_findings, print_next, print_stop, print_summary
+from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.sampled import Sampled
 from prime_rl_tools.view.summary import REWARD, summarize, write_summary
 
@@ -82,6 +83,7 @@ class TerminalView(RunView):
         self.metrics.read_new()
         # Steps that previous attempts have trained.
         self._steps_before = self._printed_step = self.metrics.step
+        self._findings = Findings(run_dir, self.metrics.step)
 
     def __enter__(self) -> TerminalView:
         if isinstance(self.config, TerminalConfig) and self.config.watch:
@@ -108,14 +110,17 @@ class TerminalView(RunView):
 
     def refresh(self) -> None:
         """See ``RunView.refresh``. Without a terminal: a line for each process whose state is new,
-        until this attempt trains, and one for every few steps."""
+        until this attempt trains, one for every few steps, and one per new finding."""
         self.metrics.read_new()
+        self._findings.update(self.metrics.step)
         if self._live:
             self._live.update(self.render(), refresh=True)
             return
         if self.metrics.step <= self._steps_before:
             super().refresh()
         self._print_steps()
+        for verdict in self._findings.new():
+            self.print(f"doctor: {verdict.line}")
 
     def render(self) -> RenderableType:
         """The whole view."""
@@ -154,6 +159,8 @@ class TerminalView(RunView):
         kl = metrics.latest.get("mismatch_kl/all/mean")
         apart = "" if kl is None else f"   mismatch KL {kl:.1e}"
         table.add_row("off-policy", metrics.off_policy + apart)
+        if (findings := self._findings.render()) is not None:
+            table.add_row("doctor", findings)
         return table
 
     def _processes(self, width: int) -> RenderableType:
@@ -226,6 +233,8 @@ class TerminalView(RunView):
         except OSError as error:
             self.print(f"cannot write the summary: {error}")
         print_summary(self.console, self.run_dir, summary)
+        self._findings.read()
+        print_findings(self.console, self.run_dir, self._findings.found)
 
 
 class MetricsTail:
@@ -234,6 +243,8 @@ class MetricsTail:
     def __init__(self, path: Path) -> None:
         self._tail = Tail(path)
         self.latest: dict[str, Any] = {}
+        self._timed: dict[str, Any] = {}
+        """Seconds and waits of the newest step that has them: its rows come from two processes."""
         self.rewards: list[float] = []
         self.step = 0
         self._clock: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
@@ -244,6 +255,10 @@ class MetricsTail:
         for line in self._tail.new_lines():
             row = json.loads(line)
             self.latest |= row
+            if row["step"] > self._timed.get("step", 0) and "time/step" in row:
+                self._timed = {"step": row["step"]}
+            if row["step"] == self._timed.get("step"):
+                self._timed |= row
             if row.get(REWARD) is not None:
                 self.rewards.append(row[REWARD])
             if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
@@ -292,10 +307,10 @@ class MetricsTail:
         """Seconds of the last step that each side waited, of its seconds in all."""
         waits = {
             name.removeprefix("wait/").replace("/", " for ").replace("_", " "): value
-            for name, value in self.latest.items()
+            for name, value in self._timed.items()
             if name.startswith("wait/") and value and value >= 0.005
         }
-        total = self.latest.get("time/step")
+        total = self._timed.get("time/step")
         if not waits or total is None:
             return ""
         parts = ", ".join(f"{name} {value:.2f} s" for name, value in sorted(waits.items()))

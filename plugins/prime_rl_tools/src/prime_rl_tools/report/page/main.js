@@ -113,7 +113,7 @@ function about() {
     const state = run.state === "running" ? `step ${run.step} of ${run.max_steps}, ` : "";
     const name = runs.length > 1 ? el("b", {}, `${"AB"[index] ?? index + 1} ${run.name}  `) : "";
     return el("div", {}, name, ...algorithms, `${state}model ${run.model}, loss ${run.loss}, seed ${run.seed}`, notes.length ? ` (${notes.join("; ")})` : "",
-      ...run.verdicts.map(({ env, finding, evidence, advice }) => el("details", { class: "verdict" }, el("summary", {}, `${env ? `${env}: ` : ""}${finding}`), `${evidence} ${advice}`)));
+      ...run.verdicts.map(({ env, finding, evidence, advice }) => el("details", { class: "verdict" }, el("summary", {}, `${env ? `${env}: ` : ""}${finding}`), el("div", {}, `found: ${evidence}`), el("div", {}, `change: ${advice}`))));
   });
   const differs = runs[0].differs ?? [];
   if (runs.length > 1)
