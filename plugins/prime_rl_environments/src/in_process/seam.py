@@ -33,6 +33,7 @@ def _check() -> None:
 _check()
 
 try:
+    from in_process import caches as caches
     from verifiers.v1.clients.train import TrainClient as TrainClient
     from verifiers.v1.configs.client import resolve_api_key as resolve_api_key
     from verifiers.v1.configs.client import resolve_headers as resolve_headers
@@ -85,6 +86,7 @@ def _remember_servers() -> None:
 
 
 _remember_servers()
+caches.install()
 
 
 def server_of(secret: str) -> InterceptionServer:
