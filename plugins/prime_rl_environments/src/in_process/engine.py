@@ -1,9 +1,10 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""A fast HTTP client for ``/inference/v1/generate`` that replaces the openai SDK.
+"""HTTP to the engine, without the openai SDK.
 
 ``renderers.client.generate`` uses three attributes of an ``AsyncOpenAI``: ``base_url``, ``get`` and
 ``post``. The SDK spends some 3 ms CPU per request (building, retrying, decoding), aiohttp a tenth.
-The client also reads the policy version of each token from the raw reply; renderers drops it.
+The connection also reads the policy version of each token from the raw reply; renderers drops it.
+``client`` is verifiers' client over this connection.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from in_process.seam import ProviderError, TrainClient, resolve_api_key, resolve_headers
+from in_process.batch import BatchConnection
+from in_process.seam import ProviderError
 
 Span = tuple[int, int, int]
 """``(policy version, start, end)``: the completion's tokens ``[start, end)`` were sampled by
@@ -69,6 +71,11 @@ def with_offset(body: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
         return body
     seed = (parameters["seed"] + offset) % 2**31
     return {**body, "sampling_params": {**parameters, "seed": seed}}
+
+
+def current_call() -> Call | None:
+    """The call that ``recorded_versions`` surrounds. None: there is none."""
+    return _call.get()
 
 
 class _Span(msgspec.Struct):
@@ -131,12 +138,19 @@ class EngineConnection:
             timeout=timeout,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         )
+        self.batches: BatchConnection | None = None
+        """Sends requests together. None: no model card has said yet that the engine takes them."""
+        self._timeout = timeout
 
     async def get(self, path: str, *, cast_to: Any) -> Any:
         """GET ``{base_url}{path}`` as JSON."""
         async with self.session.get(self.base_url.rstrip("/") + path) as response:
             response.raise_for_status()
-            return await response.json()
+            found = await response.json()
+        if any(isinstance(c, dict) and c.get("generate_batch") for c in found.get("data") or ()):
+            root = self.base_url.rstrip("/").removesuffix("/v1")
+            self.batches = self.batches or BatchConnection(self.session, root, self._timeout)
+        return found
 
     async def post(
         self, url: str, *, cast_to: Any, body: Any, options: Mapping[str, Any] | None = None
@@ -170,29 +184,6 @@ class EngineConnection:
         return Reply(with_token_names(content))
 
     async def close(self) -> None:
+        if self.batches is not None:
+            await self.batches.close()
         await self.session.close()
-
-
-class FastTrainClient(TrainClient):
-    """verifiers' ``TrainClient`` over an ``EngineConnection``."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        timeout = config.timeout
-        self.client = EngineConnection(
-            config.base_url,
-            {**resolve_headers(config), "Authorization": f"Bearer {resolve_api_key(config)}"},
-            aiohttp.ClientTimeout(total=None, connect=timeout.connect, sock_read=timeout.read),
-        )
-
-    @classmethod
-    def of(cls, client: TrainClient, stack: AsyncExitStack) -> FastTrainClient:
-        """The fast client that replaces ``client``, created once. ``stack`` closes it with the
-        server."""
-        if isinstance(client, cls):
-            return client
-        fast: FastTrainClient | None = getattr(client, "_in_process", None)
-        if fast is None:
-            fast = client._in_process = cls(client.config)
-            stack.push_async_callback(fast.close)
-        return fast
