@@ -78,7 +78,9 @@ else:
     import re as _re
     from importlib import import_module as _import_module
 
-    _PLACES = _re.findall(r"^    from (\S+) import (\w+) as", __loader__.get_data(__file__).decode(), 8)
+    _PLACES = _re.findall(
+        r"^    from (\S+) import (\w+) as", __loader__.get_data(__file__).decode(), 8
+    )
     _MODULES = {name: module for module, name in _PLACES}
 
     def __getattr__(name: str) -> object:

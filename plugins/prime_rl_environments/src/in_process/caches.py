@@ -44,8 +44,8 @@ def install() -> None:
         module.get_type_hints = hints
     for module in (decorators, rollout, task, harness):
         module.discover_decorated = marked_methods
-    factories = functools.cache(pydantic_fields.takes_validated_data_argument)
-    pydantic_fields.takes_validated_data_argument = factories
+    takes_data = pydantic_fields.takes_validated_data_argument
+    setattr(pydantic_fields, takes_data.__name__, per_function(takes_data))
     loaders._import_plugin = while_imported(loaders._import_plugin)
     memory._TRIM_EVERY_ROLLOUTS = ROLLOUTS_PER_TRIM
     task.Task.hash = property(hash_of(task.Task.hash.fget))
@@ -62,8 +62,11 @@ def per_function(compute: Callable[[Hook], Any]) -> Callable[[Hook], Any]:
 
     def cached(hook: Hook) -> Any:
         function = hook.__func__ if isinstance(hook, MethodType) else hook
-        if function not in known:
-            known[function] = compute(hook)
+        try:
+            if function not in known:
+                known[function] = compute(hook)
+        except TypeError:  # an object without a hash, or one that ``compute`` refuses
+            return compute(hook)
         return known[function]
 
     return cached
@@ -91,7 +94,7 @@ def _names(kind: type, mark: str) -> list[str]:
     ]
 
 
-def marked_methods(owner: object, mark: str) -> list[Hook]:
+def marked_methods(owner: Any, mark: str) -> list[Hook]:
     """The methods of ``owner`` with a mark, by priority and name."""
     found = [getattr(owner, name) for name in _names(type(owner), mark)]
     methods = [method for method in found if hasattr(method, mark)]
@@ -103,11 +106,10 @@ def hash_of(compute: Callable[[Any], str]) -> Callable[[Any], str]:
     """``Task.hash``, once for a task's data, which is frozen."""
 
     def cached(owner: Any) -> str:
-        data, value = owner.__dict__.get("_in_process_hash", (None, ""))
-        if data is not owner.data:
-            value = compute(owner)
-            owner.__dict__["_in_process_hash"] = owner.data, value
-        return value
+        known: tuple[Any, str] = owner.__dict__.get("_in_process_hash", (None, ""))
+        if known[0] is not owner.data:
+            known = owner.__dict__["_in_process_hash"] = owner.data, compute(owner)
+        return known[1]
 
     return cached
 

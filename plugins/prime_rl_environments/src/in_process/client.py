@@ -20,7 +20,6 @@ import msgspec
 from renderers import OverlongPromptError
 from renderers.base import ToolCallParseStatus, is_multimodal
 from renderers.client import MalformedGenerateResponseError, generate
-from renderers.client import _resolve_max_prompt_len as max_prompt_len
 
 from in_process.engine import EngineConnection, current_call, with_offset
 from in_process.seam import (
@@ -146,11 +145,12 @@ class FastTrainClient(TrainClient):
         rendered, bridged = await self._render(slot, turn, tools)
         if bridged is not None:
             parameters["routed_experts_prompt_start"] = max(turn.path_len - 1, 0)
-        limit = await max_prompt_len(self.client, body["model"])  # asks the engine once
-        if limit is not None and len(rendered.token_ids) > limit:
+        card = await self.client.card(body["model"])
+        limit = card.get("max_model_len")
+        if isinstance(limit, int) and 0 < limit < len(rendered.token_ids):
             error = OverlongPromptError(prompt_len=len(rendered.token_ids), max_prompt_len=limit)
             raise ProviderError(str(error), status_code=400)
-        sample = self._generate if self.client.batches is None else self._generate_in_batch
+        sample = self._generate_in_batch if card.get("generate_batch") else self._generate
         result = await sample(slot.renderer, rendered, tools, request, session_id)
         kinds = slot.renderer.mm_token_type_id_map if is_multimodal(slot.renderer) else None
         response = response_from_generate(result, body["model"], bridged, kinds)
@@ -215,7 +215,6 @@ class FastTrainClient(TrainClient):
             wanted = dict(with_offset(wanted, call.seed_offset))
         prompt = rendered.token_ids
         ask = BatchRequest(request_id=uuid4().hex, token_ids=ids_to_bytes(prompt), **wanted)
-        assert self.client.batches is not None
         answer = await self.client.batches.send(ask)
         tokens, logprobs = read_columns(answer)
         if call is not None:

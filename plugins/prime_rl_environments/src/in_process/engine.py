@@ -9,6 +9,7 @@ The connection also reads the policy version of each token from the raw reply; r
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zlib
 from collections.abc import Iterator, Mapping
@@ -138,19 +139,32 @@ class EngineConnection:
             timeout=timeout,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         )
-        self.batches: BatchConnection | None = None
-        """Sends requests together. None: no model card has said yet that the engine takes them."""
-        self._timeout = timeout
+        root = base_url.rstrip("/").removesuffix("/v1")
+        self.batches = BatchConnection(self.session, root, timeout)
+        """For engines whose model card has ``generate_batch``."""
+        self._cards: dict[str, asyncio.Task[dict[str, Any]]] = {}
+
+    async def card(self, model: str) -> dict[str, Any]:
+        """The engine's model card, asked for once. Empty if it has none, or cannot be asked now."""
+        task = self._cards.get(model)
+        if task is None:
+            task = self._cards[model] = asyncio.create_task(self._read_card(model))
+        try:
+            return await asyncio.shield(task)
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            self._cards.pop(model, None)
+            return {}
+
+    async def _read_card(self, model: str) -> dict[str, Any]:
+        found = await self.get("/models", cast_to=dict)
+        cards = (card for card in found.get("data") or () if isinstance(card, dict))
+        return next((card for card in cards if card.get("id") == model), {})
 
     async def get(self, path: str, *, cast_to: Any) -> Any:
         """GET ``{base_url}{path}`` as JSON."""
         async with self.session.get(self.base_url.rstrip("/") + path) as response:
             response.raise_for_status()
-            found = await response.json()
-        if any(isinstance(c, dict) and c.get("generate_batch") for c in found.get("data") or ()):
-            root = self.base_url.rstrip("/").removesuffix("/v1")
-            self.batches = self.batches or BatchConnection(self.session, root, self._timeout)
-        return found
+            return await response.json()
 
     async def post(
         self, url: str, *, cast_to: Any, body: Any, options: Mapping[str, Any] | None = None
@@ -184,6 +198,5 @@ class EngineConnection:
         return Reply(with_token_names(content))
 
     async def close(self) -> None:
-        if self.batches is not None:
-            await self.batches.close()
+        await self.batches.close()
         await self.session.close()

@@ -107,7 +107,7 @@ class TurnDriver:
             turn = await self._open(asked)
         except ValueError as error:
             raise refusal(str(error)) from error
-        session.error = error = response = node = None
+        session.error = failure = response = node = None
         started = time.time()
         try:
             response = await session.client.get_response(
@@ -121,13 +121,13 @@ class TurnDriver:
             session.consume_prepared(turn.tail)
         except Refused:
             raise
-        except BaseException as failure:
-            error = failure
-            if isinstance(failure, RolloutError):
-                session.error = failure
-            if not isinstance(failure, Exception):
+        except BaseException as error:
+            failure = error
+            if isinstance(error, RolloutError):
+                session.error = error
+            if not isinstance(error, Exception):
                 raise
-            raise refusal(str(failure)) from failure
+            raise refusal(str(error)) from error
         finally:
             if node is None:
                 turn.abandon()
@@ -139,7 +139,7 @@ class TurnDriver:
                 node=node,
                 finish_reason=response.finish_reason if response else None,
                 usage=response.usage if response else None,
-                error=error,
+                error=failure,
             )
         message: dict[str, Any] = response.raw["choices"][0]["message"]
         return message
