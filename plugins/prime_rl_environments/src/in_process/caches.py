@@ -96,7 +96,8 @@ def _names(kind: type, mark: str) -> list[str]:
 
 def marked_methods(owner: Any, mark: str) -> list[Hook]:
     """The methods of ``owner`` with a mark, by priority and name."""
-    found = [getattr(owner, name) for name in _names(type(owner), mark)]
+    kind: Any = type(owner)
+    found = [getattr(owner, name) for name in _names(kind, mark)]
     methods = [method for method in found if hasattr(method, mark)]
     methods.sort(key=lambda m: (-getattr(m, f"{mark}_priority", 0), m.__name__))
     return methods
@@ -117,8 +118,8 @@ def hash_of(compute: Callable[[Any], str]) -> Callable[[Any], str]:
 class _Folder:
     """The folder of one runtime and its views, created by the first use."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.made = path, False
+    def __init__(self, path: Path, made: bool = False) -> None:
+        self.path, self.made = path, made
 
     def make(self) -> Path:
         if not self.made:
@@ -139,7 +140,7 @@ def workdir(self: Any) -> Path | None:
 
 
 def set_workdir(self: Any, path: Path | None) -> None:
-    self._folder = None if path is None else _Folder(path)
+    self._folder = None if path is None else _Folder(path, made=True)
 
 
 def if_made(method: Hook) -> Hook:
