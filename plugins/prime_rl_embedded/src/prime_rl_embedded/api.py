@@ -22,7 +22,6 @@ from prime_rl_embedded.generate import generate_response
 from prime_rl_embedded.loop import EngineLoop
 from prime_rl_embedded.metrics import render
 from prime_rl_embedded.schema import Limits, generate_requests
-from prime_rl_engine_kit import batch
 from prime_rl_engine_kit.body import ClientGone, read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
@@ -99,8 +98,8 @@ def make_app(engine: EngineLoop, limits: Limits, texts: Texts, keys: Keys) -> St
         ("GET", "/v1/models", keyed(api.models, keys)),
         ("GET", "/metrics", api.metrics),
         ("POST", "/inference/v1/generate", keyed(api.generate, keys)),
-        ("POST", batch.ROUTE, keyed(batches.generate, keys)),
-        ("POST", batch.ABORT_ROUTE, keyed(batches.abort, keys)),
+        ("POST", "/inference/v1/generate_batch", keyed(batches.generate, keys)),
+        ("POST", "/inference/v1/abort", keyed(batches.abort, keys)),
         ("POST", "/v1/chat/completions", keyed(chat.completions, keys)),
         ("POST", "/v1/completions", keyed(text.completions, keys)),
         ("POST", "/pause", admin.pause),
