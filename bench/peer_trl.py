@@ -1,7 +1,6 @@
-"""TRL's ``GRPOTrainer`` on CPU: 64 completions per step with 64 prompt tokens and exactly 64 new
-tokens, groups of 8.
+"""TRL's ``GRPOTrainer`` on CPU: a step of COMPLETIONS with exactly NEW new tokens each.
 
-    python bench/peer_trl.py MODEL_DIR THREADS
+    python bench/peer_trl.py MODEL_DIR THREADS COMPLETIONS GROUP LETTERS NEW
 
 Prints one JSON line: {"wall": ..., "cpu": ...}, medians per step.
 """
@@ -16,13 +15,14 @@ import sys
 import tempfile
 import time
 
-MODEL, THREADS = sys.argv[1], int(sys.argv[2])
+MODEL = sys.argv[1]
+THREADS, COMPLETIONS, GROUP, LETTERS, NEW = map(int, sys.argv[2:])
 os.environ |= {
     "OMP_NUM_THREADS": str(THREADS),
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-STEPS, SKIP, COMPLETIONS, GROUP, NEW, LETTERS = 8, 2, 64, 8, 64, 64
+STEPS, SKIP = (24, 6) if COMPLETIONS * NEW < 2000 else (8, 2)
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""The orchestrator's CPU milliseconds for one single-turn rollout, by harness.
+"""The orchestrator's CPU milliseconds for one single-turn rollout, by rollouts in flight.
 
-    python bench/rollout.py [--rollouts 256] [--repeats 7] [--profile]
+    python -m bench rollout       (bench/rollout.py [--inflight 64 1000 10000] [--repeats 5])
 
 A rollout includes everything from the example to its result: verifiers' episode, the harness,
-rendering, the engine's HTTP request, scoring, and the columns for training. The engine is a
-separate process that answers immediately with the same seven tokens. ``http`` is the same chat loop
-via verifiers' loopback interception server, for comparison.
+rendering, the engine's HTTP request, scoring, and the columns for training. Eight rollouts share an
+example. The engine is a separate process that answers immediately with the same seven tokens:
+``in-process`` by the embedded engine's batch route, ``one request each`` as vLLM. ``bench-http`` is
+the same chat loop via verifiers' loopback interception server, for comparison.
 """
 
 from __future__ import annotations
@@ -20,21 +21,29 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from renderers import Qwen3RendererConfig
+
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
+from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 REPLY_TOKENS = (20, 21, 22, 23, 24, 25, 2)
-INFLIGHT = 64
+GROUP = 8
 
 
-def serve(ready: Connection) -> None:
+def serve(ready: Connection, batches: bool) -> None:
     """The engine: one fixed reply on a free loopback port. Sends the port to ``ready``."""
+    import msgspec
     from aiohttp import web
+
+    from prime_rl_engine_kit import batch
 
     entries = [{"token": f"token_id:{t}", "token_id": t, "logprob": -0.5} for t in REPLY_TOKENS]
     choice = {
@@ -50,13 +59,27 @@ def serve(ready: Connection) -> None:
         await request.read()
         return web.Response(body=body, content_type="application/json")
 
+    async def generate_batch(request: web.Request) -> web.Response:
+        asked = msgspec.msgpack.decode(await request.read(), type=batch.Batch).requests
+        answer = batch.Answer(
+            index=0,
+            token_ids=batch.ids_to_bytes(list(REPLY_TOKENS)),
+            logprobs=batch.logprobs_to_bytes([-0.5] * len(REPLY_TOKENS)),
+            finish_reason="stop",
+            versions=[(0, 0, len(REPLY_TOKENS))],
+        )
+        answers = (msgspec.structs.replace(answer, index=i) for i in range(len(asked)))
+        return web.Response(body=b"".join(map(batch.frame, answers)))
+
     async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "bench", "max_model_len": 2048}]})
+        card = {"id": "bench", "max_model_len": 2048, "generate_batch": batches}
+        return web.json_response({"data": [card]})
 
     async def main() -> None:
-        app = web.Application()
+        app = web.Application(client_max_size=2**26)
         app.router.add_get("/v1/models", models)
         app.router.add_post("/inference/v1/generate", generate)
+        app.router.add_post(batch.ROUTE, generate_batch)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -101,86 +124,94 @@ def install_http_harness() -> None:
 
 
 async def run_batch(
-    env: Environment, endpoint: ModelEndpoint, rollouts: int
+    env: Environment, endpoint: ModelEndpoint, rollouts: int, inflight: int
 ) -> list[RolloutResult]:
-    """``rollouts`` episodes, ``INFLIGHT`` at a time."""
+    """``rollouts`` episodes, ``inflight`` at a time."""
     sampling = SamplingSettings(max_completion_tokens=12)
-    done: list[RolloutResult] = []
-    for start in range(0, rollouts, INFLIGHT):
-        episodes = [
-            env.run(env.examples[i], model=endpoint, sampling=sampling, cache_salt="0", seed=i)
-            for i in range(start, min(start + INFLIGHT, rollouts))
-        ]
-        for results in await asyncio.gather(*episodes):
-            done += results
+    room = asyncio.Semaphore(inflight)
+
+    async def episode(i: int) -> list[RolloutResult]:
+        async with room:
+            example = env.examples[i // GROUP % len(env.examples)]
+            return await env.run(example, model=endpoint, sampling=sampling, cache_salt="0", seed=i)
+
+    done = [
+        each for found in await asyncio.gather(*map(episode, range(rollouts))) for each in found
+    ]
     assert all(result.ok for result in done), next(r.error for r in done if not r.ok)
     return done
 
 
 async def measure(
-    settings: EnvSettings, endpoint: ModelEndpoint, rollouts: int, repeats: int, profile: bool
+    settings: EnvSettings, endpoint: ModelEndpoint, inflight: int, repeats: int, profile: bool
 ) -> list[float]:
-    """CPU milliseconds per rollout, one figure per repeat, after a warm-up batch."""
+    """CPU milliseconds per rollout, one figure per repeat, after a warm-up."""
+    rollouts = max(512, inflight)
     figures = []
     async with Environment(settings) as env:
-        await run_batch(env, endpoint, 8)
-        await run_batch(env, endpoint, rollouts)
+        await run_batch(env, endpoint, 64, inflight)
         for _ in range(repeats):
             before = time.process_time()
-            await run_batch(env, endpoint, rollouts)
+            await run_batch(env, endpoint, rollouts, inflight)
             figures.append((time.process_time() - before) / rollouts * 1e3)
         if profile:
             profiler = cProfile.Profile()
             profiler.enable()
-            await run_batch(env, endpoint, rollouts)
+            await run_batch(env, endpoint, rollouts, inflight)
             profiler.disable()
             pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
     return figures
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rollouts", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--profile", action="store_true")
-    arguments = parser.parse_args()
-
+@contextmanager
+def engine(batches: bool) -> Iterator[ModelEndpoint]:
+    """A stub engine in a process of its own."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=serve, args=(there, batches), daemon=True)
     process.start()
+    there.close()
     try:
-        endpoint = ModelEndpoint("bench", f"http://127.0.0.1:{here.recv()}/v1")
-        asyncio.run(report(endpoint, arguments))
+        yield ModelEndpoint("bench", f"http://127.0.0.1:{here.recv()}/v1")
     finally:
         process.terminate()
         process.join()
 
 
-async def report(endpoint: ModelEndpoint, arguments: argparse.Namespace) -> None:
-    """Measure both harnesses and print medians and their ratio."""
-    from renderers import Qwen3RendererConfig
-
-    from prime_rl_environments.tiny.tokenizer import build_tokenizer
-
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--inflight", type=int, nargs="+", default=[64, 1000, 10_000])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
     install_http_harness()
-    medians = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, engine(True) as new, engine(False) as old:
         build_tokenizer().save_pretrained(folder)
-        for harness in ("bench-http", "in-process"):
-            settings = EnvSettings(
-                id="reverse-text",
-                harness={"id": harness},
-                renderer=Qwen3RendererConfig(thinking_retention="all"),
-                tokenizer_path=Path(folder),
-            )
-            profile = arguments.profile and harness == "in-process"
-            figures = await measure(
-                settings, endpoint, arguments.rollouts, arguments.repeats, profile
-            )
-            medians[harness] = statistics.median(figures)
-            spread = f"{min(figures):.2f}-{max(figures):.2f}"
-            print(f"{harness:12} {medians[harness]:6.2f} ms CPU per rollout (median; {spread})")
-    print(f"ratio        {medians['bench-http'] / medians['in-process']:6.1f}x")
+        asyncio.run(report(Path(folder), new, old, arguments))
+
+
+async def report(
+    folder: Path, new: ModelEndpoint, old: ModelEndpoint, arguments: argparse.Namespace
+) -> None:
+    """Measure and print, row by row."""
+    rows = [("in-process", new, inflight) for inflight in arguments.inflight]
+    rows += [("one request each", old, 64), ("bench-http", old, 64)]
+    for name, endpoint, inflight in rows:
+        settings = EnvSettings(
+            id="reverse-text",
+            harness={"id": "bench-http" if name == "bench-http" else "in-process"},
+            renderer=Qwen3RendererConfig(thinking_retention="all"),
+            tokenizer_path=folder,
+        )
+        repeats = arguments.repeats if inflight < 5000 else 2
+        profile = arguments.profile and endpoint is new
+        figures = await measure(settings, endpoint, inflight, repeats, profile)
+        spread = f"{min(figures):.2f}-{max(figures):.2f}"
+        print(
+            f"{name:16} {inflight:6,} in flight {statistics.median(figures):6.2f} ms CPU per "
+            f"rollout (median; {spread})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

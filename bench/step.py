@@ -1,11 +1,12 @@
-"""One RL step of 64 x (64 + 64) tokens, end to end, compared with TRL's ``GRPOTrainer`` on the same
-model in the same run.
+"""One RL step, end to end, compared with TRL's ``GRPOTrainer`` on the same model in the same run.
 
-    python -m bench step
+    python -m bench step          (python -m bench.step [short] [even] [long] [turns])
 
-``full`` includes a verifiers environment, the harness, rendering, scoring, wire and trainer.
-``direct`` replaces verifiers by plain requests to the engine. ``trl`` runs TRL with one thread and
-with two.
+Four shapes: the first run's (128 rollouts of 7 tokens), 64 x (64 + 64) tokens, two of 2,048 tokens,
+and 64 rollouts of four turns, which TRL is not measured on. ``full`` includes a verifiers
+environment, the harness, rendering, scoring, wire and trainer. ``direct`` replaces verifiers by
+plain requests to the engine. ``trl`` runs TRL with one thread and with two, by the interpreter
+that ``PRIME_RL_BENCH_TRL`` names, else by this one.
 
 CPU seconds are the sum of the orchestrator, engine and trainer processes; wall is the median time
 between steps.
@@ -20,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -34,33 +37,81 @@ from prime_rl_environments.tiny.tokenizer import build_tokenizer
 torch.manual_seed(0)
 tokenizer = build_tokenizer()
 config = Qwen3Config(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=512,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
     tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
 Qwen3ForCausalLM(config).save_pretrained(sys.argv[1])
 tokenizer.save_pretrained(sys.argv[1])
 """
 
 
-def run() -> dict[str, dict[str, float]]:
+@dataclass(frozen=True)
+class Shape:
+    """What one step samples."""
+
+    label: str
+    rollouts: int
+    group: int
+    prompt: int
+    """Tokens."""
+    new: int
+    """Tokens of a reply, exactly."""
+    turns: int = 1
+    """More than one: ``reverse-retry``, which TRL has no counterpart of."""
+
+    def table(self) -> str:
+        """The TOML that ``step.toml`` is combined with."""
+        letters = self.prompt - 6  # the chat template's tokens
+        task = f'"letter-e"\nargs = {{ prompt_letters = {letters} }}'
+        if self.turns > 1:
+            task = f'"reverse-retry"\nargs = {{ tries = {self.turns} }}'
+        length = max(64, (self.prompt + self.new) * self.turns + 8)
+        return f"""
+max_steps = {30 if self.rollouts * self.new * self.turns < 4000 else 14}
+seq_len = {length if self.turns == 1 else 512}
+
+[orchestrator]
+batch_size = {self.rollouts}
+group_size = {self.group}
+
+[[orchestrator.train.env]]
+id = {task}
+
+[orchestrator.train.sampling]
+max_completion_tokens = {self.new}
+extra_body = {{ ignore_eos = true }}
+"""
+
+
+SHAPES = {
+    "short": Shape("the first run's", 128, 8, 12, 7),
+    "even": Shape("64 x (64 + 64)", 64, 8, 64, 64),
+    "long": Shape("2 x (64 + 2,048)", 2, 2, 64, 2048),
+    "turns": Shape("64 x 4 turns of 12", 64, 8, 20, 12, turns=4),
+}
+
+
+def run(shape: Shape, variants: Sequence[str]) -> dict[str, dict[str, float]]:
     """Median wall and CPU seconds per step, by variant."""
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         subprocess.run([sys.executable, "-c", MODEL, str(model)], check=True, capture_output=True)
-        figures = {name: ours(model, Path(folder), name) for name in ("full", "direct")}
-        for threads in (1, 2):
-            if peer := trl(model, threads):
+        figures = {name: ours(model, Path(folder), name, shape) for name in variants}
+        for threads in (1, 2) if shape.turns == 1 else ():
+            if peer := trl(model, threads, shape):
                 figures[f"trl, {threads} thread{'s' * (threads > 1)}"] = peer
     return figures
 
 
-def ours(model: Path, folder: Path, variant: str) -> dict[str, float]:
+def ours(model: Path, folder: Path, variant: str, shape: Shape) -> dict[str, float]:
     """One run of ours. An environment variable tells ``bench.direct`` to use ``direct``."""
     paths = [str(HERE / "tasksets"), str(HERE.parent)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     if variant == "direct":
         env["PRIME_RL_BENCH_DIRECT"] = "1"
+    (folder / "shape.toml").write_text(shape.table())
     command = [sys.executable, "-m", "bench.direct", "run", str(HERE / "step.toml")]
-    command += ["--model.name", str(model), "--output_dir", str(folder), "--run.name", variant]
+    command += [str(folder / "shape.toml"), "--model.name", str(model)]
+    command += ["--output_dir", str(folder), "--run.name", variant]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         marks = sample_steps(folder / variant, process)
@@ -105,9 +156,11 @@ def cpu_seconds(run_dir: Path, name: str) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def trl(model: Path, threads: int) -> dict[str, float] | None:
+def trl(model: Path, threads: int, shape: Shape) -> dict[str, float] | None:
     """TRL's step. None if TRL is not installed."""
-    command = [sys.executable, str(HERE / "peer_trl.py"), str(model), str(threads)]
+    python = os.environ.get("PRIME_RL_BENCH_TRL", sys.executable)
+    numbers = (threads, shape.rollouts, shape.group, shape.prompt, shape.new)
+    command = [python, str(HERE / "peer_trl.py"), str(model), *map(str, numbers)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         print(f"bench: TRL did not run: {result.stderr.strip().splitlines()[-1:]}", file=sys.stderr)
@@ -122,7 +175,7 @@ def report(figures: dict[str, dict[str, float]]) -> list[str]:
         parts = " / ".join(f"{found[name]:.3f}" for name in PROCESSES if name in found)
         lines.append(f"{variant:<16}{found['wall']:>8.3f}{found['cpu']:>8.3f}   {parts}")
     peers = {name: found for name, found in figures.items() if name.startswith("trl")}
-    for variant in ("full", "direct"):
+    for variant in (name for name in figures if not name.startswith("trl")):
         for peer, found in peers.items():
             wall = found["wall"] / figures[variant]["wall"]
             cpu = figures[variant]["cpu"] / found["cpu"]
@@ -132,5 +185,14 @@ def report(figures: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
+def main(names: Sequence[str]) -> None:
+    """Measure the named shapes, or all."""
+    for name in names or SHAPES:
+        shape = SHAPES[name]
+        variants = ("full", "direct") if name == "even" else ("full",)
+        print(f"\n{name}: {shape.label}")
+        print("\n".join(report(run(shape, variants))), flush=True)
+
+
 if __name__ == "__main__":
-    print("\n".join(report(run())))
+    main(sys.argv[1:])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from aiohttp import web
 from loopback import listening
 
+from prime_rl_engine_kit import batch
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
@@ -27,11 +30,20 @@ class ScriptedEngine:
     native_shape: bool = False
     """Write logprob entries as vLLM 0.32 does."""
     base_url: str = ""
+    takes_batches: bool = False
+    batches: list[list[str]] = field(default_factory=list)
+    """Request ids of each batch."""
+    aborted: dict[str, asyncio.Event] = field(default_factory=dict)
+    """Of requests without a reply: set when the client aborts one."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         self.headers.append(dict(request.headers))
         self.bodies.append(await request.json())
-        prompt = TOKENIZER.decode(self.bodies[-1]["token_ids"], skip_special_tokens=False)
+        choice = self._choice(self.bodies[-1]["token_ids"])
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+    def _choice(self, prompt_ids: list[int]) -> dict[str, Any]:
+        prompt = TOKENIZER.decode(prompt_ids, skip_special_tokens=False)
         ids = TOKENIZER.encode(self.script(prompt) + "<|im_end|>", add_special_tokens=False)
         content: list[dict[str, Any]] = [
             {"token_id": token, "logprob": -0.25 * (place + 1)} for place, token in enumerate(ids)
@@ -50,10 +62,46 @@ class ScriptedEngine:
                 {"version": str(self.version), "start": 0, "end": half},
                 {"version": str(self.version + 1), "start": half, "end": len(ids)},
             ]
-        return web.json_response({"request_id": "r", "choices": [choice]})
+        return choice
+
+    async def generate_batch(self, request: web.Request) -> web.StreamResponse:
+        """Each request alone, in the reverse order. A prompt of one token is refused; one whose
+        reply would be ``...`` gets none."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        asked = msgspec.msgpack.decode(await request.read(), type=batch.Batch).requests
+        self.batches.append([each.request_id for each in asked])
+        for index, each in reversed([*enumerate(asked)]):
+            prompt = batch.bytes_to_ids(each.token_ids)
+            if len(prompt) == 1:
+                refusal = batch.Answer(index=index, status=400, error="one token")
+                await response.write(batch.frame(refusal))
+                continue
+            choice = self._choice(prompt)
+            if self.script(TOKENIZER.decode(prompt, skip_special_tokens=False)) == "...":
+                self.aborted.setdefault(each.request_id, asyncio.Event())
+                await self.aborted[each.request_id].wait()
+            spans = choice.get("weight_versions", ())
+            answer = batch.Answer(
+                index=index,
+                token_ids=batch.ids_to_bytes(choice["token_ids"]),
+                logprobs=batch.logprobs_to_bytes(
+                    [entry["logprob"] for entry in choice["logprobs"]["content"]]
+                ),
+                finish_reason=choice["finish_reason"],
+                versions=[(int(s["version"]), s["start"], s["end"]) for s in spans],
+            )
+            await response.write(batch.frame(answer))
+        return response
+
+    async def abort(self, request: web.Request) -> web.StreamResponse:
+        for name in msgspec.msgpack.decode(await request.read(), type=batch.Abort).request_ids:
+            self.aborted[name].set()
+        return web.json_response({})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        return web.json_response({"data": [{"id": MODEL, "max_model_len": 2048}]})
+        card = {"id": MODEL, "max_model_len": 2048, "generate_batch": self.takes_batches}
+        return web.json_response({"data": [card]})
 
 
 @asynccontextmanager
@@ -63,6 +111,8 @@ async def replying() -> AsyncIterator[ScriptedEngine]:
     app = web.Application()
     app.router.add_get("/v1/models", scripted.models)
     app.router.add_post("/inference/v1/generate", scripted.generate)
+    app.router.add_post(batch.ROUTE, scripted.generate_batch)
+    app.router.add_post(batch.ABORT_ROUTE, scripted.abort)
     async with listening(app) as url:
         scripted.base_url = f"{url}/v1"
         yield scripted

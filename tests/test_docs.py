@@ -283,7 +283,7 @@ ENGINES = ROOT / "docs/engines.md"
 def test_every_route_of_the_embedded_engine_is_in_the_contract_and_no_other() -> None:
     source = (ROOT / "plugins/prime_rl_embedded/src/prime_rl_embedded/api.py").read_text()
     served = set(re.findall(r'\("(GET|POST)", "(/[\w/]+)"', source))
-    assert len(served) == 11
+    assert len(served) == 13
     assert set(re.findall(r"`(GET|POST) (/[\w/]+)", ENGINES.read_text())) == served
 
 

@@ -1,4 +1,4 @@
-"""The bench's task: prompts of 64 tokens, exactly 64 new tokens, reward = share of the letter e."""
+"""The bench's task: random prompts, a fixed number of new tokens, reward by the letter e."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import verifiers.v1 as vf
 from in_process import InProcessHarness
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
-PROMPT_LETTERS = 58
-"""With six tokens of the chat template: 64."""
+
+
+class LetterEConfig(vf.TasksetConfig):
+    """``args``"""
+
+    prompt_letters: int = 58
+    """With six tokens of the chat template: 64."""
 
 
 class LetterETask(vf.Task[vf.TaskData]):
@@ -26,13 +31,13 @@ class LetterETask(vf.Task[vf.TaskData]):
         return trace.last_reply.count("e") / max(1, len(trace.last_reply))
 
 
-class LetterETaskset(vf.Taskset[LetterETask, vf.TasksetConfig]):
+class LetterETaskset(vf.Taskset[LetterETask, LetterEConfig]):
     """Random text."""
 
     def load(self) -> Iterator[LetterETask]:
         rng = random.Random(0)
         for _ in range(2048):
-            prompt = "".join(rng.choices(LETTERS, k=PROMPT_LETTERS))
+            prompt = "".join(rng.choices(LETTERS, k=self.config.prompt_letters))
             yield LetterETask(vf.TaskData(prompt=prompt), self.config.task)
 
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from pluggy import HookimplMarker
@@ -42,12 +43,12 @@ def test_every_public_name_is_pinned() -> None:
     """A name that the walk misses could change unnoticed."""
     text = GOLDEN.read_text()
     for module in (prime_rl, prime_rl.testing):
-        public = [
+        names = [
             name
-            for name, found in vars(module).items()
+            for name, found in public(module)
             if not name.startswith("_") and not inspect.ismodule(found)
         ]
-        missing = [name for name in public if f"\n{module.__name__}.{name}" not in text]
+        missing = [name for name in names if f"\n{module.__name__}.{name}" not in text]
         assert missing == []
     assert [name for name in SPECS if f"\nhook {name}(" not in text] == []
 
@@ -74,10 +75,15 @@ def contract() -> str:
     return "\n".join(lines) + "\n"
 
 
+def public(module: ModuleType) -> list[tuple[str, Any]]:
+    """The names of a module and what they are; ``prime_rl`` imports each when it is asked for."""
+    return [(name, getattr(module, name)) for name in dir(module)]
+
+
 def public_names() -> Iterator[tuple[str, Any]]:
     yield "prime_rl.plugins.base.Offer", Offer
     for module in (prime_rl, prime_rl.testing):
-        for name, found in vars(module).items():
+        for name, found in public(module):
             if not name.startswith("_") and not inspect.ismodule(found):
                 yield f"{module.__name__}.{name}", found
 

@@ -7,18 +7,32 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import aiohttp
 import httpx
 import pytest
 import verifiers.v1 as vf
+from aiohttp import web
 from loopback import listening
 from renderers import Qwen3RendererConfig
+from scripted_replies import TOKENIZER
+from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from waiting import LIMIT
 
 from in_process import InProcessHarness, seam
+from in_process.batch import BatchConnection
 from in_process.engine import version_spans, with_token_names
 from in_process.harness import load_tool
 from prime_rl import ConfigError, PluginError
+from prime_rl_engine_kit.batch import (
+    ROUTE,
+    Answer,
+    BatchRequest,
+    bytes_to_ids,
+    frame,
+    ids_to_bytes,
+)
 
 MODEL = "scripted"
 ADD = {
@@ -148,9 +162,14 @@ async def test_a_trace_is_the_same_as_over_http(engine: Any, run: Any) -> None:
     assert direct.rewards == http.rewards
 
 
-async def test_a_conversation_is_the_same_as_over_http(engine: Any, run: Any) -> None:
+@pytest.mark.parametrize("batches", [False, True])
+async def test_a_conversation_is_the_same_as_over_http(
+    engine: Any, run: Any, batches: bool
+) -> None:
     engine.script = lambda prompt: f"reply {prompt.count('<|im_start|>assistant')}"
+    engine.version, engine.takes_batches = 6, batches
     direct = await run("in-process", EchoTaskset, TalkEnv)
+    assert len(engine.batches) == (3 if batches else 0)
     http = await run("http_harness", EchoTaskset, TalkEnv)
     assert direct.num_turns == 3
     assert len(direct.branches) == 1  # every turn extends the one before, token by token
@@ -235,8 +254,11 @@ async def test_a_stop_of_the_task_ends_the_rollout(engine: Any, run: Any) -> Non
     assert (trace.num_turns, trace.stop_condition, trace.ok) == (1, "once", True)
 
 
-async def test_the_policy_version_of_every_token_is_recorded(engine: Any, run: Any) -> None:
-    engine.version, engine.script = 6, lambda prompt: "abcde"
+@pytest.mark.parametrize("batches", [False, True])
+async def test_the_policy_version_of_every_token_is_recorded(
+    engine: Any, run: Any, batches: bool
+) -> None:
+    engine.version, engine.script, engine.takes_batches = 6, lambda prompt: "abcde", batches
     trace = await run("in-process", EchoTaskset, TalkEnv)
     spans = [(6, 0, 3), (7, 3, 6)]  # five letters and the stop token
     assert trace.info == {"weight_versions": {"1": spans, "3": spans, "5": spans}}
@@ -299,6 +321,64 @@ async def test_cancelling_a_rollout_reaches_the_engine_and_leaves_nothing_regist
             await task
         await asyncio.wait_for(gone.wait(), LIMIT)
         assert not seam._servers
+
+
+async def test_requests_of_one_tick_share_an_http_request_and_end_apart(engine: Any) -> None:
+    engine.script = lambda prompt: "..." if prompt == "zz" else "ok"
+    root, timeout = engine.base_url.removesuffix("/v1"), aiohttp.ClientTimeout(sock_read=LIMIT)
+
+    def ask(name: str, text: str) -> asyncio.Task[Any]:
+        ids = ids_to_bytes(TOKENIZER.encode(text, add_special_tokens=False))
+        return asyncio.create_task(
+            connection.send(BatchRequest(request_id=name, token_ids=ids, model=MODEL))
+        )
+
+    async with aiohttp.ClientSession() as session:
+        connection = BatchConnection(session, root, timeout)
+        good, bad = ask("good", "ab"), ask("bad", "a")
+        assert bytes_to_ids((await good).token_ids) == TOKENIZER.encode(
+            "ok<|im_end|>", add_special_tokens=False
+        )
+        with pytest.raises(seam.ProviderError, match="HTTP 400: one token") as refused:
+            await bad
+        assert refused.value.status_code == 400
+        assert engine.batches == [["good", "bad"]]
+
+        stuck = ask("stuck", "zz")
+        while "stuck" not in engine.aborted:
+            await asyncio.sleep(0.001)
+        stuck.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await stuck
+        await asyncio.wait_for(engine.aborted["stuck"].wait(), LIMIT)
+        await connection.close()
+
+
+async def test_an_engine_that_breaks_a_reply_off_fails_what_is_missing() -> None:
+    async def half(request: Any) -> web.Response:
+        whole = frame(Answer(index=0, finish_reason="stop"))
+        return web.Response(body=whole + whole[:-1])
+
+    app = web.Application()
+    app.router.add_post(ROUTE, half)
+    async with listening(app) as url, aiohttp.ClientSession() as session:
+        connection = BatchConnection(session, url, aiohttp.ClientTimeout())
+        asked = [BatchRequest(request_id=name, token_ids=b"") for name in "ab"]
+        first, second = await asyncio.gather(*map(connection.send, asked), return_exceptions=True)
+        assert first.finish_reason == "stop"
+        assert (second.status_code, "early" in str(second)) == (503, True)
+        await connection.close()
+
+
+async def test_a_runtime_has_a_folder_once_something_uses_it() -> None:
+    runtime = SubprocessRuntime(vf.SubprocessConfig(), name=uuid4().hex)
+    await runtime.start()
+    folder = Path(runtime.info.id)
+    assert not folder.exists()
+    await runtime.write("a.txt", b"1")
+    assert (await runtime.read("a.txt"), folder.exists()) == (b"1", True)
+    await runtime.stop()
+    assert not folder.exists()
 
 
 def test_an_unregistered_secret_is_refused() -> None:

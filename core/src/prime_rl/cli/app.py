@@ -24,7 +24,6 @@ from prime_rl.plugins.manager import (
     names_of,
     source_of,
 )
-from prime_rl.plugins.offers import bringer
 
 COMMANDS = "prime_rl.commands"
 """Entry-point group of the plugins whose commands the help shows."""
@@ -40,6 +39,8 @@ class Commands(TyperGroup):
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in self.commands:
             broken = add_commands(PROJECT)
+            from prime_rl.plugins.offers import bringer
+
             here, path = (app, name) if ctx.parent is None else (plugins, f"plugins.{name}")
             self.commands.update(get_group(here).commands)
             if name not in self.commands and (package := bringer("command", path)):

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, SupportsFloat, TypeAlias
 
-import numpy as np
-
 from prime_rl.errors import PluginError, PrimeRLError
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
 
@@ -181,6 +179,8 @@ def take_logged() -> list[tuple[str, Any, Any]]:
 def weighted_means(logged: Iterable[tuple[str, Any, Any]]) -> dict[str, float]:
     """The mean of each metric, unless all its weights are 0. Raises ``PluginError`` if one is
     negative."""
+    import numpy as np
+
     pairs, means = defaultdict(list), {}
     for name, value, weight in logged:
         if weight < 0:

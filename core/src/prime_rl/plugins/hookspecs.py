@@ -26,10 +26,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pluggy
 
 if TYPE_CHECKING:
+    import numpy as np
     import typer
 
     from prime_rl.plugins.algorithm import Algorithm, Filter

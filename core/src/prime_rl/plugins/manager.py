@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pluggy
 
 from prime_rl.errors import PluginError
@@ -25,8 +24,12 @@ from prime_rl.plugins import hookspecs
 from prime_rl.plugins.calls import run_as, running
 from prime_rl.plugins.checks import ASYNC_HOOKS, SPECS, check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.sampler import RolloutPlan
-from prime_rl.rollout import Group, Rollout, Sample
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from prime_rl.plugins.sampler import RolloutPlan
+    from prime_rl.rollout import Group, Rollout, Sample
 
 TRACE = "PRIME_RL_TRACE"
 """Environment variable: print every hook call, by the function in the entry-point group
@@ -106,6 +109,8 @@ class Hooks(pluggy.PluginManager):
     def observation_weights(self, rollout: Rollout) -> list[np.ndarray | None]:
         """The ce weights of each sample: the largest of all plugins for each token; None without
         any. Raises ``PluginError`` for an answer of another shape."""
+        import numpy as np
+
         combined: list[np.ndarray | None] = [None] * len(rollout.samples)
         for answer in self.hook.observation_weights(rollout=rollout):
             if len(answer) != len(rollout.samples):
@@ -177,6 +182,8 @@ def _name(impl: pluggy.HookImpl) -> str:
 
 
 def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.ndarray:
+    import numpy as np
+
     column = np.asarray(weights, np.float32)
     valid = np.isfinite(column) & (column >= 0)
     if column.shape != sample.token_ids.shape or not valid.all():

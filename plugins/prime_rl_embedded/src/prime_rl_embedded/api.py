@@ -14,6 +14,7 @@ from starlette.routing import Route
 from prime_rl_broadcast.group import backends
 from prime_rl_embedded.admin import Admin
 from prime_rl_embedded.answers import Texts
+from prime_rl_embedded.batch import Batches
 from prime_rl_embedded.chat import Chat
 from prime_rl_embedded.completions import Completions
 from prime_rl_embedded.frontend import complete
@@ -46,9 +47,8 @@ class Api:
     async def models(self, _: HTTPRequest) -> Response:
         limits = self.limits
         card = {"id": limits.model_name, "object": "model", "created": 0, "owned_by": "prime-rl"}
-        return JSONResponse(
-            {"object": "list", "data": [card | {"max_model_len": limits.max_model_len}]}
-        )
+        card |= {"max_model_len": limits.max_model_len, "generate_batch": True}
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         return PlainTextResponse(render(self.engine, self.limits.model_name))
@@ -92,12 +92,14 @@ def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
 
 def make_app(engine: EngineLoop, limits: Limits, texts: Texts, keys: Keys) -> Starlette:
     api, admin = Api(engine, limits), Admin(engine, keys)
-    chat, text = Chat(texts), Completions(texts)
+    chat, text, batches = Chat(texts), Completions(texts), Batches(engine, limits)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),
         ("GET", "/v1/models", keyed(api.models, keys)),
         ("GET", "/metrics", api.metrics),
         ("POST", "/inference/v1/generate", keyed(api.generate, keys)),
+        ("POST", "/inference/v1/generate_batch", keyed(batches.generate, keys)),
+        ("POST", "/inference/v1/abort", keyed(batches.abort, keys)),
         ("POST", "/v1/chat/completions", keyed(chat.completions, keys)),
         ("POST", "/v1/completions", keyed(text.completions, keys)),
         ("POST", "/pause", admin.pause),

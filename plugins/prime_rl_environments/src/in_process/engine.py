@@ -1,17 +1,19 @@
 # mypy: allow-subclassing-any, allow-untyped-decorators
-"""A fast HTTP client for ``/inference/v1/generate`` that replaces the openai SDK.
+"""HTTP to the engine, without the openai SDK.
 
 ``renderers.client.generate`` uses three attributes of an ``AsyncOpenAI``: ``base_url``, ``get`` and
 ``post``. The SDK spends some 3 ms CPU per request (building, retrying, decoding), aiohttp a tenth.
-The client also reads the policy version of each token from the raw reply; renderers drops it.
+The connection also reads the policy version of each token from the raw reply; renderers drops it.
+``client`` is verifiers' client over this connection.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +21,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from in_process.seam import ProviderError, TrainClient, resolve_api_key, resolve_headers
+from in_process.batch import BatchConnection
+from in_process.seam import ProviderError
 
 Span = tuple[int, int, int]
 """``(policy version, start, end)``: the completion's tokens ``[start, end)`` were sampled by
@@ -69,6 +72,11 @@ def with_offset(body: Mapping[str, Any], offset: int) -> Mapping[str, Any]:
         return body
     seed = (parameters["seed"] + offset) % 2**31
     return {**body, "sampling_params": {**parameters, "seed": seed}}
+
+
+def current_call() -> Call | None:
+    """The call that ``recorded_versions`` surrounds. None: there is none."""
+    return _call.get()
 
 
 class _Span(msgspec.Struct):
@@ -131,6 +139,26 @@ class EngineConnection:
             timeout=timeout,
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
         )
+        root = base_url.rstrip("/").removesuffix("/v1")
+        self.batches = BatchConnection(self.session, root, timeout)
+        """For engines whose model card has ``generate_batch``."""
+        self._cards: dict[str, asyncio.Task[dict[str, Any]]] = {}
+
+    async def card(self, model: str) -> dict[str, Any]:
+        """The engine's model card, asked for once. Empty if it has none, or cannot be asked now."""
+        task = self._cards.get(model)
+        if task is None:
+            task = self._cards[model] = asyncio.create_task(self._read_card(model))
+        try:
+            return await asyncio.shield(task)
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            self._cards.pop(model, None)
+            return {}
+
+    async def _read_card(self, model: str) -> dict[str, Any]:
+        found = await self.get("/models", cast_to=dict)
+        cards = (card for card in found.get("data") or () if isinstance(card, dict))
+        return next((card for card in cards if card.get("id") == model), {})
 
     async def get(self, path: str, *, cast_to: Any) -> Any:
         """GET ``{base_url}{path}`` as JSON."""
@@ -170,29 +198,5 @@ class EngineConnection:
         return Reply(with_token_names(content))
 
     async def close(self) -> None:
+        await self.batches.close()
         await self.session.close()
-
-
-class FastTrainClient(TrainClient):
-    """verifiers' ``TrainClient`` over an ``EngineConnection``."""
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        timeout = config.timeout
-        self.client = EngineConnection(
-            config.base_url,
-            {**resolve_headers(config), "Authorization": f"Bearer {resolve_api_key(config)}"},
-            aiohttp.ClientTimeout(total=None, connect=timeout.connect, sock_read=timeout.read),
-        )
-
-    @classmethod
-    def of(cls, client: TrainClient, stack: AsyncExitStack) -> FastTrainClient:
-        """The fast client that replaces ``client``, created once. ``stack`` closes it with the
-        server."""
-        if isinstance(client, cls):
-            return client
-        fast: FastTrainClient | None = getattr(client, "_in_process", None)
-        if fast is None:
-            fast = client._in_process = cls(client.config)
-            stack.push_async_callback(fast.close)
-        return fast

@@ -33,21 +33,33 @@ def _check() -> None:
 _check()
 
 try:
+    from verifiers.v1 import graph as graph
+    from verifiers.v1.clients.client import SESSION_ID_HEADER as SESSION_ID_HEADER
+    from verifiers.v1.clients.train import ElasticRendererPool as ElasticRendererPool
     from verifiers.v1.clients.train import TrainClient as TrainClient
+    from verifiers.v1.clients.train import _is_valid_incremental_tail as is_valid_tail
+    from verifiers.v1.clients.train import response_from_generate as response_from_generate
+    from verifiers.v1.clients.train import serialize_completion as serialize_completion
+    from verifiers.v1.clients.train import tool_to_wire as tool_to_wire
     from verifiers.v1.configs.client import resolve_api_key as resolve_api_key
     from verifiers.v1.configs.client import resolve_headers as resolve_headers
     from verifiers.v1.dialects.chat import ChatDialect as ChatDialect
     from verifiers.v1.dialects.chat import message_to_wire as message_to_wire
     from verifiers.v1.errors import ProviderError as ProviderError
+    from verifiers.v1.errors import RolloutError as RolloutError
+    from verifiers.v1.errors import TaskError as TaskError
+    from verifiers.v1.graph import PendingTurn as PendingTurn
     from verifiers.v1.interception.server import InterceptionServer as InterceptionServer
     from verifiers.v1.session import RolloutSession as RolloutSession
+
+    from in_process import caches as caches
 except ImportError as error:
     raise PluginError(
         f"harness in-process: verifiers {SUPPORTED_VERIFIERS} lacks a name that it uses ({error}). "
         "Reinstall verifiers, or choose another harness."
     ) from error
 
-METHODS = ("_handler_for", "acquire", "register", "unregister")
+METHODS = ("_handler_for", "acquire", "record_call", "register", "unregister")
 """Methods of ``InterceptionServer`` that we use, besides its attributes ``sessions`` and ``stack``.
 """
 
@@ -56,6 +68,8 @@ if missing := [name for name in METHODS if not hasattr(InterceptionServer, name)
         f"harness in-process: verifiers' InterceptionServer lacks {', '.join(missing)}. "
         "Reinstall verifiers, or choose another harness."
     )
+
+is_incremental = is_valid_tail
 
 _servers: WeakValueDictionary[str, InterceptionServer] = WeakValueDictionary()
 """The server of each live rollout, by the rollout's secret."""
@@ -85,6 +99,7 @@ def _remember_servers() -> None:
 
 
 _remember_servers()
+caches.install()
 
 
 def server_of(secret: str) -> InterceptionServer:

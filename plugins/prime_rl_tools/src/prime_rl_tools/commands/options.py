@@ -12,7 +12,6 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from prime_rl.config.base import Settings
-from prime_rl.config.load import explain
 from prime_rl.errors import ConfigError
 
 AnySettings = TypeVar("AnySettings", bound=Settings)
@@ -71,6 +70,8 @@ def validated(model: type[AnySettings], table: Mapping[str, Any]) -> AnySettings
     try:
         return model.model_validate(table)
     except ValidationError as error:
+        from prime_rl.config.load import explain
+
         problems = (line.partition(":") for line in explain(error, model).splitlines())
         said = (f"--{place.replace('_', '-')}:{problem}" for place, _, problem in problems)
         raise ConfigError("\n".join(said)) from error

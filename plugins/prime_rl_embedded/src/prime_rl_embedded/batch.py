@@ -1,0 +1,139 @@
+"""``POST /inference/v1/generate_batch``: many requests in one body, each answered when it is ready.
+
+Batch -> a Request each -> engine's thread -> finished -> one chunk for all that ended together
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from prime_rl_embedded.frontend import notify
+from prime_rl_embedded.loop import EngineLoop
+from prime_rl_embedded.requests import Request
+from prime_rl_embedded.schema import Limits, generate_requests
+from prime_rl_engine_kit.batch import (
+    MAX_REQUESTS,
+    Abort,
+    Answer,
+    Batch,
+    BatchRequest,
+    bytes_to_ids,
+    frame,
+    ids_to_bytes,
+    logprobs_to_bytes,
+)
+from prime_rl_engine_kit.body import read_body
+from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.requests import GenerateBody, GenerateSampling
+
+MEDIA_TYPE = "application/octet-stream"
+
+
+class Batches:
+    """The two routes, and the requests that run."""
+
+    def __init__(self, engine: EngineLoop, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self._running: dict[str, Request] = {}
+
+    async def generate(self, http: HTTPRequest) -> Response:
+        batch = _decode(await read_body(http), Batch)
+        if len(batch.requests) > MAX_REQUESTS:
+            many = len(batch.requests)
+            raise RequestError(f"requests: got {many}, expected at most {MAX_REQUESTS}")
+        return StreamingResponse(
+            self._answers(batch.requests), media_type="application/octet-stream"
+        )
+
+    async def abort(self, http: HTTPRequest) -> Response:
+        names = _decode(await read_body(http), Abort).request_ids
+        found = [self._running[name] for name in names if name in self._running]
+        for request in found:
+            self.engine.abort(request)
+        return JSONResponse({"aborted": len(found)})
+
+    async def _answers(self, requests: Sequence[BatchRequest]) -> AsyncIterator[bytes]:
+        """Frames, as many at a time as are ready. Leaving the iteration aborts what still runs."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Queue[Answer] = asyncio.Queue()
+        running: list[Request] = []
+        try:
+            for index, given in enumerate(requests):
+                try:
+                    request = self._request(given)
+                except RequestError as error:
+                    ended.put_nowait(Answer(index=index, status=error.status, error=str(error)))
+                    continue
+                running.append(request)
+                self._running[request.request_id] = request
+                request.on_finish = lambda r, i=index: notify(
+                    loop, ended.put_nowait, self._answer(i, r)
+                )
+                self.engine.submit(request)
+            missing = len(requests)
+            while missing:
+                ready = [await ended.get()]
+                while not ended.empty():
+                    ready.append(ended.get_nowait())
+                missing -= len(ready)
+                yield b"".join(map(frame, ready))
+        finally:
+            for request in running:
+                del self._running[request.request_id]
+                if request.finish_reason is None:
+                    self.engine.abort(request)
+
+    def _request(self, given: BatchRequest) -> Request:
+        """Raises ``RequestError``, also for what an answer of this route cannot hold."""
+        try:
+            ids = bytes_to_ids(given.token_ids)
+            sampling = msgspec.convert(given.sampling_params, GenerateSampling)
+        except (ValueError, msgspec.ValidationError) as error:
+            raise RequestError(f"bad request: {error}") from error
+        for key, value, most in (
+            ("n", sampling.n, 1),
+            ("logprobs", sampling.logprobs, 1),
+            ("prompt_logprobs", sampling.prompt_logprobs, None),
+        ):
+            if value is not None and (most is None or value > most):
+                raise RequestError(f"{key} is {value}: use /inference/v1/generate")
+        if given.request_id in self._running:
+            raise RequestError(f"request_id {given.request_id!r} is running already")
+        body = GenerateBody(
+            token_ids=ids,
+            sampling_params=sampling,
+            model=given.model,
+            cache_salt=given.cache_salt,
+            request_id=given.request_id,
+            priority=given.priority,
+        )
+        return generate_requests(body, self.limits)[0]
+
+    def _answer(self, index: int, request: Request) -> Answer:
+        """Called in the engine's thread."""
+        if request.finish_reason == "error":
+            status = 500 if self.engine.closed is None else 503
+            return Answer(index=index, status=status, error=request.error or "the engine failed")
+        return Answer(
+            index=index,
+            token_ids=ids_to_bytes(request.token_ids),
+            logprobs=logprobs_to_bytes(request.logprobs),
+            finish_reason=request.finish_reason,
+            versions=request.version_spans(),
+        )
+
+
+Body = TypeVar("Body")
+
+
+def _decode(data: bytes, kind: type[Body]) -> Body:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise RequestError(f"bad request body: {error}") from error
