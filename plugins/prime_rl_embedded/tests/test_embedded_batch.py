@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import numpy as np
 import pytest
@@ -70,10 +72,12 @@ def test_a_bad_request_fails_alone(
     assert len(bytes_to_ids(answers[1].token_ids)) == 2
 
 
-def test_a_request_is_aborted_by_its_id(server: Served) -> None:
-    """The abort can arrive before the batch: it is sent until the engine knows the request."""
-    from concurrent.futures import ThreadPoolExecutor
-
+@pytest.mark.parametrize("paused", [False, True], ids=["running", "waiting"])
+def test_a_request_is_aborted_by_its_id(server: Served, paused: bool) -> None:
+    """The abort can arrive before the batch: it is sent until the engine knows the request.
+    A paused engine has sampled no token of it."""
+    if paused:
+        server.post("/pause")
     long = BatchRequest(
         request_id="long",
         token_ids=ids_to_bytes([5]),
@@ -85,7 +89,11 @@ def test_a_request_is_aborted_by_its_id(server: Served) -> None:
         while not aborted and not reply.done():
             body = msgspec.msgpack.encode(Abort(["long"]))
             aborted = server.http.post(ABORT_ROUTE, content=body).json()["aborted"]
-        assert reply.result()[0].finish_reason in ("abort", "length")
+        answer = reply.result()[0]
+    assert answer.finish_reason in ("abort", "length")
+    if paused:
+        server.post("/resume")
+        assert (answer.finish_reason, answer.token_ids, answer.versions) == ("abort", b"", [])
 
 
 def test_logprobs_keep_their_float32_bits() -> None:

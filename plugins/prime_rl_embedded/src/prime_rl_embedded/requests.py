@@ -112,7 +112,9 @@ class Request:
             self.finish_reason = "length"
 
     def version_spans(self) -> list[tuple[int, int, int]]:
-        """(policy version, start, end) over the completion, without gaps."""
+        """(policy version, start, end) over the completion, without gaps. Empty before a token."""
+        if not self.versions:
+            return []
         ends = [start for _, start in self.versions[1:]] + [len(self.token_ids)]
         return [
             (version, start, end) for (version, start), end in zip(self.versions, ends, strict=True)
