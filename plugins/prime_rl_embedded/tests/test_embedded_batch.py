@@ -79,7 +79,7 @@ def test_a_request_is_aborted_by_its_id(server: Served, paused: bool) -> None:
     if paused:
         server.post("/pause")
     long = BatchRequest(
-        request_id="long",
+        request_id=(name := f"long-{paused}"),
         token_ids=ids_to_bytes([5]),
         sampling_params={"max_tokens": 100_000, "ignore_eos": True},
     )
@@ -87,7 +87,7 @@ def test_a_request_is_aborted_by_its_id(server: Served, paused: bool) -> None:
         reply = pool.submit(ask, server, long)
         aborted = 0
         while not aborted and not reply.done():
-            body = msgspec.msgpack.encode(Abort(["long"]))
+            body = msgspec.msgpack.encode(Abort([name]))
             aborted = server.http.post(ABORT_ROUTE, content=body).json()["aborted"]
         answer = reply.result()[0]
     assert answer.finish_reason in ("abort", "length")
