@@ -77,7 +77,7 @@ def test_a_request_is_aborted_by_its_id(server: Served, paused: bool) -> None:
     """The abort can arrive before the batch: it is sent until the engine knows the request.
     A paused engine has sampled no token of it."""
     if paused:
-        server.post("/pause")
+        server.post("/pause", admin=True)
     long = BatchRequest(
         request_id=(name := f"long-{paused}"),
         token_ids=ids_to_bytes([5]),
@@ -92,7 +92,7 @@ def test_a_request_is_aborted_by_its_id(server: Served, paused: bool) -> None:
         answer = reply.result()[0]
     assert answer.finish_reason in ("abort", "length")
     if paused:
-        server.post("/resume")
+        server.post("/resume", admin=True)
         assert (answer.finish_reason, answer.token_ids, answer.versions) == ("abort", b"", [])
 
 
