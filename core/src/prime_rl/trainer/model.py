@@ -7,11 +7,13 @@ import sys
 import time
 from collections.abc import Callable, Container, Iterable
 from functools import partial
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
@@ -26,7 +28,7 @@ from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.device import choose_device
+from prime_rl.trainer.device import HOST, choose_device, compute_dtype
 from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import APART, PackedRow
@@ -90,17 +92,28 @@ def make_policy(
     config: TrainerConfig,
     heads: Iterable[Head] = (),
     kernel: Kernel | None = None,
+    home: torch.device | None = None,
 ) -> Policy:
-    """The policy on its device; with several ranks, this rank's part of it."""
+    """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
+    block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
-    policy = Policy(model, config, modules, kernel)
+    policy, half = Policy(model, config, modules, kernel), in_half(config, device)
     for each in (model, *(head.model for head in modules if head.model is not None)):
-        prepare_blocks(each, config, choose_device(config.device))
-    if parallel.several_ranks():
-        blocks = set(model._no_split_modules or ())
-        parallel.shard(policy, blocks, device, config.dp_replicate)
+        prepare_blocks(each, config, device)
+    if parallel.several_ranks() or half:
+        parallel.shard(
+            *(policy, set(model._no_split_modules or ()), device, config.dp_replicate, home),
+            half=half,
+            exact=modules if half else (),
+            tuned=hasattr(model, "prime_rl_tuning"),
+        )
         register_fsdp_forward_method(policy, "plain_logprobs")
-    return policy.to(device)
+    return policy.to(home or device)
+
+
+def in_half(config: TrainerConfig, device: torch.device) -> bool:
+    """Whether the model computes in bfloat16."""
+    return compute_dtype(config.dtype, device) == "bfloat16"
 
 
 def prepare_blocks(
@@ -189,25 +202,34 @@ def load_model(
     adapter: Path | None = None,
     on_host: bool = False,
 ) -> PreTrainedModel:
-    """The policy without dropout: π has to be what the engines sample from. On its device; with
-    several ranks, or ``on_host``, on the host, from which each takes its part (``make_policy``).
-    A ``tuning`` freezes it and adds a new adapter, or that of the folder ``adapter``.
+    """The policy without dropout: π has to be what the engines sample from. In float32, on its
+    device or ``on_host``; where it will be in shards, its weights are still in their files, if
+    these allow it. A ``tuning`` freezes it and adds a new adapter, or that of the folder
+    ``adapter``.
 
     Raises ``WeightsError`` if the folder lacks weights, ``ConfigError`` if the trainer cannot train
     its kind.
     """
     transformers_logging.disable_progress_bar()
-    device = choose_device("cpu" if on_host or parallel.several_ranks() else config.device)
+    device = choose_device(config.device)
+    in_shards = parallel.several_ranks() or in_half(config, device)
+    readers = entry_points(group="prime_rl.weight_readers") if in_shards else ()
+    model: Any = None
+    missing: list[str] = []
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_path,
-            dtype=torch.float32,
-            output_loading_info=True,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
+        for entry in readers:
+            model = entry.load()(model_path)
+        if whole := model is None:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                *(model_path,),
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=True,
+            )
+            missing = sorted(report["missing_keys"])
+    except (OSError, ValueError, SafetensorError) as error:
         raise WeightsError(f"cannot load the policy from {model_path}: {error}") from error
-    if missing := sorted(report["missing_keys"]):
+    if missing:
         raise WeightsError(
             f"{model_path} lacks {len(missing)} of the policy's weights, first {missing[0]!r}: "
             "training would start from random numbers there. Make or fetch the folder again."
@@ -215,4 +237,4 @@ def load_model(
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
         model.prime_rl_tuning = tuning
-    return model.eval().to(device)
+    return model.eval().to(HOST if on_host or in_shards else device) if whole else model.eval()
