@@ -1,14 +1,10 @@
-"""The policy: a Hugging Face causal LM, its decoder blocks recomputed or compiled."""
+"""The policy: a Hugging Face causal LM."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
-from collections.abc import Callable, Container, Iterable
-from functools import partial
+from collections.abc import Container, Iterable
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -34,7 +29,6 @@ from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import APART, PackedRow
 from prime_rl.trainer.packing import Packing, use_attention
 
-COMPILERS = ("c++", "g++", "clang++")
 POLL_SECONDS = 0.02
 
 
@@ -98,8 +92,8 @@ def make_policy(
     block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
     policy, half = Policy(model, config, modules, kernel), in_half(config, device)
-    for each in (model, *(head.model for head in modules if head.model is not None)):
-        prepare_blocks(each, config, device)
+    for each in filter(None, (model, *(head.model for head in modules))):
+        policy.kernel.prepare_blocks(each, config.activation_checkpointing, config.compile, device)
     if parallel.several_ranks() or half:
         parallel.shard(
             *(policy, set(model._no_split_modules or ()), device, config.dp_replicate, home),
@@ -114,51 +108,6 @@ def make_policy(
 def in_half(config: TrainerConfig, device: torch.device) -> bool:
     """Whether the model computes in bfloat16."""
     return compute_dtype(config.dtype, device) == "bfloat16"
-
-
-def prepare_blocks(
-    model: PreTrainedModel, config: TrainerConfig, device: torch.device | None = None
-) -> None:
-    """Recompute and compile the decoder blocks as configured, in place. ``device``: where it will
-    train, if it is not there yet. Raises ``ConfigError`` without blocks or a compiler.
-
-    A block's ``forward`` is replaced on the module itself: names of weights stay, and FSDP's hooks
-    still surround it. The compiled forward is inside the recomputed one.
-    """
-    every = config.activation_checkpointing
-    if not every and not config.compile:
-        return
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ConfigError(
-            f"trainer.activation_checkpointing and trainer.compile work block by block, and "
-            f"{type(model).__name__} does not say which modules are its blocks. Set both off."
-        )
-    if config.compile:
-        check_compiler(device or model.device)
-    for number, block in enumerate(blocks):
-        vars(block).pop("forward", None)  # of an earlier call
-        forward: Callable[..., Any] = block.forward
-        if config.compile:
-            forward = torch.compile(forward, dynamic=True)
-        if every and number % every == 0:
-            # Nothing is drawn at random: the policy trains without dropout.
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        vars(block)["forward"] = forward
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raises ``ConfigError`` that names what ``torch.compile`` lacks here."""
-    missing = None
-    if sys.platform == "win32":
-        missing = "a platform other than Windows"
-    elif not any(map(shutil.which, COMPILERS)):
-        missing = f"a C++ compiler on the path ({', '.join(COMPILERS)})"
-    elif device.type == "cuda" and find_spec("triton") is None:
-        missing = "triton (pip install triton)"
-    if missing:
-        raise ConfigError(f"trainer.compile needs {missing}. Install it, or set it to false.")
 
 
 def model_folder(launch: Launch, status: Status) -> Path:
@@ -213,11 +162,9 @@ def load_model(
     transformers_logging.disable_progress_bar()
     device = choose_device(config.device)
     in_shards = parallel.several_ranks() or in_half(config, device)
-    readers = entry_points(group="prime_rl.weight_readers") if in_shards else ()
-    model: Any = None
-    missing: list[str] = []
+    model, missing = cast(Any, None), list[str]()
     try:
-        for entry in readers:
+        for entry in entry_points(group="prime_rl.weight_readers") if in_shards else ():
             model = entry.load()(model_path)
         if whole := model is None:
             model, report = AutoModelForCausalLM.from_pretrained(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -207,7 +207,7 @@ def shard(
     home: torch.device | None = None,
     *,
     half: bool = False,
-    exact: Iterable[nn.Module] = (),
+    exact: Sequence[nn.Module] = (),
     tuned: bool = False,
 ) -> None:
     """Leave each rank its part of ``root``: one unit per module of a class named in ``blocks``, one
@@ -217,15 +217,13 @@ def shard(
     ``half``: all but the modules ``exact`` compute in bfloat16. ``tuned``: what is frozen is not
     published, so it is kept in bfloat16 as well.
 
-    Raises ``ConfigError`` if the ranks do not divide into ``replicas``, or nothing is a block.
+    Raises ``ConfigError`` if nothing is a block.
     """
-    if num_ranks() % replicas:
-        raise ConfigError(f"trainer.dp_replicate is {replicas}, the ranks are {num_ranks()}")
     units = [module for module in root.modules() if type(module).__name__ in blocks]
-    if not units:
+    if not units and several_ranks():
         raise ConfigError(
             f"model: no module is one of its blocks ({', '.join(sorted(blocks)) or 'none named'}), "
-            "so there is nothing to shard by. Train it with trainer.num_ranks = 1, in float32."
+            "so there is nothing to shard by. Train it with trainer.num_ranks = 1."
         )
     if not dist.is_initialized():
         _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
@@ -241,9 +239,8 @@ def shard(
                 places.setdefault(parameter, []).append((module, name))
     for value, where in places.items():
         _put(where, value.detach().to("meta"), value)
-    apart = list(exact)
-    for module in (*apart, *units, root):  # the root's unit takes the parameters left over
-        dtype = torch.bfloat16 if half and module not in apart else None
+    for module in (*exact, *units, root):  # the root's unit takes the parameters left over
+        dtype = torch.bfloat16 if half and module not in exact else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)

@@ -51,6 +51,13 @@ class Varlen(Kernel):
         attention.register(torch.compiler.disable) if compiled else attention.register()
         experts.register()
 
+    def prepare_blocks(
+        self, model: nn.Module, recomputed: int, compiled: bool, device: torch.device
+    ) -> None:
+        from prime_rl_kernels.blocks import prepare_blocks
+
+        prepare_blocks(model, recomputed, compiled, device)
+
     def packings(self, device: torch.device) -> Sequence[Packing]:
         """Apart, transformers' ``sdpa`` takes less memory than its ``eager``."""
         from prime_rl.trainer.packing import Packing
