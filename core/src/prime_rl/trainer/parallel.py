@@ -239,7 +239,7 @@ def shard(
                 places.setdefault(parameter, []).append((module, name))
     for value, where in places.items():
         _put(where, value.detach().to("meta"), value)
-    for module in (*exact, *units, root):  # the root's unit takes the parameters left over
+    for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
         dtype = torch.bfloat16 if half and module not in exact else None
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
