@@ -40,6 +40,9 @@ model of transformers' own class, in float32 on a CPU. "Works" means:
   vLLM's own, or transformers' code run by vLLM. Of other architectures, vLLM tries transformers'
   code too.
 
+Text only: there is no training on images, so the language model of a vision family is what works.
+Experts are sharded like other weights, not distributed (no expert parallelism).
+
 A family that is not in the table works if it passes the checks at start-up. Otherwise they refuse
 it before training starts, with the reason and the fix.
 

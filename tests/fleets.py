@@ -22,7 +22,7 @@ class Engine:
 
     def __init__(self, version=0, model="m"):
         self.version, self.calls, self.refuse, self.model = version, [], {}, model
-        self.away = self.mute = False
+        self.away = self.mute = self.pauses_itself = False
         self.looks = self.muted = 0
         self.hold = asyncio.Event()
         self.hold.set()
@@ -40,7 +40,8 @@ class Engine:
         if path == "/v1/models":
             return web.json_response({"data": [{"id": self.model}]})
         if path == "/health":
-            return web.json_response({"version": self.version})
+            answer = {"version": self.version, "pauses_itself": self.pauses_itself}
+            return web.json_response(answer)
         self.calls.append(path)
         if path in self.refuse:
             return web.Response(status=self.refuse[path], text="the reason")

@@ -67,7 +67,7 @@ HAS_TRANSPORT = {"prime_rl_broadcast"}
 
 FOR_THE_TRAINER = {
     *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
-    *("prime_rl.wire.micro_batch", "prime_rl.plugins.components"),
+    *("prime_rl.wire.micro_batch", "prime_rl.plugins.components", "prime_rl.weights.tensors"),
     *("prime_rl.plugins.calls", "prime_rl.plugins.calls"),
     *("prime_rl.env.traces", "prime_rl.orchestrator.buffer"),
 }

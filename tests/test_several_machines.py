@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from prime_rl.cli.app import app
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"
 MANIFEST = ROOT / "docs" / "examples" / "cluster" / "kubernetes.yaml"
+IMAGE = MANIFEST.with_name("Dockerfile")
 SCHEMA = ROOT / "tests" / "rayjob_schema.yaml"
 STAND_INS = ROOT / "tests" / "slurm"
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
@@ -240,5 +242,13 @@ def test_the_entrypoint_is_a_valid_run_that_fits_the_workers(tmp_path):
     assert written["inference"]["replicas"] == (group["replicas"] - trainer_nodes) * gpus
 
 
-def test_the_manifest_names_the_ray_that_the_tests_use():
+def test_the_manifest_and_the_image_name_the_ray_that_the_tests_use():
     assert read_manifest()["spec"]["rayClusterSpec"]["rayVersion"] == version("ray")
+    assert f'"ray[default]=={version("ray")}"' in IMAGE.read_text()
+
+
+def test_the_image_installs_folders_that_exist_and_the_vllm_of_make_setup_vllm():
+    text, setup = IMAGE.read_text(), ROOT / "plugins" / "prime_rl_vllm" / "setup_environment.sh"
+    folders = re.findall(r"(?<=\s)\./(\w[\w/]*\w)(?=\s)", text)
+    assert len(folders) == 8 and all((ROOT / each / "pyproject.toml").exists() for each in folders)
+    assert re.findall(r"'vllm>=.*?'", text) == re.findall(r"'vllm>=.*?'", setup.read_text())

@@ -210,6 +210,18 @@ async def test_a_restart_between_two_looks_is_detected():
         assert engine.calls[:2] == ["/pause", "/update_weights"]
 
 
+async def test_an_engine_that_pauses_itself_samples_until_its_weights_change():
+    engine, other = Engine(), Engine()
+    engine.pauses_itself = True
+    async with fleet_of(engine, other) as fleet:
+        await fleet.update_weights(Path("v1"), 1)
+        assert engine.calls == ["/update_weights", "/resume"]
+        assert other.calls == ["/pause", "/update_weights", "/resume"]
+        await fleet.sleep()
+        await fleet.update_weights(Path("v2"), 2)
+        assert engine.calls[2:] == ["/pause", "/sleep", "/wake_up", "/update_weights", "/resume"]
+
+
 async def test_our_own_engines_have_their_first_weights_and_others_get_them_pushed():
     for own, calls in ((True, []), (False, ["/pause", "/update_weights", "/resume"])):
         engine = Engine(version=7)

@@ -142,14 +142,18 @@ def steps(
     states = [state for each in trainer.optimizers for state in each.state.values()]
     columns = [(name, value) for state in states for name, value in state.items()]
     tensors = [value for name, value in columns if torch.is_tensor(value) and name != "step"]
-    devices = {str(each.device) for each in [*trainer.policy.parameters(), *tensors]}
+    parameters = list(trainer.policy.parameters())
+    devices = {str(each.device) for each in [*parameters, *tensors]}
+    moments = {f"{each.device} {list(each.shape)}" for each in tensors}
     return {
         "waits": dict(recorder.waits),
         "kernels": dict(recorder.kernels),
         "float32_products": dict(recorder.float32_products),
         "collectives": dict(recorder.collectives),
         "devices": sorted(devices),
+        "moments": sorted(moments),
         "state_dtypes": sorted({str(each.dtype) for each in tensors}),
+        "weight_dtypes": sorted({f"{p.requires_grad} {p.dtype}" for p in parameters}),
         "packing": trainer.policy.packing.name,
         "dtype": trainer.dtype,
         "published": [[each.name, list(each.shape)] for each in published(trainer)],
@@ -167,6 +171,8 @@ def sharding(trainer: Trainer) -> dict[str, Any]:
     tensors = published_tensors(trainer.model)
     sharded = [each for each in tensors.values() if isinstance(each, DTensor)]
     down = "model.layers.0.mlp.down_proj.weight"
+    if not sharded:
+        return {}
     first = tensors.get(down, sharded[0])
     assert isinstance(first, DTensor)
     return {
@@ -181,24 +187,20 @@ def sharding(trainer: Trainer) -> dict[str, Any]:
 def cases(recorder: Recorder, folder: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     """By name. Each makes a trainer of its own."""
 
-    def case(
-        model: Callable[[], PreTrainedModel] = dense, **settings: Any
-    ) -> Callable[[], dict[str, Any]]:
-        def run() -> dict[str, Any]:
-            trainer = make_trainer(model, settings, folder)
-            return steps(recorder, trainer, [micro_batch(), micro_batch()])
-
-        return run
-
     def ranks(
         size: int, model: Callable[[], PreTrainedModel] = dense, **settings: Any
     ) -> Callable[[], dict[str, Any]]:
         def run() -> dict[str, Any]:
             with fake_ranks(size):
                 trainer = make_trainer(model, settings, folder)
-                return steps(recorder, trainer, [micro_batch()] * 2) | sharding(trainer)
+                return steps(recorder, trainer, [micro_batch(), micro_batch()]) | sharding(trainer)
 
         return run
+
+    def case(
+        model: Callable[[], PreTrainedModel] = dense, **settings: Any
+    ) -> Callable[[], dict[str, Any]]:
+        return ranks(1, model, **settings)
 
     return {
         "dense": case(),
@@ -206,6 +208,8 @@ def cases(recorder: Recorder, folder: Path) -> dict[str, Callable[[], dict[str, 
         "recompute": case(activation_checkpointing=1),
         "lora": case(lora={"rank": 4}),
         "muon": case(optim={"type": "muon"}),
+        "offload": case(optim={"type": "adamw_offload"}),
+        "offload, 8 ranks": ranks(8, optim={"type": "adamw_offload"}),
         "moe": case(moe),
         "moe lora": case(moe, lora={"rank": 4}),
         "token export": case(token_export={"enabled": True}),
@@ -235,8 +239,9 @@ def losses(recorder: Recorder, folder: Path, heads: bool) -> dict[str, Any]:
         tables[name] = {"constant": 1.0} if offered.cls.normalize_by == "constant" else {}
         tables[name] |= {"estimator": "k3"} if name == "kl_to_initial" else {}
     settings = {"losses": tables, "heads": {n: {} for n in installed if heads}, "lora": {"rank": 4}}
-    trainer = make_trainer(partial(dense, layers=1), settings, folder)
-    return steps(recorder, trainer, rows, last=1) | {"losses": [*tables]}
+    with fake_ranks(1):
+        trainer = make_trainer(partial(dense, layers=1), settings, folder)
+        return steps(recorder, trainer, rows, last=1) | {"losses": [*tables]}
 
 
 def main(folder: Path) -> None:

@@ -77,16 +77,18 @@ def same(a: Trainer, b: Trainer) -> bool:
     return all(torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True))
 
 
-@pytest.mark.parametrize("published", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"publish_dtype": "bfloat16"}, {"dtype": "bfloat16"}], ids=str
+)
 def test_three_steps_and_three_more_after_a_resume_are_six_bit_for_bit(
-    tmp_path: Path, model_dir: Path, batches: list[MicroBatch], published: str
+    tmp_path: Path, model_dir: Path, batches: list[MicroBatch], settings: dict[str, str]
 ) -> None:
-    straight = make_trainer(model_dir)
+    straight = make_trainer(model_dir, **settings)
     run(straight, tmp_path / "straight", model_dir, batches)
-    first = make_trainer(model_dir, publish_dtype=published)
+    first = make_trainer(model_dir, **settings)
     run(first, tmp_path / "run", model_dir, batches[:3], ckpt=CkptConfig(interval=3))
     saved = finished(tmp_path / "run", 3)
-    resumed = make_trainer(saved.weights)
+    resumed = make_trainer(saved.weights, **settings)
     assert same(resumed, first)
     generator = torch.get_rng_state()
     torch.manual_seed(99)
@@ -94,7 +96,7 @@ def test_three_steps_and_three_more_after_a_resume_are_six_bit_for_bit(
     assert torch.equal(torch.get_rng_state(), generator)
     run(resumed, tmp_path / "run", saved.weights, batches[3:], first=4)
     assert same(resumed, straight)
-    without = make_trainer(saved.weights)  # the optimizer's state is what makes the difference
+    without = make_trainer(saved.weights, **settings)  # it lacks the optimizer's state
     run(without, tmp_path / "without", saved.weights, batches[3:], first=4)
     assert not same(without, straight)
 

@@ -63,6 +63,26 @@ def test_a_step_waits_twice_for_the_device_and_multiplies_in_bfloat16(
     assert result["dtype"] == "bfloat16"  # without a key that says so
 
 
+def test_weights_are_float32_and_a_frozen_base_bfloat16_also_on_one_rank(
+    found: dict[str, Any],
+) -> None:
+    for name in ("dense", "recompute", "muon", "moe", "8 ranks"):
+        assert case(found, name)["weight_dtypes"] == ["True torch.float32"], name
+    for name in ("lora", "moe lora"):  # by whether it is trained
+        dtypes = ["False torch.bfloat16", "True torch.float32"]
+        assert case(found, name)["weight_dtypes"] == dtypes
+    for name in ("dense", "lora"):
+        assert (case(found, name)["mesh"], case(found, name)["collectives"]) == ([1], {})
+
+
+@pytest.mark.parametrize("name", ["offload", "offload, 8 ranks"])
+def test_offloaded_moments_stay_on_the_host(found: dict[str, Any], name: str) -> None:
+    result = case(found, name)
+    assert {each.split()[0] for each in result["moments"]} == {"cpu"}
+    assert result["devices"] == ["cpu", "cuda:0"]
+    assert {each: n for each, n in waits(result).items() if n} == TWO_WAITS
+
+
 def test_a_row_is_one_call_of_the_varlen_kernel_in_each_layer(found: dict[str, Any]) -> None:
     calls = LAYERS * ROWS
     for name, forward in {"dense": calls, "moe": calls, "recompute": 2 * calls}.items():
@@ -134,9 +154,10 @@ def test_ranks_hold_shards_and_exchange_them_block_by_block(
     assert (result["mesh"], result["placements"]) == (mesh, [placements])
     assert (result["whole"], result["shard"]) == ([64, 128], shard)
     units = LAYERS + 1  # the blocks, and the rest
-    # The rest stays gathered between forward and backward.
+    # Weights go around in bfloat16, and gradients in float32. The rest stays gathered between
+    # forward and backward.
     expected = {
-        "_allgather_base_ float32": ROWS * (units + LAYERS),
+        "_allgather_base_ bfloat16": ROWS * (units + LAYERS),
         "_reduce_scatter_base_ float32": ROWS * units,
         "allreduce_ float32": units * all_reduces,  # replicas: once per step
         "allgather_ float32": 1,  # the norm

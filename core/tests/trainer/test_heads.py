@@ -342,6 +342,24 @@ def test_the_rate_of_a_head_follows_the_scheduler_from_its_own_peak(model_dir: P
     assert rates == pytest.approx([0.005, 0.01])  # 10 of 20 steps of decay are done
 
 
+@pytest.mark.parametrize("own_model", [False, True])
+def test_a_head_computes_in_float32_beside_a_model_in_bfloat16(
+    model_dir: Path, own_model: bool
+) -> None:
+    model = load_model(model_dir, TrainerConfig(device="cpu"))
+    trainer = trainer_of(model, {"lr": 0.02, "own_model": own_model}, dtype="bfloat16")
+    head, _ = trainer.heads["scores"]
+    seen: list[torch.dtype] = []
+    head.module.register_forward_hook(
+        lambda module, given, out: seen.extend([given[0].dtype, out.dtype])
+    )
+    before = [parameter.detach().to_local().clone() for parameter in head.module.parameters()]
+    trainer.train_step(1, rows_of(scored_rollouts(), trainer.losses))
+    after = [parameter.detach().to_local() for parameter in head.module.parameters()]
+    assert {*seen, *(each.dtype for each in after)} == {torch.float32}
+    assert all((a != b).any() for a, b in zip(before, after, strict=True))
+
+
 def test_no_tensor_of_a_head_is_published_or_exported(tmp_path: Path, model_dir: Path) -> None:
     trainer = loaded(model_dir, {"own_model": True})
     trainer.train_step(1, rows_of(scored_rollouts(), trainer.losses))

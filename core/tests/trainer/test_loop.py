@@ -31,12 +31,13 @@ from prime_rl import (
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import loop
+from prime_rl.trainer import loop, parallel
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, find_packing, train, wait_for_batch
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packed_row import APART, make_row
+from prime_rl.trainer.packing import use_attention
 from prime_rl.wire import MicroBatch, encode_batch
 from prime_rl_kernels.kernels import Auto, KernelConfig
 
@@ -312,23 +313,30 @@ def test_half_precision_computes_in_half_and_still_learns_at_a_usual_rate(
     config = TrainerConfig.model_validate(
         {"optim": {"lr": 1e-6, "weight_decay": 0.0}, "device": "cpu", "dtype": "bfloat16"}
     )
-    model = make_model().float()
-    trainer = Trainer(model, installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=1)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    batch = pack(random_documents([9, 5]))
+    model, batch = make_model().float(), pack(random_documents([9, 5]))
     exact, _ = token_logprobs(model, make_row(batch, CPU))
+    trainer = Trainer(model, installed_losses().with_rl(Ratio(PluginConfig())), config, max_steps=1)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    before = [parallel.full(parameter.detach()).clone() for parameter in model.parameters()]
     batch.inference_logprobs = np.where(batch.loss_mask, -4.0, 0.0).astype("f4")
+    rounded = make_model()
+    for parameter in rounded.parameters():  # rotary frequencies stay float32
+        parameter.data = parameter.bfloat16()
+    use_attention(rounded, trainer.policy.packing.attention)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected, _ = token_logprobs(rounded, make_row(batch, CPU, trainer.policy.packing))
+        assert trainer.forward(batch)[1].equal(expected)
+    assert 1e-4 < (expected - exact).abs().max() < 0.5  # bfloat16 keeps three digits
+    parallel.reshard(trainer.policy)
     keeps_copies: list[bool] = []
     trainer.policy.register_forward_pre_hook(
         lambda *_: keeps_copies.append(torch.is_autocast_cache_enabled())
     )
     metrics = trainer.train_step(1, [batch])
     assert keeps_copies == [False]  # of the weights, until the pass is over
-    assert all((a != b).any() for a, b in zip(before, model.parameters(), strict=True))
+    after = [parallel.full(parameter.detach()) for parameter in model.parameters()]
+    assert all((a != b).any() for a, b in zip(before, after, strict=True))
     assert math.isfinite(metrics["optim/grad_norm"])
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        rounded, _ = token_logprobs(model, make_row(batch, CPU))
-    assert 1e-4 < (rounded - exact).abs().max() < 0.5  # bfloat16 keeps three digits
 
 
 def test_a_metric_that_is_no_number_is_null_on_disk_and_readable(tmp_path: Path) -> None:

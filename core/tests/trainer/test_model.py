@@ -19,17 +19,11 @@ from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import model as module
-from prime_rl.trainer.model import (
-    Policy,
-    check_compiler,
-    check_positions,
-    load_model,
-    model_folder,
-    prepare_blocks,
-)
+from prime_rl.trainer.model import Policy, check_positions, load_model, model_folder
 from prime_rl.trainer.packed_row import PackedRow, make_row
+from prime_rl_kernels import blocks as module
 from prime_rl_kernels.attention import register
+from prime_rl_kernels.blocks import check_compiler, prepare_blocks
 from prime_rl_kernels.kernels import Auto, KernelConfig
 
 CPU = torch.device("cpu")
@@ -56,7 +50,7 @@ def gradients(model: PreTrainedModel, rows: list[PackedRow], **settings: Any) ->
     """Summed over the rows."""
     config = TrainerConfig(device="cpu", **settings)
     policy = Policy(model, config, kernel=AUTO)
-    prepare_blocks(model, config)
+    prepare_blocks(model, config.activation_checkpointing, config.compile, CPU)
     for row in rows:
         torch.autograd.backward(policy(row)[0].square().sum())
     return [each.grad for each in model.parameters() if each.grad is not None]
@@ -93,7 +87,7 @@ def test_recomputed_blocks_keep_their_input_alone(
 
         model = make_model("varlen", num_hidden_layers=4)
         config = TrainerConfig(device="cpu", activation_checkpointing=every)
-        prepare_blocks(model, config)
+        prepare_blocks(model, config.activation_checkpointing, config.compile, CPU)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             Policy(model, config, kernel=AUTO)(rows[0])
         return sum(sizes)
@@ -106,7 +100,7 @@ def test_recomputed_blocks_keep_their_input_alone(
 def test_names_of_weights_stay(make_model: MakeModel) -> None:
     model = make_model("varlen")
     names = list(model.state_dict())
-    prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+    prepare_blocks(model, 1, False, CPU)
     assert list(model.state_dict()) == names
 
 
@@ -116,7 +110,7 @@ def test_preparing_twice_does_it_once(make_model: MakeModel, rows: list[PackedRo
     block.register_forward_pre_hook(lambda *_: calls.append("outer"))
     block.get_submodule("mlp").register_forward_pre_hook(lambda *_: calls.append("inner"))
     for _ in range(2):
-        prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+        prepare_blocks(model, 1, False, CPU)
     gradients(model, rows[:1], activation_checkpointing=1)
     assert calls == ["outer", "inner", "inner"]
 
@@ -156,7 +150,7 @@ def test_no_triton_is_said_before_training(
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):
         check_compiler(torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"trainer\.compile needs triton"):  # not there yet
-        prepare_blocks(make_model("varlen"), TrainerConfig(compile=True), torch.device("cuda"))
+        prepare_blocks(make_model("varlen"), 0, True, torch.device("cuda"))
     check_compiler(CPU)
 
 
@@ -164,7 +158,7 @@ def test_a_model_without_blocks_is_refused(make_model: MakeModel) -> None:
     model = make_model("varlen")
     model._no_split_modules = None
     with pytest.raises(ConfigError, match="Qwen3ForCausalLM does not say which modules"):
-        prepare_blocks(model, TrainerConfig(device="cpu", activation_checkpointing=1))
+        prepare_blocks(model, 1, False, CPU)
 
 
 def make_launch(model_path: str, wait_for_model: bool = False) -> Launch:

@@ -193,7 +193,8 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-def test_a_model_without_blocks_is_not_sharded() -> None:
+def test_a_model_without_blocks_is_not_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "several_ranks", lambda: True)
     with pytest.raises(ConfigError, match="no module is one of its blocks"):
         parallel.shard(nn.Linear(2, 2), {"Block"}, CPU, replicas=1)
 

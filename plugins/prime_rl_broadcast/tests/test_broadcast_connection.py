@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -296,3 +298,35 @@ def test_buckets_hold_every_tensor_once_in_order_within_their_limit(header: Any)
             end = start + length
         assert bucket.num_bytes == end
         assert len(bucket.places) == 1 or bucket.num_bytes <= BUCKET_BYTES
+
+
+@pytest.mark.parametrize(("version", "blocking"), [((2, 26, 5), None), ((2, 27), 0)])
+def test_connecting_by_nccl_has_a_time_limit(
+    version: tuple[int, ...],
+    blocking: int | None,
+    new_group: NewGroup,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What torch is asked for: a CPU build has no NCCL."""
+    asked: list[Any] = []
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(blocking=None)
+
+    class Group:
+        def __init__(self, *arguments: Any) -> None:
+            asked.extend([*arguments, os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"]])
+
+    Group.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    group = msgspec.structs.replace(new_group(2, timeout=90.5), backend="nccl")
+    with connection_module._nccl_environment(group):
+        connection_module._connect(group, "store")
+    store, rank, size, options, seconds = asked
+    assert (store, rank, size, seconds) == ("store", 0, 2, "91")
+    assert options._timeout.total_seconds() == 90.5
+    assert options.config.blocking == blocking
+    assert "TORCH_NCCL_NONBLOCKING_TIMEOUT" not in os.environ

@@ -195,3 +195,18 @@ def test_this_torch_has_the_kernel_that_is_called() -> None:
 
 def test_the_kernel_does_not_take_tensors_on_the_host() -> None:
     assert not attention._has_varlen_kernel(torch.zeros(1, 4, 3, 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("major", "installed"), [(9, True), (9, False), (8, True), (10, True)])
+def test_a_hopper_takes_flash_attention_3_where_it_is_installed(
+    major: int, installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    activated: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    monkeypatch.setattr(attention, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    attention.use_flash_attention_3.cache_clear()
+    found = attention.use_flash_attention_3(torch.device("cuda"))
+    attention.use_flash_attention_3.cache_clear()
+    assert found == (major == 9 and installed) == (activated == ["FA3"])
+    assert not attention.use_flash_attention_3(torch.device("cpu"))

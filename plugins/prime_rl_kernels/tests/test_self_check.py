@@ -19,10 +19,11 @@ from prime_rl import ConfigError, Kernel, Loss, LossInputs, LossOutputs, PluginC
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.model import Policy, load_model, prepare_blocks
+from prime_rl.trainer.model import Policy, load_model
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import Packing, batch_sizes
 from prime_rl_kernels.attention import register
+from prime_rl_kernels.blocks import prepare_blocks
 from prime_rl_kernels.kernels import Auto, KernelConfig
 from prime_rl_kernels.self_check import find_packing
 from prime_rl_lora.tuning import Lora, LoraConfig
@@ -267,7 +268,7 @@ def test_recomputed_blocks_and_either_head_go_the_same_way(
     config = TrainerConfig(device="cpu", activation_checkpointing=1)
     kernel = Auto(KernelConfig(fused_lm_head=fused, lm_head_block=61 * 4))
     model = make("Qwen3_5")
-    prepare_blocks(model, config)
+    prepare_blocks(model, config.activation_checkpointing, config.compile, CPU)
     policy = checked(model, config, kernel)
     assert policy.packing.name == "apart"
     assert_as_alone(policy, make_batch(pack, random_documents))

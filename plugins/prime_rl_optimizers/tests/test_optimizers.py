@@ -11,12 +11,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from prime_rl import ConfigError, OptimizerMaker, PluginConfig
+from prime_rl import AdamWConfig, ConfigError, OptimizerMaker, PluginConfig
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_optimizer
-from prime_rl_optimizers.makers import MuonConfig, MuonMaker, SgdConfig, SgdMaker, SignSgdMaker
+from prime_rl_optimizers.makers import (
+    MuonConfig,
+    MuonMaker,
+    OffloadedAdamWMaker,
+    SgdConfig,
+    SgdMaker,
+    SignSgdMaker,
+)
 from prime_rl_optimizers.muon import Muon, hidden_matrices
 
 MUON = MuonMaker(MuonConfig())
@@ -164,3 +171,22 @@ def test_settings_come_through_the_config_that_a_run_writes() -> None:
     resolved = OptimConfig.model_validate({"type": "sgd", "momentum": 0.9})
     assert OptimConfig.model_validate_json(resolved.model_dump_json()) == resolved
     assert maker_of(resolved).config == SgdConfig(momentum=0.9)
+
+
+def test_offloaded_adamw_has_the_numbers_of_adamw_also_after_a_resume_from_it() -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(5, 3), nn.Linear(5, 3)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain = torch.optim.AdamW(models[0].parameters(), lr=0.1, weight_decay=0.5, fused=True)
+    offloaded = OffloadedAdamWMaker(AdamWConfig()).make(models[1], 0.1, 0.5)
+    for step in range(4):
+        if step == 2:  # another one goes on from AdamW's state
+            offloaded = OffloadedAdamWMaker(AdamWConfig()).make(models[1], 0.1, 0.5)
+            offloaded.load_state_dict(plain.state_dict())
+        for model, optimizer in zip(models, (plain, offloaded), strict=True):
+            optimizer.zero_grad()
+            model(torch.full((2, 5), float(step))).square().sum().backward()
+            optimizer.step()
+        for mine, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            assert mine.equal(expected)
+            assert offloaded.state[mine]["exp_avg_sq"].equal(plain.state[expected]["exp_avg_sq"])

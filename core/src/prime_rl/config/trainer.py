@@ -139,7 +139,7 @@ class TrainerConfig(PluginTable):
     """The heads of the run by name, with their settings. A table may be empty."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of compute. ``auto``: ``bfloat16`` on a GPU that has it, else ``float32``. Weights
-    and optimizer state stay in float32: bfloat16 would round typical steps away."""
+    that train and optimizer state are float32: bfloat16 would round typical steps away."""
     minibatches: PositiveInt = 1
     """Optimizer steps per pass over a batch: parts of about equal work, of whole groups. The
     learning rate and the version are those of the batch; each part is clipped by itself."""

@@ -73,6 +73,8 @@ class Health(msgspec.Struct):
     """The policy version that it samples from; None: it does not say, or has none."""
     receives: Receives | None = None
     max_model_len: int | None = None
+    pauses_itself: bool = False
+    """Sampling goes on while ``/update_weights`` reads and checks files."""
 
 
 class _Card(msgspec.Struct):
@@ -155,7 +157,8 @@ class EngineClient:
         return health
 
     async def update(self, weights: Weights, meeting: Mapping[str, Any] | None = None) -> None:
-        """Load published weights while requests wait. ``meeting``: what a weight transport tells
+        """Load published weights. Requests wait, those of an engine that pauses itself only while
+        the weights change. ``meeting``: what a weight transport tells
         the engine. Whatever happens, the engine is resumed if it can be reached."""
         body: dict[str, Any] = {"version": weights.version, "weight_dir": str(weights.directory)}
         if meeting is not None:
@@ -165,7 +168,7 @@ class EngineClient:
             if self.asleep:
                 await self._post("/wake_up")
                 self.asleep = False
-            else:
+            elif not self.health.pauses_itself:
                 await self._pause()
             await self._post("/update_weights", timing.UPDATE_SECONDS, once=once, json=body)
         except BaseException as error:

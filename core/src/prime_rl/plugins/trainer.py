@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveFloat
 
+from prime_rl.errors import ConfigError
 from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:
@@ -114,6 +115,15 @@ class Kernel(Offer):
     def prepare(self, compiled: bool) -> None:
         """Once, before any row: register attention with transformers. ``compiled``: the decoder
         blocks are compiled, and must call attention outside of their graphs."""
+
+    def prepare_blocks(
+        self, model: nn.Module, recomputed: int, compiled: bool, device: torch.device
+    ) -> None:
+        """Recompute every n-th decoder block of a transformers model that will train on ``device``
+        (0: none), and compile all, in place. Raises ``ConfigError``."""
+        if recomputed or compiled:
+            keys = "trainer.activation_checkpointing and trainer.compile"
+            raise ConfigError(f"{keys} need a kernel that has them. pip install prime-rl-kernels")
 
     def packings(self, device: torch.device) -> Sequence[Packing]:
         """The ways, the fastest first. The trainer takes the first one whose log π is that of

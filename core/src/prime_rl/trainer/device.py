@@ -106,6 +106,6 @@ def moving_state(optimizer: Optimizer) -> Iterator[tuple[MutableMapping[str, Any
         with_steps = bool(group.get("fused") or group.get("capturable"))
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            for name, value in state.items():
+            for name, value in state.items() if not group.get("on_host") else ():
                 if torch.is_tensor(value) and (with_steps or name != "step"):
                     yield state, name

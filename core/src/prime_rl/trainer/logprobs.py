@@ -97,12 +97,15 @@ def _top_labels(row: PackedRow, size: int) -> Tensor:
 
 
 def _call(head: Any, hidden: Tensor, cap: float | None) -> Tensor:
-    """[N, V] by the head itself, in float32 even under autocast."""
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind):
-        hidden = hidden.to(_at_least_float32(hidden))
+    """[N, V] by the head itself: even under autocast in float32, or the precision of the weights of
+    a head that has to be called."""
+    kind, dtype, own = hidden.device.type, _at_least_float32(hidden), next(head.parameters()).dtype
     with torch.autocast(kind, enabled=False):
-        logits: Tensor = head(hidden)
+        if type(head) is nn.Linear and own != dtype:
+            bias = None if head.bias is None else head.bias.to(dtype)
+            logits = nn.functional.linear(hidden.to(dtype), head.weight.to(dtype), bias)
+        else:
+            logits = head(hidden.to(own)).to(dtype)
         return logits if cap is None else cap * (logits / cap).tanh()
 
 

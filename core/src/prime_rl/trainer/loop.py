@@ -37,7 +37,7 @@ from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer
-from prime_rl.trainer.device import Offload, choose_device, compute_dtype
+from prime_rl.trainer.device import HOST, Offload, choose_device, compute_dtype
 from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
 from prime_rl.trainer.model import Policy, make_policy
@@ -78,12 +78,11 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.device = self.model.device
-        if parallel.several_ranks() or self.colocated:
+        if parallel.several_ranks() or self.colocated or self.device.type == "meta":
             self.device = choose_device(self.config.device, Rank.of_process())
-        on_host = self.colocated and not parallel.several_ranks()
-        home = self.model.device if on_host else self.device
+        home = HOST if self.colocated else self.device
         heads = [self.losses.heads[name] for name in self.config.heads]
-        self.policy = make_policy(self.model, home, self.config, heads, self.kernel)
+        self.policy = make_policy(self.model, self.device, self.config, heads, self.kernel, home)
         self.dtype = compute_dtype(self.config.dtype, self.device)
         self.half = self.dtype == "bfloat16"
         self.num_bad_steps = 0
@@ -105,11 +104,10 @@ class Trainer:
         """Once: choose how rows go through this model. Raises ``ConfigError`` if the trainer cannot
         train it."""
         if not self.checked:
-            half = self.half and self.device.type != "cpu"  # a CPU takes the same path in both
             # Blocks are compiled for the rows of the run, not for those of the check.
             plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
             with plain or nullcontext():
-                find_packing(self.policy, self.device, half)
+                find_packing(self.policy, self.device, self.half)
             self.checked = True
 
     def train_step(

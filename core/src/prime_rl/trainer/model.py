@@ -1,20 +1,17 @@
-"""The policy: a Hugging Face causal LM, its decoder blocks recomputed or compiled."""
+"""The policy: a Hugging Face causal LM."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 import time
-from collections.abc import Callable, Container, Iterable
-from functools import partial
-from importlib.util import find_spec
+from collections.abc import Container, Iterable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -26,13 +23,12 @@ from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.device import choose_device
+from prime_rl.trainer.device import HOST, choose_device, compute_dtype
 from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import APART, PackedRow
 from prime_rl.trainer.packing import Packing, use_attention
 
-COMPILERS = ("c++", "g++", "clang++")
 POLL_SECONDS = 0.02
 
 
@@ -90,62 +86,28 @@ def make_policy(
     config: TrainerConfig,
     heads: Iterable[Head] = (),
     kernel: Kernel | None = None,
+    home: torch.device | None = None,
 ) -> Policy:
-    """The policy on its device; with several ranks, this rank's part of it."""
+    """The policy for ``device``: whole in float32 on one rank; else this rank's shards, which a
+    block gathers in ``trainer.dtype``. ``home``: where it lies until it is moved."""
     modules = [HeadModule(head, config.heads[head.name], model) for head in heads]
-    policy = Policy(model, config, modules, kernel)
-    for each in (model, *(head.model for head in modules if head.model is not None)):
-        prepare_blocks(each, config, choose_device(config.device))
-    if parallel.several_ranks():
-        blocks = set(model._no_split_modules or ())
-        parallel.shard(policy, blocks, device, config.dp_replicate)
-        register_fsdp_forward_method(policy, "plain_logprobs")
-    return policy.to(device)
-
-
-def prepare_blocks(
-    model: PreTrainedModel, config: TrainerConfig, device: torch.device | None = None
-) -> None:
-    """Recompute and compile the decoder blocks as configured, in place. ``device``: where it will
-    train, if it is not there yet. Raises ``ConfigError`` without blocks or a compiler.
-
-    A block's ``forward`` is replaced on the module itself: names of weights stay, and FSDP's hooks
-    still surround it. The compiled forward is inside the recomputed one.
-    """
-    every = config.activation_checkpointing
-    if not every and not config.compile:
-        return
-    names = set(model._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
-    if not blocks:
-        raise ConfigError(
-            f"trainer.activation_checkpointing and trainer.compile work block by block, and "
-            f"{type(model).__name__} does not say which modules are its blocks. Set both off."
+    policy, half = Policy(model, config, modules, kernel), in_half(config, device)
+    for each in filter(None, (model, *(head.model for head in modules))):
+        policy.kernel.prepare_blocks(each, config.activation_checkpointing, config.compile, device)
+    if parallel.several_ranks() or half:
+        parallel.shard(
+            *(policy, set(model._no_split_modules or ()), device, config.dp_replicate, home),
+            half=half,
+            exact=modules if half else (),
+            tuned=hasattr(model, "prime_rl_tuning"),
         )
-    if config.compile:
-        check_compiler(device or model.device)
-    for number, block in enumerate(blocks):
-        vars(block).pop("forward", None)  # of an earlier call
-        forward: Callable[..., Any] = block.forward
-        if config.compile:
-            forward = torch.compile(forward, dynamic=True)
-        if every and number % every == 0:
-            # Nothing is drawn at random: the policy trains without dropout.
-            forward = partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
-        vars(block)["forward"] = forward
+        register_fsdp_forward_method(policy, "plain_logprobs")
+    return policy.to(home or device)
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raises ``ConfigError`` that names what ``torch.compile`` lacks here."""
-    missing = None
-    if sys.platform == "win32":
-        missing = "a platform other than Windows"
-    elif not any(map(shutil.which, COMPILERS)):
-        missing = f"a C++ compiler on the path ({', '.join(COMPILERS)})"
-    elif device.type == "cuda" and find_spec("triton") is None:
-        missing = "triton (pip install triton)"
-    if missing:
-        raise ConfigError(f"trainer.compile needs {missing}. Install it, or set it to false.")
+def in_half(config: TrainerConfig, device: torch.device) -> bool:
+    """Whether the model computes in bfloat16."""
+    return compute_dtype(config.dtype, device) == "bfloat16"
 
 
 def model_folder(launch: Launch, status: Status) -> Path:
@@ -189,25 +151,32 @@ def load_model(
     adapter: Path | None = None,
     on_host: bool = False,
 ) -> PreTrainedModel:
-    """The policy without dropout: π has to be what the engines sample from. On its device; with
-    several ranks, or ``on_host``, on the host, from which each takes its part (``make_policy``).
-    A ``tuning`` freezes it and adds a new adapter, or that of the folder ``adapter``.
+    """The policy without dropout: π has to be what the engines sample from. In float32, on its
+    device or ``on_host``; where it will be in shards, its weights are still in their files, if
+    these allow it. A ``tuning`` freezes it and adds a new adapter, or that of the folder
+    ``adapter``.
 
     Raises ``WeightsError`` if the folder lacks weights, ``ConfigError`` if the trainer cannot train
     its kind.
     """
     transformers_logging.disable_progress_bar()
-    device = choose_device("cpu" if on_host or parallel.several_ranks() else config.device)
+    device = choose_device(config.device)
+    in_shards = parallel.several_ranks() or in_half(config, device)
+    model, missing = cast(Any, None), list[str]()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            model_path,
-            dtype=torch.float32,
-            output_loading_info=True,
-            local_files_only=True,
-        )
-    except (OSError, ValueError) as error:
+        for entry in entry_points(group="prime_rl.weight_readers") if in_shards else ():
+            model = entry.load()(model_path)
+        if whole := model is None:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                *(model_path,),
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=True,
+            )
+            missing = sorted(report["missing_keys"])
+    except (OSError, ValueError, SafetensorError) as error:
         raise WeightsError(f"cannot load the policy from {model_path}: {error}") from error
-    if missing := sorted(report["missing_keys"]):
+    if missing:
         raise WeightsError(
             f"{model_path} lacks {len(missing)} of the policy's weights, first {missing[0]!r}: "
             "training would start from random numbers there. Make or fetch the folder again."
@@ -215,4 +184,4 @@ def load_model(
     if tuning is not None:
         tuning.prepare(model, model_path, adapter)
         model.prime_rl_tuning = tuning
-    return model.eval().to(device)
+    return model.eval().to(HOST if on_host or in_shards else device) if whole else model.eval()

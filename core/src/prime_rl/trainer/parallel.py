@@ -8,12 +8,12 @@ the gradient's sum over all ranks (FSDP2; Zhao et al. 2023, arXiv:2304.11277; re
 hybrid sharding). Deviations:
 
 1. Gradients are summed, not averaged: our loss is a sum over global counts already.
-2. Weights are gathered in float32: ``trainer.dtype`` rounds where one rank would, so that the
-   curve does not depend on the number of ranks.
+2. In bfloat16 a single rank has shards too, all of them: its weights are in float32, and a block's
+   are rounded while it runs. So the curve does not depend on the number of ranks.
 
 A collective needs every rank, in the same order on all of them. So an error of one rank is
 exchanged before it is raised (``on_main``, ``on_all``): ranks that go on without it would wait
-for it forever. One rank has no process group, and everything here does nothing.
+for it forever. One rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -50,12 +50,17 @@ def joined(rank: Rank, device: torch.device, elsewhere: bool = False) -> Iterato
     After an error the group is not destroyed: that would wait for ranks that wait for us. The
     process ends instead (``__main__.leave``).
     """
-    if rank.size == 1:
-        yield
-        return
+    if rank.size > 1:
+        _join(rank, device, _local_store(rank, elsewhere) if STORE in os.environ else None)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(rank: Rank, device: torch.device, store: Any) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-    store = _local_store(rank, elsewhere) if STORE in os.environ else None
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.set_device(device.index or 0)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -63,8 +68,6 @@ def joined(rank: Rank, device: torch.device, elsewhere: bool = False) -> Iterato
         world_size=rank.size if store else -1,
         timeout=TIMEOUT,
     )
-    yield
-    dist.destroy_process_group()
 
 
 def _local_store(rank: Rank, elsewhere: bool = False) -> Any:
@@ -80,16 +83,16 @@ def _local_store(rank: Rank, elsewhere: bool = False) -> Any:
 
 def several_ranks() -> bool:
     """Whether other processes train this model too."""
-    return dist.is_available() and dist.is_initialized()
+    return num_ranks() > 1
 
 
 def rank() -> int:
     """Rank 0 publishes, measures and logs for all."""
-    return dist.get_rank() if several_ranks() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def num_ranks() -> int:
-    return dist.get_world_size() if several_ranks() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 Group = dist.ProcessGroup | None
@@ -196,31 +199,87 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def shard(root: nn.Module, blocks: set[str], device: torch.device, replicas: int) -> None:
+def shard(
+    root: nn.Module,
+    blocks: set[str],
+    device: torch.device,
+    replicas: int,
+    home: torch.device | None = None,
+    *,
+    half: bool = False,
+    exact: Sequence[nn.Module] = (),
+    tuned: bool = False,
+) -> None:
     """Leave each rank its part of ``root``: one unit per module of a class named in ``blocks``, one
-    for the rest.
+    for the rest. ``home``: where it lies until it is moved to ``device``. Values are copied there
+    from the host, or read from files.
 
-    Raises ``ConfigError`` if the ranks do not divide into ``replicas``, or nothing is a block.
+    ``half``: all but the modules ``exact`` compute in bfloat16. ``tuned``: what is frozen is not
+    published, so it is kept in bfloat16 as well.
+
+    Raises ``ConfigError`` if nothing is a block.
     """
-    if num_ranks() % replicas:
-        raise ConfigError(f"trainer.dp_replicate is {replicas}, the ranks are {num_ranks()}")
     units = [module for module in root.modules() if type(module).__name__ in blocks]
-    if not units:
+    if not units and several_ranks():
         raise ConfigError(
             f"model: no module is one of its blocks ({', '.join(sorted(blocks)) or 'none named'}), "
             "so there is nothing to shard by. Train it with trainer.num_ranks = 1."
         )
+    if not dist.is_initialized():
+        _join(Rank(), device, dist.HashStore())  # type: ignore[attr-defined]
     shape = (num_ranks() // replicas,) if replicas == 1 else (replicas, num_ranks() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():  # else ten minutes, with NCCL
         _set_pg_timeout(TIMEOUT, group)
-    for module in (*units, root):  # blocks first: the root's unit takes the parameters left over
-        sharded = fully_shard(
-            module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        )
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # several of a tied one
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(parameter, []).append((module, name))
+    for value, where in places.items():
+        _put(where, value.detach().to("meta"), value)
+    for module in (*units, *exact, root):  # from the inside out: a unit takes what is left over
+        dtype = torch.bfloat16 if half and module not in exact else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    while places:
+        value, where = places.popitem()
+        (module, name), *_ = where
+        dtype = torch.bfloat16 if half and tuned and not value.requires_grad else None
+        part = torch.empty_like(module.get_parameter(name), device=home or device, dtype=dtype)
+        fill(part, value)
+        _put(where, part, value)
+
+
+def _put(where: list[tuple[nn.Module, str]], value: Tensor, like: nn.Parameter) -> None:
+    parameter = nn.Parameter(value.detach(), like.requires_grad)
+    for module, name in where:
+        module._parameters[name] = parameter
+
+
+@torch.no_grad()
+def fill(part: Tensor, value: Tensor) -> None:
+    """Copy this rank's part of ``value``, which is whole, in files, or in shards like ``part``."""
+    local = part.to_local() if isinstance(part, DTensor) else part.detach()
+    first = first_row(part)
+    if read := getattr(value, "read_from_files", None):
+        read(local.view(-1), first * (value.numel() // max(1, *value.shape[:1])))
+    else:
+        rows = slice(first, first + len(local))
+        local.copy_(value.to_local() if isinstance(value, DTensor) else value[rows])
+
+
+def first_row(tensor: Tensor) -> int:
+    """Rows of the whole before this rank's, which torch.chunk has cut: the last may have fewer."""
+    rows, place = max((1, *tensor.shape[:1])), 0
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        cuts = zip(tensor.placements, mesh.shape, mesh.get_coordinate() or (), strict=True)
+        place = sum(min(i * -(-rows // n), rows) for each, n, i in cuts if each.is_shard(0))
+    return place
 
 
 def begin_backward(root: nn.Module, last: bool) -> None:

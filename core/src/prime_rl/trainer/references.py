@@ -17,11 +17,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import ConfigError
+from prime_rl.trainer import parallel
 from prime_rl.trainer.device import HOST
 from prime_rl.trainer.model import load_model
 
@@ -85,7 +86,7 @@ class References:
         """The first weights; every rank reads them and keeps its shards."""
         folder, found = self._folder, {}
         if folder is not None:
-            found = load_model(folder, self._config, on_host=True).state_dict()
+            found = dict(load_model(folder, self._config, on_host=True).named_parameters())
         if lacks := [name for name in self._trained if name not in found]:
             raise ConfigError(
                 f"a loss reads initial_logprobs, and {folder} lacks {len(lacks)} of the weights "
@@ -97,11 +98,8 @@ class References:
         """Of the trained weights, in their shards; ``values`` may be whole."""
         copies = {}
         for name, like in self._trained.items():
-            value = values[name].detach().to(like.device, like.dtype)
-            if isinstance(like, DTensor) and not isinstance(value, DTensor):
-                mesh, placements = like.device_mesh, like.placements
-                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
-            copies[name] = value.to(HOST if self._on_host else like.device, copy=True)
+            copies[name] = torch.empty_like(like, device=HOST if self._on_host else like.device)
+            parallel.fill(copies[name], values[name])
         return copies
 
 

@@ -68,13 +68,11 @@ def own_part(tensor: Tensor) -> Part | None:
     if not by_rows or mesh.size() != parallel.num_ranks():
         return None
     rows, values = max((1, *tensor.shape[:1])), tensor.to_local().reshape(-1)
-    start, replica, replicas = 0, 0, 1
-    place = mesh.get_coordinate() or ()
+    start = parallel.first_row(tensor) * (tensor.numel() // rows)
+    replica, replicas, place = 0, 1, mesh.get_coordinate() or ()
     for placement, size, index in zip(placements, mesh.shape, place, strict=True):
         if type(placement) is Replicate:
             replica, replicas = replica * size + index, replicas * size
-        else:  # as torch.chunk cuts: the last parts may have fewer rows, or none
-            start = min(index * -(-rows // size), rows) * (tensor.numel() // rows)
     first, last = (len(values) * n // replicas for n in (replica, replica + 1))
     return Part(values[first:last], start + first)
 

@@ -11,6 +11,7 @@ The group is independent of the process groups that ``torch.distributed`` has in
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
@@ -38,6 +39,8 @@ BUCKET_BYTES = 64 * 2**20
 """Small tensors share a bucket; a larger one has its own."""
 ALIGNMENT = 16
 """In bytes, of each tensor in a bucket."""
+NON_BLOCKING = (2, 27)
+"""Versions of NCCL from which communicators connect without blocking."""
 PROBLEM_BYTES = 512
 """Longest error that a member can report in an agreement."""
 
@@ -222,6 +225,10 @@ def _connect(group: BroadcastGroup, store: Any) -> Any:
     if group.backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        # That is the time of a collective. Connecting has none, unless it does not block; NCCL 2.26
+        # may hang then (pytorch issue 153960).
+        if torch.cuda.nccl.version() >= NON_BLOCKING:  # type: ignore[no-untyped-call]
+            options.config.blocking = 0
         return dist.ProcessGroupNCCL(store, group.rank, group.world_size, options)
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
@@ -254,8 +261,10 @@ def _own_address(group: BroadcastGroup) -> str:
 @contextmanager
 def _nccl_environment(group: BroadcastGroup) -> Iterator[None]:
     """Settings that NCCL reads from the environment only: errors are raised in ``wait`` instead of
-    ending the process, and members on one machine listen on loopback only."""
-    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    ending the process, connecting takes a limited time, and members on one machine listen on
+    loopback only."""
+    seconds = str(math.ceil(group.timeout))  # torch reads it once per process
+    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": seconds}
     if group.loopback and sys.platform == "linux" and "NCCL_SOCKET_IFNAME" not in os.environ:
         settings["NCCL_SOCKET_IFNAME"] = "lo"
     before = {key: os.environ.get(key) for key in settings}

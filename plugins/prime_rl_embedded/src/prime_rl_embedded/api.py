@@ -42,7 +42,8 @@ class Api:
             raise RequestError(self.engine.closed or "the engine's thread has ended", 503)
         scheduler = self.engine.scheduler
         receives = {"workers": 1, "backends": backends(scheduler.model.device.type == "cuda")}
-        return JSONResponse({"status": "ok", "version": scheduler.version, "receives": receives})
+        health = {"version": scheduler.version, "receives": receives, "pauses_itself": True}
+        return JSONResponse({"status": "ok", **health})
 
     async def models(self, _: HTTPRequest) -> Response:
         limits = self.limits

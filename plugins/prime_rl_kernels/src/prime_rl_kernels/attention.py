@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
+from importlib.util import find_spec
 from inspect import signature
 from itertools import groupby
 from typing import Any, Literal
@@ -122,6 +123,20 @@ def register(wrapper: Callable[[Any], Any] = lambda function: function) -> None:
     AttentionInterface.register(NAMES["mask"], wrapper(_for_transformers(_mask)))
     AttentionInterface.register(NAMES["sdpa"], _sdpa)
     AttentionMaskInterface.register(NAMES["sdpa"], sdpa_mask)
+
+
+@cache
+def use_flash_attention_3(device: torch.device) -> bool:
+    """Have torch's flash kernel be FlashAttention 3 if ``device`` is a Hopper, torch knows it and
+    the package ``flash_attn_interface`` is installed. The self-check then measures it."""
+    from torch.nn import attention
+
+    known: list[str] = getattr(attention, "list_flash_attention_impls", list)()
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    if not hopper or "FA3" not in known or find_spec("flash_attn_interface") is None:
+        return False
+    attention.activate_flash_attention_impl("FA3")
+    return True
 
 
 def _for_transformers(compute: Callable[[Inputs], Tensor]) -> Callable[..., tuple[Tensor, None]]:

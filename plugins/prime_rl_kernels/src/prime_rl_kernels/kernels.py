@@ -51,12 +51,20 @@ class Varlen(Kernel):
         attention.register(torch.compiler.disable) if compiled else attention.register()
         experts.register()
 
+    def prepare_blocks(
+        self, model: nn.Module, recomputed: int, compiled: bool, device: torch.device
+    ) -> None:
+        from prime_rl_kernels.blocks import prepare_blocks
+
+        prepare_blocks(model, recomputed, compiled, device)
+
     def packings(self, device: torch.device) -> Sequence[Packing]:
         """Apart, transformers' ``sdpa`` takes less memory than its ``eager``."""
         from prime_rl.trainer.packing import Packing
-        from prime_rl_kernels.attention import NAMES
+        from prime_rl_kernels.attention import NAMES, use_flash_attention_3
         from prime_rl_kernels.packing import Packed, Shared
 
+        use_flash_attention_3(device)
         # The GPU's kernel has no continuations.
         shared = [Shared()] if self.config.share_prompts and device.type == "cpu" else []
         return [*shared, Packed(), Packing("apart", NAMES["sdpa"])]

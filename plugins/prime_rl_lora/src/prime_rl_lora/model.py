@@ -47,9 +47,27 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> Any:
         target_modules=list(targets),
         modules_to_save=list(saved) or None,
     )
-    inject_adapter_in_model(peft_config, model, NAME)
+    with _stand_ins(model, saved):
+        inject_adapter_in_model(peft_config, model, NAME)
     model.eval()
     return peft_config
+
+
+@contextmanager
+def _stand_ins(model: PreTrainedModel, saved: Sequence[str]) -> Iterator[None]:
+    """In place of weights that are still in their files, on the meta device: PEFT moves a new
+    matrix to the device of the weight beside it, where its random numbers would be lost."""
+    linears = [
+        m
+        for n, m in model.named_modules()
+        if isinstance(m, nn.Linear) and m.weight.is_meta and not _matches(n, saved)
+    ]
+    weights = [module.weight for module in linears]
+    for module in linears:
+        module.weight = nn.Parameter(torch.empty(0))
+    yield
+    for module, weight in zip(linears, weights, strict=True):
+        module.weight = weight.requires_grad_(module.weight.requires_grad)
 
 
 def block_linears(model: PreTrainedModel, without: Sequence[str] = ()) -> tuple[str, ...]:
@@ -115,11 +133,12 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The trained parameters by PEFT's names in files; sharded if the model is."""
-    return {
-        PREFIX + name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", "."): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    parameters = model.named_parameters()
+    return {_in_files(name): each for name, each in parameters if each.requires_grad}
+
+
+def _in_files(name: str) -> str:
+    return PREFIX + name.replace(f".modules_to_save.{NAME}.", ".").replace(f".{NAME}.", ".")
 
 
 def load_adapter(
@@ -132,6 +151,7 @@ def load_adapter(
         check_base(base, saved)
     except WeightsError as error:
         raise ConfigError(f"--resume: {error}") from error
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     mine = adapter_tensors(model)
     shapes = [{n: list(t.shape) for n, t in each.items()} for each in (saved.tensors, mine)]
     scaling = config.alpha / (math.sqrt(config.rank) if config.use_rslora else config.rank)
@@ -143,5 +163,10 @@ def load_adapter(
             f"shape or missing{f', first {strange[0]!r}' if strange else ''}. Set the table back."
         )
     with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(saved.tensors[name])
+        for name, parameter in trained.items():
+            value, (module, _, last) = saved.tensors[_in_files(name)], name.rpartition(".")
+            if parameter.is_meta:  # of a module that trains whole, and is still in the base's file
+                value = nn.Parameter(value.to(parameter.dtype))
+                model.get_submodule(module).register_parameter(last, value)
+            else:
+                parameter.copy_(value)

@@ -1,11 +1,11 @@
-"""Optimizers of the policy besides AdamW: ``muon``, ``sgd`` and ``sign_sgd``."""
+"""Optimizers of the policy besides AdamW: ``adamw_offload``, ``muon``, ``sgd``, ``sign_sgd``."""
 
 from __future__ import annotations
 
 from prime_rl import OptimizerMaker, hookimpl
-from prime_rl_optimizers.makers import MuonMaker, SgdMaker, SignSgdMaker
+from prime_rl_optimizers.makers import MuonMaker, OffloadedAdamWMaker, SgdMaker, SignSgdMaker
 
 
 @hookimpl
 def register_optimizers() -> list[type[OptimizerMaker]]:
-    return [MuonMaker, SgdMaker, SignSgdMaker]
+    return [OffloadedAdamWMaker, MuonMaker, SgdMaker, SignSgdMaker]

@@ -39,6 +39,25 @@ class MuonMaker(OptimizerMaker):
         return Muon(*split(model), self.config, lr, weight_decay)
 
 
+class OffloadedAdamWMaker(OptimizerMaker):
+    """AdamW with its moments in host memory: 8 bytes per weight on the GPU instead of 16, for 16
+    bytes per weight over PCIe in each step."""
+
+    name = "adamw_offload"
+    config_class = AdamWConfig
+    config: AdamWConfig
+
+    def make(self, model: nn.Module, lr: float, weight_decay: float) -> Optimizer:
+        from prime_rl_optimizers.offload import OffloadedAdamW
+
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return OffloadedAdamW(trained, self.config, lr, weight_decay)
+
+    def resumes(self, before: Mapping[str, Any]) -> bool:
+        """AdamW has the same state."""
+        return before["type"] in ("adamw", self.name)
+
+
 class SgdConfig(PluginConfig):
     """Keys of stochastic gradient descent."""
 

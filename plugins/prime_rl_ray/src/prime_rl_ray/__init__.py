@@ -36,7 +36,7 @@ class RayConfig(PluginConfig):
     """Seconds to wait until the cluster has room for the run. It may have to grow first."""
     forward_env: tuple[str, ...] = ()
     """Environment variables to forward to the processes, besides those that begin with PRIME_RL_,
-    HF_, WANDB_, VLLM_ or NCCL_."""
+    HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_."""
 
 
 class RayLauncher(Launcher):

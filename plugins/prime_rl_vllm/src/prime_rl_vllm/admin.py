@@ -9,6 +9,7 @@ continue. On a CPU, or without ``enable_sleep_mode``, sleeping frees nothing: re
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -29,6 +30,8 @@ from prime_rl_engine_kit.requests import UpdateBody, decode
 from prime_rl_vllm.state import State
 
 log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
 
 
 class Admin:
@@ -119,9 +122,12 @@ class Admin:
             await self._state.engine.resume_generation()
 
     async def _stage(self, weight_dir: str) -> None:
-        """Let every worker read and check the folder. Raises ``RequestError``."""
-        problems = await self._rpc("prime_rl_stage", weight_dir)
-        refused = [problem for problem in problems if problem is not None]
+        """Let every worker read and check the folder while requests go on. Raises
+        ``RequestError``."""
+        await self._rpc("prime_rl_stage", weight_dir)
+        while None in (found := await self._rpc("prime_rl_staged")):
+            await asyncio.sleep(POLL_SECONDS)
+        refused = [problem for (problem,) in found if problem is not None]
         if refused:
             await self._rpc("prime_rl_drop")
             raise self._refusal(refused[0])

@@ -129,7 +129,12 @@ class Front:
         except Exception as error:  # any exception of vLLM means that the engine is dead
             raise RequestError(f"the engine has ended: {error}", 503) from error
         return JSONResponse(
-            {"status": "ok", "version": self.state.version, "receives": self.state.receives}
+            {
+                "status": "ok",
+                "version": self.state.version,
+                "receives": self.state.receives,
+                "pauses_itself": True,
+            }
         )
 
     async def _models(self, _: HTTPRequest) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +31,34 @@ class WeightExtension:
 
     _prime_rl_base: ModelFiles
     _prime_rl_member: Member
-    _prime_rl_staged: Staged | None = None
+    _prime_rl_thread: ThreadPoolExecutor
+    _prime_rl_staging: Future[str | None]
+    _prime_rl_weights: Staged | None = None
 
     def prime_rl_remember(self, base_dir: str) -> str | None:
         """Read the model's tensor names and shapes. Returns a fault of the folder, or None."""
         try:
             self._prime_rl_base = ModelFiles(Path(base_dir))
             self._prime_rl_member = Member()
+            self._prime_rl_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         except WeightsError as error:
             return str(error)
         return None
 
-    def prime_rl_stage(self: Any, weight_dir: str) -> str | None:
-        """Read and check a folder; nothing is loaded. Returns the reason to refuse it, or None.
+    def prime_rl_stage(self: Any, weight_dir: str) -> None:
+        """Begin to read and check a folder, in a thread: this one goes on with requests."""
+        self._prime_rl_staging = self._prime_rl_thread.submit(self._prime_rl_read, weight_dir)
 
-        Only the first worker reads every value, because all workers see the same files.
-        """
+    def prime_rl_staged(self: Any) -> list[str | None] | None:
+        """None until the folder is checked; then the reason to refuse it, or None, in a list."""
+        return [self._prime_rl_staging.result()] if self._prime_rl_staging.done() else None
+
+    def _prime_rl_read(self: Any, weight_dir: str) -> str | None:
+        """Only the first worker reads every value, because all workers see the same files."""
         self.prime_rl_drop()
         try:
             base, first = self._prime_rl_base, self.rank == 0
-            self._prime_rl_staged = Staged(
+            self._prime_rl_weights = Staged(
                 Path(weight_dir), base, look_inside=first, device=self.device
             )
         except WeightsError as error:
@@ -60,7 +69,7 @@ class WeightExtension:
 
     def prime_rl_load(self: Any) -> float:
         """Load the staged weights in place. Returns the seconds it took."""
-        start, staged = time.perf_counter(), self._prime_rl_staged
+        start, staged = time.perf_counter(), self._prime_rl_weights
         try:
             self._prime_rl_reload(staged.tensors())
         finally:
@@ -101,9 +110,9 @@ class WeightExtension:
 
     def prime_rl_drop(self) -> None:
         """Close and forget the staged weights."""
-        if self._prime_rl_staged is not None:
-            self._prime_rl_staged.close()
-            self._prime_rl_staged = None
+        if self._prime_rl_weights is not None:
+            self._prime_rl_weights.close()
+            self._prime_rl_weights = None
 
 
 def refresh_packed_heads(model: torch.nn.Module) -> None:
