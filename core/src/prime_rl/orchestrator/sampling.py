@@ -119,6 +119,7 @@ class Sampling(Observer):
             )
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
+                observer.rollout_failed(env, failure.result)
             return None
         hooks = group.env.hooks
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))

@@ -14,8 +14,10 @@ from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.env.traces import timing_of
 from prime_rl.orchestrator.buffer import STALE
 from prime_rl_observers.rollouts import (
+    Ended,
     Progress,
     batch_metrics,
+    lost_metrics,
     off_policy_metrics,
     outcome_metrics,
     rollout_metrics,
@@ -24,6 +26,7 @@ from prime_rl_observers.rollouts import (
 )
 
 if TYPE_CHECKING:
+    from prime_rl.env.episode import RolloutResult
     from prime_rl.orchestrator.buffer import Batch
 
 log = logging.getLogger("prime_rl.orchestrator.reporter")
@@ -45,6 +48,8 @@ class SinceLastStep:
     """Env and seconds by stage of each sampled rollout."""
     cancelled: Counter[str] = field(default_factory=Counter)
     """Rollouts voided in flight, by env, because new weights made them too old."""
+    lost: list[Ended] = field(default_factory=list)
+    """Rollouts that failed or were cancelled."""
 
 
 class BatchMetrics(Observer):
@@ -78,8 +83,16 @@ class BatchMetrics(Observer):
         """Count them."""
         if outcome == "cancelled":
             self.recent.cancelled[env] += number
+            self.recent.lost += [Ended(env, "age")] * number
         else:
             self.recent.ended[env][outcome] += number
+
+    def rollout_failed(self, env: str, result: RolloutResult) -> None:
+        """Note how far it came."""
+        why = "time" if result.error_type == "TimeoutError" else "failure"
+        nodes = () if result.trace is None else result.trace.nodes
+        tokens = sum(sum(node.mask) for node in nodes if node.sampled) or result.usage[1]
+        self.recent.lost.append(Ended(env, why, tokens, result.num_turns))
 
     async def batch_taken(self, batch: Batch) -> None:
         """Keep it until it is sent."""
@@ -95,6 +108,7 @@ class BatchMetrics(Observer):
             return {}
         recent, now = self.recent, time.perf_counter()
         stale = sum(reason == STALE for reason in batch.dropped.values())
+        decided = [_ended(each, batch.dropped.get(id(each))) for each in batch.seen if each.is_live]
         live = [rollout for rollout in batch.kept if rollout.is_live]
         staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
         arrived = [self._arrived.get(id(rollout)) for rollout in live]
@@ -114,6 +128,7 @@ class BatchMetrics(Observer):
             **timing_metrics(_timings(batch.kept), "effective"),
             **off_policy_metrics(staleness, in_flight),
             **batch_metrics(batch.seen, batch.kept),
+            **lost_metrics([*decided, *recent.lost]),
             "off_policy/dropped": float(recent.cancelled.total() + stale),
             **self._progress.step(batch.seen),
         }
@@ -121,6 +136,12 @@ class BatchMetrics(Observer):
         self._console.step(batch.step, metrics | {"time/step": seconds}, envs)
         self._batch, self.recent = None, SinceLastStep()
         return metrics
+
+
+def _ended(rollout: Rollout, dropped: str | None) -> Ended:
+    tokens, turns = rollout.num_trainable_tokens, rollout.num_turns
+    lost = "age" if dropped == STALE else None
+    return Ended(rollout.env, lost, tokens, turns, rollout.reward)
 
 
 def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:
