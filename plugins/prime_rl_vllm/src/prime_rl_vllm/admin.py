@@ -9,6 +9,7 @@ continue. On a CPU, or without ``enable_sleep_mode``, sleeping frees nothing: re
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from prime_rl import WeightsError
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.model_files import weight_dir
 from prime_rl_engine_kit.requests import UpdateBody, decode
 from prime_rl_vllm.state import State
 
@@ -118,9 +120,13 @@ class Admin:
         if not self._state.paused:
             await self._state.engine.resume_generation()
 
-    async def _stage(self, weight_dir: str) -> None:
+    async def _stage(self, given: str) -> None:
         """Let every worker read and check the folder. Raises ``RequestError``."""
-        problems = await self._rpc("prime_rl_stage", weight_dir)
+        try:
+            path = await asyncio.to_thread(weight_dir, given, self._state.weights_roots)
+        except WeightsError as error:
+            raise self._refusal(str(error)) from error
+        problems = await self._rpc("prime_rl_stage", str(path))
         refused = [problem for problem in problems if problem is not None]
         if refused:
             await self._rpc("prime_rl_drop")
