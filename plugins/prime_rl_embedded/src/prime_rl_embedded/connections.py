@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    _Base: Any = object
-else:
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol as _Base
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 STALL_SECONDS = 30.0
 """For the head of a request to come, and for a client to read any part of its answer."""
 
 
-class PatientProtocol(_Base):
+class PatientProtocol(HttpToolsProtocol):
     """uvicorn's protocol with two limits that it lacks. A body has its own (``read_body``), and
     an idle connection too (``timeout_keep_alive``)."""
 
