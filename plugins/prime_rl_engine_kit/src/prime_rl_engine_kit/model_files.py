@@ -87,9 +87,9 @@ def weight_dir(given: str, roots: Sequence[Path] | None) -> Path:
 
 
 def regular(path: Path) -> Path:
-    """The path of a file. Raises ``WeightsError`` for anything else: reading a FIFO would wait."""
-    if not path.is_file():
-        raise WeightsError(f"{path}: not a file" if path.exists() else f"{path}: no such file")
+    """The path of a file, or of nothing. Raises ``WeightsError``: reading a FIFO would wait."""
+    if path.exists() and not path.is_file():
+        raise WeightsError(f"{path}: not a file")
     return path
 
 
