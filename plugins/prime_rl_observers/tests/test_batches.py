@@ -69,7 +69,7 @@ async def test_what_is_lost_is_compared_with_what_was_dispatched(observer):
     nodes = [SimpleNamespace(sampled=s, mask=[s] * 5) for s in (False, True)]
     trace = SimpleNamespace(nodes=nodes)
     result = RolloutResult(ok=False, error_type="TimeoutError", num_turns=2, trace=trace)
-    observer.rollout_failed("a", result)
+    observer.rollout_failed("a", "TimeoutError", result.num_sampled, result.num_turns)
     observer.rollouts_lost("a", "cancelled", 1)
     await observer.batch_taken(Batch(1, kept=[*a[:2], b], seen=[*a, b], dropped={id(a[2]): STALE}))
     metrics = observer.take_metrics()

@@ -241,18 +241,16 @@ class Dispatcher:
         self._wake.set()
 
     def _hand_on(self) -> None:
-        """Give complete groups to the loop: when all before them are complete, or as they fit."""
-        for group in [*(self._complete_prefix() if self._in_order else self._fitting())]:
+        """Give complete groups to the loop, once all before them are complete or as they fit."""
+        prefix = takewhile(lambda group: not group.num_inflight, self._open.values())
+        for group in [*(prefix if self._in_order else self._fitting())]:
             if not group.handed_on:
                 group.handed_on = True
                 self.arrivals.put_nowait(group)
 
-    def _complete_prefix(self) -> Iterator[OpenGroup]:
-        return takewhile(lambda group: not group.num_inflight, self._open.values())
-
     def _fitting(self) -> Iterator[OpenGroup]:
-        """Complete groups for which the batch has a place, oldest first: those that no later batch
-        may train, then others, unless they take the place of one of the former."""
+        """Complete groups, oldest first: those that no later batch may train, while the batch has
+        places; then others, unless they take the place of one of the former in flight."""
         oldest = self._buffer.batch.step - self._config.max_off_policy_steps  # for the next batch
         left: float = self._config.batch_size - self._buffer.num_buffered
         due, others = [], []
@@ -269,7 +267,7 @@ class Dispatcher:
             left -= self._places(group)
         expects_due = any(group.num_inflight for group in due)
         for group in others:
-            if left >= self._places(group) or (left > 0 and not expects_due):
+            if left >= self._places(group) or not expects_due:
                 yield group
                 left -= self._places(group)
 

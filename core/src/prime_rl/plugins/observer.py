@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from prime_rl.config.orchestrator import SourceConfig
     from prime_rl.config.run import RunConfig
     from prime_rl.env.environment import Environment
-    from prime_rl.env.episode import RolloutResult
     from prime_rl.orchestrator.buffer import Batch
     from prime_rl.orchestrator.context import Shared
     from prime_rl.rollout import Group, Rollout
@@ -81,8 +80,8 @@ class Observer(Offer):
         """Rollouts that no batch gets. ``outcome``: ``error/<class>``, or ``cancelled`` for those
         that new weights made too old."""
 
-    def rollout_failed(self, env: str, result: RolloutResult) -> None:
-        """The rollout of an ``error/<class>``, as far as it came; ``rollouts_lost`` counts it."""
+    def rollout_failed(self, env: str, kind: str, tokens: int, turns: int) -> None:
+        """An ``error/<kind>`` of ``rollouts_lost``, after so many sampled tokens and turns."""
 
     async def batch_taken(self, batch: Batch) -> None:
         """A batch is complete and not packed yet."""

@@ -26,7 +26,6 @@ from prime_rl_observers.rollouts import (
 )
 
 if TYPE_CHECKING:
-    from prime_rl.env.episode import RolloutResult
     from prime_rl.orchestrator.buffer import Batch
 
 log = logging.getLogger("prime_rl.orchestrator.reporter")
@@ -87,12 +86,10 @@ class BatchMetrics(Observer):
         else:
             self.recent.ended[env][outcome] += number
 
-    def rollout_failed(self, env: str, result: RolloutResult) -> None:
+    def rollout_failed(self, env: str, kind: str, tokens: int, turns: int) -> None:
         """Note how far it came."""
-        why = "time" if result.error_type == "TimeoutError" else "failure"
-        nodes = () if result.trace is None else result.trace.nodes
-        tokens = sum(sum(node.mask) for node in nodes if node.sampled) or result.usage[1]
-        self.recent.lost.append(Ended(env, why, tokens, result.num_turns))
+        why = "time" if kind == "TimeoutError" else "failure"
+        self.recent.lost.append(Ended(env, why, tokens, turns))
 
     async def batch_taken(self, batch: Batch) -> None:
         """Keep it until it is sent."""
