@@ -250,6 +250,32 @@ async def test_rollouts_in_flight_exceed_the_bound_by_less_than_a_group():
         assert world.dispatcher.num_inflight == 12
 
 
+# -- age ------------------------------------------------------------------------------------
+
+
+async def test_a_batch_keeps_places_for_groups_that_no_later_batch_may_train():
+    """Batch 2, version 1, lag 1: groups of version 0 are too old for batch 3. Batches of two groups
+    of four."""
+    async with World(size=4, batch=8, lag=1) as world:
+        assert world.groups == [0, 1, 2, 3]
+        world.step, world.version, ones = 2, 1, [1.0] * 4
+        world.num_buffered = 4  # one place for a group, and groups 0 to 3 may fill it last now
+        world.env.source.is_live = False
+        await world.end(3, *ones)
+        third = world.dispatcher.arrivals.get_nowait()
+        assert third.group_id == 3  # it does not age
+        world.env.source.is_live = True
+        await world.end(2, *ones)
+        await world.end(1, *ones)
+        assert world.dispatcher.arrivals.empty()  # group 0 was requested before them
+        await world.end(0, *ones)
+        assert world.dispatcher.arrivals.empty()  # the batch is full with group 3
+        world.dispatcher.taken(third)  # a filter dropped it: nothing was buffered
+        await settle()
+        assert world.dispatcher.arrivals.get_nowait().group_id == 0
+        assert world.dispatcher.arrivals.empty()
+
+
 # -- staleness ------------------------------------------------------------------------------
 
 
@@ -375,7 +401,7 @@ async def random_events(chance, size, lag, over):
                 arrived.append(group.group_id)
                 world.num_buffered += len(group.survivors)
                 world.dispatcher.taken(group)
-            await settle()
+                await settle()  # the next one may fit now
             assert world.balanced()
     counts = world.dispatcher.counts
     assert world.most_inflight < bound + size

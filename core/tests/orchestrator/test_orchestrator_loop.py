@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
+import selectors
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prime_rl import (
@@ -198,15 +201,17 @@ class World:
         produce: Any = None,
         algorithm: type = AboveMean,
         filters: Sequence[Filter] = (),
+        max_steps: int = STEPS,
+        **settings: Any,
     ) -> None:
+        settings = {"batch_size": 4, "group_size": 2, "max_off_policy_steps": 0} | settings
         config = build_config(
             {
                 "model": {"name": "m"},
-                "max_steps": STEPS,
+                "max_steps": max_steps,
                 "seq_len": 64,
                 "orchestrator": {
-                    "batch_size": 4, "group_size": 2, "max_off_policy_steps": 0,
-                    "weights_timeout": 5, "train": {"env": [{"id": "e"}]},
+                    **settings, "weights_timeout": 5, "train": {"env": [{"id": "e"}]},
                 },
             }
         )  # fmt: skip
@@ -228,9 +233,11 @@ class World:
             FilterSlot("pre", hooks, []),
             FilterSlot("post", hooks, [(f, True) for f in filters]),
         ]
+        size, lag = (settings[key] for key in ("batch_size", "max_off_policy_steps"))
         buffer = Buffer(
-            batch_size=4, max_off_policy_steps=0, pre=slots[0], post=slots[1], max_empty_batches=9
-        )
+            batch_size=size, max_off_policy_steps=lag, pre=slots[0], post=slots[1],
+            max_empty_batches=9,
+        )  # fmt: skip
         reporter = Reporter(hooks, [])
         self.sampling = Sampling(
             self.context,
@@ -409,3 +416,78 @@ async def test_the_watchdog_waits_while_work_is_running(
     if busy == "sampling":
         monkeypatch.setattr(Dispatcher, "num_inflight", 1)
     await watched(world, monkeypatch)
+
+
+# -- what trains is what was requested ------------------------------------------------------------
+
+
+class Simulated(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next event: no test waits for it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(selector := selectors.DefaultSelector())
+        select = selector.select
+
+        def jump(timeout: float | None = None) -> Any:
+            assert timeout is not None, "nothing will ever happen"
+            self.now += timeout
+            return select(0)
+
+        selector.select = jump  # type: ignore[method-assign]
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("lag", "over"), [(1, 1.0), (2, 1.0), (1, 1.5)])
+def test_the_lengths_that_train_are_those_that_were_requested(
+    tmp_path: Path, lag: int, over: float
+) -> None:
+    """Lengths with a heavy tail: one in ten rollouts lasts longer than three steps of the trainer,
+    one in a hundred longer than 20. Two-sample Kolmogorov-Smirnov test at the level 0.001."""
+    chance, seconds = random.Random(0), []
+
+    class Trains(Trainer):
+        """One second for each batch."""
+
+        free = 0.0
+
+        async def send(self, step: int, frames: Sequence[bytes]) -> None:
+            loop, send = asyncio.get_running_loop(), super().send
+            self.free = max(self.free, loop.time()) + 1.0
+            loop.call_at(self.free, lambda: loop.create_task(send(step, frames)))
+
+    async def simulate() -> World:
+        world = World(
+            tmp_path, max_steps=60, batch_size=16, oversampling_factor=over,
+            max_off_policy_steps=lag, max_inflight_rollouts=64,
+        )  # fmt: skip
+        trainer = Trains(tmp_path)
+        world.loop.wire = trainer
+
+        async def produce(ask: RolloutRequest) -> Sequence[Any]:
+            seconds.append(min(0.5 * chance.paretovariate(1.3), 60.0))
+            rollout = make_rollout(seconds[-1], env="e", group_id=ask.group_id)
+            rollout.policy_version = ask.policy_version
+            await asyncio.sleep(rollout.reward)
+            return [rollout]
+
+        world.source.produce = produce  # type: ignore[method-assign]
+        world.diary.batch_sent = lambda batch, frames: trained.extend(batch.kept)  # type: ignore
+        await world.loop.run()
+        return world
+
+    trained: list[Rollout] = []
+    with asyncio.Runner(loop_factory=Simulated) as runner:
+        world = runner.run(simulate())
+    assert len(trained) == 60 * 16 and max(r.policy_version for r in trained) > 50
+    both = np.array([rollout.reward for rollout in trained]), np.array(seconds)
+    grid = np.sort(np.concatenate(both))
+    below = [np.searchsorted(np.sort(lengths), grid, "right") / len(lengths) for lengths in both]
+    sizes = len(trained), len(seconds)
+    limit = 1.95 * (sum(sizes) / (sizes[0] * sizes[1])) ** 0.5
+    assert np.abs(below[0] - below[1]).max() < limit
+    if over == 1.0:
+        assert sorted(r.reward for r in trained) == sorted(seconds)  # none was dropped
+        assert world.sampling.dispatcher.counts["cancelled"] == 0

@@ -69,6 +69,18 @@ def test_unsupported_keys_are_accepted_at_their_neutral_value(server: Served) ->
     )
 
 
+def test_a_top_k_above_the_vocabulary_is_off(server: Served) -> None:
+    whole, large = (server.generate([1], max_tokens=8, seed=1, top_k=k) for k in (0, 2**63))
+    assert large["choices"][0]["token_ids"] == whole["choices"][0]["token_ids"]
+
+
+def test_deep_nesting_is_refused(server: Served) -> None:
+    data = b'{"token_ids": [1], "features": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    answer = server.http.post("/inference/v1/generate", content=data)
+    assert answer.status_code == 400
+    assert "bad request body" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("data", [b"{", b"\xff\xfe", b'{"token_ids": [1], "sampling_params": NaN}'])
 def test_broken_json_is_refused(server: Served, data: bytes) -> None:
     answer = server.http.post("/inference/v1/generate", content=data)

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl import PluginConfig
-from prime_rl.orchestrator.buffer import Batch
+from prime_rl.env.episode import RolloutResult
+from prime_rl.orchestrator.buffer import STALE, Batch
 from prime_rl.testing import make_rollout
 from prime_rl_observers.batches import BatchMetrics, Console
 
@@ -58,6 +59,33 @@ async def test_rollouts_that_no_batch_gets_are_counted_by_what_ended_them(observ
     assert metrics["train/a/all/cancelled/mean"] == 0.25
     assert metrics["train/a/all/error/TimeoutError"] == 2.0
     assert metrics["off_policy/dropped"] == 2.0
+
+
+async def test_what_is_lost_is_compared_with_what_was_dispatched(observer):
+    """Of env a: two of 3 tokens train, one of 9 is too old, one of 5 timed out after two turns, one
+    was cancelled in flight: no length. Of env b: one trains."""
+    a = [make_rollout(1.0, env="a", completion=length) for length in (3, 3, 9)]
+    (b,) = [make_rollout(0.0, env="b", completion=1)]
+    nodes = [SimpleNamespace(sampled=s, mask=[s] * 5) for s in (False, True)]
+    trace = SimpleNamespace(nodes=nodes)
+    result = RolloutResult(ok=False, error_type="TimeoutError", num_turns=2, trace=trace)
+    observer.rollout_failed("a", "TimeoutError", result.num_sampled, result.num_turns)
+    observer.rollouts_lost("a", "cancelled", 1)
+    await observer.batch_taken(Batch(1, kept=[*a[:2], b], seen=[*a, b], dropped={id(a[2]): STALE}))
+    metrics = observer.take_metrics()
+    found = {k: v for k, v in metrics.items() if k.startswith(("lost/a/", "dispatched/a/"))}
+    assert found == {
+        "lost/a/age": 2 / 5,
+        "lost/a/failure": 0.0,
+        "lost/a/time": 1 / 5,
+        "lost/a/output_tokens/mean": (9 + 5) / 2,
+        "dispatched/a/output_tokens/mean": (3 + 3 + 9 + 5) / 4,
+        "lost/a/turns/mean": (1 + 2) / 2,
+        "dispatched/a/turns/mean": (1 + 1 + 1 + 2) / 4,
+        "lost/a/reward/mean": 1.0,
+        "dispatched/a/reward/mean": 1.0,
+    }
+    assert metrics["lost/agg/age"] == 2 / 6 and metrics["lost/b/age"] == 0.0
 
 
 def test_the_console_line(caplog):

@@ -143,6 +143,12 @@ class RolloutResult:
     exchanged."""
 
     @property
+    def num_sampled(self) -> int:
+        """Tokens that the model sampled, also of a rollout that failed."""
+        nodes = () if self.trace is None else self.trace.nodes
+        return sum(sum(node.mask) for node in nodes) or self.usage[1]
+
+    @property
     def messages(self) -> list[tuple[str, str]]:
         """The conversation as ``(role, text)`` of the last branch."""
         messages = () if self.trace is None else self.trace.messages

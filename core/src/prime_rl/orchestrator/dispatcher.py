@@ -7,6 +7,8 @@ is voided whole.
 Pacing comes before dropping: a group is opened only for a batch that may still be sampled from the
 present version. With version v, batches up to ``v + 1 + lag`` may be sampled, ``lag =
 min(max_off_policy_steps, LEAD)``: while step n trains (v = n - 1), batch n + 1 is sampled.
+A batch keeps places for the groups that would be too old for the next one, and waits for them: what
+trains would else be shorter than what was requested, because long rollouts age the most.
 ``max_off_policy_steps = 0`` is the synchronous run: groups are handed on in the order they were
 opened in, and back-fill is requested at fixed points, so that nothing depends on timing.
 """
@@ -16,8 +18,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from math import ceil
 
 import msgspec
@@ -177,6 +180,7 @@ class Dispatcher:
         or a plugin's exception; failures of an environment are data."""
         while self._crash is None:
             self._open_groups()
+            self._hand_on()
             self._wake.clear()
             await self._wake.wait()
         raise self._crash
@@ -189,14 +193,15 @@ class Dispatcher:
         if batches <= 0 or self._engines.fleet.asleep:
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
-        # its batch. An env's yield is at first one rollout per agent and member.
-        coming = sum(
-            group.size * self._yields.get(group.env.name, len(group.env.host.agents))
-            for group in self._open.values()
-        )
+        # its batch.
+        coming = sum(self._places(group) for group in self._open.values())
         needed = max(0, batches * self._config.batch_size - self._buffer.num_buffered)
         wanted = ceil(needed * self._config.oversampling_factor - coming)
         return min(wanted, self._config.max_inflight - self.num_inflight)
+
+    def _places(self, group: OpenGroup) -> float:
+        """Rollouts that a group will bring: at first one per agent and member of its env."""
+        return group.size * self._yields.get(group.env.name, len(group.env.host.agents))
 
     def _open_groups(self) -> None:
         while self.room() > 0:
@@ -227,7 +232,8 @@ class Dispatcher:
             raise
         group.members[index] = rollouts
         self.counts["failed" if rollouts is None else "finished"] += 1
-        self._hand_on()
+        if not group.num_inflight:
+            self._hand_on()
         self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
@@ -235,14 +241,35 @@ class Dispatcher:
         self._wake.set()
 
     def _hand_on(self) -> None:
-        """Give complete groups to the loop: at once, or when all before them are complete."""
-        for group in self._open.values():
-            if group.num_inflight:
-                if self._in_order:
-                    return
-            elif not group.handed_on:
+        """Give complete groups to the loop, once all before them are complete or as they fit."""
+        prefix = takewhile(lambda group: not group.num_inflight, self._open.values())
+        for group in [*(prefix if self._in_order else self._fitting())]:
+            if not group.handed_on:
                 group.handed_on = True
                 self.arrivals.put_nowait(group)
+
+    def _fitting(self) -> Iterator[OpenGroup]:
+        """Complete groups, oldest first: those that no later batch may train, while the batch has
+        places; then others, unless they take the place of one of the former in flight."""
+        oldest = self._buffer.batch.step - self._config.max_off_policy_steps  # for the next batch
+        left: float = self._config.batch_size - self._buffer.num_buffered
+        due, others = [], []
+        for group in self._open.values():
+            if group.handed_on:
+                left -= self._places(group)
+            elif group.policy_version < oldest and group.env.source.is_live:
+                due.append(group)
+            elif not group.num_inflight:
+                others.append(group)
+        for group in due:
+            if left > 0 and not group.num_inflight:
+                yield group
+            left -= self._places(group)
+        expects_due = any(group.num_inflight for group in due)
+        for group in others:
+            if left >= self._places(group) or not expects_due:
+                yield group
+                left -= self._places(group)
 
     # -- cancelling groups ------------------------------------------------------------------------
 

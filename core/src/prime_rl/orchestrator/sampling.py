@@ -112,13 +112,15 @@ class Sampling(Observer):
         try:
             rollouts = await group.env.source.produce(request)
         except RolloutFailed as failure:
-            env, kind = group.env.name, failure.result.error_type or "unknown"
+            env, result = group.env.name, failure.result
+            kind = result.error_type or "unknown"
             log.warning(
                 "env %r, example %d, group %d: rollout failed and will not train: %s: %s",
-                *(env, group.example_id, group.group_id, kind, failure.result.error),
+                *(env, group.example_id, group.group_id, kind, result.error),
             )
             for observer in self._installed:
                 observer.rollouts_lost(env, f"error/{kind}", 1)
+                observer.rollout_failed(env, kind, result.num_sampled, result.num_turns)
             return None
         hooks = group.env.hooks
         await asyncio.gather(*(score_rollout(hooks, rollout) for rollout in rollouts))

@@ -136,6 +136,8 @@ class EngineLaunch:
     """Bearer key of the admin routes. Pass it by the environment: argument lists are public."""
     status_path: Path | None = None
     """Where the server reports its state (``prime_rl.rundir.status.Status``)."""
+    weights_roots: Sequence[Path] | None = None
+    """Folders that weight updates lie in: the server refuses others. None: anywhere."""
     policy_version: int = 0
     wait_for_model: bool = False
     """The folder is still being made: wait for the file ``.ready`` in it."""

@@ -80,6 +80,9 @@ class Observer(Offer):
         """Rollouts that no batch gets. ``outcome``: ``error/<class>``, or ``cancelled`` for those
         that new weights made too old."""
 
+    def rollout_failed(self, env: str, kind: str, tokens: int, turns: int) -> None:
+        """An ``error/<kind>`` of ``rollouts_lost``, after so many sampled tokens and turns."""
+
     async def batch_taken(self, batch: Batch) -> None:
         """A batch is complete and not packed yet."""
 

@@ -132,6 +132,7 @@ def engine_launch(
         seed=config.seed,
         admin_key=admin_key,
         status_path=run_dir / "status" / f"{name}.json",
+        weights_roots=(run_dir, initial, launch.first_weights),
         policy_version=launch.engine_version if lives else 0,
         python=config.inference.interpreter,
         can_sleep=config.deployment.colocated,

@@ -19,6 +19,8 @@ class EmbeddedConfig(PluginConfig):
 
     num_slots: PositiveInt = 128
     """Requests that generate at the same time; the rest wait in a queue."""
+    max_waiting: PositiveInt = 16384
+    """Length of that queue; more requests get the status 429."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of weights and KV cache. bfloat16 is ten times slower on CPUs without native support.
     """
@@ -58,7 +60,8 @@ class Embedded(Engine):
             "status-path": launch.status_path,
             "settings": config.model_dump_json(),
         }
-        argv = [sys.executable, "-P", "-m", "prime_rl_embedded.server"]
+        roots = [f"--weights-root={root}" for root in launch.weights_roots or ()]
+        argv = [sys.executable, "-P", "-m", "prime_rl_embedded.server", *roots]
         if launch.wait_for_model:
             argv.append("--wait-for-model")
         for option, value in options.items():

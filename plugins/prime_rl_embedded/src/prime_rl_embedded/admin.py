@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ from prime_rl_embedded.weights import apply_weights, read_weights, receive_weigh
 from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
+from prime_rl_engine_kit.model_files import weight_dir
 from prime_rl_engine_kit.requests import UpdateBody, decode
 
 
 class Admin:
     """Swaps weights while requests run: they keep their KV and continue with the new weights."""
 
-    def __init__(self, engine: EngineLoop, keys: Keys) -> None:
+    def __init__(self, engine: EngineLoop, keys: Keys, roots: Sequence[Path] | None = None) -> None:
+        """``roots``: weight updates lie in one of these folders; None: anywhere."""
         self.engine = engine
-        self._keys = keys
+        self._keys, self._roots = keys, roots
         self._updating = asyncio.Lock()
         self._member = Member()
 
@@ -93,5 +96,5 @@ class Admin:
 
     def _load(self, body: UpdateBody, module: Any) -> dict[str, Tensor]:
         if body.meeting is None:
-            return read_weights(Path(body.weight_dir), module)
+            return read_weights(weight_dir(body.weight_dir, self._roots), module)
         return receive_weights(body.meeting, self._member, module)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -70,8 +72,8 @@ def guarded(endpoint: Endpoint) -> Endpoint:
         try:
             return await endpoint(http)
         except RequestError as error:
-            return JSONResponse(error.body, status_code=error.status)
-        except ClientGone:
+            return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+        except (ClientGone, ClientDisconnect):
             return Response(status_code=499)
         except Exception as error:
             log.exception("%s %s failed", http.method, http.url.path)
@@ -91,8 +93,14 @@ def keyed(endpoint: Endpoint, keys: Keys) -> Endpoint:
     return run
 
 
-def make_app(engine: EngineLoop, limits: Limits, texts: Texts, keys: Keys) -> Starlette:
-    api, admin = Api(engine, limits), Admin(engine, keys)
+def make_app(
+    engine: EngineLoop,
+    limits: Limits,
+    texts: Texts,
+    keys: Keys,
+    weights_roots: Sequence[Path] | None = None,
+) -> Starlette:
+    api, admin = Api(engine, limits), Admin(engine, keys, weights_roots)
     chat, text, batches = Chat(texts), Completions(texts), Batches(engine, limits)
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),

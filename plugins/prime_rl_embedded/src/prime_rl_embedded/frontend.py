@@ -21,7 +21,9 @@ def notify(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *ar
 
 
 async def complete(engine: EngineLoop, http: HTTPRequest, requests: Sequence[Request]) -> None:
-    """Run requests to the end. Raises ``ClientGone``, or ``RequestError`` if the engine failed."""
+    """Run requests to the end. Raises ``ClientGone``, or ``RequestError`` if the engine failed or
+    its queue is full."""
+    engine.check_room(len(requests))
     try:
         await while_wanted(http, _finish(engine, requests))
     finally:
@@ -50,6 +52,7 @@ def _submit(engine: EngineLoop, request: Request) -> asyncio.Future[None]:
 
 async def stream_tokens(engine: EngineLoop, request: Request) -> AsyncGenerator[int]:
     """Yield the number of tokens whenever it grows. Leaving the iteration aborts the request."""
+    engine.check_room(1)
     loop = asyncio.get_running_loop()
     news: asyncio.Queue[int | None] = asyncio.Queue()
     request.on_token = lambda r: notify(loop, news.put_nowait, len(r.token_ids))

@@ -13,6 +13,7 @@ import torch
 
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.scheduler import Scheduler
+from prime_rl_engine_kit.errors import RequestError
 
 T = TypeVar("T")
 
@@ -20,8 +21,14 @@ T = TypeVar("T")
 class EngineLoop:
     """Steps the scheduler while there is work. Its methods may be called from any thread."""
 
-    def __init__(self, scheduler: Scheduler, on_death: Callable[[BaseException], None]) -> None:
-        self.scheduler = scheduler
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        on_death: Callable[[BaseException], None],
+        max_waiting: int = 16384,
+    ) -> None:
+        self.scheduler, self.max_waiting = scheduler, max_waiting
+        self.submitted = 0
         self.paused = False
         self.closed: str | None = None
         """Why the engine takes no more requests. None: it does."""
@@ -33,8 +40,19 @@ class EngineLoop:
     def start(self) -> None:
         self._thread.start()
 
+    def check_room(self, count: int) -> None:
+        """Raise ``RequestError`` (429) if the queue has no room for ``count`` more requests."""
+        waiting = self.submitted - self.scheduler.stats.ended - len(self.scheduler.active)
+        if waiting + count > self.max_waiting:
+            raise RequestError(
+                f"{waiting} requests wait, and at most {self.max_waiting} may: try again later, or "
+                "raise inference.embedded.max_waiting",
+                429,
+            )
+
     def submit(self, request: Request) -> None:
         """Queue a request; its ``on_finish`` is called exactly once."""
+        self.submitted += 1
         self._inbox.put(lambda: self._submit(request))
 
     def abort(self, request: Request) -> None:

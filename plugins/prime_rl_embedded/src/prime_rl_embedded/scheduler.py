@@ -52,6 +52,8 @@ class Stats:
     weight_updates: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""
+    ended: int = 0
+    """Their sum."""
 
 
 class Scheduler:
@@ -80,6 +82,8 @@ class Scheduler:
         self.unscored: list[tuple[int, int, Request]] = []
         """Requests that wait for prompt scores. Entries of both queues: (priority, arrival number,
         request)."""
+        self._num_aborted = 0
+        """Entries of both queues that were aborted: they are skipped later."""
         self.stats = Stats()
         self.arrivals = 0
         self._prefixes: dict[object, Request] = {}
@@ -106,13 +110,27 @@ class Scheduler:
             if not self.asleep:
                 self._reap()
         else:
-            for queue in (self.waiting, self.unscored):
-                queue[:] = [entry for entry in queue if entry[2] is not request]
-                heapq.heapify(queue)
+            self._num_aborted += 1
+            if 2 * self._num_aborted > len(self.waiting) + len(self.unscored):
+                self._drop_aborted()
             self._finish(request)
+
+    def _drop_aborted(self) -> None:
+        for queue in (self.waiting, self.unscored):
+            queue[:] = [entry for entry in queue if entry[2].finish_reason is None]
+            heapq.heapify(queue)
+        self._num_aborted = 0
+
+    def _first(self, queue: list[tuple[int, int, Request]]) -> Request | None:
+        """The next request of a queue, which stays in it. None: it is empty."""
+        while queue and queue[0][2].finish_reason is not None:
+            heapq.heappop(queue)
+            self._num_aborted -= 1
+        return queue[0][2] if queue else None
 
     def fail_all(self, reason: str) -> None:
         """End every request with an error."""
+        self._drop_aborted()
         requests = self.active + [entry[2] for entry in self.waiting + self.unscored]
         self.active, self.waiting, self.unscored = [], [], []
         self._fail(requests, reason)
@@ -163,7 +181,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests in both queues."""
-        return len(self.waiting) + len(self.unscored)
+        return len(self.waiting) + len(self.unscored) - self._num_aborted
 
     # -- one step -------------------------------------------------------------------
 
@@ -195,8 +213,10 @@ class Scheduler:
         leaders: list[Request] = []
         followers: list[Request] = []
         budget = self.max_prefill_tokens
-        while self.waiting and len(self.active) + len(leaders) + len(followers) < self.num_slots:
-            request = self.waiting[0][2]
+        while len(self.active) + len(leaders) + len(followers) < self.num_slots:
+            request = self._first(self.waiting)
+            if request is None:
+                break
             if self.share_prefixes and request.prefix_key in self._prefixes:
                 followers.append(request)
             elif leaders and len(request.prompt) > budget:
@@ -284,6 +304,8 @@ class Scheduler:
         """Score a batch of prompts. Requests that need more tokens then queue to generate."""
         batch = self._next_unscored()
         requests = [request for _, _, request in batch]
+        if not requests:  # all were aborted
+            return
         try:
             self._score_batch(requests)
         except Exception as error:
@@ -302,8 +324,7 @@ class Scheduler:
         batch: list[tuple[int, int, Request]] = []
         prompts: set[object] = set()
         budget = self.max_prefill_tokens
-        while self.unscored:
-            request = self.unscored[0][2]
+        while (request := self._first(self.unscored)) is not None:
             if not (self.share_prefixes and request.prefix_key in prompts):
                 if batch and len(request.prompt) > budget:
                     break
@@ -357,5 +378,6 @@ class Scheduler:
         if self._prefixes.get(request.prefix_key) is request:
             del self._prefixes[request.prefix_key]
         self.stats.finished[str(request.finish_reason)] += 1
+        self.stats.ended += 1
         if request.on_finish is not None:
             request.on_finish(request)

@@ -42,7 +42,7 @@ def resolve_sampling(
         max_tokens=min(given(fields.max_tokens, room), room),
         temperature=given(fields.temperature, 1.0),
         top_p=given(fields.top_p, 1.0),
-        top_k=max(given(fields.top_k, 0), 0),
+        top_k=min(max(given(fields.top_k, 0), 0), limits.vocab_size),
         min_p=given(fields.min_p, 0.0),
         stop_token_ids=stops if fields.ignore_eos else stops | limits.eos_token_ids,
         min_tokens=given(fields.min_tokens, 0),

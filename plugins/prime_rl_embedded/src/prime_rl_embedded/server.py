@@ -92,7 +92,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
     )
     log.info("%s", describe(scheduler, limits))
     server = EngineServer(args, limits, status)
-    return server.run(EngineLoop(scheduler, server.engine_died))
+    return server.run(EngineLoop(scheduler, server.engine_died, settings.max_waiting))
 
 
 def describe(scheduler: Scheduler, limits: Limits) -> str:
@@ -137,7 +137,7 @@ class EngineServer:
 
         texts = Texts(engine, self.limits, self.args.model)
         keys = Keys.of_environment()
-        app = make_app(engine, self.limits, texts, keys)
+        app = make_app(engine, self.limits, texts, keys, self.args.weights_root)
         server = _make_http_server(app, engine, self.args)
         self._stop_serving = lambda: setattr(server, "should_exit", True)
         engine.start()
@@ -182,6 +182,8 @@ def report_activity(status: Status, engine: EngineLoop, tokens_per_second: float
 def _make_http_server(app: Starlette, engine: EngineLoop, args: argparse.Namespace) -> Server:
     from uvicorn import Config, Server
 
+    from prime_rl_embedded.connections import PatientProtocol
+
     class ClosingServer(Server):
         """Fails requests in flight on a signal, so that shutdown does not wait for them."""
 
@@ -194,6 +196,7 @@ def _make_http_server(app: Starlette, engine: EngineLoop, args: argparse.Namespa
         host=args.host,
         port=args.port,
         lifespan="off",
+        http=PatientProtocol,
         ws="none",
         log_config=None,
         log_level="warning",

@@ -7,7 +7,7 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,6 +118,7 @@ def start(
     status_path: Path | None = None,
     seed: int = 0,
     wait_for_model: bool = False,
+    weights_roots: Sequence[Path] | None = None,
     env: dict[str, str] | None = None,
     **settings: Any,
 ) -> subprocess.Popen[bytes]:
@@ -132,6 +133,7 @@ def start(
         admin_key=ADMIN_KEY,
         status_path=status_path,
         wait_for_model=wait_for_model,
+        weights_roots=weights_roots,
     )
     command = Embedded(EmbeddedConfig(**settings)).command(launch)
     return subprocess.Popen(command.argv, env=os.environ | dict(command.env) | (env or {}))

@@ -15,6 +15,7 @@ from prime_rl import WeightsError
 from prime_rl_broadcast.connection import DTYPES, Member, pieces_of
 from prime_rl_broadcast.group import BroadcastGroup, Header
 from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
+from prime_rl_engine_kit.model_files import regular
 
 
 def read_weights(directory: Path, module: Any) -> dict[str, Tensor]:
@@ -99,9 +100,11 @@ def _shards(directory: Path) -> list[Path]:
             raise WeightsError(f"{directory}: no model*.safetensors in it")
         return paths
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(regular(index).read_text())["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
+    if outside := [name for name in names if Path(name).name != name]:
+        raise WeightsError(f"{index}: {outside[0]!r} is not the name of a file")
     paths = [directory / name for name in names]
     if absent := [path.name for path in paths if not path.is_file()]:
         raise WeightsError(f"{directory}: shards missing: {', '.join(absent)}")
@@ -110,7 +113,7 @@ def _shards(directory: Path) -> list[Path]:
 
 def _read_shard(path: Path) -> dict[str, Tensor]:
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(regular(path), framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise WeightsError(f"{path}: can't be read: {error}") from error

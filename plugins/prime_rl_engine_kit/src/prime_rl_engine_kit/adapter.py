@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prime_rl import WeightsError
-from prime_rl_engine_kit.model_files import ModelFiles, opened
+from prime_rl_engine_kit.model_files import ModelFiles, opened, regular
 
 if TYPE_CHECKING:
     import torch
@@ -150,7 +150,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(regular(path).read_text())
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: can't be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

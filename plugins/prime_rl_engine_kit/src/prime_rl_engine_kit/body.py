@@ -1,4 +1,4 @@
-"""Read the body of a request, and cancel its work if the client disconnects."""
+"""Read the body of a request within bounds, and cancel its work if the client disconnects."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from starlette.requests import Request as HTTPRequest
 from prime_rl_engine_kit.errors import RequestError
 
 MAX_BODY_BYTES = 64 * 2**20
+MAX_UNREAD_BYTES = 2 * MAX_BODY_BYTES
+"""Of all bodies that have not come to their end."""
+BODY_SECONDS = 30.0
+"""For a body to come to its end."""
 
 Result = TypeVar("Result")
 
@@ -19,13 +23,30 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was ready."""
 
 
+class _Unread:
+    """Bytes of the bodies that this process is reading."""
+
+    total = 0
+
+
 async def read_body(http: HTTPRequest) -> bytes:
-    """Raises ``RequestError`` (413) beyond 64 MiB."""
+    """Raises ``RequestError``: 413 beyond 64 MiB, 429 if the bodies of all clients that are still
+    sending exceed 128 MiB, 408 after 30 seconds; and starlette's ``ClientDisconnect``."""
     data = bytearray()
-    async for chunk in http.stream():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise RequestError(f"the body has more than {MAX_BODY_BYTES // 2**20} MiB", 413)
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for chunk in http.stream():
+                data += chunk
+                _Unread.total += len(chunk)
+                if len(data) > MAX_BODY_BYTES:
+                    raise RequestError(f"the body has more than {MAX_BODY_BYTES // 2**20} MiB", 413)
+                if _Unread.total > MAX_UNREAD_BYTES:
+                    limit = f"{MAX_UNREAD_BYTES // 2**20} MiB"
+                    raise RequestError(f"the bodies that are being read exceed {limit}", 429)
+    except TimeoutError:
+        raise RequestError(f"the body did not come within {BODY_SECONDS:g} s", 408) from None
+    finally:
+        _Unread.total -= len(data)
     return bytes(data)
 
 

@@ -9,8 +9,10 @@ _TYPES = {
     401: "AuthenticationError",
     403: "PermissionDeniedError",
     404: "NotFoundError",
+    408: "RequestTimeoutError",
     409: "ConflictError",
     413: "RequestTooLargeError",
+    429: "RateLimitError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
@@ -22,6 +24,12 @@ class RequestError(EngineError):
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to come again; and after a body that was not read to its end, a new connection."""
+        unread = {"Connection": "close"} if self.status in (408, 413) else {}
+        return unread | ({"Retry-After": "1"} if self.status == 429 else {})
 
     @property
     def body(self) -> dict[str, object]:

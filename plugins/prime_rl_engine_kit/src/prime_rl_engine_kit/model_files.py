@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -70,6 +70,29 @@ class ModelFiles:
         return config.get("text_config") or config
 
 
+def weight_dir(given: str, roots: Sequence[Path] | None) -> Path:
+    """The folder of a weight update. Raises ``WeightsError`` if it lies in none of ``roots`` (None:
+    it may lie anywhere)."""
+    try:
+        path = Path(given).resolve()
+        is_folder = path.is_dir()
+    except (OSError, ValueError) as error:  # too long, a null byte
+        raise WeightsError(f"{given[:200]!r} is no path: {error}") from error
+    if not is_folder:
+        raise WeightsError(f"{given}: no such folder")
+    if roots is not None and not any(path.is_relative_to(root.resolve()) for root in roots):
+        listed = " or ".join(map(str, roots))
+        raise WeightsError(f"{given} lies outside of the run; expected a folder in {listed}")
+    return path
+
+
+def regular(path: Path) -> Path:
+    """The path of a file, or of nothing. Raises ``WeightsError``: reading a FIFO would wait."""
+    if path.exists() and not path.is_file():
+        raise WeightsError(f"{path}: not a file")
+    return path
+
+
 def read_headers(directory: Path) -> dict[str, Entry]:
     """The tensors of a model folder by name, in milliseconds. Raises ``WeightsError``."""
     tensors: dict[str, Entry] = {}
@@ -87,7 +110,7 @@ def opened(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
+        with safe_open(regular(path), framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise WeightsError(f"{path}: can't be read: {error}") from error
@@ -99,9 +122,11 @@ def _shards(directory: Path) -> list[Path]:
         paths = sorted(directory.glob("model*.safetensors"))
     else:
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
+            names = set(json.loads(regular(index).read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
+        if outside := [name for name in names if Path(name).name != name]:
+            raise WeightsError(f"{index}: {outside[0]!r} is not the name of a file")
         paths = sorted(directory / name for name in names)
     if not paths:
         raise WeightsError(f"{directory}: no model*.safetensors in it; expected a model folder")
@@ -110,7 +135,7 @@ def _shards(directory: Path) -> list[Path]:
 
 def _header(path: Path) -> dict[str, Entry]:
     """The format: eight bytes with the length of the JSON after them, the JSON, the data."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         length, size = int.from_bytes(file.read(8), "little"), path.stat().st_size
         if length > size - 8:
             raise ValueError("it is shorter than it says: no safetensors (of git-lfs?), or cut off")

@@ -35,6 +35,7 @@ def command_line(prog: str, description: str | None) -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of requests without a seed")
     add("--policy-version", type=int, default=0, help="of the weights in the folder")
     add("--status-path", type=Path)
+    add("--weights-root", type=Path, action="append", help="weight updates lie in one of these")
     add("--wait-for-model", action="store_true", help=f"until the folder holds {READY}")
     return parser
 

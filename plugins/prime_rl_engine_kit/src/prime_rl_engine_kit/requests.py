@@ -106,7 +106,7 @@ def decode(data: bytes, kind: type[Body]) -> Body:
     """JSON into a body. Raises ``RequestError`` with the key and the fault."""
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"bad request body: {error}") from error
 
 

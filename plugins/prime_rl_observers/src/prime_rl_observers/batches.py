@@ -14,8 +14,10 @@ from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.env.traces import timing_of
 from prime_rl.orchestrator.buffer import STALE
 from prime_rl_observers.rollouts import (
+    Ended,
     Progress,
     batch_metrics,
+    lost_metrics,
     off_policy_metrics,
     outcome_metrics,
     rollout_metrics,
@@ -45,6 +47,8 @@ class SinceLastStep:
     """Env and seconds by stage of each sampled rollout."""
     cancelled: Counter[str] = field(default_factory=Counter)
     """Rollouts voided in flight, by env, because new weights made them too old."""
+    lost: list[Ended] = field(default_factory=list)
+    """Rollouts that failed or were cancelled."""
 
 
 class BatchMetrics(Observer):
@@ -78,8 +82,14 @@ class BatchMetrics(Observer):
         """Count them."""
         if outcome == "cancelled":
             self.recent.cancelled[env] += number
+            self.recent.lost += [Ended(env, "age")] * number
         else:
             self.recent.ended[env][outcome] += number
+
+    def rollout_failed(self, env: str, kind: str, tokens: int, turns: int) -> None:
+        """Note how far it came."""
+        why = "time" if kind == "TimeoutError" else "failure"
+        self.recent.lost.append(Ended(env, why, tokens, turns))
 
     async def batch_taken(self, batch: Batch) -> None:
         """Keep it until it is sent."""
@@ -95,6 +105,7 @@ class BatchMetrics(Observer):
             return {}
         recent, now = self.recent, time.perf_counter()
         stale = sum(reason == STALE for reason in batch.dropped.values())
+        decided = [_ended(each, batch.dropped.get(id(each))) for each in batch.seen if each.is_live]
         live = [rollout for rollout in batch.kept if rollout.is_live]
         staleness = [batch.step - 1 - rollout.policy_version for rollout in live]
         arrived = [self._arrived.get(id(rollout)) for rollout in live]
@@ -114,6 +125,7 @@ class BatchMetrics(Observer):
             **timing_metrics(_timings(batch.kept), "effective"),
             **off_policy_metrics(staleness, in_flight),
             **batch_metrics(batch.seen, batch.kept),
+            **lost_metrics([*decided, *recent.lost]),
             "off_policy/dropped": float(recent.cancelled.total() + stale),
             **self._progress.step(batch.seen),
         }
@@ -121,6 +133,12 @@ class BatchMetrics(Observer):
         self._console.step(batch.step, metrics | {"time/step": seconds}, envs)
         self._batch, self.recent = None, SinceLastStep()
         return metrics
+
+
+def _ended(rollout: Rollout, dropped: str | None) -> Ended:
+    tokens, turns = rollout.num_trainable_tokens, rollout.num_turns
+    lost = "age" if dropped == STALE else None
+    return Ended(rollout.env, lost, tokens, turns, rollout.reward)
 
 
 def _timings(rollouts: Sequence[Rollout]) -> list[tuple[str, dict[str, float]]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -116,6 +116,36 @@ def outcome_metrics(
             f"{name}/cancelled/mean": ended["cancelled"] / number,
             **{f"{name}/{kind}": float(n) for kind, n in errors.items()},
         }
+    return metrics
+
+
+class Ended(NamedTuple):
+    """A rollout that was requested, and how it ended."""
+
+    env: str
+    lost: str | None
+    """``age``, ``failure`` or ``time``; None: it had its chance to train."""
+    output_tokens: float | None = None
+    """These three as far as it came; None: unknown."""
+    turns: float | None = None
+    reward: float | None = None
+
+
+def lost_metrics(ended: Sequence[Ended]) -> Reduced:
+    """What is lost against what was dispatched, over all envs and per env: the shares
+    ``lost/A/{age,failure,time}``, and means of both, ``lost/A/NAME/mean`` and
+    ``dispatched/A/NAME/mean``. Filters are not losses."""
+    metrics: Reduced = {}
+    for label, members in by_label((each.env, each) for each in ended):
+        lost = [each for each in members if each.lost]
+        for reason in ("age", "failure", "time") if members else ():
+            share = sum(each.lost == reason for each in lost) / len(members)
+            metrics[f"lost/{label}/{reason}"] = share
+        for name in Ended._fields[2:] if lost else ():
+            for kind, some in (("lost", lost), ("dispatched", members)):
+                values = [getattr(each, name) for each in some]
+                if known := [value for value in values if value is not None]:
+                    metrics[f"{kind}/{label}/{name}/mean"] = _mean(known)
     return metrics
 
 

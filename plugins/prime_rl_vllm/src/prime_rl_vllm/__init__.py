@@ -82,6 +82,7 @@ class Vllm(Engine):
             "settings": json.dumps(cast(VllmConfig, self.config).arguments),
         }
         argv = [str(launch.python or sys.executable), "-P", "-m", "prime_rl_vllm.server"]
+        argv += [f"--weights-root={root}" for root in launch.weights_roots or ()]
         argv += ["--wait-for-model"] * launch.wait_for_model + ["--can-sleep"] * launch.can_sleep
         for option, value in options.items():
             if value is not None:

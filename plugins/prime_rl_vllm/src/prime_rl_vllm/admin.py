@@ -26,6 +26,7 @@ from prime_rl import WeightsError
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
+from prime_rl_engine_kit.model_files import weight_dir
 from prime_rl_engine_kit.requests import UpdateBody, decode
 from prime_rl_vllm.state import State
 
@@ -121,10 +122,14 @@ class Admin:
         if not self._state.paused:
             await self._state.engine.resume_generation()
 
-    async def _stage(self, weight_dir: str) -> None:
+    async def _stage(self, given: str) -> None:
         """Let every worker read and check the folder while requests go on. Raises
         ``RequestError``."""
-        await self._rpc("prime_rl_stage", weight_dir)
+        try:
+            path = await asyncio.to_thread(weight_dir, given, self._state.weights_roots)
+        except WeightsError as error:
+            raise self._refusal(str(error)) from error
+        await self._rpc("prime_rl_stage", str(path))
         while None in (found := await self._rpc("prime_rl_staged")):
             await asyncio.sleep(POLL_SECONDS)
         refused = [problem for (problem,) in found if problem is not None]

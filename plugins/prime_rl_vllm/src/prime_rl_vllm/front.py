@@ -205,7 +205,8 @@ def _replay(data: bytes, receive: Receive) -> Receive:
 
 
 async def _answer(error: RequestError, scope: Message, receive: Receive, send: Send) -> None:
-    await JSONResponse(error.body, status_code=error.status)(scope, receive, send)
+    answer = JSONResponse(error.body, status_code=error.status, headers=error.headers)
+    await answer(scope, receive, send)
 
 
 async def _close_socket(error: RequestError, scope: Message, receive: Receive, send: Send) -> None:

@@ -67,6 +67,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         max_model_len=args.max_model_len,
         keys=Keys.of_environment(),
         status=status,
+        weights_roots=args.weights_root,
         version=args.policy_version,
     )
     return _run(namespace, shared.current)

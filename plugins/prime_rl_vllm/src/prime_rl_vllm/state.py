@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prime_rl.rundir.status import Status
@@ -21,6 +23,8 @@ class State:
     """Tokens of prompt and completion."""
     keys: Keys
     status: Status
+    weights_roots: Sequence[Path] | None = None
+    """Weight updates lie in one of these folders; None: anywhere."""
     version: int = 0
     """Policy version of the current weights."""
     engine: Any = None

@@ -1,0 +1,201 @@
+"""Hostile and broken clients cost themselves only."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from waiting import eventually, until
+
+from prime_rl_embedded import connections
+from prime_rl_embedded.testing import Served, serve
+from prime_rl_engine_kit import body
+from prime_rl_engine_kit.errors import RequestError
+
+BIG = 64 * 2**20
+"""More than the buffers of a connection."""
+
+
+# -- connections and bodies, by uvicorn in this process -----------------------------------------
+
+
+async def answer(http: HTTPRequest) -> Response:
+    try:
+        data = await body.read_body(http)
+    except RequestError as error:
+        return JSONResponse(error.body, status_code=error.status, headers=error.headers)
+    return PlainTextResponse("x" * int(data))
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[uvicorn.Server, int]]:
+    app = Starlette(routes=[Route("/", answer, methods=["POST"])])
+    config = uvicorn.Config(
+        app, port=0, http=connections.PatientProtocol, ws="none", lifespan="off", log_config=None
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: server.started)
+    yield server, server.servers[0].sockets[0].getsockname()[1]
+    server.should_exit = True
+    await serving
+
+
+def post(data: bytes, length: int | None = None) -> bytes:
+    """A request; ``length``: that its head promises."""
+    size = len(data) if length is None else length
+    return b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (size, data)
+
+
+async def closed(*writers: asyncio.StreamWriter) -> None:
+    for writer in writers:
+        writer.close()
+    await asyncio.gather(*(w.wait_closed() for w in writers), return_exceptions=True)
+
+
+async def test_connections_that_stall_are_ended_and_others_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "STALL_SECONDS", 0.2)
+    monkeypatch.setattr(body, "BODY_SECONDS", 0.2)
+    writers: list[asyncio.StreamWriter] = []
+    async with listening() as (server, port):
+
+        async def opened(data: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(data)
+            writers.append(writer)  # a writer that nothing holds closes its connection
+            return reader, writer
+
+        idle, idle_writer = await opened(post(b"1"))
+        assert (await idle.readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200")
+        silent, _ = await opened(b"")
+        half, _ = await opened(b"POST / HTTP/1.1\r\nHost")
+        second, second_writer = await opened(post(b"1"))
+        assert (await second.readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200")
+        second_writer.write(b"POST / HT")
+        unfinished, _ = await opened(post(b"1", length=9))
+        _, deaf = await opened(post(b"%d" % BIG))
+        deaf.transport.pause_reading()  # type: ignore[attr-defined]
+        assert await silent.read() == await half.read() == await second.read() == b""
+        late = await unfinished.read()
+        assert late.startswith(b"HTTP/1.1 408") and b"did not come within 0.2 s" in late
+        await until(lambda: len(server.server_state.connections) == 1)
+        idle_writer.write(post(b"2"))
+        assert (await idle.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200")
+        await closed(*writers)
+
+
+def test_a_client_that_reads_slowly_is_waited_for() -> None:
+    """It leaves 9, 4, 4 bytes unread at the three looks."""
+    later: list[Callable[[], None]] = []
+    unread, ended = [9, 4, 4], []
+    protocol = object.__new__(connections.PatientProtocol)
+    protocol.loop = SimpleNamespace(call_later=lambda seconds, call: later.append(call))
+    protocol.transport = SimpleNamespace(
+        get_write_buffer_size=lambda: unread.pop(0), abort=lambda: ended.append(len(unread))
+    )
+    protocol._watch(10)
+    while later:
+        later.pop()()
+    assert ended == [0] and unread == []
+
+
+async def test_bodies_that_are_being_read_are_bounded_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(body, "MAX_UNREAD_BYTES", 1000)
+    async with listening() as (_, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(post(b"1" * 600, length=700))
+        await until(lambda: body._Unread.total == 600)
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+            refused = await http.post("/", content=b" " * 600)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+            assert "bodies that are being read exceed" in refused.json()["error"]["message"]
+            await closed(writer)
+            await until(lambda: body._Unread.total == 0)
+            assert (await http.post("/", content=b" " * 600 + b"3")).text == "xxx"
+
+
+# -- the engine, as a server process --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One slot, three places in the queue; weights come from the folder ``root``."""
+    root = tmp_path_factory.mktemp("root")
+    with serve(
+        model_folder, max_model_len=512, num_slots=1, max_waiting=3, weights_roots=[root]
+    ) as served:
+        served.root = root  # type: ignore[attr-defined]
+        yield served
+
+
+def test_a_full_queue_answers_429_until_the_clients_in_it_are_gone(small: Served) -> None:
+    host, port = small.url.removeprefix("http://").split(":")
+    data = json.dumps({"token_ids": [1]}).encode()
+    head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}"
+    small.post("/pause", admin=True)
+    with ExitStack() as clients:
+        for _ in range(3):
+            client = clients.enter_context(closing(socket.create_connection((host, int(port)))))
+            client.sendall(f"{head}\r\n\r\n".encode() + data)
+        small.wait_for("vllm:num_requests_waiting", 3)
+        for route, request in (
+            ("/inference/v1/generate", {"token_ids": [1]}),
+            ("/v1/completions", {"prompt": [1], "stop": "x"}),
+        ):
+            refused = small.post(route, request)
+            assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1"), route
+            assert "3 requests wait, and at most 3 may" in refused.json()["error"]["message"]
+    eventually(lambda: small.metric("vllm:num_requests_waiting") == 0)  # still paused
+    small.post("/resume", admin=True)
+    assert len(small.generate([1], max_tokens=3)["choices"][0]["token_ids"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("fifo", "model.safetensors: not a file"),
+        ("index", "'../model.safetensors' is not the name of a file"),
+        ("outside", "lies outside of the run; expected a folder in"),
+        ("link", "lies outside of the run; expected a folder in"),
+        ("x" * 5000, "is no path: "),
+        ("a\0b", "is no path: "),
+        ("nowhere", "no such folder"),
+    ],
+)
+def test_weights_that_no_run_has_are_refused(
+    small: Served, model_folder: Path, folder: str, reason: str
+) -> None:
+    root: Path = small.root  # type: ignore[attr-defined]
+    made: dict[str, Any] = {"outside": model_folder}
+    path = made.get(folder, f"{root}/{folder}")
+    if folder in ("fifo", "index"):
+        Path(path).mkdir()
+    if folder == "fifo":
+        os.mkfifo(f"{path}/model.safetensors")
+    elif folder == "index":
+        table = {"weight_map": {"w": "../model.safetensors"}}
+        Path(path, "model.safetensors.index.json").write_text(json.dumps(table))
+    elif folder == "link":
+        Path(path).symlink_to(model_folder)
+    refused = small.update_weights(path)
+    assert refused.status_code == 400
+    assert reason in refused.json()["error"]["message"]
+    assert small.http.get("/health").json()["version"] == 0
