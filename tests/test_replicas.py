@@ -168,3 +168,31 @@ def test_with_one_gpu_for_two_engine_and_trainer_take_turns(start: Start, tmp_pa
     assert set(rows(run_dir, "time/trainer/offload")) == {1, 2, 3}
     evaluated = rows(run_dir, "eval/reverse-text/all/reward/mean")
     assert set(evaluated) == {0, 2, 3}
+
+
+def test_engines_join_and_leave_a_run_and_none_serves_for_a_while(
+    start: Start, tmp_path: Path
+) -> None:
+    process = start(*run_of(tmp_path, "--max_steps", "100000"))
+    run_dir = tmp_path / "run"
+    eventually(lambda: 1 in rows(run_dir, "inference/0/serving"), process)
+
+    def scale(wanted: int) -> None:
+        finish(start("scale", str(run_dir), str(wanted)))
+        served = f"{wanted} of {wanted} serve"
+        eventually(lambda: status_of(run_dir, "engines")["state"] == served, process)
+
+    scale(2)
+    assert len(json.loads((run_dir / "configs" / "launch.json").read_text())["engine_urls"]) == 2
+    scale(0)
+    waits = "all engines have left: one has to join"
+    eventually(lambda: status_of(run_dir, "orchestrator")["waiting_for"] == waits, process)
+    before = max(rows(run_dir, "train/agg/all/reward/mean"))
+    scale(1)
+    eventually(lambda: max(rows(run_dir, "train/agg/all/reward/mean")) > before + 2, process)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=LIMIT)[0]
+    assert process.returncode == 130, output
+    check_tokens(run_dir, before + 1)
+    refused = start("scale", str(run_dir), "2")
+    assert "does not run" in refused.communicate(timeout=LIMIT)[0] and refused.returncode == 2

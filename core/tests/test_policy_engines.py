@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import pytest
 from aiohttp import web
@@ -9,13 +10,10 @@ from fleets import Engine, fleet_of
 from waiting import LIMIT, until
 
 from prime_rl import EngineError
-from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.pool import GivenUp
-from prime_rl.orchestrator.build import keep_reporting
-from prime_rl.orchestrator.engines import EngineRouter
-from prime_rl.rundir.launch import Launch
+from prime_rl.orchestrator.engines import EngineRouter, report_engines
+from prime_rl.rundir.status import Status
 from prime_rl_engine_kit.scorer import PromptScorer
 
 GOOD = RolloutResult(ok=True, reward=1.0)
@@ -123,13 +121,6 @@ async def test_a_replica_that_goes_away_is_replaced_and_one_that_keeps_failing_e
             await scores.logprobs([1, 2])
 
 
-def launch_of(urls):
-    return Launch(
-        model_path="model", served_model_name="m", engine_urls=list(urls), transport_type="zmq",
-        transport_host="", transport_ports=[],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("elsewhere", [False, True])
 async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, monkeypatch):
     monkeypatch.setattr("prime_rl.inference.timing.START_GRACE", 0.0)
@@ -141,11 +132,12 @@ async def test_a_status_file_says_of_each_engine_how_it_is(tmp_path, elsewhere, 
         return report["state"], report["waiting_for"], report["detail"]
 
     async with fleet_of(*engines, ready=False) as fleet:
-        inference = InferenceConfig(base_url=fleet.urls if elsewhere else None)
-        config = RunConfig(model={"name": "m"}, max_steps=1, inference=inference)
         one, two = fleet.urls if elsewhere else ("inference", "inference_1")
         engines[1].away = True
-        keep_reporting(config, launch_of(fleet.urls), fleet, tmp_path)
+        if not elsewhere:
+            fleet.names = dict(zip(fleet.urls, (one, two), strict=True))
+        fleet.on_change = partial(report_engines, fleet, Status(tmp_path / "status/engines.json"))
+        fleet.on_change()
         assert reported() == ("0 of 2 serve", f"{one}, {two}", {one: "starting", two: "starting"})
         await fleet.wait_ready(LIMIT)
         await fleet.update_weights("v1", 1)

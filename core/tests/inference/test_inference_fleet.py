@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from fleets import Engine, fleet_of
+from fleets import Engine, fleet_of, serving
 from waiting import LIMIT, Clock, skipping, until
 
 from prime_rl import EngineError
@@ -181,6 +181,38 @@ async def joining(version):
         engine.restart(version=0)
         await until(lambda: "/update_weights" in engine.calls)
         yield fleet, engine
+
+
+async def test_engines_join_and_leave_and_requests_follow_them():
+    """What is in flight at one that leaves is asked again; without any, requests wait."""
+    first, second = Engine(), Engine()
+    held, free = asyncio.Event(), asyncio.Event()
+
+    async def work(engine):
+        if engine.number == 0:
+            held.set()
+            await free.wait()
+        return engine.number
+
+    async with fleet_of(first) as fleet, serving(second) as url:
+        await fleet.update_weights("v3", 3)
+        asked = asyncio.create_task(fleet.ask("group", work))
+        await held.wait()
+        fleet.follow([fleet.urls[0], url], ["inference", "inference_1"])
+        await until(lambda: len(fleet.serving) == 2)
+        assert (second.version, second.loaded) == (3, "v3")
+        assert fleet.names[url] == "inference_1"
+        fleet.follow([url])
+        assert await asked == 1 and [engine.url for engine in fleet.engines] == [url]
+        fleet.follow([])
+        waits = []
+        fleet.on_waiting = waits.append
+        asked = asyncio.create_task(fleet.ask("group", work))
+        await until(lambda: waits == ["all engines have left: one has to join"])
+        first.version = 0  # it was started again
+        fleet.follow([fleet.urls[0]])
+        free.set()
+        assert await asked == 0 and first.version == 3
 
 
 async def test_an_engine_that_comes_back_gets_no_request_before_it_has_the_current_weights():

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +29,18 @@ node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 80
 cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
 cluster.add_node(**node)
 print("address", cluster.address, flush=True)
-sys.stdin.read()
+
+def raylet(each):
+    return each.all_processes["raylet"][0].process.pid
+
+print("head", raylet(cluster.head_node), flush=True)
+for line in sys.stdin:
+    if line == "add\\n":
+        cluster.add_node(**node)
+    else:
+        (lost,) = [each for each in cluster.list_all_nodes() if raylet(each) == int(line)]
+        cluster.remove_node(lost, allow_graceful=False)
+    print("done", flush=True)
 cluster.shutdown()
 """
 
@@ -45,8 +58,8 @@ def with_default_signals() -> None:
 
 
 @pytest.fixture(scope="module")
-def address():
-    """The address of a cluster with two nodes of two cores, shared by this file's tests."""
+def cluster():
+    """A cluster with two nodes of two cores, shared by this file's tests."""
     pytest.importorskip("ray", reason="ray is not installed")
     settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     # A worker for each core would import everything, and wait for work of a kind that never comes.
@@ -58,11 +71,19 @@ def address():
         stdout=subprocess.PIPE,
         text=True,
     )
-    for line in process.stdout:
-        if line.startswith("address "):
-            break
-    yield line.split()[1]
+    facts = dict(line.split() for line in islice(process.stdout, 2))
+
+    def tell(what):
+        print(what, file=process.stdin, flush=True)
+        assert process.stdout.readline() == "done\n"
+
+    yield SimpleNamespace(address=facts["address"], head=int(facts["head"]), tell=tell)
     process.communicate(timeout=LIMIT)
+
+
+@pytest.fixture
+def address(cluster):
+    return cluster.address
 
 
 def processes_with(text: str) -> list[int]:
@@ -236,17 +257,21 @@ def test_the_error_about_missing_room_lists_the_resources(address, tmp_path):
 # -- a whole run ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_a_run_trains_on_the_cluster_and_ctrl_c_leaves_nothing_behind(address, tmp_path):
+def start_run(address: str, folder: Path, *words: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run", str(CONFIG)]
-    command += [*SMALL, "--max_steps", "1000", "--output_dir", str(tmp_path), "--run.name", "ray"]
-    process = subprocess.Popen(
-        [*command, "--launcher", "ray", "--launcher.address", address],
+    command += [*SMALL, "--max_steps", "100000", "--output_dir", str(folder), "--run.name", "ray"]
+    return subprocess.Popen(
+        [*command, "--launcher", "ray", "--launcher.address", address, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         preexec_fn=with_default_signals,
     )
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_the_cluster_and_ctrl_c_leaves_nothing_behind(address, tmp_path):
+    process = start_run(address, tmp_path)
     run_dir = tmp_path / "ray"
     try:
         steps = run_dir / "trainer.jsonl"
@@ -262,4 +287,49 @@ def test_a_run_trains_on_the_cluster_and_ctrl_c_leaves_nothing_behind(address, t
     assert {path.name for path in (run_dir / "logs" / "latest").iterdir()} == {
         *("model.log", "inference.log", "trainer.log", "orchestrator.log")
     }
+    eventually(lambda: not processes_with(str(run_dir)))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_the_death_of_actors_and_of_a_node(cluster, tmp_path):
+    run_dir = tmp_path / "ray"
+    process = start_run(cluster.address, tmp_path, "--ckpt.interval", "1", "--ckpt.keep_last", "2")
+
+    def pid_of(name):
+        return json.loads((run_dir / "status" / f"{name}.json").read_text())["pid"]
+
+    def trained():
+        file = run_dir / "trainer.jsonl"
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+        return max((json.loads(line)["step"] for line in lines if line.endswith(b"\n")), default=0)
+
+    def restarts():
+        file = run_dir / "recoveries.jsonl"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def goes_on():
+        before = trained()
+        eventually(lambda: trained() > before + 1, process)
+
+    try:
+        eventually(lambda: trained(), process)
+        os.kill(psutil.Process(pid_of("trainer")).ppid(), signal.SIGKILL)
+        eventually(lambda: restarts() == 1, process)
+        goes_on()
+        engine = pid_of("inference")
+        os.kill(psutil.Process(engine).ppid(), signal.SIGKILL)
+        eventually(lambda: pid_of("inference") != engine, process)
+        goes_on()
+        assert restarts() == 1  # the others went on
+        cluster.tell("add")  # room for what the lost node had
+        names = ("inference", "trainer", "orchestrator")
+        raylets = {psutil.Process(pid_of(name)).parent().ppid() for name in names}
+        cluster.tell((raylets - {cluster.head}).pop())
+        goes_on()
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=LIMIT)[0]
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == 130, output
     eventually(lambda: not processes_with(str(run_dir)))

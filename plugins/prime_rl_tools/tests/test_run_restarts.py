@@ -263,7 +263,8 @@ async def test_a_process_stopped_by_sigstop_is_detected_and_replaced(tmp_path, m
     )
     status = tmp_path / "status" / "engines.json"
     status.parent.mkdir()
-    fleet.on_change = partial(report_engines, fleet, Status(status), ["inference"])
+    fleet.names = {fleet.engines[0].url: "inference"}
+    fleet.on_change = partial(report_engines, fleet, Status(status))
     await fleet.wait_ready(LIMIT)
     keeping = asyncio.create_task(fleet.run())
     try:

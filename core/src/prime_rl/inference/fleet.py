@@ -8,11 +8,13 @@ serves, requests wait; after ``timeout`` seconds the run ends with the reason of
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,8 @@ class Fleet(EnginePool):
         options = options or FleetOptions()
         one_of_many = RetryPolicy(attempts=3, first_wait=0.5)  # the others wait for it meanwhile
         retry = options.retry or (RetryPolicy() if len(urls) == 1 else one_of_many)
-        clients = [EngineClient(url, admin_key, retry) for url in urls]
+        self._client = partial(EngineClient, key=admin_key, retry=retry)
+        clients = [self._client(url) for url in urls]
         version = first.version if options.own and options.have_first else None
         engines = [Engine(number, client, version) for number, client in enumerate(clients)]
         poll, hang_timeout = options.poll, options.hang_timeout
@@ -73,10 +76,33 @@ class Fleet(EnginePool):
         self._own, self._timeout = options.own, options.timeout
         self._target, self._delivery = first, delivery
         self._stragglers: set[asyncio.Task[None]] = set()
+        self._left: list[Engine] = []
+        self.names: dict[str, str] = {}
+        """Of the engines' processes, by URL; for reports."""
 
     async def close(self) -> None:
         await asyncio.gather(*map(end, self._stragglers))
+        self.engines += self._left  # their clients may have been in use until now
         await super().close()
+
+    def follow(self, urls: Sequence[str], names: Sequence[str] = ()) -> None:
+        """Engines join and leave: these are the fleet's from now on. One that joins loads the
+        current weights before it serves; what is in flight at one that leaves is asked again."""
+        self.names = dict(zip(urls, names, strict=False))
+        known = {engine.url: engine for engine in self.engines}
+        for engine in (known[url] for url in known.keys() - set(urls)):
+            self.engines.remove(engine)
+            self._left.append(engine)
+            if engine in self._watching:
+                self._watching.pop(engine).cancel()
+            self._lose(engine, EngineGone(f"engine {engine.url} has left the run"))
+        numbers = itertools.count(1 + max((e.number for e in known.values()), default=-1))
+        for client in (self._client(url) for url in urls):
+            if client.url not in known:
+                self.engines.append(Engine(next(numbers), client))
+                log.info("engine %s joins the run", client.url)
+        self._watch_all()
+        self._notify()
 
     # -- start, and watch -------------------------------------------------------------------------
 
@@ -107,7 +133,7 @@ class Fleet(EnginePool):
             if self._delivery is not None and engine.ready_at:
                 self._delivery.check(engine)
         locked = [isinstance(e.problem, EngineRefused) and e.problem.locked for e in self.engines]
-        if all(locked):
+        if locked and all(locked):
             raise EngineError(
                 f"{self.outage()}. New weights need the key that the engines were started with: "
                 "export it under the name that inference.admin_key_var gives."

@@ -67,7 +67,7 @@ class EnginePool:
         self._waiting, self._starting = 0, False
         self._said: str | None = None
         self._changed = asyncio.Event()
-        self._watching: list[asyncio.Task[None]] = []
+        self._watching: dict[Engine, asyncio.Task[None]] = {}
 
     @property
     def serving(self) -> list[Engine]:
@@ -76,7 +76,7 @@ class EnginePool:
 
     async def close(self) -> None:
         """Stop looking at the engines, and close the connections."""
-        await asyncio.gather(*map(end, self._watching))
+        await asyncio.gather(*map(end, self._watching.values()))
         await asyncio.gather(*(engine.client.close() for engine in self.engines))
 
     # -- requests ---------------------------------------------------------------------------------
@@ -190,16 +190,16 @@ class EnginePool:
 
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
         """Raises ``kind`` for what waiting does not change."""
-        for watching in self._watching:
+        for watching in self._watching.values():
             if watching.done():
                 watching.result()  # a bug
 
     def _watch_all(self) -> None:
         """Look at every engine until ``close``, and let it serve when it can."""
-        if not self._watching:
-            self._watching = [asyncio.create_task(self._watch(each)) for each in self.engines]
-            for watching in self._watching:
-                watching.add_done_callback(lambda task: self._notify())
+        for engine in self.engines:
+            if engine not in self._watching:
+                self._watching[engine] = asyncio.create_task(self._watch(engine))
+                self._watching[engine].add_done_callback(lambda task: self._notify())
 
     async def _watch(self, engine: Engine) -> None:
         while True:
@@ -295,7 +295,8 @@ class EnginePool:
     def outage(self) -> str:
         """What requests wait for, and why."""
         away = [engine for engine in self.engines if engine.problem or not engine.in_service]
-        return "; ".join(e.reason or f"{e.client.label} is starting" for e in away)
+        reasons = [e.reason or f"{e.client.label} is starting" for e in away]
+        return "; ".join(reasons) if self.engines else "all engines have left: one has to join"
 
 
 async def end(task: asyncio.Future[Any]) -> None:

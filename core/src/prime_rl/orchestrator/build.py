@@ -57,8 +57,8 @@ from prime_rl.plugins.offers import (
     make_transport,
 )
 from prime_rl.plugins.sampler import SampledEnv, Sampler
-from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
-from prime_rl.rundir.status import ENGINES, Status, process_name
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
+from prime_rl.rundir.status import ENGINES, Status
 from prime_rl.weights.versions import AVERAGES, Weights
 from prime_rl.wire.transport import Sender
 
@@ -129,7 +129,9 @@ def build_engines(run: RunContext) -> Engines:
     )
     outages = Outages()
     fleet.on_waiting = outages.reporter()
-    keep_reporting(run.config, launch, fleet, run.run_dir)
+    fleet.names = dict(zip(launch.engine_urls, launch.engine_names, strict=False))
+    fleet.on_change = partial(report_engines, fleet, Status(run.run_dir / f"status/{ENGINES}.json"))
+    fleet.on_change()
     path = run.run_dir / AVERAGES / f"step_{version}" if version else launch.initial
     options = replace(options, have_first=not (version or kept))  # it begins with the first
     urls = [url for name, url in launch.reference_urls.items() if name == "ema"]
@@ -137,15 +139,6 @@ def build_engines(run: RunContext) -> Engines:
     for each in average:
         each.on_waiting = outages.reporter()
     return Engines(fleet, Policy(version), outages, average)
-
-
-def keep_reporting(config: RunConfig, launch: Launch, fleet: Fleet, run_dir: Path) -> None:
-    """Have the fleet report its engines in ``status/engines.json``."""
-    local = (process_name("inference", number) for number in range(len(launch.engine_urls)))
-    names = list(config.inference.base_url or local)
-    status = Status(run_dir / "status" / f"{ENGINES}.json")
-    fleet.on_change = partial(report_engines, fleet, status, names)
-    fleet.on_change()
 
 
 def build_shared(run: RunContext, engines: Engines) -> Shared:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
@@ -14,6 +15,7 @@ from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, GivenUp
 from prime_rl.plugins.observer import Observer
+from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import HUNG, STARTING, Status
 from prime_rl.weights.versions import AVERAGES
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 PROVIDER_ERROR = "ProviderError"
 """verifiers' class for a model call that failed."""
+FOLLOW_SECONDS = 1.0
+"""Between two looks whether engines join or leave."""
 
 Episode = Callable[[ModelEndpoint], Awaitable[list[RolloutResult]]]
 
@@ -39,10 +43,9 @@ class EngineRouter:
         timeout: float | None = None,
     ) -> None:
         self.pool = pool
-        self._endpoints = {
-            engine.number: ModelEndpoint(model, f"{engine.url}/v1", api_key_var, client, timeout)
-            for engine in pool.engines
-        }
+        self._endpoint = cache(
+            lambda url: ModelEndpoint(model, f"{url}/v1", api_key_var, client, timeout)
+        )
 
     async def run(self, key: Hashable, episode: Episode) -> list[RolloutResult]:
         """Play one episode; those of one key share an engine, and its prefix cache."""
@@ -50,7 +53,7 @@ class EngineRouter:
 
         async def work(engine: Engine) -> list[RolloutResult]:
             nonlocal last
-            last = await episode(self._endpoints[engine.number])
+            last = await episode(self._endpoint(engine.url))
             for failed in (each for each in last if each.error_type == PROVIDER_ERROR):
                 status = failed.status_code  # no answer, too many requests, 5xx: it may pass
                 if status is None or status in (408, 429) or status >= 500:
@@ -64,10 +67,10 @@ class EngineRouter:
             return last or [lost]
 
 
-def report_engines(fleet: Fleet, status: Status, names: Sequence[str]) -> None:
+def report_engines(fleet: Fleet, status: Status) -> None:
     """Write the state of each engine into a status file: for the live view, and for the
     supervisor, which restarts engines that have served and then die or hang."""
-    named = list(zip(names, fleet.engines, strict=True))
+    named = [(fleet.names.get(engine.url, engine.url), engine) for engine in fleet.engines]
     away = [f"{name}{_why(engine)}" for name, engine in named if not engine.in_service]
     details: dict[str, Any] = {name: _state(engine) for name, engine in named}
     status.report(
@@ -100,7 +103,18 @@ class EngineKeeper(Observer):
 
     async def run(self) -> None:
         """Raises ``EngineError`` when no engine has served for too long."""
-        await asyncio.gather(*(e.run() for e in (self.engines.fleet, *self.engines.average)))
+        fleets = (self.engines.fleet, *self.engines.average)
+        await asyncio.gather(self._follow(), *(fleet.run() for fleet in fleets))
+
+    async def _follow(self) -> None:
+        """Engines join and leave as the launch facts say."""
+        urls = self.context.launch.engine_urls
+        while True:
+            await asyncio.sleep(FOLLOW_SECONDS)
+            launch = Launch.read(self.context.run_dir)
+            if launch.engine_urls != urls:
+                urls = launch.engine_urls
+                self.engines.fleet.follow(urls, launch.engine_names)
 
     async def version_pending(self, version: int) -> None:
         """The average first: what is scored from now on sees it."""

@@ -118,10 +118,12 @@ def engine_launch(
     config: RunConfig, launch: Launch, run_dir: Path, admin_key: str, number: int = 0
 ) -> EngineLaunch:
     """An engine of the policy, or one after them, which starts with its first weights."""
-    url = [*launch.engine_urls, *launch.reference_urls.values()][number]
+    name, initial = process_name("inference", number), launch.initial
+    if lives := name in launch.engine_names:
+        url = launch.engine_urls[launch.engine_names.index(name)]
+    else:
+        url = [*launch.reference_urls.values()][number - config.inference.replicas]
     host, _, port = url.removeprefix("http://").rpartition(":")
-    lives, initial = number < len(launch.engine_urls), launch.initial
-    name = process_name("inference", number)
     return EngineLaunch(
         model_path=Path(launch.model_path) if lives else initial,
         wait_for_model=launch.wait_for_model if lives else not initial.exists(),

@@ -34,6 +34,8 @@ class Layout:
     initial_path: str
     to_make: bool
     """The folder ``initial_path`` does not exist yet."""
+    engines: tuple[Task, ...] = ()
+    """Tasks of the policy's engines; others serve earlier weights."""
 
     def of(self, part: Part) -> list[Task]:
         """The tasks of one part, in order."""
@@ -41,9 +43,14 @@ class Layout:
 
 
 def lay_out(
-    config: RunConfig, launcher: Launcher, engine: Engine, checkpoint: Checkpoint | None = None
+    config: RunConfig,
+    launcher: Launcher,
+    engine: Engine,
+    checkpoint: Checkpoint | None = None,
+    engines: Sequence[Task] | None = None,
 ) -> Layout:
-    """The processes of a run and their resources. Raises ``ConfigError``.
+    """The processes of a run and their resources. ``engines``: the policy's, where others than the
+    config's have joined. Raises ``ConfigError``.
 
     A resumed run loads model and tokenizer from the checkpoint. If the checkpoint is an adapter,
     it loads the original base model. The original model is there too where something reads it.
@@ -59,13 +66,17 @@ def lay_out(
     ranks = num_ranks(config, gpus)
     on_gpu = launcher.is_remote and launcher.num_gpus() > 0
     wire_ports = ranks if config.rollout_transport.type == "zmq" else 0
+    of_config = tuple(_engine_tasks(config, gpus, engine.num_gpus if on_gpu else 0))
+    number = 0 if config.inference.base_url else config.inference.replicas
+    policy = of_config[:number] if engines is None else tuple(engines)
     tasks = [
         *([Task("model", "model")] if to_make else []),
-        *_engine_tasks(config, gpus, engine.num_gpus if on_gpu else 0),
+        *policy,
+        *of_config[number:],
         *_trainer_tasks(config, gpus, ranks, on_gpu and config.trainer.device != "cpu"),
         Task("orchestrator", "orchestrator", num_ports=wire_ports),
     ]
-    return Layout(tuple(tasks), ranks, path, initial, to_make)
+    return Layout(tuple(tasks), ranks, path, initial, to_make, policy)
 
 
 def _engine_tasks(config: RunConfig, gpus: GpuPlan, num_gpus: int) -> Iterator[Task]:
@@ -102,21 +113,20 @@ def plan(
 ) -> Launch:
     inference, transport = config.inference, config.rollout_transport
     _, earlier = readers_of_earlier(config)
-    engines = [places[task.name] for task in layout.of("inference")]
-    engine_ports = _ports(inference.port, [each.ports[0] for each in engines])
-    urls = [
-        f"http://{_host(place.address or inference.host)}:{port}"
-        for place, port in zip(engines, engine_ports, strict=True)
-    ]
+    urls = {
+        task.name: engine_url(config, task, places[task.name]) for task in layout.of("inference")
+    }
+    own = [urls.pop(task.name) for task in layout.engines]
     trainers = [places[task.name] for task in layout.of("trainer")]
     wire = places["orchestrator"]
     return Launch(
         model_path=layout.model_path,
         wait_for_model=layout.to_make and layout.model_path == layout.initial_path,
         initial_path=layout.initial_path,
-        reference_urls=dict(zip(earlier, urls[inference.replicas :], strict=True)),
+        reference_urls=dict(zip(earlier, urls.values(), strict=True)),
         served_model_name=config.model.name,
-        engine_urls=list(inference.base_url or urls[: inference.replicas]),
+        engine_urls=list(inference.base_url or own),
+        engine_names=[task.name for task in layout.engines],
         transport_type=transport.type,
         transport_host=wire.address or transport.host,
         transport_ports=_ports(transport.port, wire.ports),
@@ -129,6 +139,12 @@ def plan(
         engines_kept=engines_kept,
         resume_from=str(checkpoint.directory) if checkpoint else None,
     )
+
+
+def engine_url(config: RunConfig, task: Task, place: Place) -> str:
+    """Where an engine of the run listens, without ``/v1``."""
+    host, first = _host(place.address or config.inference.host), config.inference.port
+    return f"http://{host}:{place.ports[0] if first is None else first + task.number}"
 
 
 def _host(address: str) -> str:

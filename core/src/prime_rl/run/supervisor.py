@@ -14,22 +14,26 @@ stops the run gracefully (``control.py``), the second ends it at once.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ProcessFailed, RunError
-from prime_rl.plugins.launchers import Launcher, Place, Process
+from prime_rl.plugins.launchers import Launcher, Place, Process, Task
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
 from prime_rl.run import children
 from prime_rl.run.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
 from prime_rl.run.commands import PYTHON, Commands, Keys
-from prime_rl.run.placement import lay_out, plan
+from prime_rl.run.placement import engine_url, lay_out, plan
 from prime_rl.run.resolve import build_engine, build_launcher
 from prime_rl.run.resume import newest, rewind
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
@@ -37,7 +41,7 @@ from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
-from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, process_name, read_status
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
@@ -58,8 +62,8 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     policy = [*entry_points(group=RECOVERY)][:1]
     recovery = [each.load()(view.run_dir, config.recovery, view.print) for each in policy]
     limit = config.inference.max_restarts
-    restarts = [each.engines(launcher, limit) for each in recovery]
-    attempts = Attempts(config, view, launcher, restarts)
+    attempts = Attempts(config, view, launcher)
+    attempts.restarts = restarts = [each.engines(attempts, launcher, limit) for each in recovery]
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))
@@ -95,15 +99,15 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
 class Attempts:
     """The processes of a run. Its engines serve one attempt after the other."""
 
-    def __init__(
-        self, config: RunConfig, view: RunView, launcher: Launcher, restarts: Sequence[Any] = ()
-    ) -> None:
-        """``restarts``: learns how each engine is started."""
+    def __init__(self, config: RunConfig, view: RunView, launcher: Launcher) -> None:
         self._config, self._view, self._launcher = config, view, launcher
         self._run_dir = view.run_dir
         self._places: dict[str, Place] = {}
         self._keys = Keys.of_run(config, launcher.is_remote)
-        self._restarts = restarts
+        self.restarts: Sequence[Any] = ()
+        """Learn how each engine is started."""
+        self.engines: tuple[Task, ...] | None = None
+        """The policy's, some of which have joined since the start; None before it."""
         self.processes: list[Process] = []
 
     def start(self, checkpoint: Checkpoint | None) -> None:
@@ -113,7 +117,8 @@ class Attempts:
         for left in (STOP, "status/orchestrator.json", "status/trainer.json"):  # of the one before
             (run_dir / left).unlink(missing_ok=True)
         engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
-        layout = lay_out(config, launcher, engine, checkpoint)
+        layout = lay_out(config, launcher, engine, checkpoint, self.engines)
+        self.engines, self._layout = layout.engines, layout
         status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
 
         def wait_for(what: str) -> None:
@@ -127,13 +132,55 @@ class Attempts:
         status.report(DONE)
         launch.write(run_dir)
         seen = run_dir.absolute() if launcher.is_remote else run_dir
-        commands = Commands(config, launch, seen, engine, self._keys)
+        self._commands = Commands(config, launch, seen, engine, self._keys)
         for task in layout.tasks:
-            command = commands.of(task)
-            for each in self._restarts:
+            command = self._commands.of(task)
+            for each in self.restarts:
                 each.add(task, command)
             if task in new:  # one by one, so that a failure ends those that have started
                 self.processes.append(launcher.start(task, command))
+
+    def further_engine(self) -> Task:
+        """Another engine of the policy, not placed yet. Raises ``RunError`` if no GPU is left."""
+        engines, remote = self.engines or (), self._launcher.is_remote
+        others = [each for each in self._layout.tasks if each not in self._layout.engines]
+        names, needed = {each.name for each in (*engines, *others)}, self._commands.engine.num_gpus
+        number = next(n for n in count() if process_name("inference", n) not in names)
+        used = {gpu for each in (*engines, *others) for gpu in each.gpus or ()}
+        free = tuple(gpu for gpu in range(self._launcher.num_gpus()) if gpu not in used)
+        if used and len(free) < needed:
+            raise RunError(f"another engine needs {needed} GPUs, and {len(free)} are free")
+        return Task(
+            *(process_name("inference", number), "inference", number),
+            num_gpus=needed if remote and free else 0,
+            gpus=free[:needed] if used else None,
+            num_ports=1,
+        )
+
+    def join(self, task: Task, place: Place) -> Process:
+        """Start an engine that joins the run, or returns at another place."""
+        others = [each for each in self.engines or () if each.name != task.name]
+        self.engines, self._places[task.name] = (*others, task), place
+        self.announce()
+        command = self._commands.of(task)
+        for each in self.restarts:
+            each.add(task, command)
+        return self._launcher.start(task, command)
+
+    def announce(self, elsewhere: Sequence[str] = ()) -> None:
+        """Tell the orchestrator where the policy's engines are now: the run's, else those that the
+        user runs."""
+        names = [task.name for task in self.engines or ()]
+        urls = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
+        urls = [*urls, *elsewhere]
+        launch = replace(self._commands.launch, engine_urls=urls, engine_names=names)
+        launch.write(self._run_dir)
+        self._commands = dataclasses.replace(self._commands, launch=launch)
+
+    def leave(self, name: str) -> None:
+        """An engine leaves the run: it gets no more requests."""
+        self.engines = tuple(each for each in self.engines or () if each.name != name)
+        self.announce()
 
     def go_back(self) -> Checkpoint | None:
         """End what does not serve the next attempt, and drop what followed the newest checkpoint,

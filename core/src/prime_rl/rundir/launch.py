@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.rundir.checkpoints import Checkpoint
+from prime_rl.rundir.status import replace_text
 
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
@@ -24,7 +25,10 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
     """Engines of the run that serve them (``initial``) and the average of the weights (``ema``)."""
     served_model_name: str
     engine_urls: list[str]
-    """Base URLs of the engines, without ``/v1``."""
+    """Base URLs of the policy's engines, without ``/v1``. The supervisor rewrites this file when
+    engines join or leave."""
+    engine_names: list[str] = []
+    """Their processes, in the same order; empty: they run elsewhere."""
     transport_type: str
     transport_host: str
     transport_ports: list[int]
@@ -73,9 +77,8 @@ class Launch(msgspec.Struct, kw_only=True, frozen=True):
         return 0 if self.adapter else self.first_step - 1
 
     def write(self, run_dir: Path) -> None:
-        (run_dir / "configs" / "launch.json").write_bytes(
-            msgspec.json.format(msgspec.json.encode(self), indent=2)
-        )
+        text = msgspec.json.format(msgspec.json.encode(self), indent=2).decode()
+        replace_text(run_dir / "configs" / "launch.json", text)
 
     @classmethod
     def read(cls, run_dir: Path) -> Launch:

@@ -25,6 +25,7 @@ def register_commands(cli: typer.Typer) -> None:
     train, look, serving = "Train", "Look", "Serve"  # panels of the help
     cli.command("race", context_settings=race.CONTEXT, rich_help_panel=train)(race.race)
     cli.command("stop", rich_help_panel=train)(runs.stop)
+    cli.command("scale", rich_help_panel=train)(runs.scale)
     cli.command("runs", rich_help_panel=look)(runs.runs)
     cli.command("status", rich_help_panel=look)(runs.status)
     cli.command("watch", rich_help_panel=look)(watch.watch)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -23,6 +24,9 @@ from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import read_status
 from prime_rl_tools.restarts import Restarts
+
+if TYPE_CHECKING:
+    from prime_rl.run.supervisor import Attempts
 
 LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
@@ -51,9 +55,10 @@ class Recovery:
         """An attempt begins: what looks for processes that count as dead."""
         return Liveness(self._run_dir, self._config).look
 
-    def engines(self, launcher: Launcher, limit: int) -> Restarts:
-        """What restarts the engines of the run, each at most ``limit`` times."""
-        return Restarts(launcher, self._run_dir, limit, self._tell)
+    def engines(self, attempts: Attempts, launcher: Launcher, limit: int) -> Restarts:
+        """What restarts the engines of the run, each at most ``limit`` times, and lets others join
+        and leave."""
+        return Restarts(launcher, self._run_dir, limit, self._tell, attempts=attempts)
 
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
         """Return after a pause if the run is to be started again. Raises ``failure`` if it came

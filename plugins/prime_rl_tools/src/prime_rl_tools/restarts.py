@@ -6,11 +6,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
 from prime_rl.run.children import Pause, ending
 from prime_rl.rundir.status import ENGINES, HUNG, STARTING, read_status
+from prime_rl_tools.scaling import Placing, Scaling
 
+if TYPE_CHECKING:
+    from prime_rl.run.supervisor import Attempts
+
+REPLACE_SECONDS = 30.0
+"""Until a launcher that found no place for an engine is asked again."""
 SERVES = "version "
 """Prefix of the state of an engine that serves; the number of the version follows."""
 
@@ -27,8 +34,11 @@ class Restarts:
         limit: int,
         tell: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        attempts: Attempts | None = None,
     ) -> None:
+        """``attempts``: the run, where engines may join, leave and move."""
         self._launcher, self._run_dir, self._clock = launcher, run_dir, clock
+        self._attempts = attempts
         self._limit, self._tell = limit, tell
         self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
         self._used: Counter[str] = Counter()
@@ -36,6 +46,7 @@ class Restarts:
         """Newest version of each engine that has served."""
         self._handled: dict[str, str] = {}
         """State of an engine when it was last restarted or given up."""
+        self._scaling = [Scaling(each, launcher, run_dir, tell) for each in (attempts,) if each]
 
     def add(self, task: Task, command: ProcessCommand) -> None:
         """How to start an engine, from now on."""
@@ -53,8 +64,8 @@ class Restarts:
             # A frozen engine has no state there. It is restarted too; the run needs it.
             name, state = process.name, states.get(process.name, "" if states else STARTING)
             if isinstance(process, Pause):
-                if self._clock() >= process.until:
-                    processes[place] = self._launcher.start(*self._engines[name])
+                if isinstance(process, Placing) or self._clock() >= process.until:
+                    processes[place] = self._started(process)
                 continue
             code = process.exit_code
             if code is None and not self._hangs(name, state):
@@ -71,13 +82,28 @@ class Restarts:
                     self._launcher.end([process])
                     processes[place] = Pause(process, self._clock() + wait)
                 else:
-                    processes[place] = self._launcher.start(*self._engines[name])
+                    processes[place] = self._started(process)
             elif name in states and any(self._works(other, states) for other in others):
                 self._tell(f"{how}: going on without it")
                 self._launcher.end([process])  # and its remaining children
                 gone.append(process)
             self._handled[name] = state
         processes[:] = [each for each in processes if each not in gone]
+        for each in self._scaling:
+            each.look(processes)
+
+    def _started(self, process: Process) -> Process:
+        """The engine's next process. A remote launcher may have lost its machine, and is asked for
+        its place again, which can take long: ``Placing`` stands in for it."""
+        task, command = self._engines[process.name]
+        if self._attempts is None or not self._launcher.is_remote:
+            return self._launcher.start(task, command)
+        if not isinstance(process, Placing):
+            return Placing(self._launcher, self._run_dir, task, self._tell)
+        if process.problem is not None:
+            self._tell(f"{task.name}: {process.problem}; asking again in {REPLACE_SECONDS:.0f} s")
+            return Pause(process, self._clock() + REPLACE_SECONDS)
+        return process if process.place is None else self._attempts.join(task, process.place)
 
     def _states(self) -> dict[str, str]:
         """Of the engines of the policy. One that serves a newer version may be restarted anew."""

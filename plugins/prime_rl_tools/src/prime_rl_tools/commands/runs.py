@@ -161,6 +161,38 @@ def stop(
     typer.echo(f"{run_dir}: {state if was_running else f'does not run (it is {state})'}")
 
 
+def scale(
+    run: RunName,
+    replicas: Annotated[
+        int | None, typer.Argument(min=0, help="Engines that the run is to have.")
+    ] = None,
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(help="An engine that runs elsewhere; once for each. They replace the others."),
+    ] = None,
+    output_dir: OutputDir = OUTPUTS,
+) -> None:
+    """Have engines join or leave a run that trains. One that joins loads the current weights first;
+    what is in flight at one that leaves is asked again elsewhere.
+
+    ```
+    prime-rl scale latest 3
+    ```
+    """
+    from prime_rl.errors import ConfigError
+    from prime_rl_tools.runs import find_run, state_of
+    from prime_rl_tools.scaling import Wish, bare, check_wish
+
+    run_dir = find_run(run, output_dir)
+    if state_of(run_dir) != "running":
+        raise ConfigError(f"{run_dir} does not run (it is {state_of(run_dir)}): nothing to scale")
+    wish = Wish(replicas, [bare(url) for url in base_url] if base_url else None)
+    check_wish(run_dir, wish)
+    wish.write(run_dir)
+    asked = ", ".join(wish.base_url) if wish.base_url else f"{replicas} engines"
+    typer.echo(f"{run_dir}: asked for {asked}. `prime-rl status {run_dir.name}` shows them.")
+
+
 def age(seconds: float) -> str:
     """``95`` -> ``1 min``: the largest unit that fits."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
