@@ -257,16 +257,16 @@ def test_the_error_about_missing_room_lists_the_resources(address, tmp_path):
 # -- a whole run ----------------------------------------------------------------------------
 
 
-def start_run(address: str, folder: Path, *words: str) -> subprocess.Popen[str]:
+def start_run(address: str, folder: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run", str(CONFIG)]
     command += [*SMALL, "--max_steps", "100000", "--output_dir", str(folder), "--run.name", "ray"]
-    return subprocess.Popen(
-        [*command, "--launcher", "ray", "--launcher.address", address, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        preexec_fn=with_default_signals,
-    )
+    with (folder / "output").open("wb") as output:
+        return subprocess.Popen(
+            [*command, "--launcher", "ray", "--launcher.address", address, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            preexec_fn=with_default_signals,
+        )
 
 
 @pytest.mark.slow
@@ -277,10 +277,11 @@ def test_a_run_trains_on_the_cluster_and_ctrl_c_leaves_nothing_behind(address, t
         steps = run_dir / "trainer.jsonl"
         eventually(lambda: steps.exists() and steps.read_bytes().count(b"\n") >= 1, process)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=LIMIT)[0]
+        process.wait(LIMIT)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+    output = (tmp_path / "output").read_text()
     assert process.returncode == 130, output
     assert "Stopped at step" in output
     assert (run_dir / "weights" / "model.safetensors").exists()
@@ -327,9 +328,10 @@ def test_a_run_goes_on_after_the_death_of_actors_and_of_a_node(cluster, tmp_path
         cluster.tell((raylets - {cluster.head}).pop())
         goes_on()
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=LIMIT)[0]
+        process.wait(LIMIT)
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+    output = (tmp_path / "output").read_text()
     assert process.returncode == 130, output
     eventually(lambda: not processes_with(str(run_dir)))

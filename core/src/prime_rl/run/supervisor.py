@@ -19,7 +19,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
-from prime_rl.rundir.status import DONE, RANK_GONE, Status, process_name, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
@@ -118,7 +117,7 @@ class Attempts:
             (run_dir / left).unlink(missing_ok=True)
         engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
         layout = lay_out(config, launcher, engine, checkpoint, self.engines)
-        self.engines, self._layout = layout.engines, layout
+        self.engines, self.layout = layout.engines, layout
         status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
 
         def wait_for(what: str) -> None:
@@ -132,37 +131,20 @@ class Attempts:
         status.report(DONE)
         launch.write(run_dir)
         seen = run_dir.absolute() if launcher.is_remote else run_dir
-        self._commands = Commands(config, launch, seen, engine, self._keys)
+        self.commands = Commands(config, launch, seen, engine, self._keys)
         for task in layout.tasks:
-            command = self._commands.of(task)
+            command = self.commands.of(task)
             for each in self.restarts:
                 each.add(task, command)
             if task in new:  # one by one, so that a failure ends those that have started
                 self.processes.append(launcher.start(task, command))
-
-    def further_engine(self) -> Task:
-        """Another engine of the policy, not placed yet. Raises ``RunError`` if no GPU is left."""
-        engines, remote = self.engines or (), self._launcher.is_remote
-        others = [each for each in self._layout.tasks if each not in self._layout.engines]
-        names, needed = {each.name for each in (*engines, *others)}, self._commands.engine.num_gpus
-        number = next(n for n in count() if process_name("inference", n) not in names)
-        used = {gpu for each in (*engines, *others) for gpu in each.gpus or ()}
-        free = tuple(gpu for gpu in range(self._launcher.num_gpus()) if gpu not in used)
-        if used and len(free) < needed:
-            raise RunError(f"another engine needs {needed} GPUs, and {len(free)} are free")
-        return Task(
-            *(process_name("inference", number), "inference", number),
-            num_gpus=needed if remote and free else 0,
-            gpus=free[:needed] if used else None,
-            num_ports=1,
-        )
 
     def join(self, task: Task, place: Place) -> Process:
         """Start an engine that joins the run, or returns at another place."""
         others = [each for each in self.engines or () if each.name != task.name]
         self.engines, self._places[task.name] = (*others, task), place
         self.announce()
-        command = self._commands.of(task)
+        command = self.commands.of(task)
         for each in self.restarts:
             each.add(task, command)
         return self._launcher.start(task, command)
@@ -171,16 +153,11 @@ class Attempts:
         """Tell the orchestrator where the policy's engines are now: the run's, else those that the
         user runs."""
         names = [task.name for task in self.engines or ()]
-        urls = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
-        urls = [*urls, *elsewhere]
-        launch = replace(self._commands.launch, engine_urls=urls, engine_names=names)
+        own = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
+        urls = [*own, *elsewhere]
+        launch = replace(self.commands.launch, engine_urls=urls, engine_names=names)
         launch.write(self._run_dir)
-        self._commands = dataclasses.replace(self._commands, launch=launch)
-
-    def leave(self, name: str) -> None:
-        """An engine leaves the run: it gets no more requests."""
-        self.engines = tuple(each for each in self.engines or () if each.name != name)
-        self.announce()
+        self.commands = dataclasses.replace(self.commands, launch=launch)
 
     def go_back(self) -> Checkpoint | None:
         """End what does not serve the next attempt, and drop what followed the newest checkpoint,

@@ -148,18 +148,25 @@ class Cluster:
                 raise RunError(_no_room(tasks, self._config.timeout))
 
     def _places(self, tasks: Sequence[Task]) -> dict[str, Place]:
-        asked = {task.name: self._agents[task.name].place.remote(task.num_ports) for task in tasks}
-        try:
-            found = ray.get(list(asked.values()), timeout=START_SECONDS)
-        except RayError as error:
-            raise RunError(
-                f"an agent could not be started on the Ray cluster: {_first_line(error)}. Every "
-                "node needs this Python environment: prime-rl-ray and prime-rl-core."
-            ) from error
-        return {
-            name: Place(address, tuple(ports))
-            for name, (address, ports) in zip(asked, found, strict=True)
-        }
+        """Where the agents are. An agent that dies is started again: Ray takes seconds to notice
+        that a node is lost, and to move the placement group."""
+        deadline, found = time.monotonic() + START_SECONDS, dict[str, Place]()
+        while left := [task for task in tasks if task.name not in found]:
+            asked = [self._agents[task.name].place.remote(task.num_ports) for task in left]
+            for task, answer in zip(left, asked, strict=True):
+                try:
+                    address, ports = ray.get(answer, timeout=max(0.0, deadline - time.monotonic()))
+                    found[task.name] = Place(address, tuple(ports))
+                except RayError as error:
+                    if not isinstance(error, RayActorError) or time.monotonic() > deadline:
+                        raise RunError(
+                            f"an agent could not be started on the Ray cluster: "
+                            f"{_first_line(error)}. Every node needs this Python environment: "
+                            "prime-rl-ray and prime-rl-core."
+                        ) from error
+                    time.sleep(POLL_SECONDS)
+                    self._agents[task.name] = _agent(*self._rooms[task.name], task)
+        return found
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
         """Start the task's process through its agent. If the agent died with the previous process,

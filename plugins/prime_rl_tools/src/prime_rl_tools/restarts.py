@@ -96,7 +96,8 @@ class Restarts:
         """The engine's next process. A remote launcher may have lost its machine, and is asked for
         its place again, which can take long: ``Placing`` stands in for it."""
         task, command = self._engines[process.name]
-        if self._attempts is None or not self._launcher.is_remote:
+        moves = self._attempts is not None and task in (self._attempts.engines or ())
+        if self._attempts is None or not moves or not self._launcher.is_remote:
             return self._launcher.start(task, command)
         if not isinstance(process, Placing):
             return Placing(self._launcher, self._run_dir, task, self._tell)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from prime_rl.errors import ConfigError, PrimeRLError, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
 from prime_rl.run.children import Pause
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import replace_text
+from prime_rl.rundir.status import process_name, replace_text
 
 if TYPE_CHECKING:
     from prime_rl.run.supervisor import Attempts
@@ -116,16 +117,35 @@ class Scaling:
         engines = attempts.engines or ()
         wanted = len(engines) if wish.replicas is None else wish.replicas
         if len(engines) < wanted:
-            task = attempts.further_engine()
+            task = another_engine(attempts, self._launcher)
             self._next = Placing(self._launcher, self._run_dir, task, self._tell)
         elif len(engines) > wanted:
             name = engines[-1].name
-            attempts.leave(name)
+            attempts.engines = engines[:-1]
+            attempts.announce()
             leaving = [each for each in processes if each.name == name]
             self._launcher.end([each for each in leaving if not isinstance(each, Pause)])
             processes[:] = [each for each in processes if each.name != name]
             (self._run_dir / "status" / f"{name}.json").unlink(missing_ok=True)
             self._tell(f"{name} has left the run")
+
+
+def another_engine(attempts: Attempts, launcher: Launcher) -> Task:
+    """A further engine of the policy, not placed yet. Raises ``RunError`` if no GPU is left."""
+    others = [each for each in attempts.layout.tasks if each not in attempts.layout.engines]
+    tasks, needed = [*(attempts.engines or ()), *others], attempts.commands.engine.num_gpus
+    names = {task.name for task in tasks}
+    number = next(n for n in count() if process_name("inference", n) not in names)
+    used = {gpu for task in tasks for gpu in task.gpus or ()}
+    free = tuple(gpu for gpu in range(launcher.num_gpus()) if gpu not in used)
+    if used and len(free) < needed:
+        raise RunError(f"another engine needs {needed} GPUs, and {len(free)} are free")
+    return Task(
+        *(process_name("inference", number), "inference", number),
+        num_gpus=needed if launcher.is_remote and free else 0,
+        gpus=free[:needed] if used else None,
+        num_ports=1,
+    )
 
 
 def check_wish(run_dir: Path, wish: Wish) -> None:
