@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ from prime_rl.weights.versions import AVERAGES, Weights
 from prime_rl.wire.transport import Sender
 
 
+ENV_WORKERS = "prime_rl.env_workers"
+"""Entry-point group of what makes an ``Environment`` whose episodes may run in other processes.
+Without one, all run in this process."""
+
+
 def build_orchestrator(
     shared: Shared, envs: Sequence[TrainEnv], monitors: Sequence[Monitor], wire: Sender
 ) -> Orchestrator:
@@ -98,6 +104,7 @@ def build_orchestrator(
         weights.take_metrics,
         *(observer.take_metrics for observer in observers),
         *(env.host.take_metrics for env in envs),
+        *(env.environment.take_metrics for env in envs),
     ]
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
@@ -222,14 +229,16 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
 def _environment(
     shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
 ) -> Environment:
-    return Environment(
-        EnvSettings.of(
-            env,
-            default_harness=default_harness,
-            renderer=shared.renderer,
-            tokenizer_path=Path(shared.run.launch.model_path),
-        )
+    settings = EnvSettings.of(
+        env,
+        default_harness=default_harness,
+        renderer=shared.renderer,
+        tokenizer_path=Path(shared.run.launch.model_path),
     )
+    for entry in entry_points(group=ENV_WORKERS):
+        made: Environment = entry.load()(settings, env, shared.run.config, shared.run.run_dir)
+        return made
+    return Environment(settings)
 
 
 def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:
