@@ -25,7 +25,7 @@ from prime_rl.config.orchestrator import EvalSamplingConfig
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult
 from prime_rl.env.loading import agents_of, fixed_seats, import_verifiers, load_environment
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, warm_renderer
-from prime_rl.env.traces import results_of
+from prime_rl.env.traces import fault_of, results_of
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.processes import lasting_imports
 
@@ -131,6 +131,8 @@ class Environment:
             context = self._context(model, sampling, cache_salt, seed)
             episode = await self._episode(example, context)
             results = results_of(episode, model.client == "tokens", self.fixed_seats)
+            for fault in filter(None, map(fault_of, results)):
+                results = [RolloutResult(ok=False, error_type="BadResult", error=fault)]
         except Exception as error:  # an environment may fail in any way
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
         return [replace(result, group_id=group_id) for result in results]
