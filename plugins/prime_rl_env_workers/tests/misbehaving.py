@@ -8,6 +8,7 @@ import ctypes
 import os
 import sys
 import time
+from contextlib import suppress
 
 import verifiers.v1 as vf
 
@@ -83,10 +84,8 @@ async def misbehave(kind: str, trace: vf.Trace) -> float:
         await asyncio.sleep(3600)
     elif kind == "immortal":
         while True:
-            try:
+            with suppress(BaseException):
                 await asyncio.sleep(3600)
-            except BaseException:
-                pass
     elif kind == "slow":
         await asyncio.sleep(0.2)
     return 1.0

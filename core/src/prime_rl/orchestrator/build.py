@@ -63,7 +63,6 @@ from prime_rl.rundir.status import ENGINES, Status, process_name
 from prime_rl.weights.versions import AVERAGES, Weights
 from prime_rl.wire.transport import Sender
 
-
 ENV_WORKERS = "prime_rl.env_workers"
 """Entry-point group of what makes an ``Environment`` whose episodes may run in other processes.
 Without one, all run in this process."""

@@ -13,6 +13,10 @@ class WorkerLost(Exception):
     """The worker that ran an episode has ended or was replaced; the text names it and says why."""
 
 
+class BadResult(Exception):
+    """What an episode returned or raised, where no rollout can be made of it."""
+
+
 class Alive(HealthResponse):
     """The answer to ``health``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -69,7 +68,7 @@ class Shared:
 
     def report(self) -> None:
         """Write the state of each env's workers."""
-        details = {pool.label: pool.describe() for pool in self._pools}
+        details: dict[str, Any] = {f"env {p.label}": p.describe() for p in self._pools}
         workers = [worker for pool in self._pools for worker in pool.workers]
         ready = sum(worker is not None and worker.ready for worker in workers)
         late = [p.label for p in self._pools if not any(w and w.ready for w in p.workers)]

@@ -14,18 +14,17 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from pydantic import ValidationError
 
 from prime_rl.errors import RunError
-from prime_rl_env_workers.client import WorkerClient, WorkerLost
+from prime_rl_env_workers.client import BadResult, WorkerClient, WorkerLost
 from prime_rl_env_workers.forks import Fork, Forks
 
 if TYPE_CHECKING:
     from verifiers.v1 import ModelContext
-    from verifiers.v1.serve.types import Alive
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ class Pool:
 
     async def run(self, context: ModelContext, data: dict[str, Any]) -> Any:
         """One episode, as verifiers' ``WireEpisode``. Raises ``WorkerLost`` if its worker ends,
-        ``TimeoutError``, and ``RuntimeError`` with the reason of a worker."""
+        ``TimeoutError``, and ``BadResult`` with the reason of the worker."""
         worker = await self._least_busy()
         limit = None if self.limits.timeout is None else self.limits.timeout + LATE_SECONDS
         worker.inflight += 1
@@ -144,15 +143,22 @@ class Pool:
                 episode = await worker.client.run(
                     context.client, context.model, context.sampling, data
                 )
-            worker.finished += 1
             return episode
         except TimeoutError:
             raise TimeoutError(
                 f"{worker.name} gave no result {LATE_SECONDS:g} s after the env's timeout of "
                 f"{self.limits.timeout:g} s: the rollout does not end when it is cancelled"
             ) from None
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            raise BadResult(f"{worker.name}: {where}: {fault['msg']}") from None
+        except RuntimeError as error:  # what the worker answers if there is no episode
+            text = str(error).removeprefix(f"{BadResult.__name__}: ")
+            raise BadResult(f"{worker.name}: {text}") from None
         finally:
             worker.inflight -= 1
+            worker.finished += worker.ready
 
     async def _least_busy(self) -> Worker:
         while True:

@@ -24,14 +24,10 @@ from verifiers.v1.serve.types import RunRequest, RunResponse
 from prime_rl.env.episode import EnvSettings
 from prime_rl.env.loading import import_verifiers, load_environment
 from prime_rl.env.rendering import warm_renderer
-from prime_rl_env_workers.client import Alive
+from prime_rl_env_workers.client import Alive, BadResult
 
 LARGEST = 256 << 20
 """Bytes of one trace."""
-
-
-class BadEpisode(Exception):
-    """What an environment returned, or raised, that no other error says."""
 
 
 class WorkerServer(EnvServer):
@@ -45,7 +41,8 @@ class WorkerServer(EnvServer):
         self, client_id: bytes, request_id: bytes, method: bytes, payload: bytes
     ) -> None:
         if method != b"health":
-            return await super()._handle(client_id, request_id, method, payload)
+            await super()._handle(client_id, request_id, method, payload)
+            return
         reply = pack(Alive(instance=self._instance).model_dump())
         await self.frontend.send_multipart([client_id, request_id, b"reply", reply])
 
@@ -57,16 +54,16 @@ class WorkerServer(EnvServer):
         except (Exception, asyncio.CancelledError):
             raise
         except BaseException as error:  # else nothing would be answered
-            raise BadEpisode(f"it raised {type(error).__name__}: {error}") from error
+            raise BadResult(f"it raised {type(error).__name__}: {error}") from error
         try:
             changes = DeltaStreamer(lambda: slot.traces, self._unused).diff()
             frames = [pack(delta) for _, delta, _ in changes]
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             reason = f"{type(error).__name__}: {error}"[:1000]
-            raise BadEpisode(f"what it returned cannot be sent: {reason}") from None
+            raise BadResult(f"what it returned cannot be sent: {reason}") from None
         for frame in frames:
             if len(frame) > LARGEST:
-                raise BadEpisode(f"its trace has {len(frame):,} bytes, at most {LARGEST:,} fit")
+                raise BadResult(f"its trace has {len(frame):,} bytes, at most {LARGEST:,} fit")
             await self.frontend.send_multipart([client_id, request_id, b"delta", frame])
         summaries = [
             TraceSummary(id=trace.id, nodes=len(trace.nodes), calls=len(trace.calls))
