@@ -29,6 +29,8 @@ class LetterETask(vf.Task[vf.TaskData]):
 class LetterETaskset(vf.Taskset[LetterETask, vf.TasksetConfig]):
     """Random text."""
 
+    RUNS_IN_PROCESS = True
+
     def load(self) -> Iterator[LetterETask]:
         rng = random.Random(0)
         for _ in range(2048):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -18,8 +19,10 @@ KINDS = (
     *("fine", "sys_exit", "os_exit", "segfault", "abort", "close_files", "stop_loop"),
     *("cancel_all", "raise_cancelled", "base_exception", "keyboard_interrupt", "recursion"),
     *("nan", "infinite_metric", "surrogate", "cycle", "nesting", "huge_int", "no_number"),
-    *("cpu_loop", "blocking", "leak", "endless_await", "immortal", "slow"),
+    *("cpu_loop", "blocking", "leak", "orphan", "endless_await", "immortal"),
 )
+ORPHAN = "98765.4321"
+"""Seconds that the child of ``orphan`` sleeps."""
 
 
 class Odd(BaseException):
@@ -79,15 +82,19 @@ async def misbehave(kind: str, trace: vf.Trace) -> float:
     elif kind == "blocking":
         time.sleep(3600)
     elif kind == "leak":
-        trace.info["leak"] = [b"x" * (1 << 20) for _ in range(1 << 20)]
+        leaked = []
+        while True:
+            leaked.append(b"x" * (16 << 20))
+            time.sleep(0.01)
+    elif kind == "orphan":
+        subprocess.Popen(["sleep", ORPHAN], start_new_session=True)
+        os._exit(5)
     elif kind == "endless_await":
         await asyncio.sleep(3600)
     elif kind == "immortal":
         while True:
             with suppress(BaseException):
                 await asyncio.sleep(3600)
-    elif kind == "slow":
-        await asyncio.sleep(0.2)
     return 1.0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -49,9 +49,11 @@ def make_environment(
 class Shared:
     """What the envs of one run share: the fork server and the status."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path | None, tell: Callable[[str], None] | None = None) -> None:
+        """``run_dir``: None without a run; then ``tell`` gets the state."""
         self.forks = Forks()
-        self._status = Status(run_dir / "status" / f"{STATUS}.json")
+        self._status = Status(None if run_dir is None else run_dir / "status" / f"{STATUS}.json")
+        self._tell = tell
         self._pools: list[Pool] = []
 
     async def enter(self, pool: Pool) -> None:
@@ -72,6 +74,8 @@ class Shared:
         workers = [worker for pool in self._pools for worker in pool.workers]
         ready = sum(worker is not None and worker.ready for worker in workers)
         late = [p.label for p in self._pools if not any(w and w.ready for w in p.workers)]
+        if self._tell is not None:
+            self._tell(", ".join(f"{name}: {text}" for name, text in details.items()))
         self._status.report(
             f"{ready} of {len(workers)} ready",
             waiting_for=f"workers of {', '.join(late)}" if late else None,
@@ -92,9 +96,15 @@ class WorkerEnvironment(Environment):
     _shared: Shared
 
     def add_workers(
-        self, number: int, env: SourceConfig, config: RunConfig, shared: Shared
+        self,
+        number: int,
+        env: SourceConfig,
+        config: RunConfig,
+        shared: Shared,
+        serve_at: Sequence[str] = (),
     ) -> None:
-        """Run the episodes in ``number`` workers, or at ``env.address``."""
+        """Run the episodes in ``number`` workers, or at ``env.address``. ``serve_at``: where each
+        worker listens for others; empty: where only we can."""
         table = config.orchestrator.workers
         memory = table.max_memory * GIB if table.max_memory else total_memory() / 2 / (number or 1)
         limits = Limits(table.hang_timeout, memory, self.settings.timeout)
@@ -105,7 +115,8 @@ class WorkerEnvironment(Environment):
             "env": {name: os.environ[name] for name in sorted(keys) if name in os.environ},
         }
         self._shared = shared
-        self.pool = Pool(self.settings.label, number, limits, request, shared.forks, env.address)
+        label, forks, addresses = self.settings.label, shared.forks, env.address
+        self.pool = Pool(label, number, limits, request, forks, addresses, serve_at)
 
     async def __aenter__(self) -> Environment:
         """Begin to start the workers; they import verifiers while the engines load the model."""

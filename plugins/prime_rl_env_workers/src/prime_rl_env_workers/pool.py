@@ -11,7 +11,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -102,19 +102,21 @@ class Pool:
         limits: Limits,
         request: Mapping[str, Any],
         forks: Forks,
-        addresses: tuple[str, ...] = (),
+        addresses: Sequence[str] = (),
+        serve_at: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``request``: what a worker serves. ``addresses``: of servers, in place of workers."""
+        """``request``: what a worker serves. ``addresses``: of servers, in place of workers.
+        ``serve_at``: where each worker listens; empty: at a socket of this user."""
         self.label, self.limits, self.tally = label, limits, Tally()
         self._request, self._forks, self._clock = request, forks, clock
-        self._addresses = addresses
+        self._addresses, self._serve_at = addresses, serve_at
         self.workers: list[Worker | None] = [None] * (len(addresses) or number)
         self.on_change: Callable[[], None] = lambda: None
         self._lives: list[asyncio.Task[None]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._came = asyncio.Event()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
 
     async def start(self) -> None:
         """Begin to start the workers. An episode waits for the first one."""
@@ -124,6 +126,8 @@ class Pool:
                 self._folder.cleanup()
                 self._folder = tempfile.TemporaryDirectory(prefix="prime-rl-env-", dir="/tmp")
         self._lives = [asyncio.create_task(self._keep(n)) for n in range(len(self.workers))]
+        for life in self._lives:
+            life.add_done_callback(self._over)
 
     async def close(self) -> None:
         for life in self._lives:
@@ -159,6 +163,12 @@ class Pool:
         finally:
             worker.inflight -= 1
             worker.finished += worker.ready
+
+    async def ended(self) -> None:
+        """Until no worker can start any more. Raises ``RunError``."""
+        await asyncio.gather(*self._lives)
+        if self._failure is not None:
+            raise self._failure
 
     async def _least_busy(self) -> Worker:
         while True:
@@ -215,12 +225,20 @@ class Pool:
             if useless:
                 await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2.0**useless))
 
+    def _over(self, life: asyncio.Task[None]) -> None:
+        """A place has no worker any more: a bug, unless the run ends."""
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self._failure = error
+            self._came.set()
+
     async def _begin(self, number: int) -> Worker:
         if self._folder is None:
             address, fork = self._addresses[number], None
             name, ended = f"server {address}", asyncio.get_running_loop().create_future()
         else:
             address = f"ipc://{self._folder.name}/{number}-{os.urandom(3).hex()}"
+            if self._serve_at:
+                address = self._serve_at[number]
             fork = await self._forks.start(f"{self.label} {number}", address, self._request)
             name, ended = f"worker {number}", fork.ended
         name = f"env {self.label!r}: {name}"
