@@ -125,8 +125,8 @@ async def misbehave(env: WorkerEnvironment, model: ModelEndpoint) -> None:
             "raise_cancelled": "Cancelled: rollout aborted",
             "base_exception": "it raised Odd: not an Exception",
             "recursion": "RecursionError: maximum recursion depth",
-            "nan": "BadResult: reward 'behaves' is nan; expected a finite number",
-            "infinite_metric": "BadResult: metric 'size' is inf; expected a finite number",
+            "nan": "BadResult: the reward or metric 'behaves' is nan; expected a finite number",
+            "infinite_metric": "BadResult: the reward or metric 'size' is inf; expected",
             "surrogate": "surrogates not allowed",
             "cycle": "recursion limit exceeded",
             "nesting": "recursion limit exceeded",
@@ -158,8 +158,8 @@ async def misbehave(env: WorkerEnvironment, model: ModelEndpoint) -> None:
         server.kill()
         await eventually(lambda: pool.metrics()["replaced"] == 15.0)
         await all_work()
-        children = psutil.Process().children(recursive=True)
-    await eventually(lambda: not any(child.is_running() for child in children))
+        children = [worker.fork.pid for worker in pool.workers if worker and worker.fork]
+    await eventually(lambda: not any(map(psutil.pid_exists, children)))
 
 
 # -- without -------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_trusted_tasksets_run_in_process_and_others_have_half_of_the_cores(
     assert automatic_number(env, config_of()) == 0
     assert made(config_of(), tmp_path, **harness).pool is None
     assert made(config_of(env_workers=0), tmp_path, **harness).pool is None
-    given = {"train": {"env": [{"id": "misbehaving", "address": "tcp://10.0.0.5:5000"}]}}
+    given = {"train": {"env": [{"id": "misbehaving", "address": ["tcp://10.0.0.5:5000"]}]}}
     assert made(config_of(**given), tmp_path, **harness).pool.workers == [None]
 
 

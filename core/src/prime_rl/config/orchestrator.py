@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BeforeValidator,
     Discriminator,
     Field,
     NonNegativeInt,
@@ -136,10 +135,6 @@ NAME = r"\w[\w.+=@: -]*"
 EnvWorkers = NonNegativeInt | Literal["auto"]
 
 
-def _as_addresses(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 class SourceConfig(Settings):
     """One verifiers environment, to train on or to evaluate with."""
 
@@ -158,8 +153,8 @@ class SourceConfig(Settings):
     """Turns after which a rollout is stopped. None: the taskset's limit."""
     env_workers: EnvWorkers | None = None
     """None: ``orchestrator.env_workers``."""
-    address: Annotated[tuple[str, ...], BeforeValidator(_as_addresses)] = ()
-    """One or more running env servers (``tcp://HOST:PORT``), in place of workers of the run."""
+    address: tuple[str, ...] = ()
+    """Running env servers (``tcp://HOST:PORT``), in place of workers of the run."""
 
     @property
     def label(self) -> str:
@@ -256,8 +251,7 @@ class WorkersConfig(Settings):
     max_memory: PositiveFloat | None = None
     """GiB that a worker may have. None: half of the machine's, over the env's workers."""
     pass_env: tuple[str, ...] = ()
-    """Environment variables, such as a judge's key, that the workers get besides the harmless ones
-    and those that the env's config names."""
+    """More environment variables that the workers get, such as a judge's key."""
 
 
 class OrchestratorConfig(Settings):
@@ -279,7 +273,7 @@ class OrchestratorConfig(Settings):
     """Shorthand for ``[orchestrator.sampler]`` with type ``buffer_sampler`` and these settings."""
     buffer_sampler: str = ""
     """Name of the installed sampler that ``buffer`` selects."""
-    env_workers: EnvWorkers = "auto"
+    env_workers: EnvWorkers = 0
     """Processes that run an env's episodes. 0: none, in the orchestrator. ``"auto"``: none where
     taskset and harnesses declare ``RUNS_IN_PROCESS``, else half of the machine's cores."""
     workers: WorkersConfig = WorkersConfig()

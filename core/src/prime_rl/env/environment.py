@@ -131,7 +131,7 @@ class Environment:
             context = self._context(model, sampling, cache_salt, seed)
             episode = await self._episode(example, context)
             results = results_of(episode, model.client == "tokens", self.fixed_seats)
-            for fault in filter(None, map(fault_of, results)):
+            for fault in filter(None, map(fault_of, (r for r in results if r.ok))):
                 results = [RolloutResult(ok=False, error_type="BadResult", error=fault)]
         except Exception as error:  # an environment may fail in any way
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
@@ -142,7 +142,6 @@ class Environment:
         return await self._env.run_slot(slot, context)
 
     def take_metrics(self) -> Mapping[str, float]:
-        """What was measured since the last call."""
         return {}
 
     def _context(

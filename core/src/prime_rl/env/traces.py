@@ -13,7 +13,8 @@ Reads attributes of verifiers' objects and does not import it at run time.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -109,26 +110,18 @@ LARGEST_INFO = 16 << 20
 
 def fault_of(result: RolloutResult) -> str | None:
     """Why what an environment returned cannot be trained on, saved and shown; None: it can."""
-    if not result.ok:
-        return None
-    numbers = {f"reward {name!r}": value for name, value in result.rewards.items()}
-    numbers |= {f"metric {name!r}": value for name, value in result.metrics.items()}
-    for name, value in (numbers | {"the reward": result.reward}).items():
-        try:
-            found = None if isfinite(value) else f"{value}"
-        except (TypeError, ValueError, OverflowError):  # no number, or one of a thousand digits
-            found = f"no float, but of type {type(value).__name__}"
-        if found is not None:
-            return f"{name} is {found}; expected a finite number"
-    nested: Any = [result.info, result.rewards, result.metrics]
+    numbers = result.rewards | result.metrics | {"the sum": result.reward}
+    for name, value in numbers.items():
+        if not (isinstance(value, Real) and abs(value) < inf):
+            return f"the reward or metric {name!r} is {value!r:.80}; expected a finite number"
+    nested: Any = [result.info, numbers]
     for _ in range(16):  # what saves it nests it too
         nested = [nested]
     try:
         size = len(msgspec.msgpack.encode(nested, enc_hook=str))
     except Exception as error:  # a lone surrogate, a cycle, an int of more than 64 bits ...
-        return f"info cannot be saved: {type(error).__name__}: {error}"
-    most = f"expected at most {LARGEST_INFO:,}"
-    return f"info has {size:,} bytes; {most}" if size > LARGEST_INFO else None
+        return f"info or a number cannot be saved: {type(error).__name__}: {error}"
+    return f"info has {size:,} bytes, at most {LARGEST_INFO:,} fit" if size > LARGEST_INFO else None
 
 
 def branch_tokens(

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from prime_rl.orchestrator.context import (
     RunContext,
     Shared,
     TrainEnv,
+    installed,
     rendering_of,
     scorer_over,
 )
@@ -64,8 +64,6 @@ from prime_rl.weights.versions import AVERAGES, Weights
 from prime_rl.wire.transport import Sender
 
 ENV_WORKERS = "prime_rl.env_workers"
-"""Entry-point group of what makes an ``Environment`` whose episodes may run in other processes.
-Without one, all run in this process."""
 
 
 def build_orchestrator(
@@ -234,10 +232,12 @@ def _environment(
         renderer=shared.renderer,
         tokenizer_path=Path(shared.run.launch.model_path),
     )
-    for entry in entry_points(group=ENV_WORKERS):
-        made: Environment = entry.load()(settings, env, shared.run.config, shared.run.run_dir)
-        return made
-    return Environment(settings)
+    shared_number = shared.run.config.orchestrator.env_workers
+    if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
+        return Environment(settings)
+    make_environment = installed(ENV_WORKERS, "prime-rl-env-workers")
+    made: Environment = make_environment(settings, env, shared.run.config, shared.run.run_dir)
+    return made
 
 
 def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:
