@@ -20,12 +20,14 @@ from waiting import LIMIT
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
+from prime_rl.run.children import free_ports
 from prime_rl_env_workers import pool as pools
 from prime_rl_env_workers.environment import (
     WorkerEnvironment,
     automatic_number,
     make_environment,
     named_keys,
+    shared_by,
 )
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
@@ -34,7 +36,7 @@ WORKERS = 3
 
 
 def config_of(**orchestrator: Any) -> RunConfig:
-    table = {"train": {"env": [{"id": "misbehaving"}]}} | orchestrator
+    table = {"train": {"env": [{"id": "misbehaving"}]}, "env_workers": "auto"} | orchestrator
     return RunConfig.model_validate({"model": {"name": "m"}, "max_steps": 1, "orchestrator": table})
 
 
@@ -68,18 +70,25 @@ def test_an_environment_takes_nothing_down_but_its_rollout(
     (tmp_path / "status").mkdir()
     config = config_of(env_workers=WORKERS, workers={"hang_timeout": 10, "max_memory": 1.0})
     found = {"renderer": Qwen3RendererConfig(), "tokenizer_path": tmp_path / "model"}
+    addresses = [f"tcp://127.0.0.1:{port}" for port in free_ports(WORKERS)]
     env = made(config, tmp_path, **found)
+    env.add_workers(WORKERS, *config.orchestrator.train.env, config, shared_by(tmp_path), addresses)
+    table = {"id": "misbehaving", "name": "remote", "address": addresses[:1]}
+    remote = made(config_of(train={"env": [table]}), tmp_path, **found)
     with scripted_engine(tokenizer, "policy") as engine:
-        asyncio.run(misbehave(env, ModelEndpoint("policy", f"{engine.url}/v1")))
+        asyncio.run(misbehave(env, remote, ModelEndpoint("policy", f"{engine.url}/v1")))
 
 
-async def misbehave(env: WorkerEnvironment, model: ModelEndpoint) -> None:
+async def misbehave(
+    env: WorkerEnvironment, remote: WorkerEnvironment, model: ModelEndpoint
+) -> None:
+    """``remote``: has the first worker of ``env`` as its server."""
     assert env.pool is not None
     pool, sampling = env.pool, SamplingSettings(temperature=1.0, max_completion_tokens=16)
 
-    def begin(kind: str) -> asyncio.Task[list[RolloutResult]]:
-        example = env.examples[KINDS.index(kind)]
-        return asyncio.create_task(env.run(example, model=model, sampling=sampling, seed=1))
+    def begin(kind: str, at: WorkerEnvironment = env) -> asyncio.Task[list[RolloutResult]]:
+        example = at.examples[KINDS.index(kind)]
+        return asyncio.create_task(at.run(example, model=model, sampling=sampling, seed=1))
 
     async def fine(number: int) -> None:
         for (result,) in await asyncio.gather(*(begin("fine") for _ in range(number))):
@@ -117,7 +126,9 @@ async def misbehave(env: WorkerEnvironment, model: ModelEndpoint) -> None:
             assert named(texts[0], one), texts
             assert named(texts[1], other), texts
         assert pool.metrics()["replaced"] == pool.metrics()["lost_rollouts"] == 12.0
-        assert not [p for p in psutil.process_iter(["cmdline"]) if ORPHAN in p.info["cmdline"]]
+        assert not [
+            p for p in psutil.process_iter(["cmdline"]) if ORPHAN in (p.info["cmdline"] or ())
+        ]
 
         await all_work()
         processes = [worker and worker.fork and worker.fork.pid for worker in pool.workers]
@@ -155,8 +166,17 @@ async def misbehave(env: WorkerEnvironment, model: ModelEndpoint) -> None:
         assert not any("PRIME_RL_ADMIN_KEY" in each for each in keys)
         server = psutil.Process(here[0].pid).parent()
         assert server is not None
+        async with remote:
+            (first,), (lost,) = await begin("fine", remote), await begin("os_exit", remote)
+            assert first.ok
+            assert "env 'remote': server tcp://127.0.0.1:" in str(lost.error)
+            assert "another process has taken its place" in str(lost.error)
+            (again,) = await begin("fine", remote)
+            assert again.ok
+
+        await all_work()
         server.kill()
-        await eventually(lambda: pool.metrics()["replaced"] == 15.0)
+        await eventually(lambda: pool.metrics()["replaced"] == 16.0)
         await all_work()
         children = [worker.fork.pid for worker in pool.workers if worker and worker.fork]
     await eventually(lambda: not any(map(psutil.pid_exists, children)))

@@ -253,7 +253,9 @@ class Pool:
         last = self._clock()
         try:
             while not worker.ended.done():
-                if asking is None or asking.done():
+                if asking is not None and worker.fork is None and worker.silent > 2 * tick:
+                    asking.cancel()  # lost with a server that has restarted
+                if asking is None or asking.done() or asking.cancelling():
                     asking = asyncio.create_task(self._ask(worker))
                 await asyncio.wait([worker.ended], timeout=tick)
                 now = self._clock()
