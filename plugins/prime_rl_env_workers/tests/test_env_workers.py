@@ -126,9 +126,8 @@ async def misbehave(
             assert named(texts[0], one), texts
             assert named(texts[1], other), texts
         assert pool.metrics()["replaced"] == pool.metrics()["lost_rollouts"] == 12.0
-        assert not [
-            p for p in psutil.process_iter(["cmdline"]) if ORPHAN in (p.info["cmdline"] or ())
-        ]
+        lines = [process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"])]
+        assert not any(ORPHAN in line for line in lines)
 
         await all_work()
         processes = [worker and worker.fork and worker.fork.pid for worker in pool.workers]
