@@ -53,6 +53,9 @@ class DirectEnvironment:
     async def __aexit__(self, *exc: object) -> None:
         await self.http.close()
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     async def run(
         self, example: DirectExample, *, model: Any, sampling: Any, group_id: int, **request: Any
     ) -> list[Any]:

@@ -63,15 +63,15 @@ SMALL = [
 ]
 
 
-def frames_of(case: str, folder: Path) -> list[str]:
-    """The digest of every frame that the orchestrator sends under one of ``CASES``. The run stays
-    in ``folder / "frames"``."""
+def frames_of(case: str, folder: Path, more: Sequence[str] = ()) -> list[str]:
+    """The digest of every frame that the orchestrator sends under one of ``CASES``, with ``more``
+    overrides. The run stays in ``folder / "frames"``."""
     file, changes = CASES[case]
     tokenizer = build_chat_tokenizer()
     model = folder / "model"
     tokenizer.save_pretrained(model)
     with scripted_engine(tokenizer, "policy", "teacher") as engine:
-        overrides = [*SMALL, *(each.replace("{url}", engine.url) for each in changes)]
+        overrides = [*SMALL, *more, *(each.replace("{url}", engine.url) for each in changes)]
         overrides += ["--output_dir", str(folder), "--inference.base_url", f'["{engine.url}"]']
         run_dir = make_run_dir(load_config([ROOT / "configs" / file], overrides))
         Launch(

@@ -77,9 +77,12 @@ OF_THE_TRAINER = {"prime_rl_kernels", "prime_rl_lora", "prime_rl_observers"}
 
 HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
 
-OF_CORE = {"prime_rl_devkit", "prime_rl_evals", "prime_rl_plan", "prime_rl_tools"}
-"""Commands and observers that read core itself and are released with it. They may import all of it
-except the trainer."""
+OF_CORE = {
+    *("prime_rl_devkit", "prime_rl_env_workers", "prime_rl_evals", "prime_rl_plan"),
+    "prime_rl_tools",
+}
+"""Commands, observers and environments that read core itself and are released with it. They may
+import all of it except the trainer."""
 
 CALLS_THE_TRAINER = (
     "prime_rl_devkit/algorithms/gradient.py",

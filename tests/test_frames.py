@@ -29,6 +29,14 @@ def test_the_orchestrator_sends_the_frames_that_it_has_always_sent(
     assert [step["frames_equal"] for step in replay(tmp_path / "frames")] == [True] * STEPS
 
 
+@pytest.mark.parametrize(("case", "workers"), [("grpo", "1"), ("two_seats", "2")])
+def test_environment_workers_change_no_frame(case: str, workers: str, tmp_path: Path) -> None:
+    found = frames_of(case, tmp_path, ("--orchestrator.env_workers", workers))
+    assert found == json.loads(DIGESTS.read_text())[case]
+    status = json.loads((tmp_path / "frames" / "status" / "env_workers.json").read_text())
+    assert status["state"] == f"{workers} of {workers} ready"
+
+
 def test_whitened_credit_has_mean_0_and_deviation_1_over_each_batch_on_the_wire(
     tmp_path: Path,
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_killed_supervisor_is_followed_by_another_one_which_completes_the_run(
 
     run_dir, words = tmp_path / "run", ("--run.name", "run", "--max_steps", "1", "--resume", "auto")
     words += ("--inference.replicas", "1", "--trainer.num_ranks", "1")
+    words += ("--orchestrator.env_workers", "1")
 
     def begin() -> subprocess.Popen[Any]:
         command = [*faults.COMMAND, *faults.CONFIG, *words, "--output_dir", str(tmp_path)]

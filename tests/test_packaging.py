@@ -44,6 +44,7 @@ FOLDERS = {
     "prime_rl_losses": "plugins/prime_rl_losses",
     "prime_rl_embedded": "plugins/prime_rl_embedded",
     "prime_rl_environments": "plugins/prime_rl_environments",
+    "prime_rl_env_workers": "plugins/prime_rl_env_workers",
     "prime_rl_evals": "plugins/prime_rl_evals",
     "prime_rl_tools": "plugins/prime_rl_tools",
     "prime_rl_devkit": "plugins/prime_rl_devkit",

@@ -34,6 +34,8 @@ class LetterETask(vf.Task[vf.TaskData]):
 class LetterETaskset(vf.Taskset[LetterETask, LetterEConfig]):
     """Random text."""
 
+    RUNS_IN_PROCESS = True
+
     def load(self) -> Iterator[LetterETask]:
         rng = random.Random(0)
         for _ in range(2048):

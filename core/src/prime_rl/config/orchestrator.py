@@ -132,6 +132,9 @@ NAME = r"\w[\w.+=@: -]*"
 """Names that can be a folder's: they have no separator, and do not start with a dot."""
 
 
+EnvWorkers = NonNegativeInt | Literal["auto"]
+
+
 class SourceConfig(Settings):
     """One verifiers environment, to train on or to evaluate with."""
 
@@ -148,6 +151,10 @@ class SourceConfig(Settings):
     """Seconds until a rollout counts as failed. None: no limit."""
     max_turns: PositiveInt | None = None
     """Turns after which a rollout is stopped. None: the taskset's limit."""
+    env_workers: EnvWorkers | None = None
+    """None: ``orchestrator.env_workers``."""
+    address: tuple[str, ...] = ()
+    """Running env servers (``tcp://HOST:PORT``), in place of workers of the run."""
 
     @property
     def label(self) -> str:
@@ -236,6 +243,17 @@ class RendererConfig(PluginTable):
     """Name of an installed renderer. Required."""
 
 
+class WorkersConfig(Settings):
+    """``[orchestrator.workers]``: limits of environment workers."""
+
+    hang_timeout: PositiveFloat = 60.0
+    """Seconds for which a worker's event loop may not answer, before the worker is replaced."""
+    max_memory: PositiveFloat | None = None
+    """GiB that a worker may have. None: half of the machine's, over the env's workers."""
+    pass_env: tuple[str, ...] = ()
+    """More environment variables that the workers get, such as a judge's key."""
+
+
 class OrchestratorConfig(Settings):
     """``[orchestrator]``"""
 
@@ -255,6 +273,10 @@ class OrchestratorConfig(Settings):
     """Shorthand for ``[orchestrator.sampler]`` with type ``buffer_sampler`` and these settings."""
     buffer_sampler: str = ""
     """Name of the installed sampler that ``buffer`` selects."""
+    env_workers: EnvWorkers = 0
+    """Processes that run an env's episodes. 0: none, in the orchestrator. ``"auto"``: none where
+    taskset and harnesses declare ``RUNS_IN_PROCESS``, else half of the machine's cores."""
+    workers: WorkersConfig = WorkersConfig()
     initial: FrozenModel | None = None
     """The weights that the run began with, for algorithms that read them: ``prime-rl serve MODEL``.
     None: the run starts an engine for them, like those of the policy."""

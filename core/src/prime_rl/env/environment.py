@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,12 +25,12 @@ from prime_rl.config.orchestrator import EvalSamplingConfig
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult
 from prime_rl.env.loading import agents_of, fixed_seats, import_verifiers, load_environment
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, warm_renderer
-from prime_rl.env.traces import results_of
+from prime_rl.env.traces import fault_of, results_of
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.processes import lasting_imports
 
 if TYPE_CHECKING:
-    from verifiers.v1 import ModelContext, Task
+    from verifiers.v1 import Episode, ModelContext, Task
 
 SamplingSettings = EvalSamplingConfig
 """Sampling parameters of an episode. None: the engine's default."""
@@ -129,12 +129,20 @@ class Environment:
         """
         try:
             context = self._context(model, sampling, cache_salt, seed)
-            (slot,) = self._env.slots(example.task, 1)
-            episode = await self._env.run_slot(slot, context)
+            episode = await self._episode(example, context)
             results = results_of(episode, model.client == "tokens", self.fixed_seats)
+            for fault in filter(None, map(fault_of, (r for r in results if r.ok))):
+                results = [RolloutResult(ok=False, error_type="BadResult", error=fault)]
         except Exception as error:  # an environment may fail in any way
             results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
         return [replace(result, group_id=group_id) for result in results]
+
+    async def _episode(self, example: Example, context: ModelContext) -> Episode:
+        (slot,) = self._env.slots(example.task, 1)
+        return await self._env.run_slot(slot, context)
+
+    def take_metrics(self) -> Mapping[str, float]:
+        return {}
 
     def _context(
         self, model: ModelEndpoint, sampling: SamplingSettings, salt: str | None, seed: int | None

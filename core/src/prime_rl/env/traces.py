@@ -13,9 +13,11 @@ Reads attributes of verifiers' objects and does not import it at run time.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
@@ -100,6 +102,26 @@ def result_of(
         timing=timing_of(trace),
         usage=usage,
     )
+
+
+LARGEST_INFO = 16 << 20
+"""Bytes of ``info``, encoded."""
+
+
+def fault_of(result: RolloutResult) -> str | None:
+    """Why what an environment returned cannot be trained on, saved and shown; None: it can."""
+    numbers = result.rewards | result.metrics | {"the sum": result.reward}
+    for name, value in numbers.items():
+        if not (isinstance(value, Real) and abs(value) < inf):
+            return f"the reward or metric {name!r} is {value!r:.80}; expected a finite number"
+    nested: Any = [result.info, numbers]
+    for _ in range(16):  # what saves it nests it too
+        nested = [nested]
+    try:
+        size = len(msgspec.msgpack.encode(nested, enc_hook=str))
+    except Exception as error:  # a lone surrogate, a cycle, an int of more than 64 bits ...
+        return f"info or a number cannot be saved: {type(error).__name__}: {error}"
+    return f"info has {size:,} bytes, at most {LARGEST_INFO:,} fit" if size > LARGEST_INFO else None
 
 
 def branch_tokens(

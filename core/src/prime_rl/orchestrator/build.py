@@ -29,6 +29,7 @@ from prime_rl.orchestrator.context import (
     RunContext,
     Shared,
     TrainEnv,
+    installed,
     rendering_of,
     scorer_over,
 )
@@ -61,6 +62,8 @@ from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
 from prime_rl.rundir.status import ENGINES, Status
 from prime_rl.weights.versions import AVERAGES, Weights
 from prime_rl.wire.transport import Sender
+
+ENV_WORKERS = "prime_rl.env_workers"
 
 
 def build_orchestrator(
@@ -98,6 +101,7 @@ def build_orchestrator(
         weights.take_metrics,
         *(observer.take_metrics for observer in observers),
         *(env.host.take_metrics for env in envs),
+        *(env.environment.take_metrics for env in envs),
     ]
     if run.launch.checkpoint is not None:
         checkpointing.restore(run.launch.checkpoint.orchestrator)
@@ -215,14 +219,18 @@ def build_source(shared: Shared, env: EnvConfig, environment: Environment) -> Ro
 def _environment(
     shared: Shared, env: SourceConfig, default_harness: dict[str, Any] | None
 ) -> Environment:
-    return Environment(
-        EnvSettings.of(
-            env,
-            default_harness=default_harness,
-            renderer=shared.renderer,
-            tokenizer_path=Path(shared.run.launch.model_path),
-        )
+    settings = EnvSettings.of(
+        env,
+        default_harness=default_harness,
+        renderer=shared.renderer,
+        tokenizer_path=Path(shared.run.launch.model_path),
     )
+    shared_number = shared.run.config.orchestrator.env_workers
+    if not (env.address or (shared_number if env.env_workers is None else env.env_workers)):
+        return Environment(settings)
+    make_environment = installed(ENV_WORKERS, "prime-rl-env-workers")
+    made: Environment = make_environment(settings, env, shared.run.config, shared.run.run_dir)
+    return made
 
 
 def build_sampler(config: RunConfig, hooks: Hooks, envs: Sequence[TrainEnv]) -> Sampler:

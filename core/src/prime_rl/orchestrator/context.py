@@ -117,20 +117,20 @@ class Shared:
 
 def scorer_over(pool: EnginePool, model: str, **settings: Any) -> Any:
     """A ``ReferenceModel`` over a pool. Raises ``ConfigError`` if no distribution brings one."""
-    return _installed("prime_rl.scorers", "prime-rl-engine-kit")(pool, model, **settings)
+    return installed("prime_rl.scorers", "prime-rl-engine-kit")(pool, model, **settings)
 
 
 def rendering_of(tokenizer_path: Path, renderer: Any) -> Any:
     """The run's renderer over its tokenizer. Raises as ``scorer_over``."""
-    return _installed("prime_rl.renderings", "prime-rl-renderers")(tokenizer_path, renderer)
+    return installed("prime_rl.renderings", "prime-rl-renderers")(tokenizer_path, renderer)
 
 
-def _installed(group: str, package: str) -> Any:
+def installed(group: str, package: str) -> Any:
     for entry in entry_points(group=group):
         return entry.load()
     raise ConfigError(
-        f"an algorithm asks its host for what {group} offers, and no installed distribution has "
-        f"an entry point of that group. pip install {package}"
+        f"the run needs what {group} offers, and no installed distribution has an entry point of "
+        f"that group. pip install {package}"
     )
 
 

@@ -36,6 +36,7 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
     SUPPORTS_MCP = False
     EXECUTES_CODE = False
     NEEDS_CONTAINER = False
+    RUNS_IN_PROCESS = True
 
     def __init__(self, config: InProcessConfig) -> None:
         super().__init__(config)

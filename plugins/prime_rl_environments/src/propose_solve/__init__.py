@@ -67,6 +67,8 @@ class ProposeSolveTask(vf.Task[ProposeSolveData]):
 class ProposeSolveTaskset(vf.Taskset[ProposeSolveTask, ProposeSolveConfig]):
     """Stems of one split, the same for the same seed."""
 
+    RUNS_IN_PROCESS = True
+
     def __init__(self, config: ProposeSolveConfig) -> None:
         super().__init__(config)
         self.INFINITE = config.num_examples is None

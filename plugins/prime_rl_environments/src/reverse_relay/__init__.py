@@ -63,6 +63,8 @@ class ReverseRelayTask(vf.Task[ReverseRelayData]):
 class ReverseRelayTaskset(vf.Taskset[ReverseRelayTask, ReverseRelayConfig]):
     """Words of one split, the same for the same seed."""
 
+    RUNS_IN_PROCESS = True
+
     def __init__(self, config: ReverseRelayConfig) -> None:
         super().__init__(config)
         self.INFINITE = config.num_examples is None

@@ -59,6 +59,8 @@ class ReverseRetryTask(vf.Task[ReverseRetryData]):
 class ReverseRetryTaskset(vf.Taskset[ReverseRetryTask, ReverseRetryConfig]):
     """Words of one split, the same for the same seed."""
 
+    RUNS_IN_PROCESS = True
+
     def __init__(self, config: ReverseRetryConfig) -> None:
         super().__init__(config)
         self.INFINITE = config.num_examples is None

@@ -59,6 +59,8 @@ class ReverseTextTask(vf.Task[ReverseTextData]):
 class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
     """Words of one split, the same for the same seed."""
 
+    RUNS_IN_PROCESS = True
+
     def __init__(self, config: ReverseTextConfig) -> None:
         super().__init__(config)
         self.INFINITE = config.num_examples is None

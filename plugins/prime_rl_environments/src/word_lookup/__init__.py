@@ -75,6 +75,8 @@ class WordLookupTask(vf.Task[WordLookupData]):
 class WordLookupTaskset(vf.Taskset[WordLookupTask, WordLookupConfig]):
     """Keys of one split, the same for the same seed."""
 
+    RUNS_IN_PROCESS = True
+
     def __init__(self, config: WordLookupConfig) -> None:
         super().__init__(config)
         self.INFINITE = config.num_examples is None

@@ -181,13 +181,13 @@ class TerminalView(RunView):
 
     def reports(self) -> Iterator[tuple[str, StatusReport]]:
         """See ``RunView.reports``: in the order in which processes start. Several engines, or
-        remote ones, add the line ``engines``."""
+        remote ones, add the line ``engines``; environments that run in workers, ``env_workers``."""
         folder = self.run_dir / "status"
         others = (path.stem for path in folder.glob("inference_*.json"))
         more = sorted(others, key=lambda name: int(name.rpartition("_")[2]))
         together = more or not (folder / "inference.json").exists()
         engines = [*([ENGINES] if together else []), "inference", *more]
-        for name in ("model", *engines, "trainer", "orchestrator"):
+        for name in ("model", *engines, "trainer", "orchestrator", "env_workers"):
             if (report := read_status(folder / f"{name}.json")) is not None:
                 yield name, report
 

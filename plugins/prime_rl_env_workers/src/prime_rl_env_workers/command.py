@@ -1,0 +1,74 @@
+"""``prime-rl serve-env``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from prime_rl.config.orchestrator import SourceConfig
+    from prime_rl_env_workers.environment import WorkerEnvironment
+
+
+def serve_env(
+    configs: Annotated[
+        list[Path], typer.Argument(help="The run's TOML files, as for `prime-rl run`.")
+    ],
+    env: Annotated[
+        str, typer.Option(help="Name of the environment. Default: the first one to train on.")
+    ] = "",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of the first worker; the others follow.")] = 5000,
+    workers: Annotated[int, typer.Option(help="Number of workers.", min=1)] = 1,
+) -> None:
+    """Serve an environment of a run's config to runs on other machines, until Ctrl-C.
+
+    A worker that ends, hangs or grows is replaced. Runs set the env's address to what is printed.
+    Whoever reaches a port can run episodes: there is no key and no encryption.
+
+    ```
+    prime-rl serve-env my.toml --host 10.0.0.5 --workers 8
+    ```
+    """
+    import asyncio
+
+    from prime_rl.errors import ConfigError, RunError
+
+    addresses = [f"tcp://{host}:{port + number}" for number in range(workers)]
+    try:
+        asyncio.run(_serve(_environment(configs, env, addresses), addresses))
+    except KeyboardInterrupt:
+        typer.echo("stopped", err=True)
+    except (ConfigError, RunError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+
+
+def _environment(configs: list[Path], label: str, addresses: list[str]) -> WorkerEnvironment:
+    from prime_rl.config.load import load_config
+    from prime_rl.env.episode import EnvSettings
+    from prime_rl.errors import ConfigError
+    from prime_rl_env_workers.environment import Shared, WorkerEnvironment
+
+    config = load_config(configs)
+    train, evaluation = config.orchestrator.train, config.orchestrator.eval
+    known: dict[str, tuple[SourceConfig, dict[str, Any] | None]] = {}
+    known |= {env.label: (env, train.harness) for env in train.env}
+    known |= {env.label: (env, evaluation.harness) for env in evaluation.env}
+    chosen = label or next(iter(known), "")
+    if chosen not in known:
+        raise ConfigError(f"no env {chosen!r} in the config; expected one of: {', '.join(known)}")
+    table, harness = known[chosen]
+    made = WorkerEnvironment(EnvSettings.of(table, default_harness=harness))
+    own = table.model_copy(update={"address": ()})
+    made.add_workers(len(addresses), own, config, Shared(None, typer.echo), addresses)
+    return made
+
+
+async def _serve(env: WorkerEnvironment, addresses: list[str]) -> None:
+    assert env.pool is not None
+    async with env:
+        typer.echo(f"address = {addresses}".replace("'", '"'))
+        await env.pool.ended()

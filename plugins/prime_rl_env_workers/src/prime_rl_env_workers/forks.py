@@ -1,0 +1,115 @@
+"""The orchestrator's end of the fork server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from prime_rl.env.loading import HANDED_ON
+
+FREE = "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES"
+"""Variables without a secret that rollouts' programs do not get, and workers do."""
+NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
+"""The fork server must have one thread."""
+
+
+def public_environment() -> dict[str, str]:
+    """What every worker gets of our environment: no key."""
+    own = {k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k) or k in FREE}
+    return NUMPY_THREADS | own
+
+
+@dataclass(eq=False)
+class Fork:
+    """One worker's process."""
+
+    id: str
+    ended: asyncio.Future[str]
+    """How it ended: ``was ended by SIGSEGV``."""
+    pid: int | None = None
+    failure: str | None = None
+    """Why it could not start."""
+
+
+class Forks:
+    """Starts processes by a fork server, and that where there is none."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        """Environments that have workers here. The last one closes it."""
+        self._process: asyncio.subprocess.Process | None = None
+        self._starting = asyncio.Lock()
+        self._reader: asyncio.Task[None] | None = None
+        self._forks: dict[str, Fork] = {}
+        self._numbers = itertools.count()
+
+    async def start(self, name: str, address: str, request: Mapping[str, Any]) -> Fork:
+        """Start a worker that serves ``request`` at ``address``."""
+        async with self._starting:
+            if self._process is None:
+                await self._start_server()
+        fork = Fork(f"{name} {next(self._numbers)}", asyncio.get_running_loop().create_future())
+        self._forks[fork.id] = fork
+        self._send({"id": fork.id, "address": address, **request})
+        return fork
+
+    def kill(self, fork: Fork) -> None:
+        """Kill a worker. ``ended`` follows."""
+        if not fork.ended.done():
+            self._send({"kill": fork.id})
+
+    async def close(self) -> None:
+        """End all workers, and what they have started."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def _start_server(self) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "prime_rl_env_workers.forkserver"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=public_environment(),
+            start_new_session=True,
+        )
+        self._reader = asyncio.create_task(self._read(self._process))
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        """Hear what the fork server answers, until it ends; then every worker has ended."""
+        assert process.stdout is not None
+        async for line in process.stdout:
+            answer = json.loads(line)
+            fork = self._forks.get(answer["id"])
+            if fork is None:
+                continue
+            fork.pid = answer.get("pid", fork.pid)
+            fork.failure = answer.get("failed", fork.failure)
+            if "status" in answer:
+                self._end(fork, ending(answer["status"]))
+        how = ending(await process.wait())
+        self._process = None
+        for fork in [*self._forks.values()]:
+            self._end(fork, f"ended with the process that forks workers, which {how}")
+
+    def _end(self, fork: Fork, how: str) -> None:
+        del self._forks[fork.id]
+        if not fork.ended.done():
+            fork.ended.set_result(how)
+
+
+def ending(code: int) -> str:
+    """How a process has ended, by its exit code."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

@@ -1,0 +1,310 @@
+"""The workers of one environment: started, watched, replaced.
+
+One task per worker is its life: start it, ask its event loop for an answer again and again, wait
+for its end, fail its episodes, start another one in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from pydantic import ValidationError
+
+from prime_rl.errors import RunError
+from prime_rl_env_workers.client import BadResult, WorkerClient, WorkerLost
+from prime_rl_env_workers.forks import Fork, Forks
+
+if TYPE_CHECKING:
+    from verifiers.v1 import ModelContext
+
+log = logging.getLogger(__name__)
+
+GIB = 2.0**30
+START_SECONDS = 600.0
+"""How long a worker may take to import its environment."""
+LATE_SECONDS = 30.0
+"""How long after its time-out an episode may give no result."""
+STARTS = 3
+"""Workers in a row that may end before they were ready, until the run ends."""
+LONGEST_PAUSE = 30.0
+"""Seconds between the end of a worker that did nothing, and the next in its place."""
+MOST_PATH = 100
+"""Bytes of the path of a Unix socket."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a worker is replaced, and an episode given up."""
+
+    hang_timeout: float
+    """Seconds."""
+    max_memory: float
+    """Bytes."""
+    timeout: float | None
+    """Seconds of an episode, which the worker watches too."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One worker, or a server on another machine."""
+
+    number: int
+    """Its place among the env's workers."""
+    name: str
+    client: WorkerClient
+    ended: asyncio.Future[str]
+    """How it ended."""
+    fork: Fork | None = None
+    """None: it runs on another machine."""
+    instance: str | None = None
+    """What it calls itself. None: it has not answered yet."""
+    cause: str | None = None
+    """Why we end it."""
+    silent: float = 0.0
+    """Seconds since its event loop answered."""
+    memory: int = 0
+    """Bytes."""
+    inflight: int = 0
+    finished: int = 0
+
+    @property
+    def ready(self) -> bool:
+        return self.instance is not None and self.cause is None and not self.ended.done()
+
+
+@dataclass
+class Tally:
+    """What has happened since the start."""
+
+    restarts: int = 0
+    lost: int = 0
+    """Rollouts that failed with their worker."""
+    last: str = ""
+    """Why the last worker was replaced."""
+
+
+class Pool:
+    """Runs episodes on the workers of one environment, each on the least busy one."""
+
+    def __init__(
+        self,
+        label: str,
+        number: int,
+        limits: Limits,
+        request: Mapping[str, Any],
+        forks: Forks,
+        addresses: Sequence[str] = (),
+        serve_at: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``request``: what a worker serves. ``addresses``: of servers, in place of workers.
+        ``serve_at``: where each worker listens; empty: at a socket of this user."""
+        self.label, self.limits, self.tally = label, limits, Tally()
+        self._request, self._forks, self._clock = request, forks, clock
+        self._addresses, self._serve_at = addresses, serve_at
+        self.workers: list[Worker | None] = [None] * (len(addresses) or number)
+        self.on_change: Callable[[], None] = lambda: None
+        self._lives: list[asyncio.Task[None]] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._came = asyncio.Event()
+        self._failure: BaseException | None = None
+
+    async def start(self) -> None:
+        """Begin to start the workers. An episode waits for the first one."""
+        if not self._addresses:
+            self._folder = tempfile.TemporaryDirectory(prefix="prime-rl-env-")
+            if len(self._folder.name) > MOST_PATH - 10:
+                self._folder.cleanup()
+                self._folder = tempfile.TemporaryDirectory(prefix="prime-rl-env-", dir="/tmp")
+        self._lives = [asyncio.create_task(self._keep(n)) for n in range(len(self.workers))]
+        for life in self._lives:
+            life.add_done_callback(self._over)
+
+    async def close(self) -> None:
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    async def run(self, context: ModelContext, data: dict[str, Any]) -> Any:
+        """One episode, as verifiers' ``WireEpisode``. Raises ``WorkerLost`` if its worker ends,
+        ``TimeoutError``, and ``BadResult`` with the reason of the worker."""
+        worker = await self._least_busy()
+        limit = None if self.limits.timeout is None else self.limits.timeout + LATE_SECONDS
+        worker.inflight += 1
+        try:
+            async with asyncio.timeout(limit):
+                episode = await worker.client.run(
+                    context.client, context.model, context.sampling, data
+                )
+            return episode
+        except TimeoutError:
+            raise TimeoutError(
+                f"{worker.name} gave no result {LATE_SECONDS:g} s after the env's timeout of "
+                f"{self.limits.timeout:g} s: the rollout does not end when it is cancelled"
+            ) from None
+        except ValidationError as error:
+            fault = error.errors(include_url=False)[0]
+            where = ".".join(map(str, fault["loc"]))
+            raise BadResult(f"{worker.name}: {where}: {fault['msg']}") from None
+        except RuntimeError as error:  # what the worker answers if there is no episode
+            text = str(error).removeprefix(f"{BadResult.__name__}: ")
+            raise BadResult(f"{worker.name}: {text}") from None
+        finally:
+            worker.inflight -= 1
+            worker.finished += worker.ready
+
+    async def ended(self) -> None:
+        """Until no worker can start any more. Raises ``RunError``."""
+        await asyncio.gather(*self._lives)
+        if self._failure is not None:
+            raise self._failure
+
+    async def _least_busy(self) -> Worker:
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            if ready := [each for each in self.workers if each is not None and each.ready]:
+                return min(ready, key=lambda worker: worker.inflight)
+            self._came.clear()
+            await self._came.wait()
+
+    def describe(self) -> str:
+        """One line for the view."""
+        ready = sum(worker is not None and worker.ready for worker in self.workers)
+        text = f"{ready}/{len(self.workers)}"
+        if self.tally.restarts:
+            text += f", {self.tally.restarts} replaced, {self.tally.lost} rollouts lost"
+            text += f", last: {self.tally.last}"
+        return text
+
+    def metrics(self) -> dict[str, float]:
+        """Workers, and what has happened since the start."""
+        here = [worker for worker in self.workers if worker is not None]
+        return {
+            "ready": float(sum(worker.ready for worker in here)),
+            "inflight": float(sum(worker.inflight for worker in here)),
+            "replaced": float(self.tally.restarts),
+            "lost_rollouts": float(self.tally.lost),
+            "memory_gib/max": max((worker.memory / GIB for worker in here), default=0.0),
+        }
+
+    # -- the life of a worker ---------------------------------------------------------------------
+
+    async def _keep(self, number: int) -> None:
+        """Have a worker in this place, for ever."""
+        useless = failed = 0
+        while True:
+            worker = await self._begin(number)
+            try:
+                await self._watch(worker)
+            finally:
+                reason, lost = self._reason(worker), worker.inflight
+                self.workers[number] = None
+                worker.client.lose(WorkerLost(reason))
+                await worker.client.close()
+            self.tally = Tally(self.tally.restarts + 1, self.tally.lost + lost, reason)
+            self.on_change()
+            failed = failed + 1 if worker.instance is None else 0
+            useless = 0 if worker.finished else useless + 1
+            if failed == STARTS:
+                self._failure = RunError(f"{reason}. It could not start {STARTS} times in a row")
+                self._came.set()
+                return
+            log.warning("%s. %d rollouts failed with it. It is replaced", reason, lost)
+            if useless:
+                await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2.0**useless))
+
+    def _over(self, life: asyncio.Task[None]) -> None:
+        """A place has no worker any more: a bug, unless the run ends."""
+        if not life.cancelled() and (error := life.exception()) is not None:
+            self._failure = error
+            self._came.set()
+
+    async def _begin(self, number: int) -> Worker:
+        if self._folder is None:
+            address, fork = self._addresses[number], None
+            name, ended = f"server {address}", asyncio.get_running_loop().create_future()
+        else:
+            address = f"ipc://{self._folder.name}/{number}-{os.urandom(3).hex()}"
+            if self._serve_at:
+                address = self._serve_at[number]
+            fork = await self._forks.start(f"{self.label} {number}", address, self._request)
+            name, ended = f"worker {number}", fork.ended
+        name = f"env {self.label!r}: {name}"
+        worker = Worker(number, name, WorkerClient(address), ended, fork)
+        self.workers[number] = worker
+        return worker
+
+    async def _watch(self, worker: Worker) -> None:
+        """Until it has ended. End it if it is blocked or too large."""
+        tick = min(1.0, self.limits.hang_timeout / 5)
+        asking: asyncio.Task[None] | None = None
+        last = self._clock()
+        try:
+            while not worker.ended.done():
+                if asking is not None and worker.fork is None and worker.silent > 2 * tick:
+                    asking.cancel()  # lost with a server that has restarted
+                if asking is None or asking.done() or asking.cancelling():
+                    asking = asyncio.create_task(self._ask(worker))
+                await asyncio.wait([worker.ended], timeout=tick)
+                now = self._clock()
+                worker.silent += min(now - last, 2 * tick)  # not the time in which we were blocked
+                last = now
+                self._judge(worker)
+        finally:
+            if asking is not None:
+                asking.cancel()
+                await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask(self, worker: Worker) -> None:
+        answer = await worker.client.alive()
+        worker.silent = 0.0
+        if worker.instance is None:
+            worker.instance = answer.instance
+            self._came.set()
+            self.on_change()
+        elif worker.instance != answer.instance:  # of a server on another machine
+            self._end(worker, "another process has taken its place")
+
+    def _judge(self, worker: Worker) -> None:
+        limit = self.limits.hang_timeout if worker.instance is not None else START_SECONDS
+        if worker.silent > limit:
+            its = "its event loop was blocked for" if worker.fork else "it did not answer for"
+            self._end(worker, f"{its} {limit:g} s")
+        if worker.fork is None or worker.fork.pid is None:
+            return
+        with suppress(psutil.Error):
+            worker.memory = psutil.Process(worker.fork.pid).memory_info().rss
+        if worker.memory > (most := self.limits.max_memory):
+            grown = f"{worker.memory / GIB:.2f} GiB; {most / GIB:.2f} are allowed"
+            self._end(worker, f"it grew to {grown} (orchestrator.workers.max_memory)")
+
+    def _end(self, worker: Worker, cause: str) -> None:
+        """Its episodes fail as soon as it has ended."""
+        if worker.cause is not None or worker.ended.done():
+            return
+        worker.cause = cause
+        if worker.fork is None:
+            worker.ended.set_result(cause)
+        else:
+            self._forks.kill(worker.fork)
+
+    def _reason(self, worker: Worker) -> str:
+        """Why it has ended, in one line that names it."""
+        how = worker.ended.result() if worker.ended.done() else "the run ends"
+        if worker.fork is None:
+            return f"{worker.name}: {worker.cause or how}"
+        return f"{worker.name} (process {worker.fork.pid}): " + (
+            worker.cause or worker.fork.failure or how
+        )
