@@ -46,7 +46,7 @@ CONFIG = [
 ]
 KINDS = {
     "orchestrator": "prime_rl.orchestrator",
-    "agent": "prime_rl.trainer.agent",
+    "agent": "prime_rl_tools.agent",
     "rank": "prime_rl.trainer",
     "engine": "prime_rl_embedded",
 }

@@ -41,10 +41,11 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from bench.gpu_trainer import SHAPES as QWEN3
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
+from prime_rl.rundir.launch import STORE
 from prime_rl.trainer import parallel
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
 from prime_rl.trainer.publish import published_dtypes, published_tensors
-from prime_rl.trainer.rank import STORE, Rank
+from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
 
 SHAPES: dict[str, dict[str, Any]] = {

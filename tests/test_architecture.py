@@ -59,9 +59,10 @@ FOR_TRANSPORTS = {
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",
     ),
-    *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
+    *("prime_rl.rundir.launch", "prime_rl.rundir.status", "prime_rl.wire.transport"),
 }
-"""Further modules for a weight transport: the contract, versions on disk and addresses."""
+"""Further modules for transports: the contract of weights, versions on disk and addresses; the seal
+of a frame."""
 
 HAS_TRANSPORT = {"prime_rl_broadcast"}
 
@@ -236,7 +237,7 @@ def test_core_imports_of_others_what_its_pyproject_declares() -> None:
 def test_the_slim_core_imports_nothing_of_its_extra_when_a_plugin_is_written() -> None:
     """``prime_rl`` and its test kit can be imported with the base dependencies alone."""
     extra = declared(ROOT / "core") - declared(ROOT / "core", extras=False)
-    assert {"torch", "verifiers", "zmq", "renderers", "psutil"} <= extra
+    assert {"torch", "verifiers", "renderers", "psutil"} <= extra
     loaded = modules_loaded_by("import prime_rl, prime_rl.testing")
     assert loaded & extra == set()
 

@@ -239,6 +239,7 @@ def test_no_key_is_left_unread():
     from pydantic import BaseModel
 
     import prime_rl
+    import prime_rl_env_workers
     import prime_rl_evals
     import prime_rl_kernels
     from prime_rl_tools import recovery
@@ -247,7 +248,8 @@ def test_no_key_is_left_unread():
     sources = [
         p for p in root.rglob("*.py") if not {"config", "docs"} & set(p.parts[len(root.parts) :])
     ]
-    for plugin in (prime_rl_evals, prime_rl_kernels):  # [orchestrator.eval], trainer.share_prompts
+    # [orchestrator.workers], [orchestrator.eval], trainer.share_prompts
+    for plugin in (prime_rl_env_workers, prime_rl_evals, prime_rl_kernels):
         sources += Path(plugin.__file__).parent.glob("*.py")
     sources.append(Path(recovery.__file__))  # [recovery]
     text = "\n".join(path.read_text() for path in sources)

@@ -29,8 +29,9 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_kernel, make_observers, make_optimizer, make_tuning
 from prime_rl.rundir.checkpoints import Checkpoint, unfinished
+from prime_rl.rundir.launch import STORE
 from prime_rl.rundir.status import Status
-from prime_rl.trainer.rank import STORE, Rank
+from prime_rl.trainer.rank import Rank
 from prime_rl.weights.versions import FILES_WANTED
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_broadcast.transport import GlooTransport

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from prime_rl import WeightsError
+from prime_rl.rundir.launch import STORE
 from prime_rl.trainer import parallel, tensor_file
-from prime_rl.trainer.rank import STORE, Rank
+from prime_rl.trainer.rank import Rank
 
 MESHES = {"one": (1, 1), "two": (2, 1), "four": (4, 1), "replicas": (2, 2), "two_by_two": (4, 2)}
 """Ranks, and copies of the model among them."""

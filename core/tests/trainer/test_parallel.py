@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.trainer import TrainerConfig
+from prime_rl.rundir.launch import STORE
 from prime_rl.trainer import parallel
 from prime_rl.trainer.__main__ import set_up_logging
 from prime_rl.trainer.device import choose_device
-from prime_rl.trainer.rank import STORE, Rank
+from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.tensor_file import write_stream
 
 CPU = torch.device("cpu")

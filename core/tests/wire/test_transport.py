@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 from waiting import LIMIT, until
 
 from prime_rl import ConfigError, WireError
+from prime_rl.config.run import TransportConfig
 from prime_rl.run.children import free_ports
 from prime_rl.rundir.launch import Launch
 from prime_rl.wire.transport import (
@@ -159,8 +161,10 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_an_unknown_transport_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="got 'pigeon', expected 'zmq' or 'filesystem'"):
+    with pytest.raises(ConfigError, match=r"rollout_transport.type 'pigeon' is not installed here"):
         make_sender(make_launch("pigeon"), tmp_path)
+    with pytest.raises(ValidationError, match="expected one of filesystem, zmq"):
+        TransportConfig(type="pigeon")
 
 
 async def test_a_disk_that_refuses_a_batch_ends_the_send_with_the_step_and_the_folder(

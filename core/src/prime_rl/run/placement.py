@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prime_rl import Engine
-from prime_rl.config.run import RunConfig
+from prime_rl.config.run import FILES, RunConfig
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
 from prime_rl.run.env_checks import readers_of_earlier
 from prime_rl.run.gpus import GpuPlan, gpus_of, num_engines, num_ranks
@@ -65,7 +65,7 @@ def lay_out(
     gpus = gpus_of(config, launcher)
     ranks = num_ranks(config, gpus)
     on_gpu = launcher.is_remote and launcher.num_gpus() > 0
-    wire_ports = ranks if config.rollout_transport.type == "zmq" else 0
+    wire_ports = 0 if config.rollout_transport.type == FILES else ranks
     of_config = tuple(_engine_tasks(config, gpus, engine.num_gpus if on_gpu else 0))
     number = 0 if config.inference.base_url else config.inference.replicas
     policy = of_config[:number] if engines is None else tuple(engines)

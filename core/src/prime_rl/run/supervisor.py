@@ -154,8 +154,8 @@ class Attempts:
         user runs."""
         names = [task.name for task in self.engines or ()]
         own = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
-        urls = [*own, *elsewhere]
-        launch = replace(self.commands.launch, engine_urls=urls, engine_names=names)
+        launch = self.commands.launch
+        launch = replace(launch, engine_urls=[*own, *elsewhere], engine_names=names)
         launch.write(self._run_dir)
         self.commands = dataclasses.replace(self.commands, launch=launch)
 

@@ -100,6 +100,9 @@ ENGINE_KEY = "PRIME_RL_ENGINE_API_KEY"
 NODE_ADDRESS = "PRIME_RL_NODE_ADDRESS"
 """Environment variable with the address of the trainer node."""
 
+STORE = "PRIME_RL_RANKS_STORE"
+"""Environment variable: the file through which the trainer's ranks of one machine connect."""
+
 PARENT_PID = "PRIME_RL_PARENT_PID"
 """Environment variable with the parent's process id: a child ends with that process."""
 

@@ -35,7 +35,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import ConfigError, WeightsError
-from prime_rl.trainer.rank import STORE, Rank
+from prime_rl.rundir.launch import STORE
+from prime_rl.trainer.rank import Rank
 
 TIMEOUT = timedelta(hours=2)
 """How long ranks wait for one that reads or writes a large model on a slow disk. It is not needed

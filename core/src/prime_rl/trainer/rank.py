@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 from prime_rl.errors import ConfigError
 
-STORE = "PRIME_RL_RANKS_STORE"
-"""Environment variable: the file through which the ranks of one machine find one another."""
-
 FAILED, FOLLOWED, ENDED = 1, 3, 128 + signal.SIGTERM
 """Exit codes of a rank: it failed; it failed after another rank had; it was asked to end."""
 
@@ -35,6 +32,5 @@ class Rank:
         if self.size != num_ranks:
             raise ConfigError(
                 f"the trainer was started with {self.size} ranks, configs/launch.json says "
-                f"{num_ranks}. Start it by: python -m prime_rl.trainer.agent RUN_DIR --ranks "
-                f"{num_ranks}"
+                f"{num_ranks}. Give its agent --ranks {num_ranks}."
             )

@@ -15,16 +15,14 @@ import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol, cast
 
+from prime_rl.config.run import FILES, TRANSPORTS
 from prime_rl.errors import ConfigError, WireError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
-
-if TYPE_CHECKING:
-    import zmq
-    import zmq.asyncio
 
 POLL_SECONDS = 0.01
 """Between two looks of the file transport."""
@@ -57,20 +55,16 @@ class Receiver(Protocol):
 
 def make_sender(launch: Launch, run_dir: Path) -> Sender:
     """The orchestrator's end. Raises ``ConfigError`` on an unknown transport."""
-    if launch.transport_type == "zmq":
-        return ZmqSender(launch)
-    if launch.transport_type == "filesystem":
+    if launch.transport_type == FILES:
         return FileSender(wire_dir(run_dir), launch.num_ranks, launch.transport_hwm)
-    raise _unknown(launch)
+    return cast(Sender, _installed(launch).FrameSender(launch))
 
 
 def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
     """One rank's end. Raises ``ConfigError`` on an unknown transport."""
-    if launch.transport_type == "zmq":
-        return ZmqReceiver(launch.transport_host, launch.transport_ports[rank])
-    if launch.transport_type == "filesystem":
+    if launch.transport_type == FILES:
         return FileReceiver(wire_dir(run_dir), rank)
-    raise _unknown(launch)
+    return cast(Receiver, _installed(launch).FrameReceiver(launch, rank))
 
 
 def sealed(frame: bytes) -> bytes:
@@ -94,90 +88,18 @@ def wire_dir(run_dir: Path) -> Path:
     return run_dir / "rollouts_wire"
 
 
-def _unknown(launch: Launch) -> ConfigError:
-    return ConfigError(
-        f"rollout_transport.type: got {launch.transport_type!r}, expected 'zmq' or 'filesystem'"
-    )
+def _installed(launch: Launch) -> Any:
+    """The module of the transport that the launch names."""
+    for entry in entry_points(group=TRANSPORTS, name=launch.transport_type):
+        return entry.load()
+    raise ConfigError(f"rollout_transport.type {launch.transport_type!r} is not installed here")
 
 
-def _check_num_frames(step: int, frames: Sequence[bytes], num_ranks: int) -> None:
+def check_num_frames(step: int, frames: Sequence[bytes], num_ranks: int) -> None:
     if len(frames) != num_ranks:
         raise WireError(
             f"step {step}: got {len(frames)} frames, expected one for each of {num_ranks} ranks"
         )
-
-
-class ZmqSender:
-    """Binds one port per rank. ``send`` waits for a rank that has not connected yet.
-
-    ZMQ bounds the bytes in flight and not the batches, so the receiver acknowledges each frame with
-    an empty one.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        import zmq
-        import zmq.asyncio
-
-        self.hwm = launch.transport_hwm
-        self._context = zmq.asyncio.Context()
-        self._sockets: list[zmq.asyncio.Socket] = []
-        self._unread = [0] * len(launch.transport_ports)
-        for port in launch.transport_ports:
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
-            address = f"tcp://{launch.transport_host}:{port}"
-            try:
-                socket.bind(address)
-            except zmq.ZMQError as error:
-                socket.close()
-                self.close()
-                raise WireError(
-                    f"cannot send micro batches from {address}: {error}. "
-                    "Leave rollout_transport.port out to get a free port."
-                ) from error
-            self._sockets.append(socket)
-
-    async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        _check_num_frames(step, frames, len(self._sockets))
-        for rank, frame in enumerate(frames):
-            await self._wait(rank, self.hwm - 1)
-            await self._sockets[rank].send(sealed(frame), copy=False)
-            self._unread[rank] += 1
-
-    async def drain(self) -> None:
-        for rank in range(len(self._sockets)):
-            await self._wait(rank, 0)
-
-    async def _wait(self, rank: int, unread: int) -> None:
-        """Until the rank has at most ``unread`` frames to read."""
-        while self._unread[rank] > unread:
-            await self._sockets[rank].recv()
-            self._unread[rank] -= 1
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-class ZmqReceiver:
-    """Connects to the orchestrator, which may not have bound its port yet."""
-
-    def __init__(self, host: str, port: int) -> None:
-        import zmq
-
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(f"tcp://{host}:{port}")
-
-    def receive(self, timeout: float) -> memoryview | None:
-        if not self._socket.poll(int(timeout * 1000)):
-            return None
-        frame = self._socket.recv(copy=False)  # a view of ZMQ's buffer
-        self._socket.send(b"")
-        return unsealed(frame.buffer)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 class FileSender:
@@ -190,7 +112,7 @@ class FileSender:
         directory.mkdir(parents=True, exist_ok=True)
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        _check_num_frames(step, frames, self.num_ranks)
+        check_num_frames(step, frames, self.num_ranks)
         while len(_steps(self.directory)) >= self.hwm:
             await asyncio.sleep(POLL_SECONDS)
         unfinished = self.directory / f".step_{step}"

@@ -104,12 +104,11 @@ class Pool:
         forks: Forks,
         addresses: Sequence[str] = (),
         serve_at: Sequence[str] = (),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``request``: what a worker serves. ``addresses``: of servers, in place of workers.
         ``serve_at``: where each worker listens; empty: at a socket of this user."""
         self.label, self.limits, self.tally = label, limits, Tally()
-        self._request, self._forks, self._clock = request, forks, clock
+        self._request, self._forks = request, forks
         self._addresses, self._serve_at = addresses, serve_at
         self.workers: list[Worker | None] = [None] * (len(addresses) or number)
         self.on_change: Callable[[], None] = lambda: None
@@ -250,7 +249,7 @@ class Pool:
         """Until it has ended. End it if it is blocked or too large."""
         tick = min(1.0, self.limits.hang_timeout / 5)
         asking: asyncio.Task[None] | None = None
-        last = self._clock()
+        last = time.monotonic()
         try:
             while not worker.ended.done():
                 if asking is not None and worker.fork is None and worker.silent > 2 * tick:
@@ -258,7 +257,7 @@ class Pool:
                 if asking is None or asking.done() or asking.cancelling():
                     asking = asyncio.create_task(self._ask(worker))
                 await asyncio.wait([worker.ended], timeout=tick)
-                now = self._clock()
+                now = time.monotonic()
                 worker.silent += min(now - last, 2 * tick)  # not the time in which we were blocked
                 last = now
                 self._judge(worker)

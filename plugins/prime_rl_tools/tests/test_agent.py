@@ -21,9 +21,9 @@ from waiting import LIMIT, eventually, exists
 
 from prime_rl import ConfigError
 from prime_rl.run.commands import trainer_command
-from prime_rl.rundir.launch import Launch
-from prime_rl.trainer import agent
-from prime_rl.trainer.rank import STORE, Rank
+from prime_rl.rundir.launch import STORE, Launch
+from prime_rl.trainer.rank import Rank
+from prime_rl_tools import agent
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -36,7 +36,7 @@ path.with_suffix(".new").rename(path)
 while not pathlib.Path(sys.argv[1], "done").exists():
     time.sleep(0.02)
 """
-START = "import sys; from prime_rl.trainer import agent; agent.MODULE = 'prime_rl_waiting_rank'; " \
+START = "import sys; from prime_rl_tools import agent; agent.MODULE = 'prime_rl_waiting_rank'; " \
     "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def launch(num_ranks: int, nodes: int = 1) -> Launch:
 def test_how_the_trainer_is_started() -> None:
     run_dir = Path("/runs/a")
     alone = [sys.executable, "-P", "-m", "prime_rl.trainer", "/runs/a"]
-    several = [sys.executable, "-P", "-m", "prime_rl.trainer.agent", "/runs/a", "--ranks"]
+    several = [sys.executable, "-P", "-m", "prime_rl_tools.agent", "/runs/a", "--ranks"]
     nodes = ["--nodes", "2", "--endpoint", "10.0.0.2:29500", "--id", "a"]
     assert trainer_command(launch(1), run_dir) == alone
     assert trainer_command(launch(4), run_dir) == [*several, "4"]
@@ -216,6 +216,6 @@ def test_another_number_of_ranks_than_planned_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         Rank().check(2)
     assert str(caught.value) == (
-        "the trainer was started with 1 ranks, configs/launch.json says 2. Start it by: "
-        "python -m prime_rl.trainer.agent RUN_DIR --ranks 2"
+        "the trainer was started with 1 ranks, configs/launch.json says 2. Give its "
+        "agent --ranks 2."
     )

@@ -1,10 +1,10 @@
-"""``python -m prime_rl.trainer.agent RUN_DIR --ranks N``: the trainer's ranks, as one process.
+"""``python -m prime_rl_tools.agent RUN_DIR --ranks N``: the trainer's ranks, as one process.
 
 On one machine the agent starts them itself. They find one another through a file and talk over
 loopback, while torchrun's rendezvous would listen on every address. On several machines it is
 torchrun, started on each with the same ``--endpoint``::
 
-    python -m prime_rl.trainer.agent RUN_DIR --ranks 16 --nodes 2 --endpoint trainer-0:29500
+    python -m prime_rl_tools.agent RUN_DIR --ranks 16 --nodes 2 --endpoint trainer-0:29500
 
 The ranks write to the agent's own output. When one fails, the agent ends the others and names the
 failed rank last.
@@ -23,9 +23,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID
+from prime_rl.rundir.launch import NODE_ADDRESS, PARENT_PID, STORE
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
-from prime_rl.trainer.rank import STORE
 
 TICK_SECONDS = 0.1
 LINGER_SECONDS = 60.0
@@ -37,7 +36,7 @@ MODULE = "prime_rl.trainer"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks and wait for them; 0 if all are done."""
-    parser = argparse.ArgumentParser(prog="prime_rl.trainer.agent")
+    parser = argparse.ArgumentParser(prog="prime_rl_tools.agent")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--ranks", type=int, required=True, help="of all machines together")
     parser.add_argument("--nodes", type=int, default=1, help="machines")
