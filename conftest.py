@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -74,3 +74,12 @@ def tiny_reverse(model_cache: Path) -> Path:
     if not (path / READY).exists():
         make(lambda folder: maker.make(folder, 0, lambda state, share: None), path)
     return path
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A model in bfloat16 on one rank makes one, which ends with the trainer's process."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -1,81 +1,172 @@
-"""Micro batches by ZMQ: ``rollout_transport.type = "zmq"``. Nothing here imports torch."""
+"""Micro batches by ZMQ: ``rollout_transport.type = "zmq"``. Nothing here imports torch.
+
+    receiver --[key, n]---> sender: the rank has read frames 0 .. n - 1 and wants frame n
+    receiver <--[n, frame]-- sender
+
+A receiver asks again every second. The sender answers a connection once per frame, so a connection
+that breaks loses none: the next one asks for the same frame. Whoever lacks the key gets no answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import logging
+import os
+import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import zmq
 import zmq.asyncio
 
 from prime_rl import WireError
-from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.attempts import identity
+from prime_rl.rundir.launch import ADMIN_KEY, Launch
 from prime_rl.wire.transport import check_num_frames, sealed, unsealed
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 1.0
+HEARTBEAT_MS = 10_000
+"""A connection without a sign of life for this long is made again."""
+LINGER_MS = 1000
+"""How long a receiver that closes tries to tell what it has read."""
+MOST_ASKED = 256
+"""Bytes: a longer request ends its connection."""
+
+
+def wire_key() -> bytes:
+    """Of this attempt at the run, from the run's admin key. A process of an earlier attempt has
+    another one."""
+    of = identity(os.environ)
+    text = "" if of is None else f"{of[0]}:{of[2]}"
+    return hmac.digest(os.environ.get(ADMIN_KEY, "").encode(), text.encode(), "sha256")
 
 
 class FrameSender:
-    """Binds one port per rank. ``send`` waits for a rank that has not connected yet.
-
-    ZMQ bounds the bytes in flight and not the batches, so the receiver acknowledges each frame with
-    an empty one.
-    """
+    """Binds one port per rank. ``send`` waits for a rank that has not connected yet."""
 
     def __init__(self, launch: Launch) -> None:
         self.hwm = launch.transport_hwm
         self._context = zmq.asyncio.Context()
-        self._sockets: list[zmq.asyncio.Socket] = []
-        self._unread = [0] * len(launch.transport_ports)
+        self._outboxes: list[Outbox] = []
+        self._serving: list[asyncio.Task[None]] = []
         for port in launch.transport_ports:
-            socket = self._context.socket(zmq.DEALER)
-            socket.linger = 0
+            socket = self._context.socket(zmq.ROUTER)
+            socket.heartbeat_ivl, socket.maxmsgsize = HEARTBEAT_MS, MOST_ASKED
             address = f"tcp://{launch.transport_host}:{port}"
             try:
                 socket.bind(address)
             except zmq.ZMQError as error:
-                socket.close()
                 self.close()
                 raise WireError(
                     f"cannot send micro batches from {address}: {error}. "
                     "Leave rollout_transport.port out to get a free port."
                 ) from error
-            self._sockets.append(socket)
+            self._outboxes.append(Outbox(socket, address))
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
-        check_num_frames(step, frames, len(self._sockets))
-        for rank, frame in enumerate(frames):
-            await self._wait(rank, self.hwm - 1)
-            await self._sockets[rank].send(sealed(frame), copy=False)
-            self._unread[rank] += 1
+        check_num_frames(step, frames, len(self._outboxes))
+        if not self._serving:
+            self._serving = [asyncio.create_task(outbox.serve()) for outbox in self._outboxes]
+        for outbox, frame in zip(self._outboxes, frames, strict=True):
+            await outbox.wait(self.hwm - 1)
+            await outbox.put(sealed(frame))
 
     async def drain(self) -> None:
-        for rank in range(len(self._sockets)):
-            await self._wait(rank, 0)
-
-    async def _wait(self, rank: int, unread: int) -> None:
-        """Until the rank has at most ``unread`` frames to read."""
-        while self._unread[rank] > unread:
-            await self._sockets[rank].recv()
-            self._unread[rank] -= 1
+        for outbox in self._outboxes:
+            await outbox.wait(0)
 
     def close(self) -> None:
+        for task in self._serving:
+            task.cancel()
         self._context.destroy(linger=0)
+
+
+class Outbox:
+    """The frames of one rank that it has not read."""
+
+    def __init__(self, socket: zmq.asyncio.Socket, address: str) -> None:
+        self._socket, self._address, self._key = socket, address, wire_key()
+        self._unread: deque[bytes] = deque()
+        self._num_read = 0
+        self._peer, self._sent = b"", -1
+        """The connection that asked last, and the last frame that it got."""
+        self._read = asyncio.Condition()
+        self._warned = False
+
+    async def put(self, frame: bytes) -> None:
+        self._unread.append(frame)
+        await self._answer()
+
+    async def wait(self, unread: int) -> None:
+        """Until the rank has at most ``unread`` frames to read."""
+        async with self._read:
+            await self._read.wait_for(lambda: len(self._unread) <= unread)
+
+    async def serve(self) -> None:
+        """Answer what the rank asks, until it is cancelled."""
+        while True:
+            peer, *asked = await self._socket.recv_multipart()
+            if len(asked) != 2 or not hmac.compare_digest(asked[0], self._key):
+                self._warn()
+                continue
+            if peer != self._peer:
+                self._peer, self._sent = peer, -1
+            while self._unread and self._num_read < int(asked[1]):
+                self._unread.popleft()
+                self._num_read += 1
+            async with self._read:
+                self._read.notify_all()
+            await self._answer()
+
+    async def _answer(self) -> None:
+        """Send the next frame, unless this connection has got it."""
+        if self._peer and self._unread and self._sent < self._num_read:
+            self._sent = number = self._num_read
+            message = [self._peer, b"%d" % number, self._unread[0]]
+            await self._socket.send_multipart(message, copy=False)
+
+    def _warn(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning("a process without this run's key asks for micro batches at %s: it gets "
+                        "none", self._address)  # fmt: skip
 
 
 class FrameReceiver:
     """Connects to the orchestrator, which may not have bound its port yet."""
 
     def __init__(self, launch: Launch, rank: int) -> None:
-        host, port = launch.transport_host, launch.transport_ports[rank]
+        self._key, self._next, self._asked = wire_key(), 0, 0.0
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(f"tcp://{host}:{port}")
+        self._socket.heartbeat_ivl = HEARTBEAT_MS
+        self._socket.immediate = 1  # ask on a connection that stands
+        self._socket.connect(f"tcp://{launch.transport_host}:{launch.transport_ports[rank]}")
 
     def receive(self, timeout: float) -> memoryview | None:
-        if not self._socket.poll(int(timeout * 1000)):
-            return None
-        frame = self._socket.recv(copy=False)  # a view of ZMQ's buffer
-        self._socket.send(b"")
-        return unsealed(frame.buffer)
+        end = time.monotonic() + timeout
+        while True:
+            now = time.monotonic()
+            if now >= self._asked + ASK_SECONDS:
+                self._ask()
+            if not self._socket.poll(max(0, min(end - now, ASK_SECONDS)) * 1000):
+                if now >= end:
+                    return None
+                continue
+            number, frame = self._socket.recv_multipart(copy=False)
+            if int(number.bytes) == self._next:  # else it came on two connections
+                self._next += 1
+                self._ask()
+                return unsealed(frame.buffer)
+
+    def _ask(self) -> None:
+        with suppress(zmq.Again):  # not connected: again in a moment
+            self._socket.send_multipart([self._key, b"%d" % self._next], zmq.NOBLOCK)
+            self._asked = time.monotonic()
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=LINGER_MS)
