@@ -153,7 +153,7 @@ class FrameReceiver:
             now = time.monotonic()
             if now >= self._asked + ASK_SECONDS:
                 self._ask()
-            if not self._socket.poll(max(0, min(end - now, ASK_SECONDS)) * 1000):
+            if not self._socket.poll(int(1000 * max(0.0, min(end - now, ASK_SECONDS)))):
                 if now >= end:
                     return None
                 continue
