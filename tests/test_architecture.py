@@ -59,10 +59,11 @@ FOR_TRANSPORTS = {
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",
     ),
-    *("prime_rl.rundir.launch", "prime_rl.rundir.status", "prime_rl.wire.transport"),
+    *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
+    *("prime_rl.rundir.attempts", "prime_rl.wire.transport"),
 }
-"""Further modules for transports: the contract of weights, versions on disk and addresses; the seal
-of a frame."""
+"""Further modules for transports: the contract of weights, versions on disk and addresses; of micro
+batches, the attempt that they belong to and their seal."""
 
 HAS_TRANSPORT = {"prime_rl_broadcast"}
 
