@@ -65,7 +65,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 
 types: setup
-	$(BIN)/mypy $(SOURCES)
+	$(BIN)/mypy $(SOURCES) bench
 
 # Writes the generated pages, and builds the site.
 docs: setup

@@ -39,7 +39,7 @@ class DirectEnvironment:
     num_examples = 2048
     agents = ("agent",)
 
-    def __init__(self, settings: Any) -> None:
+    def __init__(self) -> None:
         rng = random.Random(0)
         self.examples = [
             DirectExample([rng.randrange(12, 268) for _ in range(PROMPT_TOKENS)])
@@ -99,7 +99,7 @@ def orchestrate() -> None:
     """Run the orchestrator's process with the replaced environment."""
     from prime_rl.orchestrator import __main__, build
 
-    build.Environment = DirectEnvironment  # type: ignore[misc,assignment]
+    build._environment = lambda *_: DirectEnvironment()  # type: ignore[assignment]
     __main__.main()
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import multiprocessing
 import os
 import statistics
 import sys
@@ -19,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench.rollout import INFLIGHT, run_batch, serve
+from bench.rollout import engine, run_batch
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint
@@ -27,6 +26,7 @@ from prime_rl_env_workers.environment import make_environment
 
 SAMPLING = SamplingSettings(max_completion_tokens=12)
 TASKSETS = Path(__file__).parent / "tasksets"
+INFLIGHT = 64
 
 
 def environment(workers: int, milliseconds: float, folder: Path) -> Environment:
@@ -53,17 +53,17 @@ async def cpu(
 ) -> list[float]:
     """CPU milliseconds of this process per rollout."""
     figures = []
-    await run_batch(env, endpoint, rollouts)
+    await run_batch(env, endpoint, rollouts, INFLIGHT)
     for _ in range(repeats):
         before = time.process_time()
-        await run_batch(env, endpoint, rollouts)
+        await run_batch(env, endpoint, rollouts, INFLIGHT)
         figures.append((time.process_time() - before) / rollouts * 1e3)
     return figures
 
 
 async def throughput(env: Environment, endpoint: ModelEndpoint, seconds: float) -> float:
     """Rollouts per second, always ``INFLIGHT`` at once."""
-    await run_batch(env, endpoint, 8)
+    await run_batch(env, endpoint, 8, INFLIGHT)
     done, end = 0, time.monotonic() + seconds
 
     async def keep(place: int) -> None:
@@ -109,17 +109,9 @@ def main() -> int:
     asked = parser.parse_args()
     sys.path.insert(0, str(TASKSETS))
     os.environ["PYTHONPATH"] = str(TASKSETS)
-    here, there = multiprocessing.Pipe()
-    engine = multiprocessing.get_context("spawn").Process(target=serve, args=(there,), daemon=True)
-    engine.start()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            build_tokenizer().save_pretrained(folder)
-            endpoint = ModelEndpoint("bench", f"http://127.0.0.1:{here.recv()}/v1")
-            asyncio.run(tables(endpoint, asked, Path(folder)))
-    finally:
-        engine.terminate()
-        engine.join()
+    with tempfile.TemporaryDirectory() as folder, engine(batches=True) as endpoint:
+        build_tokenizer().save_pretrained(folder)
+        asyncio.run(tables(endpoint, asked, Path(folder)))
     return 0
 
 

@@ -22,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,9 @@ def length(seed: int) -> int:
     return min(LONGEST, 1 + int(MEDIAN * math.exp(random.Random(seed).gauss(0.0, SIGMA))))
 
 
-def engine(ready: Connection) -> None:
-    """Every route that the orchestrator asks. Sends the port to ``ready``."""
+def engine(ready: Connection, seconds: float | None = None) -> None:
+    """Every route that the orchestrator asks. Sends the port to ``ready``. ``seconds``: what each
+    reply takes, of seven tokens."""
     from aiohttp import web
 
     raise_file_limit()
@@ -75,8 +77,8 @@ def engine(ready: Connection) -> None:
 
     async def generate(request: web.Request) -> web.Response:
         seed = (await request.json())["sampling_params"]["seed"]
-        number = length(seed)
-        await asyncio.sleep(number * TOKEN_SECONDS)
+        number = length(seed) if seconds is None else 7
+        await asyncio.sleep(number * TOKEN_SECONDS if seconds is None else seconds)
         rng = random.Random(seed)
         tokens = [*(rng.randrange(FIRST, LAST) for _ in range(number - 1)), END]
         entries = [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]
@@ -116,12 +118,13 @@ def engine(ready: Connection) -> None:
     asyncio.run(main())
 
 
-def train(run_dir: Path, step: int, orchestrator: Any) -> None:
-    """Take one batch, and announce its version."""
+def train(run_dir: Path, step: int, orchestrator: Any, seconds: float = 0.0) -> None:
+    """Take one batch, train for ``seconds`` and announce the version."""
     path = run_dir / "rollouts_wire" / f"step_{step}"
     while not path.exists():
         assert orchestrator.poll() is None, (run_dir / "log").read_text()[-3000:]
-        time.sleep(0.05)
+        time.sleep(0.01)
+    time.sleep(seconds)
     with (run_dir / "trainer.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": step, "time": 0.0, "metrics": {}}) + "\n")
     version = run_dir / "broadcasts" / f"step_{step}"
@@ -148,13 +151,13 @@ class Watch:
             await asyncio.sleep(0.25)
 
 
-async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[str, float]:
-    """One run."""
+@contextmanager
+def orchestrating(url: str, folder: Path, **values: int) -> Iterator[tuple[Path, Any]]:
+    """The run directory and the process of an orchestrator with ``CONFIG``. Ends with the run."""
     from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
     folder.mkdir()
     build_tokenizer().save_pretrained(folder / "model")
-    values = {"steps": STEPS, "batch": inflight // 2, "inflight": inflight, "workers": workers}
     (folder / "run.toml").write_text(CONFIG.format(**values, longest=LONGEST))
     overrides = ["--output_dir", str(folder), "--inference.base_url", f'["{url}"]']
     run_dir = make_run_dir(load_config([folder / "run.toml"], overrides))
@@ -170,9 +173,19 @@ async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[s
     env = os.environ | {"PRIME_RL_ADMIN_KEY": "key"}
     with (run_dir / "log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
-    watch = Watch(run_dir, process.pid)
-    watching = asyncio.create_task(watch.run())
     try:
+        yield run_dir, process
+        assert process.wait() == 0, (run_dir / "log").read_text()[-3000:]
+    finally:
+        process.kill()
+
+
+async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[str, float]:
+    """One run."""
+    values = {"steps": STEPS, "batch": inflight // 2, "inflight": inflight, "workers": workers}
+    with orchestrating(url, folder, **values) as (run_dir, process):
+        watch = Watch(run_dir, process.pid)
+        watching = asyncio.create_task(watch.run())
         await asyncio.to_thread(train, run_dir, 1, process)
         its = psutil.Process(process.pid)
         began, before = time.monotonic(), sum(its.cpu_times()[:2])
@@ -180,10 +193,7 @@ async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[s
             await asyncio.to_thread(train, run_dir, step, process)
         seconds, used = time.monotonic() - began, sum(its.cpu_times()[:2]) - before
         await asyncio.to_thread(train, run_dir, STEPS, process)
-        assert process.wait() == 0, (run_dir / "log").read_text()[-3000:]
-    finally:
         watching.cancel()
-        process.kill()
     rollouts = (STEPS - 2) * (inflight // 2)
     return {
         "workers": workers,
@@ -195,31 +205,34 @@ async def measure(url: str, folder: Path, workers: int, inflight: int) -> dict[s
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--inflight", type=int, default=10240)
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
-    asked = parser.parse_args()
+@contextmanager
+def serving(seconds: float | None = None) -> Iterator[str]:
+    """The URL of the stub engine."""
     raise_file_limit()
     os.environ["PYTHONPATH"] = str(TASKSETS)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     here, there = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(
-        target=engine, args=(there,), daemon=True
+        target=engine, args=(there, seconds), daemon=True
     )
     process.start()
-    url = f"http://127.0.0.1:{here.recv()}"
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            for workers in asked.workers:
-                place = Path(folder) / f"workers_{workers}"
-                found = asyncio.run(measure(url, place, workers, asked.inflight))
-                print(
-                    json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True
-                )
+        yield f"http://127.0.0.1:{here.recv()}"
     finally:
         process.terminate()
         process.join()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--inflight", type=int, default=10240)
+    parser.add_argument("--workers", type=int, nargs="+", default=[0, 2])
+    asked = parser.parse_args()
+    with serving() as url, tempfile.TemporaryDirectory() as folder:
+        for workers in asked.workers:
+            place = Path(folder) / f"workers_{workers}"
+            found = asyncio.run(measure(url, place, workers, asked.inflight))
+            print(json.dumps({key: round(value, 3) for key, value in found.items()}), flush=True)
     return 0
 
 

@@ -64,7 +64,7 @@ def rollout(rng: np.random.Generator, group: int, member: int, tokens: int) -> R
     """A prompt of eight tokens, and a reply."""
     mask = np.arange(tokens) >= 8
     sample = Sample(
-        token_ids=rng.integers(0, VOCAB, tokens), loss_mask=mask,
+        token_ids=rng.integers(0, VOCAB, tokens, dtype=np.int32), loss_mask=mask,
         inference_logprobs=np.where(mask, -rng.random(tokens), 0.0),
         advantages=np.where(mask, rng.normal(), 0.0), roles=np.where(mask, 2, 1),
     )  # fmt: skip

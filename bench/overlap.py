@@ -1,0 +1,52 @@
+"""Sampling and training at the same time: seconds of a step beside those of its longer half.
+
+    python -m bench overlap [--sampling 1.0] [--training 0.5 1.0 2.0]
+
+The real orchestrator against the stub engine of ``bench/many.py``, which answers every request
+after the same time. A batch is as large as the number in flight, so one takes as long as a reply.
+The trainer takes a batch, waits, and announces the version. Ideal is ``max(sampling, training)``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.many import orchestrating, serving, train
+
+STEPS, FIRST, BATCH = 14, 4, 64
+"""The steps before ``FIRST`` warm up."""
+
+
+def measure(url: str, folder: Path, training: float) -> float:
+    """Median seconds of a step."""
+    ends = []
+    values = {"steps": STEPS, "batch": BATCH, "inflight": BATCH, "workers": 0}
+    with orchestrating(url, folder, **values) as (run_dir, process):
+        for step in range(1, STEPS + 1):
+            train(run_dir, step, process, training)
+            ends.append(time.monotonic())
+    return statistics.median(b - a for a, b in zip(ends[FIRST:], ends[FIRST + 1 :], strict=False))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sampling", type=float, default=1.0)
+    parser.add_argument("--training", type=float, nargs="+", default=[0.5, 1.0, 2.0])
+    asked = parser.parse_args()
+    with serving(asked.sampling) as url, tempfile.TemporaryDirectory() as folder:
+        for number, training in enumerate(asked.training):
+            step = measure(url, Path(folder) / str(number), training)
+            longer = max(asked.sampling, training)
+            found = {"sampling": asked.sampling, "training": training, "step": round(step, 3)}
+            print(json.dumps(found | {"over_the_longer": round(step / longer, 3)}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
