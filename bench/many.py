@@ -38,6 +38,8 @@ from prime_rl.rundir.processes import raise_file_limit
 
 STEPS, MEDIAN, SIGMA, LONGEST, TOKEN_SECONDS = 3, 64, 1.2, 2048, 0.01
 END, FIRST, LAST = 2, 12, 268
+A_TO_H = 76, 84
+"""Token ids of the letters. The reward is the share of the letter e."""
 GIB = 2.0**30
 CONFIG = """
 max_steps = {steps}
@@ -69,7 +71,7 @@ def length(seed: int) -> int:
 
 def engine(ready: Connection, seconds: float | None = None) -> None:
     """Every route that the orchestrator asks. Sends the port to ``ready``. ``seconds``: what each
-    reply takes, of seven tokens."""
+    reply takes, of seven tokens, whose rewards differ."""
     from aiohttp import web
 
     raise_file_limit()
@@ -79,8 +81,8 @@ def engine(ready: Connection, seconds: float | None = None) -> None:
         seed = (await request.json())["sampling_params"]["seed"]
         number = length(seed) if seconds is None else 7
         await asyncio.sleep(number * TOKEN_SECONDS if seconds is None else seconds)
-        rng = random.Random(seed)
-        tokens = [*(rng.randrange(FIRST, LAST) for _ in range(number - 1)), END]
+        rng, letters = random.Random(seed), (FIRST, LAST) if seconds is None else A_TO_H
+        tokens = [*(rng.randrange(*letters) for _ in range(number - 1)), END]
         entries = [{"token": f"token_id:{token}", "logprob": -0.5} for token in tokens]
         choice = {"index": 0, "token_ids": tokens, "finish_reason": "stop"}
         choice |= {"logprobs": {"content": entries}}

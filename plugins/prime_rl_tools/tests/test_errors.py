@@ -141,6 +141,8 @@ def test_args_that_tasksets_refuse_come_at_once_with_the_line_of_each_env(
     monkeypatch.setattr("sys.argv", ["prime-rl", "run", str(bad), "--dry-run"])
     with pytest.raises(SystemExit):
         main()
-    first, second = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    lines = capsys.readouterr().err.removeprefix("error: ").splitlines()
+    assert len(lines) == 2, lines
+    first, second = lines
     assert first.startswith(f"{bad}:8: env 'reverse-text': args") and "min_letters" in first
     assert second.startswith(f"{bad}:12: env 'held': args") and "'split'" in second
