@@ -18,6 +18,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -126,6 +127,7 @@ def train(run_dir: Path, step: int, orchestrator: Any, seconds: float = 0.0) -> 
     while not path.exists():
         assert orchestrator.poll() is None, (run_dir / "log").read_text()[-3000:]
         time.sleep(0.01)
+    shutil.rmtree(path)
     time.sleep(seconds)
     with (run_dir / "trainer.jsonl").open("a") as lines:
         lines.write(json.dumps({"step": step, "time": 0.0, "metrics": {}}) + "\n")
