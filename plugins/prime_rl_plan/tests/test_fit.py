@@ -1,5 +1,6 @@
 """One GPU and nothing configured; several; and what stays idle."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,7 @@ def test_engines_and_ranks_share_machines_that_only_a_launcher_has(monkeypatch):
     overrides += ["--inference.engine=vllm", "--inference.vllm={ tensor_parallel_size = 2 }"]
     recipe = str(Path(__file__).parents[3] / "configs/recipes/tool_agent.toml")
     placed = read([recipe], overrides, parse("2x8xH100-80"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""  # as it was
     assert placed.places[0] == ("trainer, 8 ranks", "machine 0, GPU 0, 1, 2, 3, 4, 5, 6, 7")
     assert placed.places[1:5] == [
         ("inference", "machine 1, GPU 0, 1"),

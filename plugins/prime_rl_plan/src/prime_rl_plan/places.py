@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +29,26 @@ class Placed:
     notes: list[str]
 
 
+@contextmanager
+def _visible(count: int) -> Iterator[None]:
+    """As on a machine with so many GPUs."""
+    before = os.environ.get(VISIBLE)
+    os.environ[VISIBLE] = ",".join(map(str, range(count)))
+    try:
+        yield
+    finally:
+        del os.environ[VISIBLE]
+        if before is not None:
+            os.environ[VISIBLE] = before
+
+
 def read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     """Read a config as ``prime-rl run`` does on those machines. Raises ``ConfigError``."""
-    os.environ[VISIBLE] = ",".join(map(str, range(machines.count)))  # of each machine
+    with _visible(machines.count):
+        return _read(files, overrides, machines)
+
+
+def _read(files: list[str], overrides: list[str], machines: Machines) -> Placed:
     config = load_config([Path(file) for file in files], overrides)
     disabled = {"disabled": (*config.plugins.disabled, *disabled_names())}
     plugins = config.plugins.model_copy(update=disabled)
