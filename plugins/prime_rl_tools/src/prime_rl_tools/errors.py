@@ -118,8 +118,11 @@ KEYS_OF_PLUGINS = {
         ("entropy_coeff", "entropy_coef", "ent_coef"), (f"{_PENALTY}.entropy_bonus", _BASELINES)
     ),
     **dict.fromkeys(
-        ("clip_range", "clip_ratio", "cliprange", "eps_clip", "clip_ratio_high")
-        + ("eps_clip_high", "epsilon", "epsilon_high", "clip_eps"),
+        ("clip_range", "clip_ratio", "cliprange", "eps_clip", "epsilon", "clip_eps"),
+        ("trainer.loss.clip_eps_high", _CLIPPED),
+    ),
+    **dict.fromkeys(
+        ("clip_ratio_high", "eps_clip_high", "epsilon_high"),
         ("trainer.loss.clip_eps_high", _CLIPPED),
     ),
     "clip_ratio_low": ("trainer.loss.clip_eps_low", _CLIPPED),
