@@ -139,6 +139,12 @@ def test_every_setting_of_every_model_is_a_row_of_the_config_page() -> None:
         assert set(model.model_fields) <= set(rows), model.__name__
 
 
+def test_every_key_of_the_config_page_has_a_description() -> None:
+    rows = re.findall(r"^\| `.*\|$", (ROOT / "docs" / "config.md").read_text(), re.MULTILINE)
+    assert len(rows) > 400
+    assert [row for row in rows if len(row.split("|")[-2].split()) < 2] == []
+
+
 def _models(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     yield model
     for info in model.model_fields.values():

@@ -45,6 +45,17 @@ TABLES = {
 }
 """The table with a plugin class's settings, by kind."""
 
+ABOUT = {
+    "PluginsConfig": "Which installed plugins the run loads.",
+    "OrchestratorConfig": "Rollouts: how they are sampled, scored, filtered and batched.",
+    "TrainConfig": "What rollouts are trained on, and how they are sampled.",
+    "EvalConfig": "Held-out evaluations between steps.",
+    "TrainerConfig": "How a batch becomes an optimizer step.",
+    "LogConfig": "The logs of the run's processes.",
+    "RunDirConfig": "The name of the run directory.",
+}
+"""What a table without a docstring is for, by its model."""
+
 INTRODUCTION = """\
 A TOML file describes a run. Several files compose from left to right: tables merge key by key,
 lists are replaced as a whole. They override the defaults of the distribution `prime-rl`, and
@@ -62,7 +73,8 @@ def config_page() -> str:
     schema = RunConfig.model_json_schema()
     parts = ["# Configuration", GENERATED.format(source="the pydantic models"), INTRODUCTION]
     for name, paths in tables_of(schema).items():
-        parts.append(_section(schema["$defs"].get(name, schema), paths, defaults_at(paths[0])))
+        model = schema["$defs"].get(name, schema)
+        parts.append(_section(model, schema["$defs"], paths, defaults_at(paths[0])))
     parts += ["## Settings of plugins", PLUGINS, *_plugin_sections()]
     return "\n\n".join(parts) + "\n"
 
@@ -105,26 +117,37 @@ def _models_in(prop: Schema, is_list: bool = False) -> Iterator[tuple[str, bool]
         yield from _models_in(prop["items"], True)
 
 
-def _section(model: Schema, paths: list[str], defaults: Schema) -> str:
+def _section(model: Schema, models: Schema, paths: list[str], defaults: Schema) -> str:
     first, *others = paths
-    about = re.sub(r"^`\[[^:]*(: |$)", "", plain(model.get("description")))
     also = f"Also {', '.join(others)}." if others else ""
-    return _join(f"## {first}", about[:1].upper() + about[1:], also, keys_table(model, defaults))
+    return _join(f"## {first}", _about(model), also, keys_table(model, models, defaults))
+
+
+def _about(model: Schema) -> str:
+    about = re.sub(r"^`\[[^:]*(: |$)", "", plain(model.get("description")))
+    about = about or ABOUT.get(model["title"], "")
+    return about[:1].upper() + about[1:]
 
 
 def _join(*parts: str) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def keys_table(model: Schema, defaults: Schema = MappingProxyType({})) -> str:
-    """Key, type, default (from the installed ``defaults``, else the model) and doc of every key."""
+def keys_table(model: Schema, models: Schema, defaults: Schema = MappingProxyType({})) -> str:
+    """Key, type, default (from the installed ``defaults``, else the model) and doc of every key.
+    ``models``: those of the tables in it, by name."""
     required = model.get("required", ())
 
     def laid(key: str, prop: Schema) -> Schema:
         return {**prop, "default": defaults[key]} if key in defaults else prop
 
     rows = [
-        (f"`{key}`", type_name(prop), _default(laid(key, prop), key in required), _doc(prop))
+        (
+            f"`{key}`",
+            type_name(prop),
+            _default(laid(key, prop), key in required),
+            _doc(prop, models),
+        )
         for key, prop in model.get("properties", {}).items()
     ]
     return table(("key", "type", "default", "what"), rows) if rows else "No settings."
@@ -136,8 +159,15 @@ def _default(prop: Schema, required: bool) -> str:
     return "its own" if "$ref" in prop else f"`{toml(prop.get('default'))}`"
 
 
-def _doc(prop: Schema) -> str:
-    return one_line(prop.get("description"))
+def _doc(prop: Schema, models: Schema) -> str:
+    """A field's own doc; else what its table is for, or where its keys are."""
+    if "description" in prop:
+        return one_line(prop["description"])
+    if "const" in prop:
+        return "Selects these settings."
+    about = " ".join(_about(models[name]) for name, _ in _models_in(prop))
+    first = one_line(about).partition(". ")[0].rstrip(".")
+    return f"{first}." if first else ""
 
 
 def _plugin_sections() -> Iterator[str]:
@@ -182,7 +212,7 @@ def _plugin_section(
     return _join(
         f"### {head.capitalize()} {title}",
         f"`{where}`, from `{distribution}`.",
-        passes_on or keys_table(schema),
+        passes_on or keys_table(schema, schema.get("$defs", {})),
         *_inner_tables(schema),
     )
 
@@ -193,4 +223,4 @@ def _inner_tables(schema: Schema) -> Iterator[str]:
     for name, path in _walk(schema, models, ""):
         if name not in seen and models[name].get("properties"):
             seen.add(name)
-            yield f"Its table {path}:\n\n{keys_table(models[name])}"
+            yield f"Its table {path}:\n\n{keys_table(models[name], models)}"

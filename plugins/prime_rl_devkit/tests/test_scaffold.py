@@ -1,5 +1,6 @@
 """``prime-rl plugins new``: what is written, what is refused, and that it works at once."""
 
+import json
 import os
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from prime_rl.plugins.manager import GROUPS
 from prime_rl.plugins.offers import KINDS as OFFER_KINDS
 from prime_rl_devkit.scaffold import KINDS, write_package
 from prime_rl_devkit.scaffold.names import core_range, names_for
+from prime_rl_devkit.scaffold.write import WITHOUT_A_RUN
 
 
-def test_a_package_is_seven_files(tmp_path):
+def test_a_package_is_eight_files(tmp_path):
     package = write_package("my-algo", "algorithm", tmp_path / "new")
     assert sorted(str(path.relative_to(tmp_path / "new")) for path in package.files) == [
         ".github/workflows/test.yml",
@@ -31,6 +33,7 @@ def test_a_package_is_seven_files(tmp_path):
         "src/prime_rl_my_algo/__init__.py",
         "src/prime_rl_my_algo/py.typed",
         "tests/test_my_algo.py",
+        "train.toml",
     ]
     assert all(path.exists() for path in package.files)
 
@@ -96,7 +99,8 @@ def test_a_package_of_an_algorithm_and_its_loss_names_both(tmp_path):
         "prime_rl": {"plum_pair": "prime_rl_plum_pair.algorithm"},
         "prime_rl.trainer": {"plum_pair": "prime_rl_plum_pair.loss"},
     }
-    assert package.next_commands()[2] == "prime-rl plugins check prime-rl-plum-pair"
+    commands = [*package.next_commands()]
+    assert commands[2] == "prime-rl plugins check prime-rl-plum-pair"
     assert 'losses = ("plum_pair",)' in (package.folder / module / "algorithm.py").read_text()
 
 
@@ -182,13 +186,38 @@ def test_the_command_prints_what_it_wrote_and_the_next_commands(tmp_path, monkey
     done = CliRunner().invoke(app, ["plugins", "new", "my-algo"])
     assert done.exit_code == 0
     assert done.stdout == (
-        "wrote prime-rl-my-algo: the algorithm 'my_algo', 7 files\n"
+        "wrote prime-rl-my-algo: the algorithm 'my_algo', 8 files\n"
         "\n"
         "Next:\n"
         "  pip install -e 'prime-rl-my-algo[test]'\n"
         "  pytest prime-rl-my-algo\n"
         "  prime-rl plugins check my_algo\n"
+        "  prime-rl run prime-rl-my-algo/train.toml\n"
     )
+
+
+@pytest.mark.slow
+def test_the_last_command_trains_with_the_new_plugin(tmp_path):
+    """Every kind with a ``train.toml`` builds its run; the algorithm trains one step."""
+    site, runs = tmp_path / "site", list[list[str]]()
+    for kind in (*(kind for kind in KINDS if kind not in WITHOUT_A_RUN), "algorithm+loss"):
+        name = f"plum-{kind.replace('+', '-')}"
+        package = write_package(name, kind, tmp_path / name)
+        command = [*package.next_commands()][-1]
+        assert command == f"prime-rl run {package.folder}/train.toml"
+        more = ["--dry-run"] if kind != "algorithm" else ["--max-steps", "1"]
+        runs.append([*command.split()[1:], *more, "--run.name", name])
+        install = ["-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "--target"]
+        subprocess.run([sys.executable, *install, str(site), str(package.folder)], check=True)
+    path = os.environ | {"PYTHONPATH": str(site)}
+    for run in runs:
+        command = [sys.executable, "-m", "prime_rl", *run]
+        done = subprocess.run(command, cwd=tmp_path, env=path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{run}\n{done.stdout}\n{done.stderr}"
+        resolved = tmp_path / "outputs" / run[-1] / "configs/run.json"
+        used = json.loads(resolved.read_text()) | {"run": None}
+        assert run[-1].replace("-", "_") in json.dumps(used) or run[-1] == "plum-wrapper"
+    assert (tmp_path / "outputs/plum-algorithm/weights/model.safetensors").is_file()
 
 
 # -- it works at once, in a venv that has prime-rl-core and pytest and nothing else ---------------

@@ -134,3 +134,6 @@ def test_models_lists_the_name_and_the_context(server: Served, client: openai.Op
     (model,) = client.models.list().data
     assert model.id == "tiny"
     assert server.http.get("/v1/models").json()["data"][0]["max_model_len"] == 512
+    assert client.models.retrieve("tiny") == model
+    with pytest.raises(openai.NotFoundError, match="this engine serves 'tiny'"):
+        client.models.retrieve("owner/gpt")

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from prime_rl import ConfigError
+from prime_rl.cli.app import app
+from prime_rl.run.gpus import VISIBLE
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, Machines, parse
@@ -215,3 +218,24 @@ def test_each_line_of_a_recipe_that_sets_a_number_has_its_reason_beside_it(name:
     """Names of models, tasks and algorithms say what the recipe is; the rest is a choice."""
     for line in (ROOT / f"configs/recipes/{name}.toml").read_text().splitlines():
         assert WHAT.match(line) or "  # " in line, line
+
+
+def test_a_run_is_planned_by_its_name_and_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what the run resolved: its overrides are in its config."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(VISIBLE, "")
+    started = ["run", str(ROOT / "configs/reverse_text/grpo.toml"), "--run.name", "mine"]
+    started += ["--model.hidden_size", "96", "--dry-run", "--quick"]
+    first, *others = (
+        CliRunner().invoke(app, [*arguments, "--gpus", "1xH100-80"] if plan else arguments)
+        for plan, arguments in (
+            (False, started), (True, ["plan", "mine"]), (True, ["plan", "outputs/mine"]),
+            (True, ["plan", "outputs/mine/configs/run.json"]), (True, ["plan", "yours"]),
+        )
+    )  # fmt: skip
+    assert first.exit_code == 0, first.output
+    assert len({result.stdout for result in others[:3]}) == 1
+    assert others[0].stdout.endswith("fits\n")
+    assert "no run 'yours'" in str(others[3].exception)

@@ -1,6 +1,7 @@
 """``prime_rl.train`` and ``prime_rl.Run``."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -158,6 +159,27 @@ def test_a_run_from_python_trains_resumes_and_is_talked_with(
     assert resumes == 'prime_rl.Run("latest").resume()\n'
     again = eval(resumes.replace("()", "(max_steps=3)"), {"prime_rl": prime_rl})
     assert again.path.samefile(run.path) and (again.state, again.step) == ("done", 3)
+
+
+@pytest.mark.slow
+def test_the_example_script_trains_and_looks(model_cache, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    script = [sys.executable, str(ROOT / "docs/examples/train_and_look.py"), "2"]
+    env = os.environ | {"PRIME_RL_CACHE": str(model_cache)}
+    done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = prime_rl.Run("latest", tmp_path / "outputs")
+    rewards = [found["reward"] for found in run.evals]
+    rollouts = sorted(each.reward for each in run.rollouts(step=2))
+    for line in (
+        f"reward at step 2: {run.metrics.column(REWARD).to_pylist()[-1]:.3f}",
+        f"held-out reward of version 0: {rewards[0]:.3f}",
+        f"held-out reward of version 2: {rewards[-1]:.3f}",
+        "outputs/reverse-text--tiny-reverse--1/weights: 364,288 parameters",
+        f"reward {rollouts[-1]:.2f}, credit +",
+        f"reward {rollouts[0]:.2f}, credit -",
+    ):
+        assert line in done.stdout, done.stdout
 
 
 def test_chat_needs_the_weights_of_a_run_that_has_ended(run):

@@ -1,6 +1,7 @@
 """Config errors name file and line, and know what other frameworks call a key."""
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +9,9 @@ from prime_rl import AdamWConfig
 from prime_rl.cli import main
 from prime_rl.config.load import _fields_at
 from prime_rl.config.run import RunConfig
-from prime_rl_tools.errors import NAMES_ELSEWHERE, explained, lines_of_keys
+from prime_rl_tools.errors import KEYS_OF_PLUGINS, NAMES_ELSEWHERE, explained, lines_of_keys
+
+CONFIG_PAGE = Path(__file__).parents[3] / "docs" / "config.md"
 
 TOML = '''# a comment = 1
 max_steps = 3
@@ -67,6 +70,15 @@ def test_an_error_has_the_line_of_the_file_that_set_the_key_last(tmp_path):
     assert explained("seed: bad", [*arguments, "--seed", "3"]) == "seed: bad"
 
 
+def test_a_file_with_a_part_of_a_config_says_how_to_compose_it(tmp_path, monkeypatch, capsys):
+    part = tmp_path / "part.toml"
+    part.write_text("seed = 1\n")
+    monkeypatch.setattr("sys.argv", ["prime-rl", "run", str(part), "--dry-run"])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith("goes after one with the rest: A.toml B.toml.\n")
+
+
 @pytest.mark.parametrize(("theirs", "ours"), NAMES_ELSEWHERE.items())
 def test_names_of_other_frameworks_lead_to_keys_of_ours(theirs, ours):
     path = [part for part in ours.split(".") if not part.isdecimal()]  # of a list
@@ -77,6 +89,30 @@ def test_names_of_other_frameworks_lead_to_keys_of_ours(theirs, ours):
     assert explained(f"{theirs}: unknown key; known here: a, b", []) == (
         f"{theirs}: unknown key; did you mean {ours!r}?"
     )
+
+
+@pytest.mark.parametrize(("theirs", "found"), KEYS_OF_PLUGINS.items())
+def test_names_of_other_frameworks_lead_to_keys_of_plugins(theirs, found):
+    """The generated reference has the key, in the section of its owner."""
+    ours, owner = found
+    table, _, name = ours.rpartition(".")
+    section = {
+        "orchestrator.algo.penalties": f"### Loss `{name}`",
+        "trainer.loss": "### Loss `ppo_clip`",
+        "trainer.lora": "`[trainer.lora]`, from `prime-rl-lora`",
+        "inference.vllm": "### Engine `vllm`",
+    }[table]
+    _, heading, rest = CONFIG_PAGE.read_text().partition(section)
+    named = table in ("trainer.loss", "trainer.lora")  # vLLM's keys are its own
+    assert heading and (not named or f"| `{name}` |" in rest.partition("\n### ")[0])
+    assert explained(f"trainer.{theirs}: unknown key; known here: a", []) == (
+        f"trainer.{theirs}: unknown key; did you mean {ours!r} of {owner}?"
+    )
+
+
+def test_a_name_that_is_right_elsewhere_is_not_suggested_for_itself():
+    line = "trainer.optim.lr: unknown key; known here: coef"  # an optimizer without a rate
+    assert explained(line, []) == line
 
 
 MANY_ERRORS = """max_steps = 4

@@ -27,7 +27,7 @@ from prime_rl_embedded.schema import Limits, generate_requests
 from prime_rl_engine_kit.body import ClientGone, read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.keys import Keys
-from prime_rl_engine_kit.requests import GenerateBody, decode
+from prime_rl_engine_kit.requests import GenerateBody, check_model, decode
 
 log = logging.getLogger(__name__)
 Endpoint = Callable[[HTTPRequest], Awaitable[Response]]
@@ -47,11 +47,13 @@ class Api:
         health = {"version": scheduler.version, "receives": receives, "pauses_itself": True}
         return JSONResponse({"status": "ok", **health})
 
-    async def models(self, _: HTTPRequest) -> Response:
-        limits = self.limits
+    async def models(self, http: HTTPRequest) -> Response:
+        """The list, or the card of the model that the path names."""
+        limits, asked = self.limits, http.path_params.get("name")
+        check_model(asked, limits)
         card = {"id": limits.model_name, "object": "model", "created": 0, "owned_by": "prime-rl"}
         card |= {"max_model_len": limits.max_model_len, "generate_batch": True}
-        return JSONResponse({"object": "list", "data": [card]})
+        return JSONResponse(card if asked else {"object": "list", "data": [card]})
 
     async def metrics(self, _: HTTPRequest) -> Response:
         return PlainTextResponse(render(self.engine, self.limits.model_name))
@@ -105,6 +107,7 @@ def make_app(
     routes: list[tuple[str, str, Endpoint]] = [
         ("GET", "/health", api.health),
         ("GET", "/v1/models", keyed(api.models, keys)),
+        ("GET", "/v1/models/{name:path}", keyed(api.models, keys)),
         ("GET", "/metrics", api.metrics),
         ("POST", "/inference/v1/generate", keyed(api.generate, keys)),
         ("POST", "/inference/v1/generate_batch", keyed(batches.generate, keys)),

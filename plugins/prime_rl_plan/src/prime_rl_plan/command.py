@@ -14,8 +14,9 @@ def plan(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG.toml... [--dotted.key VALUE]...",
-            help="As for prime-rl run: TOML files, composed left to right, then overrides.",
+            metavar="CONFIG.toml... | RUN [--dotted.key VALUE]...",
+            help="As for prime-rl run: TOML files, composed left to right, then overrides; or a "
+            "run: its name or path, or latest.",
         ),
     ],
     gpus: Annotated[
@@ -33,6 +34,7 @@ def plan(
 
     ```
     prime-rl plan my.toml --gpus 8xH100-80
+    prime-rl plan latest --seq-len 4096
     ```
     """
     import json
@@ -41,9 +43,13 @@ def plan(
     from prime_rl_plan import devices, places, show
     from prime_rl_plan.advice import Change, advise
     from prime_rl_plan.estimate import Plan, estimate
+    from prime_rl_tools.commands.options import OUTPUTS
+    from prime_rl_tools.runs import find_run
 
     machines = devices.here() if gpus is None else devices.parse(gpus)
     paths, overrides = split_arguments([*files, *context.args])
+    if len(paths) == 1 and not paths[0].endswith((".toml", ".json")):
+        paths = [str(find_run(paths[0], OUTPUTS) / "configs" / "run.json")]
 
     def planned(changes: list[Change]) -> tuple[Plan, list[str]]:
         more = [f"--{key}={value}" for key, value in changes]

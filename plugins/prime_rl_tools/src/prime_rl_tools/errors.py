@@ -27,25 +27,46 @@ from prime_rl.errors import PrimeRLError
 
 NAMES_ELSEWHERE = {
     "learning_rate": "trainer.optim.lr",
+    "actor_learning_rate": "trainer.optim.lr",
+    "lr": "trainer.optim.lr",
+    "weight_decay": "trainer.optim.weight_decay",
     "lr_scheduler_type": "trainer.scheduler.type",
     "lr_scheduler": "trainer.scheduler.type",
     "warmup": "trainer.scheduler.warmup_steps",
     "num_warmup_steps": "trainer.scheduler.warmup_steps",
+    "warmup_steps": "trainer.scheduler.warmup_steps",
+    "warmup_ratio": "trainer.scheduler.warmup_steps",
+    "lr_warmup_steps": "trainer.scheduler.warmup_steps",
     "adam_beta1": "trainer.optim.beta1",
     "adam_beta2": "trainer.optim.beta2",
     "max_grad_norm": "trainer.optim.max_norm",
     "grad_clip": "trainer.optim.max_norm",
     "gradient_clipping": "trainer.optim.max_norm",
+    "batch_size": "orchestrator.batch_size",
     "train_batch_size": "orchestrator.batch_size",
+    "rollout_batch_size": "orchestrator.batch_size",
+    "generation_batch_size": "orchestrator.batch_size",
+    "ppo_mini_batch_size": "trainer.minibatches",
+    "num_mini_batches": "trainer.minibatches",
+    "ppo_micro_batch_size_per_gpu": "trainer.micro_batch_tokens",
+    "ppo_max_token_len_per_gpu": "trainer.micro_batch_tokens",
+    "micro_train_batch_size": "trainer.micro_batch_tokens",
     "per_device_train_batch_size": "trainer.micro_batch_tokens",
     "gradient_accumulation_steps": "trainer.micro_batch_tokens",
     "num_generations": "orchestrator.group_size",
     "rollout_n": "orchestrator.group_size",
     "num_rollouts": "orchestrator.group_size",
+    "n_samples_per_prompt": "orchestrator.group_size",
+    "group_size": "orchestrator.group_size",
+    "temperature": "orchestrator.train.sampling.temperature",
     "max_completion_length": "orchestrator.train.sampling.max_completion_tokens",
     "max_response_length": "orchestrator.train.sampling.max_completion_tokens",
     "max_new_tokens": "orchestrator.train.sampling.max_completion_tokens",
     "max_tokens": "orchestrator.train.sampling.max_completion_tokens",
+    "max_completion_tokens": "orchestrator.train.sampling.max_completion_tokens",
+    "generate_max_len": "orchestrator.train.sampling.max_completion_tokens",
+    "max_prompt_length": "seq_len",
+    "max_model_len": "seq_len",
     "max_length": "seq_len",
     "max_seq_len": "seq_len",
     "max_seq_length": "seq_len",
@@ -53,6 +74,10 @@ NAMES_ELSEWHERE = {
     "model_name_or_path": "model.name",
     "total_steps": "max_steps",
     "num_steps": "max_steps",
+    "num_train_epochs": "max_steps",
+    "num_epochs": "max_steps",
+    "num_episodes": "max_steps",
+    "total_epochs": "max_steps",
     "total_training_steps": "max_steps",
     "save_steps": "ckpt.interval",
     "save_total_limit": "ckpt.keep_last",
@@ -63,14 +88,63 @@ NAMES_ELSEWHERE = {
     "experiment_name": "run.name",
     "advantage_estimator": "orchestrator.algo.type",
     "adv_estimator": "orchestrator.algo.type",
+    "algorithm": "orchestrator.algo",
+    "actor_rollout_ref": "trainer",
+    "data": "orchestrator.train",
     "loss_type": "trainer.loss.type",
+    "num_iterations": "trainer.epochs",
     "ppo_epochs": "trainer.epochs",
     "num_ppo_epochs": "trainer.epochs",
+    "gradient_checkpointing": "trainer.activation_checkpointing",
+    "enable_gradient_checkpointing": "trainer.activation_checkpointing",
+    "bf16": "trainer.dtype",
+    "attn_implementation": "trainer.attention",
+    "n_gpus_per_node": "trainer.num_ranks",
     "wandb_project": "monitors.wandb.project",
+    "project_name": "monitors.wandb.project",
     "report_to": "monitors",
 }
 """Names that TRL, verl, OpenRLHF and Hugging Face's trainer give to a key of ours."""
 
+_PENALTY, _BASELINES = "orchestrator.algo.penalties", "the algorithms of prime-rl-baselines"
+_CLIPPED = """trainer.loss.type = "ppo_clip\""""
+_LORA = "prime-rl-lora"
+KEYS_OF_PLUGINS = {
+    **dict.fromkeys(
+        ("beta", "kl_coef", "kl_loss_coef", "init_kl_coef", "use_kl_loss"),
+        (f"{_PENALTY}.kl_to_initial", _BASELINES),
+    ),
+    **dict.fromkeys(
+        ("entropy_coeff", "entropy_coef", "ent_coef"), (f"{_PENALTY}.entropy_bonus", _BASELINES)
+    ),
+    **dict.fromkeys(
+        ("clip_range", "clip_ratio", "cliprange", "eps_clip", "epsilon", "clip_eps"),
+        ("trainer.loss.clip_eps_high", _CLIPPED),
+    ),
+    **dict.fromkeys(
+        ("clip_ratio_high", "eps_clip_high", "epsilon_high"),
+        ("trainer.loss.clip_eps_high", _CLIPPED),
+    ),
+    "clip_ratio_low": ("trainer.loss.clip_eps_low", _CLIPPED),
+    "eps_clip_low": ("trainer.loss.clip_eps_low", _CLIPPED),
+    "clip_ratio_c": ("trainer.loss.dual_clip", _CLIPPED),
+    "lora_r": ("trainer.lora.rank", _LORA),
+    "lora_rank": ("trainer.lora.rank", _LORA),
+    "lora_alpha": ("trainer.lora.alpha", _LORA),
+    "lora_dropout": ("trainer.lora.dropout", _LORA),
+    "lora_target_modules": ("trainer.lora.target_modules", _LORA),
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "gpu_memory_utilization"),
+        ("inference.vllm.gpu_memory_utilization", "prime-rl-vllm"),
+    ),
+    **dict.fromkeys(
+        ("vllm_tensor_parallel_size", "tensor_model_parallel_size"),
+        ("inference.vllm.tensor_parallel_size", "prime-rl-vllm"),
+    ),
+}
+"""The same for a plugin's keys: key and what has it."""
+
+NOT_GIVEN = "required, and nothing was given"
 _LINE = re.compile(r"^(?P<key>[A-Za-z_][\w.-]*): (?P<problem>.*)$", re.DOTALL)
 _OF_PLUGIN = re.compile(r" \(\w+ '[^']*'\)(?=[.:])")
 """``trainer.loss (loss 'default').adv_tau``: whose key it is."""
@@ -92,6 +166,8 @@ def explained(message: str, arguments: Sequence[str]) -> str:
     lines = message.split("\n")
     if arguments[:1] == ["run"] and (left := _left(arguments[1:], lines)):
         lines += ["With these keys left out:", *left]
+    if places and all(f"{key}: {NOT_GIVEN}" in lines for key in ("model", "max_steps")):
+        lines += ["A file with a part of a config goes after one with the rest: A.toml B.toml."]
     return "\n".join(_explained(line, places, given) for line in lines)
 
 
@@ -144,9 +220,10 @@ def _explained(line: str, places: dict[str, str], overridden: set[str]) -> str:
     if found is None:
         return line
     key, problem = found["key"], found["problem"]
-    ours = NAMES_ELSEWHERE.get(key.rpartition(".")[2])
-    if problem.startswith("unknown key") and ours is not None:
-        line = f"{key}: unknown key; did you mean {ours!r}?"
+    name = key.rpartition(".")[2]
+    ours, owner = KEYS_OF_PLUGINS.get(name, (NAMES_ELSEWHERE.get(name), ""))
+    if problem.startswith("unknown key") and ours not in (None, key):
+        line = f"{key}: unknown key; did you mean {ours!r}" + (f" of {owner}?" if owner else "?")
     place = None if key in overridden else places.get(key)
     return line if place is None else f"{place}: {line}"
 

@@ -112,6 +112,17 @@ def put(page, field, value):
     )
 
 
+def test_labels_of_an_axis_have_one_power_of_ten(frozen):
+    asked = "axisLabels({}).map(([, label]) => label)"
+    for values, labels in (
+        ([0, 6.06e-7, 1.212e-6], ["0", f"0.606e{MINUS}6", f"1.21e{MINUS}6"]),
+        ([-2e-5, 0, 2e-5], [f"{MINUS}2e{MINUS}5", "0", f"2e{MINUS}5"]),
+        ([0, 1.5e6, 3e6], ["0", "1.5e6", "3e6"]),
+        ([0.25, 0.5, 0.75], ["0.25", "0.5", "0.75"]),
+    ):
+        assert frozen.eval(asked.format(values)) == labels
+
+
 def test_labels_of_an_axis_are_whole_with_their_sign(frozen):
     labels = "[...document.querySelectorAll('#curves .chart:nth-child(2) svg text')]"
     assert f"{MINUS}0.00766" in frozen.eval(f"{labels}.map(t => t.textContent)")

@@ -6,6 +6,7 @@ field of ``Names``. A package of several kinds has a module and a test file for 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,6 +21,8 @@ from prime_rl_devkit.scaffold.names import ENVIRONMENT, KINDS, Names, names_for
 class _Template(Template):
     delimiter = "@@"
 
+
+_TOML = re.compile(r"```toml\n(.*?)```", re.DOTALL)
 
 LAYOUT = {
     "pyproject.toml": "common/pyproject.toml.txt",
@@ -37,6 +40,8 @@ ENVIRONMENT_LAYOUT = LAYOUT | {
     ".github/workflows/test.yml": "{kind}/workflow.yml.txt",
     "train.toml": "{kind}/train.toml.txt",
 }
+WITHOUT_A_RUN = {"engine", "head", "renderer"}
+"""Kinds that train only with more: a server, an algorithm, a model of that family."""
 VERIFIERS = ">=0.4"
 """The versions of verifiers that have the API of the template."""
 
@@ -50,15 +55,14 @@ class Package:
     kind: str
     files: tuple[Path, ...]
 
-    def next_commands(self) -> tuple[str, str, str]:
-        """Commands that install, test and check it."""
-        return (
-            f"pip install -e {shlex.quote(f'{self.folder}[test]')}",
-            f"pytest {shlex.quote(str(self.folder))}",
-            f"prime-rl run {shlex.quote(str(self.folder / 'train.toml'))}"
-            if self.kind == ENVIRONMENT
-            else f"prime-rl plugins check {_checked(self.name, self.kind)}",
-        )
+    def next_commands(self) -> Iterator[str]:
+        """Commands that install, test and check it, and train with it."""
+        yield f"pip install -e {shlex.quote(f'{self.folder}[test]')}"
+        yield f"pytest {shlex.quote(str(self.folder))}"
+        if self.kind != ENVIRONMENT:
+            yield f"prime-rl plugins check {_checked(self.name, self.kind)}"
+        if (config := self.folder / "train.toml") in self.files:
+            yield f"prime-rl run {shlex.quote(str(config))}"
 
 
 def _checked(name: str, kind: str) -> str:
@@ -77,12 +81,25 @@ def write_package(name: str, kind: str, directory: Path | None = None) -> Packag
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty. Give a new folder with --directory.")
     written = []
-    for path, text in _files(names, kind):
+    texts = dict(_files(names, kind))
+    if not WITHOUT_A_RUN & {*kind.split("+")}:
+        blocks = [] if kind == "wrapper" else _TOML.findall(texts["README.md"])
+        texts.setdefault("train.toml", _train_toml(names, blocks))
+    for path, text in texts.items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
         written.append(target)
     return Package(folder, names.name, kind, tuple(written))
+
+
+def _train_toml(names: Names, blocks: list[str]) -> str:
+    """A run of minutes with the tables of the README, which replace the template's own."""
+    template = (files("prime_rl_devkit.scaffold") / "templates/common/train.toml.txt").read_text()
+    own = {line for block in blocks for line in block.splitlines() if line.startswith("[")}
+    base = _Template(template).substitute(asdict(names)).rstrip().split("\n\n")
+    kept = [table for table in base if table.partition("\n")[0] not in own]
+    return "\n\n".join([*kept, *(block.rstrip() for block in blocks)]) + "\n"
 
 
 def _files(names: Names, kind: str) -> Iterator[tuple[str, str]]:

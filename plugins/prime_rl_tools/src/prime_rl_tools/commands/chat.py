@@ -93,5 +93,5 @@ def _say(console: Console, talk: Chat, line: str) -> None:
     table = Table(expand=True, header_style="dim", title=Text(line, "bold"), title_justify="left")
     for side in talk.sides:
         table.add_column(side.label, overflow="fold", ratio=1)
-    table.add_row(*map(Text, replies))
+    table.add_row(*(Text(reply) if reply else Text("(empty reply)", "dim") for reply in replies))
     console.print(table)

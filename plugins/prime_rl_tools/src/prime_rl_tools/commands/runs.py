@@ -164,7 +164,8 @@ def stop(
 def scale(
     run: RunName,
     replicas: Annotated[
-        int | None, typer.Argument(min=0, help="Engines that the run is to have.")
+        int | None,
+        typer.Argument(min=0, metavar="REPLICAS", help="Number of engines of the run."),
     ] = None,
     base_url: Annotated[
         list[str] | None,
@@ -172,8 +173,8 @@ def scale(
     ] = None,
     output_dir: OutputDir = OUTPUTS,
 ) -> None:
-    """Have engines join or leave a run that trains. One that joins loads the current weights first;
-    what is in flight at one that leaves is asked again elsewhere.
+    """Change the number of engines while a run trains. A new engine loads the current weights
+    first. Requests of an engine that leaves are sent again to the others.
 
     ```
     prime-rl scale latest 3

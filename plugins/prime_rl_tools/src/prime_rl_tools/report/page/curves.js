@@ -56,6 +56,14 @@ function seriesOf(each, index) {
   });
 }
 
+// Values of one axis with their labels, all with the same power of ten: 0.606e−6, not 6.06e−7 beside 0.00000121.
+function axisLabels(values) {
+  const most = Math.max(...values.map(Math.abs));
+  const power = most >= 1e6 || (most && most < 1e-3) ? Math.floor(Math.log10(most)) : 0;
+  const unit = power ? `e${power}`.replace("-", "−") : "";
+  return values.map((each) => [each, number(each / 10 ** power, 3) + (each ? unit : "")]);
+}
+
 function chart(box, title, series) {
   const drawn = series.flatMap(seriesOf);
   const all = drawn.flatMap((each) => each.points);
@@ -66,7 +74,7 @@ function chart(box, title, series) {
   const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
   let y0 = Math.min(...ys), y1 = Math.max(...ys);
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) * 0.5, y1 + (Math.abs(y1) || 1) * 0.5];
-  const labels = [y0, (y0 + y1) / 2, y1].map((y) => [y, number(Math.abs(y) < (y1 - y0) * 1e-6 ? 0 : y, 3)]);
+  const labels = axisLabels([y0, (y0 + y1) / 2, y1].map((y) => (Math.abs(y) < (y1 - y0) * 1e-6 ? 0 : y)));
   const L = 10 + 6 * Math.max(...labels.map(([, label]) => label.length)), R = 8, T = 6, B = 16; // 6 px a digit
   const W = Math.max(130, box.clientWidth - 20), H = 104;
   const X = (x) => L + ((x - x0) / (x1 - x0)) * (W - L - R);
