@@ -11,7 +11,7 @@ import pytest
 from waiting import Clock, eventually, exists
 
 from prime_rl import RunError
-from prime_rl.config.run import RecoveryConfig
+from prime_rl.config.run import RecoveryConfig, RunConfig
 from prime_rl.errors import ProcessFailed
 from prime_rl.rundir.attempts import PROCESS, kill_left
 from prime_rl.rundir.checkpoints import complete, unfinished
@@ -31,8 +31,9 @@ def run(tmp_path):
     """Two restarts are allowed; ``trained`` writes the last step."""
     new_attempt(tmp_path)
     slept, said = [], []
-    config = RecoveryConfig(max_restarts=2)
-    recovery = Recovery(tmp_path, config, said.append, slept.append)
+    config = RunConfig(model={"name": "m"}, max_steps=9, recovery={"max_restarts": 2})
+    view = SimpleNamespace(run_dir=tmp_path, print=said.append)
+    recovery = Recovery(config, view, slept.append)
 
     def trained(step):
         (tmp_path / "trainer.jsonl").write_text(json.dumps({"step": step}) + "\n")

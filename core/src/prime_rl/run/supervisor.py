@@ -58,11 +58,9 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    policy = [*entry_points(group=RECOVERY)][:1]
-    recovery = [each.load()(view.run_dir, config.recovery, view.print) for each in policy]
-    limit = config.inference.max_restarts
+    recovery = [each.load()(config, view) for each in [*entry_points(group=RECOVERY)][:1]]
     attempts = Attempts(config, view, launcher)
-    attempts.restarts = restarts = [each.engines(attempts, launcher, limit) for each in recovery]
+    attempts.restarts = restarts = [each.engines(attempts, launcher) for each in recovery]
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,13 +17,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from prime_rl.config.run import RecoveryConfig
+from prime_rl.config.run import RecoveryConfig, RunConfig
 from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.launchers import Launcher, Process
+from prime_rl.plugins.view import RunView
 from prime_rl.run.children import Child
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
 from prime_rl.rundir.status import read_status
+from prime_rl_tools.logs import LogLimit
 from prime_rl_tools.restarts import Restarts
 
 if TYPE_CHECKING:
@@ -37,16 +40,15 @@ MOST_SECONDS = 5.0
 
 
 class Recovery:
-    """Counts failures, and decides whether the run goes on."""
+    """Counts failures, and decides whether the run goes on. Keeps its logs small."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        config: RecoveryConfig,
-        tell: Callable[[str], None],
-        sleep: Callable[[float], None] = time.sleep,
+        self, config: RunConfig, view: RunView, sleep: Callable[[float], None] = time.sleep
     ) -> None:
-        self._run_dir, self._config, self._tell, self._sleep = run_dir, config, tell, sleep
+        self._run_dir, self._tell, self._sleep = view.run_dir, view.print, sleep
+        self._config, self._max_restarts = config.recovery, config.inference.max_restarts
+        # The supervisor drops us when the processes of the run have ended.
+        weakref.finalize(self, LogLimit(view.run_dir, config.log.max_mib).close)
         self._furthest = self._used = 0
         self._last: tuple[str, int] | None = None
         self._began = time.time()
@@ -55,9 +57,9 @@ class Recovery:
         """An attempt begins: what looks for processes that count as dead."""
         return Liveness(self._run_dir, self._config).look
 
-    def engines(self, attempts: Attempts, launcher: Launcher, limit: int) -> Restarts:
-        """What restarts the engines of the run, each at most ``limit`` times, and lets others join
-        and leave."""
+    def engines(self, attempts: Attempts, launcher: Launcher) -> Restarts:
+        """What restarts the engines of the run, and lets others join and leave."""
+        limit = self._max_restarts
         return Restarts(launcher, self._run_dir, limit, self._tell, attempts=attempts)
 
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
