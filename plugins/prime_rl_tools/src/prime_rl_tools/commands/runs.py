@@ -47,9 +47,10 @@ def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
 
 
 def _print_runs(found: list[RunInfo]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from prime_rl_tools.terminal import Console
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", ratio=1)
@@ -85,7 +86,7 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         table = {**asdict(info), "restarts": restarts, "processes": rows}
         typer.echo(json.dumps(table, indent=2))
         return
-    from rich.console import Console
+    from prime_rl_tools.terminal import Console
 
     console = Console()
     console.print(_headline(info))
