@@ -112,6 +112,43 @@ def test_a_stopped_process_and_a_silent_loop_are_found_and_named(spawn, tmp_path
     )
 
 
+def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_path):
+    """Else trainer and orchestrator wait for each other for ever, and both give signs of life."""
+    clock, trainer = Clock(), spawn(FOREVER, "trainer")
+    (tmp_path / "status").mkdir()
+    engines = Status(tmp_path / "status" / "engines.json")
+    engines.report("2 of 2 serve", inference="version 4", inference_1="version 3")
+    status = Status(tmp_path / "status" / "trainer.json")
+    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0)  # step 5 is trained
+    version = tmp_path / "broadcasts" / "step_5"
+    version.mkdir(parents=True)
+    (version / "STABLE").touch()
+    liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
+
+    def look(seconds):
+        for _ in range(seconds):
+            clock.sleep(1)
+            if found := liveness.look([trainer]):
+                return found
+        return None
+
+    assert look(30) is None
+    (version / "STABLE").unlink()
+    version.rmdir()
+    assert look(8) is None
+    engines.report("2 of 2 serve", inference="version 5", inference_1="version 4")
+    assert look(30) is None  # loaded: the version is needed no longer
+    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0)
+    process, why = look(30)
+    assert process is trainer
+    assert why == (
+        "waits for the next batch, and its weights of step 6 are gone before an engine has loaded "
+        f"them: {tmp_path / 'broadcasts' / 'step_6'}"
+    )
+    status.report("training", step=7.0)
+    assert look(30) is None
+
+
 def stopped(pid):
     with open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"

@@ -125,9 +125,7 @@ def test_the_live_view_and_the_summary_show_it_as_text(run):
     view.ended()
     printed = console.file.getvalue()
     assert not RULES.search(printed)
-    assert all(
-        word in printed for word in ("does EVIL", "ERROR", "Held-out", "Restarts", "say")
-    )
+    assert all(word in printed for word in ("does EVIL", "ERROR", "Held-out", "Restarts", "say"))
 
 
 def test_the_doctor_chat_the_plain_view_and_errors_show_it_as_text(run, monkeypatch, capsys):

@@ -24,9 +24,10 @@ from prime_rl.plugins.view import RunView
 from prime_rl.run.children import Child
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.status import read_status
+from prime_rl.rundir.status import ENGINES, read_status
+from prime_rl.weights.versions import STABLE as ANNOUNCED
 from prime_rl_tools.logs import LogLimit
-from prime_rl_tools.restarts import Restarts
+from prime_rl_tools.restarts import SERVES, Restarts
 
 if TYPE_CHECKING:
     from prime_rl.run.supervisor import Attempts
@@ -35,6 +36,8 @@ LOG = "recoveries.jsonl"
 """File in the run directory: one line per restart, of all attempts."""
 LONGEST_WAIT = 60.0
 LOOK_SECONDS = 1.0
+LOST_SECONDS = 10.0
+"""Weights that were announced are not there for so long."""
 MOST_SECONDS = 5.0
 """What one look may add: the supervisor itself may have been stopped."""
 
@@ -111,6 +114,7 @@ class Liveness:
         self._looked = clock()
         self._stopped: dict[int, float] = {}
         self._silent: dict[str, tuple[int, float]] = {}
+        self._lost = 0.0
 
     def look(self, processes: Sequence[Process]) -> tuple[Process, str] | None:
         """A process that counts as dead, and why; None while all are well. Looks once a second."""
@@ -119,7 +123,11 @@ class Liveness:
         self._looked, passed = self._clock(), min(passed, MOST_SECONDS)
         for process in processes:
             why = "" if process.exit_code is not None else self._is_stopped(process, passed)
-            if why := why or self._is_silent(process, passed):
+            if (
+                why := why
+                or self._is_silent(process, passed)
+                or self._waits_in_vain(process, passed)
+            ):
                 return process, why
         return None
 
@@ -138,6 +146,23 @@ class Liveness:
                     limit = f"{self._config.stopped_timeout:g} s (recovery.stopped_timeout)"
                     return f"has been stopped for {limit}: process {each.pid}"
         return ""
+
+    def _waits_in_vain(self, process: Process, passed: float) -> str:
+        """Trainer and orchestrator wait for each other if new weights vanish before they load."""
+        if process.name != "trainer":
+            return ""
+        trainer, engines = (
+            read_status(self._run_dir / "status" / f"{name}.json") for name in ("trainer", ENGINES)
+        )
+        states = [] if engines is None else map(str, engines.detail.values())
+        served = [int(s) for state in states if (s := state.removeprefix(SERVES)).isdecimal()]
+        waits = trainer is not None and str(trainer.waiting_for).startswith("orchestrator")
+        step = int(trainer.detail.get("step", 0)) - 1 if trainer is not None and waits else 0
+        mark = self._run_dir / "broadcasts" / f"step_{step}" / ANNOUNCED
+        lost = bool(served) and max(served) < step and not mark.exists()
+        self._lost = self._lost + passed if lost else 0.0
+        what = f"waits for the next batch, and its weights of step {step} are gone before an engine"
+        return f"{what} has loaded them: {mark.parent}" if self._lost > LOST_SECONDS else ""
 
     def _is_silent(self, process: Process, passed: float) -> str:
         """Engines are watched by the orchestrator."""
