@@ -1,5 +1,6 @@
 """What counts as dead, which failures the run survives, and what a late process may write."""
 
+import errno
 import json
 import os
 import signal
@@ -62,6 +63,13 @@ def test_an_error_that_a_process_reports_ends_a_run_that_has_trained_nothing(run
     with pytest.raises(ProcessFailed):
         run.recovery.allow(failure("trainer exited with code 1: no GPU", reported=True), 1)
     run.recovery.allow(failure(), 1)  # nothing says that it would come again
+
+
+def test_on_a_full_disk_the_run_ends_with_the_cause(run):
+    (run.dir / LOG).symlink_to("/dev/full")
+    with pytest.raises(ProcessFailed, match="the whole story") as raised:
+        run.recovery.allow(failure(), 1)
+    assert raised.value.__cause__.errno == errno.ENOSPC
 
 
 def test_an_error_that_comes_back_at_the_same_step_ends_the_run(run):

@@ -68,7 +68,7 @@ class Recovery:
     def allow(self, failure: ProcessFailed, first_step: int) -> None:
         """Return after a pause if the run is to be started again. Raises ``failure`` if it came
         before the first attempt had trained anything and the process said why, if it came twice at
-        the same step, or if the restarts are used up without progress."""
+        the same step, if the restarts are used up without progress, or if the disk is full."""
         step = last_trained(self._run_dir)
         if step > self._furthest:
             self._furthest, self._used = step, 0
@@ -83,8 +83,11 @@ class Recovery:
             since, where = max(since, mark.stat().st_mtime), f"step {newest}"
         lost = max(0.0, time.time() - since)
         line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
-        with (self._run_dir / LOG).open("a") as file:
-            file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
+        try:
+            with (self._run_dir / LOG).open("a") as file:
+                file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
+        except OSError as error:  # a full disk: another attempt could not write either
+            raise failure from error
         self._tell(
             f"{failure.cause}, after step {step}: starting again from {where} "
             f"({self._used + 1} of {self._config.max_restarts} times; {lost:.0f} s are repeated)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from prime_rl_tools.runs import RunInfo
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+FULL = 16.0
+"""MiB that a disk has at least that is not called full."""
 
 COLORS = {
     "running": "green",
@@ -96,6 +100,9 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         console.print(_processes(reports))
     elif info.state in ("failed", "died"):
         console.print(f"logs    {run_dir / 'logs' / 'latest'}", markup=False, soft_wrap=True)
+    if (free := shutil.disk_usage(run_dir).free / 2**20) < FULL:
+        said = f"disk    {free:.1f} MiB are free. Free space; `prime-rl run --resume` continues"
+        console.print(said, markup=False, soft_wrap=True)
 
 
 def _headline(info: RunInfo) -> Any:
