@@ -12,7 +12,7 @@ from prime_rl import Monitor, PluginConfig
 from prime_rl.orchestrator.reporter import in_background
 from prime_rl.testing import make_rollout
 from prime_rl_tools.background import MAX_WAITING_ROLLOUTS, Background
-from prime_rl_tools.metrics_file import FileMonitor
+from prime_rl_tools.metrics_file import FileConfig, FileMonitor
 
 
 def lines(run_dir):
@@ -38,6 +38,23 @@ def test_values_that_are_not_finite_become_null(tmp_path):
     assert "NaN" not in text and "Infinity" not in text
     (row,) = lines(tmp_path)
     assert (row["nan"], row["inf"], row["fine"]) == (None, None, 1.0)
+
+
+def test_between_whole_lines_the_means_stay(tmp_path):
+    monitor = FileMonitor(FileConfig(interval=10), tmp_path)
+    means = {"train/agg/all/reward/mean": 0.5, "loss/mean": 1.0, "eval/e/all/reward/p90": 7.0}
+    details = {
+        "train/agg/all/reward/p90": 1.0,
+        "train/agg/effective/reward/mean": 0.5,
+        "train/agg/all/timing/total/mean": 2.0,
+        "inference/kv_use/mean": 0.1,
+    }
+    for step in (9, 10):
+        monitor.log(step, means | details)
+    monitor.close()
+    thin, whole = lines(tmp_path)
+    assert thin.keys() == {"step", "time", *means}
+    assert whole.keys() == {"step", "time", *means, *details}
 
 
 def test_a_second_monitor_appends(tmp_path):

@@ -1,10 +1,21 @@
 """The exceptions of the framework: each says when it is raised."""
 
+import re
+
+
+def printable(text: str) -> str:
+    """A text that cannot rule a terminal: no controls (C0, C1), bidi overrides or surrogates."""
+    bidi, surrogates = r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069", r"\ud800-\udfff"
+    return re.sub(rf"[\x00-\x08\x0b-\x1f\x7f-\x9f{bidi}{surrogates}]", "\ufffd", text)
+
 
 class PrimeRLError(Exception):
     """Base class of every exception that the framework raises on purpose."""
 
     exit_code = 2  # of ``prime-rl``, if the exception ends it
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(PrimeRLError, ValueError):

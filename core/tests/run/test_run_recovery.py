@@ -1,5 +1,6 @@
 """What counts as dead, which failures the run survives, and what a late process may write."""
 
+import errno
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 from waiting import Clock, eventually, exists
 
 from prime_rl import RunError
-from prime_rl.config.run import RecoveryConfig
+from prime_rl.config.run import RecoveryConfig, RunConfig
 from prime_rl.errors import ProcessFailed
 from prime_rl.rundir.attempts import PROCESS, kill_left
 from prime_rl.rundir.checkpoints import complete, unfinished
@@ -31,8 +32,9 @@ def run(tmp_path):
     """Two restarts are allowed; ``trained`` writes the last step."""
     new_attempt(tmp_path)
     slept, said = [], []
-    config = RecoveryConfig(max_restarts=2)
-    recovery = Recovery(tmp_path, config, said.append, slept.append)
+    config = RunConfig(model={"name": "m"}, max_steps=9, recovery={"max_restarts": 2})
+    view = SimpleNamespace(run_dir=tmp_path, print=said.append)
+    recovery = Recovery(config, view, slept.append)
 
     def trained(step):
         (tmp_path / "trainer.jsonl").write_text(json.dumps({"step": step}) + "\n")
@@ -61,6 +63,13 @@ def test_an_error_that_a_process_reports_ends_a_run_that_has_trained_nothing(run
     with pytest.raises(ProcessFailed):
         run.recovery.allow(failure("trainer exited with code 1: no GPU", reported=True), 1)
     run.recovery.allow(failure(), 1)  # nothing says that it would come again
+
+
+def test_on_a_full_disk_the_run_ends_with_the_cause(run):
+    (run.dir / LOG).symlink_to("/dev/full")
+    with pytest.raises(ProcessFailed, match="the whole story") as raised:
+        run.recovery.allow(failure(), 1)
+    assert raised.value.__cause__.errno == errno.ENOSPC
 
 
 def test_an_error_that_comes_back_at_the_same_step_ends_the_run(run):
@@ -109,6 +118,43 @@ def test_a_stopped_process_and_a_silent_loop_are_found_and_named(spawn, tmp_path
         "has given no sign of life for 30 s (recovery.hang_timeout): sampling batch 3, "
         "waiting for inference"
     )
+
+
+def test_weights_that_vanish_before_an_engine_loads_them_are_named(spawn, tmp_path):
+    """Else trainer and orchestrator wait for each other for ever, and both give signs of life."""
+    clock, trainer = Clock(), spawn(FOREVER, "trainer")
+    (tmp_path / "status").mkdir()
+    engines = Status(tmp_path / "status" / "engines.json")
+    engines.report("2 of 2 serve", inference="version 4", inference_1="version 3")
+    status = Status(tmp_path / "status" / "trainer.json")
+    status.report("waiting", waiting_for="orchestrator (batch 6)", step=6.0)  # step 5 is trained
+    version = tmp_path / "broadcasts" / "step_5"
+    version.mkdir(parents=True)
+    (version / "STABLE").touch()
+    liveness = Liveness(tmp_path, RecoveryConfig(), clock.monotonic)
+
+    def look(seconds):
+        for _ in range(seconds):
+            clock.sleep(1)
+            if found := liveness.look([trainer]):
+                return found
+        return None
+
+    assert look(30) is None
+    (version / "STABLE").unlink()
+    version.rmdir()
+    assert look(8) is None
+    engines.report("2 of 2 serve", inference="version 5", inference_1="version 4")
+    assert look(30) is None  # loaded: the version is needed no longer
+    status.report("waiting", waiting_for="orchestrator (batch 7)", step=7.0)
+    process, why = look(30)
+    assert process is trainer
+    assert why == (
+        "waits for the next batch, and its weights of step 6 are gone before an engine has loaded "
+        f"them: {tmp_path / 'broadcasts' / 'step_6'}"
+    )
+    status.report("training", step=7.0)
+    assert look(30) is None
 
 
 def stopped(pid):

@@ -6,6 +6,7 @@ from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl_tools.rollouts import (
     RolloutStore,
+    SaveConfig,
     SaveRollouts,
     read_rollouts,
     read_step,
@@ -14,10 +15,12 @@ from prime_rl_tools.rollouts import (
 )
 
 
-def observer_of(run_dir, *, is_on=True):
+def observer_of(run_dir, *, is_on=True, settings=None):
     config = SimpleNamespace(orchestrator=SimpleNamespace(save_rollouts=is_on))
     run = SimpleNamespace(config=config, run_dir=run_dir)
-    return SaveRollouts(PluginConfig(), SimpleNamespace(shared=SimpleNamespace(run=run)))
+    return SaveRollouts(
+        settings or PluginConfig(), SimpleNamespace(shared=SimpleNamespace(run=run))
+    )
 
 
 def test_the_observer_writes_each_batch(tmp_path):
@@ -36,6 +39,15 @@ def test_the_observer_writes_nothing_where_rollouts_are_not_saved(tmp_path):
     observer.group_scored([member(0)], version=0)
     observer.batch_sent(Batch(3), [])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_files_stay_and_those_of_every_multiple(tmp_path):
+    observer = observer_of(tmp_path, settings=SaveConfig(keep_last=2, keep_interval=4))
+    for step in range(1, 12):
+        observer.batch_sent(Batch(step), [])
+    assert [*step_files(tmp_path)] == [4, 8, 10, 11]
+    assert SaveConfig(keep_last=3).superseded([1, 2, 3, 4, 9]) == [1, 2]
+    assert SaveConfig(keep_interval=4).superseded([1, 2, 3]) == []  # all stay
 
 
 def test_the_run_survives_a_full_disk_without_its_saved_rollouts(tmp_path, caplog):

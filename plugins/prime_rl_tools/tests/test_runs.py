@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -248,6 +249,14 @@ def test_status_shows_each_process(make):
     assert found["processes"]["trainer"]["waiting_for"] == "orchestrator (batch 3)"
     assert found["state"] == "running"
     assert list(found["processes"]) == ["trainer", "orchestrator"]
+
+
+def test_status_names_a_full_disk(make, monkeypatch):
+    make.run("one", steps=2)
+    assert "disk " not in prime_rl("status", "one", "--output-dir", make.folder).output
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=3 * 2**19))
+    said = prime_rl("status", "one", "--output-dir", make.folder).output
+    assert "disk    1.5 MiB are free. Free space; `prime-rl run --resume` continues" in said
 
 
 def test_stop_from_the_command_line(make):

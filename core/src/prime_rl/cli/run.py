@@ -63,7 +63,9 @@ def run(
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
-    again = _command(paths, overrides)
+    typed = sys.argv[0]  # this program as a shell finds it
+    program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
+    again = shlex.join([program, "run", *paths, *overrides])
     if checkpoint is not None:
         from prime_rl.run.resume import begin, plan
 
@@ -79,12 +81,6 @@ def run(
     else:
         with held(run_dir := make_run_dir(config)):
             _train(config, hooks, run_dir, again, None)
-
-
-def _command(paths: list[str], overrides: list[str]) -> str:
-    typed = sys.argv[0]  # this program as a shell finds it
-    program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
-    return shlex.join([program, "run", *paths, *overrides])
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:

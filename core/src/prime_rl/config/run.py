@@ -188,6 +188,8 @@ class LogConfig(Settings):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest severity that is logged."""
+    max_mib: PositiveFloat = 64.0
+    """Size of a process's log; of a longer one, the beginning and the end are kept."""
 
 
 class ModelSource(Settings):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from prime_rl.errors import printable
 from prime_rl.plugins.base import Offer, PluginConfig
 from prime_rl.rundir.status import StatusReport, read_status
 
@@ -47,7 +48,7 @@ class RunView(Offer):
 
     def print(self, line: str) -> None:
         """Show a line of text: a restart, a wait, a stop."""
-        print(line, flush=True)
+        print(printable(line), flush=True)
 
     def dry_run(self, config: RunConfig, hooks: Hooks, quick: bool) -> Sequence[str]:
         """Lines about a run that ``--dry-run`` has checked; ``quick``: without its environments.

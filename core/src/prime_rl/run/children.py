@@ -52,7 +52,6 @@ class Child(Process):
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; -N if signal N ended it."""
         return self.process.poll()
 
     def kill(self) -> None:

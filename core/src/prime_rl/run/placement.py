@@ -118,7 +118,8 @@ def plan(
     }
     own = [urls.pop(task.name) for task in layout.engines]
     trainers = [places[task.name] for task in layout.of("trainer")]
-    wire = places["orchestrator"]
+    wire, first = places["orchestrator"], transport.port
+    ports = wire.ports if first is None else range(first, first + len(wire.ports))
     return Launch(
         model_path=layout.model_path,
         wait_for_model=layout.to_make and layout.model_path == layout.initial_path,
@@ -129,7 +130,7 @@ def plan(
         engine_names=[task.name for task in layout.engines],
         transport_type=transport.type,
         transport_host=wire.address or transport.host,
-        transport_ports=_ports(transport.port, wire.ports),
+        transport_ports=[*ports],
         transport_hwm=transport.hwm,
         first_step=checkpoint.step + 1 if checkpoint else 1,
         num_ranks=layout.num_ranks,
@@ -149,8 +150,3 @@ def engine_url(config: RunConfig, task: Task, place: Place) -> str:
 
 def _host(address: str) -> str:
     return f"[{address}]" if ":" in address else address
-
-
-def _ports(first: int | None, free: Sequence[int]) -> list[int]:
-    """Consecutive ports from the configured one, else the free ports."""
-    return list(free) if first is None else [first + number for number in range(len(free))]

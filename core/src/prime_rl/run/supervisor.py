@@ -58,11 +58,9 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    policy = [*entry_points(group=RECOVERY)][:1]
-    recovery = [each.load()(view.run_dir, config.recovery, view.print) for each in policy]
-    limit = config.inference.max_restarts
+    recovery = [each.load()(config, view) for each in [*entry_points(group=RECOVERY)][:1]]
     attempts = Attempts(config, view, launcher)
-    attempts.restarts = restarts = [each.engines(attempts, launcher, limit) for each in recovery]
+    attempts.restarts = restarts = [each.engines(attempts, launcher) for each in recovery]
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))
@@ -233,7 +231,10 @@ def _is_of(part: str, process: Process) -> bool:
 def _check_alive(process: Process, run_dir: Path) -> None:
     """Raises ``RunError`` if an engine has ended, ``ProcessFailed`` if another process failed."""
     code = process.exit_code
-    if code is None or (code == 0 and _is_done(process.name, run_dir)):
+    # Its status may be lost, but must not say that it did something else. An engine is never done.
+    report = read_status(run_dir / "status" / f"{process.name}.json") if code == 0 else None
+    done = not _is_of("inference", process) and (report is None or report.state == DONE)
+    if code is None or (code == 0 and done):
         return
     how = ending(code) + (" before it was done" if code == 0 else "")
     raise _failed(process, run_dir, how)
@@ -255,10 +256,3 @@ def _failed(process: Process, run_dir: Path, how: str) -> RunError:
     detail = own or next(reversed(lines), "") if process.exit_code == 1 else ""
     cause = f"{process.name} {how}" + (f": {detail}" if detail else "")
     return ProcessFailed(text, process.name, cause.splitlines()[0], reported=bool(own))
-
-
-def _is_done(name: str, run_dir: Path) -> bool:
-    """Whether a process that exited with 0 was done: its status may be lost, but must not say that
-    it did something else. An engine never is. The trainer's first node reports for all nodes."""
-    report = read_status(run_dir / "status" / f"{name}.json")
-    return not name.startswith("inference") and (report is None or report.state == DONE)

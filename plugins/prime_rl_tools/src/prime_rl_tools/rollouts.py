@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
+from pydantic import PositiveInt
 
 from prime_rl import Group, Observer, ObserverHost, PluginConfig, Rollout
 from prime_rl.orchestrator.records import StoredRollout as StoredRollout
@@ -97,14 +98,30 @@ class RolloutStore:
         write_rollouts(path, step, seen, dropped, waiting=waiting, frames=digests)
 
 
+class SaveConfig(PluginConfig):
+    """``[observers.save_rollouts]``: which files in ``<run>/rollouts`` stay."""
+
+    keep_last: PositiveInt | None = None
+    """Number of newest steps. None: all."""
+    keep_interval: PositiveInt | None = None
+    """Steps of every multiple of this stay, in addition to ``keep_last``."""
+
+    def superseded(self, steps: Sequence[int]) -> list[int]:
+        """The ``steps``, in order, whose files can be deleted."""
+        older = [] if self.keep_last is None else steps[: -self.keep_last]
+        return [n for n in older if self.keep_interval is None or n % self.keep_interval]
+
+
 class SaveRollouts(Observer):
     """Saves the rollouts of every step, unless ``orchestrator.save_rollouts`` is false."""
 
     name = "save_rollouts"
+    config_class = SaveConfig
     reads = ("orchestrator.save_rollouts",)
 
     def __init__(self, config: PluginConfig, host: ObserverHost) -> None:
         super().__init__(config, host)
+        self._keep = config if isinstance(config, SaveConfig) else SaveConfig()
         run = host.shared.run
         is_on = run.config.orchestrator.save_rollouts
         self._store = RolloutStore(run.run_dir) if is_on else None
@@ -119,6 +136,9 @@ class SaveRollouts(Observer):
             return
         try:
             self._store.write(batch.step, batch.seen, batch.dropped, frames)
+            files = step_files(self._store.directory.parent)
+            for step in self._keep.superseded([*files]):
+                files[step].unlink(missing_ok=True)
         except OSError as error:
             log.error("step %d: its rollouts are not kept: %s", batch.step, error)
 

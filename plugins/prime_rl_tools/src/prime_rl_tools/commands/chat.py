@@ -11,9 +11,8 @@ import typer
 from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from prime_rl_tools.serve.chat import Chat
+    from prime_rl_tools.terminal import Console
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -41,11 +40,10 @@ def chat(
     prime-rl chat mine --prompt "reverse: abc" --temperature 1
     ```
     """
-    from rich.console import Console
-
     from prime_rl.errors import RunError
     from prime_rl_tools.api import Run
     from prime_rl_tools.serve.chat import ChatOptions, opened
+    from prime_rl_tools.terminal import Console
 
     console, options = Console(), ChatOptions(system, temperature, max_tokens, seed)
 

@@ -28,6 +28,7 @@ def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
     prime-rl doctor latest
     ```
     """
+    from prime_rl.errors import printable
     from prime_rl_tools.doctor import MIN_STEPS, History, diagnose
     from prime_rl_tools.runs import find_run
 
@@ -41,7 +42,7 @@ def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         return
     typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {len(verdicts)} findings")
     for verdict in verdicts:
-        typer.echo(f"\n{_text(verdict)}")
+        typer.echo(f"\n{printable(_text(verdict))}")
     if verdicts:
         typer.echo(f"\n{NOTE}")
 

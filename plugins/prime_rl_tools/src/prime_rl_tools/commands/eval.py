@@ -53,10 +53,9 @@ def _run(request: EvalRequest, as_json: bool) -> None:
     import json
     import logging
 
-    from rich.console import Console
-
     from prime_rl_tools.eval.run import as_record, evaluate
     from prime_rl_tools.eval.view import Bars, print_results
+    from prime_rl_tools.terminal import Console
 
     bars, log = Bars(Console(stderr=True)), logging.getLogger("prime_rl_evals.figures")
     log.disabled = True  # failures are in the table

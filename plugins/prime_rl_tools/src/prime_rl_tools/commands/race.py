@@ -48,13 +48,12 @@ def race(
     prime-rl race grpo.toml max_rl.toml --seeds 3 --steps 40
     ```
     """
-    from rich.console import Console
-
     from prime_rl.cli.run import split_arguments
     from prime_rl.errors import ConfigError, RunError
     from prime_rl_tools.race.runs import Budget, read_entries
     from prime_rl_tools.race.show import as_json as shown
     from prime_rl_tools.race.show import draw_race, print_race
+    from prime_rl_tools.terminal import Console
 
     paths, overrides = split_arguments([*files, *context.args])
     budget = Budget(steps, tokens, cpu_seconds)
@@ -80,9 +79,8 @@ def _results(
     entries: Sequence[Entry], seeds: int, budget: Budget, output_dir: Path
 ) -> dict[str, dict[int, Point]]:
     """Train seed by seed, so that an interrupted race has pairs."""
-    from rich.console import Console
-
     from prime_rl_tools.race.runs import result_of
+    from prime_rl_tools.terminal import Console
 
     progress = Console(stderr=True)
     results: dict[str, dict[int, Point]] = {entry.name: {} for entry in entries}

@@ -92,11 +92,10 @@ def chosen_algorithms(config: RunConfig, algo: str | None, files: list[Path]) ->
 def _print(
     config: RunConfig, algorithms: Algorithms, replayed: Replayed, changes: list[StepChange]
 ) -> None:
-    from rich.console import Console
-
     from prime_rl_tools.replay import table
     from prime_rl_tools.replay.compare import most_changed
     from prime_rl_tools.replay.score import algorithms_of
+    from prime_rl_tools.terminal import Console
 
     console = Console()
     table.print_algorithms(console, algorithms_of(config), algorithms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from prime_rl_tools.runs import RunInfo
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+FULL = 16.0
+"""MiB that a disk has at least that is not called full."""
 
 COLORS = {
     "running": "green",
@@ -47,9 +51,10 @@ def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
 
 
 def _print_runs(found: list[RunInfo]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from prime_rl_tools.terminal import Console
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold", ratio=1)
@@ -85,7 +90,7 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         table = {**asdict(info), "restarts": restarts, "processes": rows}
         typer.echo(json.dumps(table, indent=2))
         return
-    from rich.console import Console
+    from prime_rl_tools.terminal import Console
 
     console = Console()
     console.print(_headline(info))
@@ -95,6 +100,9 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         console.print(_processes(reports))
     elif info.state in ("failed", "died"):
         console.print(f"logs    {run_dir / 'logs' / 'latest'}", markup=False, soft_wrap=True)
+    if (free := shutil.disk_usage(run_dir).free / 2**20) < FULL:
+        said = f"disk    {free:.1f} MiB are free. Free space; `prime-rl run --resume` continues"
+        console.print(said, markup=False, soft_wrap=True)
 
 
 def _headline(info: RunInfo) -> Any:

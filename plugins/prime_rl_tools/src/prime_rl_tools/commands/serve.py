@@ -37,11 +37,10 @@ def serve(
     prime-rl serve outputs/mine/weights --port 8001
     ```
     """
-    from rich.console import Console
-
     from prime_rl.errors import RunError
     from prime_rl_tools.serve.request import read_settings
     from prime_rl_tools.serve.server import serve as serve_until_interrupted
+    from prime_rl_tools.terminal import Console
 
     settings = read_settings(model, context.args, options)
     try:

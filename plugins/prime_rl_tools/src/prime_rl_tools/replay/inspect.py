@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +26,7 @@ from prime_rl_tools.files import reading
 from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.rollouts import StoredRollout, read_step
 from prime_rl_tools.runs import run_info
+from prime_rl_tools.terminal import Console
 
 Facts = dict[str, Any]
 """``kind``, single values, and lists of like tables by name."""

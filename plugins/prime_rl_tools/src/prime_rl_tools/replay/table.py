@@ -67,10 +67,10 @@ def print_most_changed(console: Console, pairs: Sequence[Scored]) -> None:
     for pair in pairs:
         rollout = pair.again
         table.add_row(
-            rollout.env,
+            Text(rollout.env),
             str(rollout.group_id),
             str(rollout.example_id),
-            rollout.agent,
+            Text(rollout.agent),
             f"{rollout.reward:.3f}",
             f"{_mean(pair.stored.rollout):+.4f}",
             f"→ {_mean(rollout):+.4f}",

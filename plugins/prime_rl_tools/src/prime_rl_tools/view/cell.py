@@ -7,7 +7,9 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
+
+from prime_rl_tools.terminal import Console
 
 WIDTH = 110
 HTML = '<pre style="line-height:1.25">{code}</pre>'

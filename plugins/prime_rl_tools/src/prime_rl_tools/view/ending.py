@@ -78,10 +78,11 @@ def logged_errors(run_dir: Path) -> list[str]:
     a monitor that fails, a loss that is not finite. The run went on."""
     found: dict[str, str] = {}
     for path in sorted((run_dir / "logs" / "latest").glob("*.log")):
-        for line in path.read_text(errors="replace").splitlines():
-            if error := re.fullmatch(r"\S+ \S+ ERROR prime_rl\S*: (.+)", line):
-                sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
-                found.setdefault(sort, f"{path.stem}: {error[1]}")
+        with path.open(errors="replace") as file:
+            for line in file:
+                if error := re.fullmatch(r"\S+ \S+ ERROR prime_rl\S*: (.+)", line.rstrip("\n")):
+                    sort = " ".join(re.sub(r"\d+", "0", error[1]).split()[:4])
+                    found.setdefault(sort, f"{path.stem}: {error[1]}")
     return [*found.values()]
 
 

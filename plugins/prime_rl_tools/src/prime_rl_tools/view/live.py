@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -23,7 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prime_rl import PluginConfig, RunView
+from prime_rl.errors import printable
 from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
+from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
 from prime_rl_tools.view.ending import print_findings, print_next, print_stop, print_summary
 from prime_rl_tools.view.findings import Findings
@@ -218,7 +220,7 @@ class TerminalView(RunView):
         """See ``RunView.dry_run``."""
         from prime_rl_tools.dry_run import describe
 
-        return [*describe(config, hooks, quick)]
+        return [printable(line) for line in describe(config, hooks, quick)]
 
     def stopped(self, step: int | None, saved: bool, command: str) -> None:
         """See ``RunView.stopped``: the summary if weights are saved, and how to resume the run."""
