@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoModelForCausalLM,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
+    GptOssConfig,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
 )
 
 from prime_rl import Loss, LossInputs, LossOutputs
@@ -135,6 +138,20 @@ def test_a_mixture_of_experts_gets_no_figure_and_the_log_says_why(
     assert caplog.messages == [
         "no perf/mfu for Qwen3ForCausalLM: it has experts, of which a token uses only some"
     ]
+
+
+@pytest.mark.parametrize("config_class", [Qwen3MoeConfig, GptOssConfig])
+def test_the_experts_that_a_token_uses_count(config_class: Callable[..., Any]) -> None:
+    """Two of eight, with three matrices of 32 x 16 each, and the router; no biases."""
+    config = config_class(
+        vocab_size=61, hidden_size=32, intermediate_size=16, moe_intermediate_size=16,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_local_experts=8, num_experts_per_tok=2, mlp_only_layers=[],
+    )  # fmt: skip
+    cost = model_cost(AutoModelForCausalLM.from_config(config))
+    assert cost is not None
+    attention = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8
+    assert cost.per_token == 6 * 2 * (attention + 32 * 8 + 2 * 3 * 32 * 16)
 
 
 def test_layers_may_differ_in_head_size() -> None:

@@ -84,6 +84,31 @@ def test_what_a_config_leaves_idle_is_named(machine):
     )
 
 
+@pytest.mark.parametrize(
+    ("settings", "published"),
+    [
+        (["--inference.engine=vllm"], "bfloat16"),  # of the model's config.json
+        (["--inference.engine=vllm", "--inference.vllm.dtype=float32"], "float32"),
+        (["--inference.engine=vllm", "--trainer.publish_dtype=float32"], "float32"),
+        (["--inference.engine=vllm", "--trainer.lora.rank=4"], "float32"),  # adapters are exact
+        (["--inference.engine=vllm", "--model.name=o/unknown"], "float32"),
+        (["--inference.base_url=http://h:1"], "float32"),
+        (["--inference.engine=embedded"], "float32"),
+        (["--inference.engine=embedded", "--inference.embedded.dtype=bfloat16"], "bfloat16"),
+    ],
+)
+def test_weights_are_published_in_what_the_engine_serves_in(
+    machine, tmp_path, monkeypatch, settings, published
+):
+    machine(0)
+    monkeypatch.setenv("PRIME_RL_CACHE", str(tmp_path))
+    given = ["--model.name=Qwen/Qwen3-0.6B", "--max_steps=1", *settings]
+    config, notices = fit(load_config([], given))
+    assert config.trainer.publish_dtype == published
+    notice = "trainer.publish_dtype = 'bfloat16': the engine serves in it"
+    assert notices == [notice] * (published == "bfloat16")
+
+
 def test_vllm_is_the_engine_of_a_machine_with_gpus_that_has_it(machine, monkeypatch):
     from prime_rl_vllm import defaults
 

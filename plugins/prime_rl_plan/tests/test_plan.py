@@ -20,7 +20,7 @@ from prime_rl.cli.app import app
 from prime_rl.run.gpus import VISIBLE
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
-from prime_rl_plan.devices import GIB, Machines, parse
+from prime_rl_plan.devices import GIB, ON_HOST, Machines, parse
 from prime_rl_plan.estimate import Plan, Side
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -159,6 +159,22 @@ def test_another_tracker_sees_the_same_peak_on_fake_cuda_tensors(
     assert done.returncode == 0, done.stderr[-2000:]
     tracked = json.loads(done.stdout.splitlines()[-1])["Total"] / GIB
     assert plan.planned(request) == pytest.approx(tracked, rel=0.01)
+
+
+@pytest.mark.slow
+def test_moments_that_are_off_the_gpu_count_as_host_memory() -> None:
+    recipe = str(ROOT / "configs/recipes/opd_qwen3.toml")
+    command = [sys.executable, "-m", "prime_rl", "plan", recipe, "--gpus=2xH100-80", "--json"]
+    done = subprocess.run(
+        [*command, "--trainer.optim.type=adamw_offload"],
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    # Two float32 numbers per weight, in blocks of 512 bytes.
+    assert found["host"] == {ON_HOST: pytest.approx(8 * 596_049_920, rel=1e-4)}
+    assert "optimizer" not in found["trainer"]["parts"]
+    assert found["trainer"]["parts"]["weights"] > 4 * 596_049_920 - 1
+    assert found["update"] == 2 * 596_049_920  # the engine's dtype
 
 
 # -- recipes -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from scripted_replies import TOKENIZER, replying
 from waiting import LIMIT
 
 from prime_rl import ConfigError
+from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import (
     Environment,
     EnvSettings,
@@ -241,6 +242,33 @@ assert taskset_class("reasoning-gym") is own
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+async def test_a_worker_process_knows_the_short_id(tmp_path: Path) -> None:
+    make = pytest.importorskip("prime_rl_env_workers.environment").make_environment
+    (tmp_path / "status").mkdir()
+    TOKENIZER.save_pretrained(tmp_path)
+    args = {"task": {"name": "gcd", "answer": "reply"}}
+    train = {"env": [{"id": "reasoning-gym", "args": args}], "harness": {"id": "in-process"}}
+    orchestrator = {"train": train, "env_workers": 1}
+    config = RunConfig.model_validate(
+        {"model": {"name": "m"}, "max_steps": 1, "orchestrator": orchestrator}
+    )
+    (table,) = config.orchestrator.train.env
+    renderer = Qwen3RendererConfig(enable_thinking=False)
+    settings = EnvSettings.of(
+        table,
+        default_harness=config.orchestrator.train.harness,
+        renderer=renderer,
+        tokenizer_path=tmp_path,
+    )
+    async with replying() as engine, make(settings, table, config, tmp_path) as env:
+        example = env.examples[0]
+        engine.script = lambda prompt: example.fields["answer"]
+        policy = ModelEndpoint("scripted", engine.base_url)
+        (result,) = await env.run(example, model=policy, sampling=SamplingSettings())
+    assert (env.pool is not None, result.error, result.reward) == (True, None, 1.0)
 
 
 def test_importing_the_plugin_imports_neither_verifiers_nor_the_package() -> None:

@@ -186,8 +186,8 @@ class TrainerConfig(PluginTable):
     """Published weight versions to keep on disk; an engine may still be loading the previous one.
     """
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of published weights. ``bfloat16`` halves the bytes for engines that serve in it
-    and would round float32 to the same numbers; for others it loses precision. Adapters,
+    """Precision of published weights. ``bfloat16`` halves the bytes, and is the default where the
+    run's engine is known to serve in it: it would round float32 to the same numbers. Adapters,
     checkpoints and the final export keep full precision."""
     max_bad_steps: PositiveInt = 3
     """Consecutive steps that may be skipped for a loss or gradient that is not finite; then the run

@@ -63,7 +63,8 @@ def _environment(configs: list[Path], label: str, addresses: list[str]) -> Worke
     table, harness = known[chosen]
     made = WorkerEnvironment(EnvSettings.of(table, default_harness=harness))
     own = table.model_copy(update={"address": ()})
-    made.add_workers(len(addresses), own, config, Shared(None, typer.echo), addresses)
+    shared = Shared(None, config.plugins.disabled, typer.echo)
+    made.add_workers(len(addresses), own, config, shared, addresses)
     return made
 
 

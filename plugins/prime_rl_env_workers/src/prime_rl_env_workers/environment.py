@@ -42,16 +42,22 @@ def make_environment(
     wanted = config.orchestrator.env_workers if env.env_workers is None else env.env_workers
     number = automatic_number(made, config) if wanted == "auto" else wanted
     if number or env.address:
-        made.add_workers(number, env, config, shared_by(run_dir))
+        made.add_workers(number, env, config, shared_by(run_dir, config.plugins.disabled))
     return made
 
 
 class Shared:
     """What the envs of one run share: the fork server and the status."""
 
-    def __init__(self, run_dir: Path | None, tell: Callable[[str], None] | None = None) -> None:
-        """``run_dir``: None without a run; then ``tell`` gets the state."""
-        self.forks = Forks()
+    def __init__(
+        self,
+        run_dir: Path | None,
+        disabled: Sequence[str] = (),
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        """``run_dir``: None without a run; then ``tell`` gets the state. ``disabled``:
+        ``plugins.disabled``."""
+        self.forks = Forks(disabled)
         self._status = Status(None if run_dir is None else run_dir / "status" / f"{STATUS}.json")
         self._tell = tell
         self._pools: list[Pool] = []
@@ -84,9 +90,9 @@ class Shared:
 
 
 @cache
-def shared_by(run_dir: Path) -> Shared:
+def shared_by(run_dir: Path, disabled: tuple[str, ...] = ()) -> Shared:
     """The one of a run."""
-    return Shared(run_dir)
+    return Shared(run_dir, disabled)
 
 
 class WorkerEnvironment(Environment):

@@ -8,13 +8,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from prime_rl.env.loading import HANDED_ON
+from prime_rl.plugins.manager import DISABLE
 
-FREE = "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES"
+FREE = "CUDA_VISIBLE_DEVICES", "OMP_WAIT_POLICY", "NVIDIA_VISIBLE_DEVICES", DISABLE
 """Variables without a secret that rollouts' programs do not get, and workers do."""
 NUMPY_THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 """The fork server must have one thread."""
@@ -41,9 +42,9 @@ class Fork:
 class Forks:
     """Starts processes by a fork server, and that where there is none."""
 
-    def __init__(self) -> None:
-        self.users = 0
-        """Environments that have workers here. The last one closes it."""
+    def __init__(self, disabled: Sequence[str] = ()) -> None:
+        """``disabled``: plugins that the run does not load (``plugins.disabled``)."""
+        self._disabled = disabled
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._reader: asyncio.Task[None] | None = None
@@ -75,7 +76,7 @@ class Forks:
 
     async def _start_server(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "prime_rl_env_workers.forkserver"),
+            *(sys.executable, "-m", "prime_rl_env_workers.forkserver", *self._disabled),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=public_environment(),

@@ -1,4 +1,5 @@
-"""``python -m prime_rl_env_workers.forkserver``: forks workers that have imported verifiers.
+"""``python -m prime_rl_env_workers.forkserver DISABLED...``: forks workers that have imported
+verifiers, and the plugins that the run has: a plugin may give a taskset its id.
 
 The import takes 4 s of CPU and 190 MB. A fork takes 50 ms and shares the memory, so that a worker
 that dies is replaced at once. Requests are lines of JSON on stdin, answers on stdout::
@@ -29,6 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports, raise_file_limit
 
@@ -201,6 +203,7 @@ def main() -> None:
         import verifiers.v1.serve  # noqa: F401
 
         import prime_rl_env_workers.server  # noqa: F401
+    load_plugins(disabled=sys.argv[1:])
     ForkServer(answers).serve()
 
 

@@ -2,7 +2,8 @@
 
 The count is the work that the row's gradient needs: a shared prompt once; backward twice the
 forward, or once for a frozen matrix, which needs no gradient of its own. Work that is repeated to
-save memory does not count. With P = weights of the blocks' matrices, U = tokens computed, N =
+save memory does not count. With P = weights of the blocks' matrices (of a mixture's experts the
+share that a token uses), U = tokens computed, N =
 targets, and pairs = queries times the keys each one sees (causal, within its own document and its
 sliding window)::
 
@@ -127,9 +128,6 @@ def _cost(model: PreTrainedModel) -> Cost:
     from torch import nn
 
     config: Any = model.config
-    experts = ("num_experts", "num_local_experts", "n_routed_experts")
-    if any(getattr(config, name, None) for name in experts):
-        raise ValueError("it has experts, of which a token uses only some")
     if model._is_stateful:
         raise ValueError("it has recurrent layers")
     head = model.get_output_embeddings()
@@ -139,16 +137,31 @@ def _cost(model: PreTrainedModel) -> Cost:
         each
         for name, each in model.named_parameters()
         # PEFT keeps what it replaced (modules_to_save) beside what takes its place.
-        if each.dim() == 2 and id(each) not in apart and ".original_module." not in name
+        if id(each) not in apart and not name.endswith("bias") and ".original_module." not in name
     ]
+    experts, used = _experts(config)
+    of_experts = [each for each in matrices if each.dim() == 3 and len(each) == experts]
+    if bool(experts) != bool(of_experts and used):
+        raise ValueError("it has experts, of which a token uses only some")
     per_pair: Counter[int | None] = Counter()
     for window, width in _attention(config):
         per_pair[window] += 12 * width
     return Cost(
-        per_token=float(sum(_share(each) * each.numel() for each in matrices)),
+        per_token=float(
+            sum(_share(each) * each.numel() for each in matrices if each.dim() == 2)
+            + sum(_share(each) * each.numel() * used / experts for each in of_experts)
+        ),
         per_target=float(_share(head.weight) * head.weight.numel()),
         per_pair=tuple((window, float(cost)) for window, cost in per_pair.items()),
     )
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """The experts of a layer, and how many of them a token uses; 0 for what is not there."""
+    keys = ("num_experts", "num_local_experts", "n_routed_experts")
+    found = [getattr(config, key, None) or 0 for key in keys]
+    used = [getattr(config, key, None) or 0 for key in ("num_experts_per_tok", "top_k_experts")]
+    return max(found), max(used)
 
 
 def _share(weight: torch.Tensor) -> int:
@@ -170,6 +183,8 @@ def _attention(config: Any) -> list[tuple[int | None, int]]:
     for layer in layers:  # Gemma 4's differ in it
         heads = layer.num_attention_heads
         size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        if keys := getattr(layer, "qk_head_dim", None):  # DeepSeek's keys are wider than values
+            size = (keys + layer.v_head_dim) / 2
         widths.append(int(heads * size))
     return list(zip(reach, widths, strict=True))
 

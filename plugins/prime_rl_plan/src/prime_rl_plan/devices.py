@@ -10,6 +10,8 @@ from prime_rl import ConfigError
 from prime_rl_observers.device_usage import peak_of
 
 GIB = 2**30
+ON_HOST = "optimizer state on the host"
+"""A kind of memory: what ``adamw_offload`` keeps off the GPU."""
 
 SHEETS: dict[str, tuple[float, float, float, float]] = {
     # name: memory GiB, float32 TFLOP/s, memory GB/s, link to the other GPUs GB/s in one direction

@@ -22,7 +22,7 @@ from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import ALGORITHM, make
 from prime_rl.run.gpus import num_engines
 from prime_rl_plan.architecture import active_share, architecture, kv_bytes
-from prime_rl_plan.devices import GIB, NETWORK, Machines
+from prime_rl_plan.devices import GIB, NETWORK, ON_HOST, Machines
 
 CONTEXT = 1.0 * GIB
 """Memory of a GPU that each of its processes holds besides tensors: CUDA's context, NCCL's buffers,
@@ -167,16 +167,14 @@ def measure(
     machines: Machines,
 ) -> dict[str, Any]:
     """See ``measure.py``."""
-    gpu = _on_gpu(config, machines)
     env = config.orchestrator.train.env[0]
     algo = env.algo or config.orchestrator.algo
     algorithm = make(ALGORITHM, algo.type, algo.settings, hooks, f"env {env.label!r}: algo")
-    dtype = config.trainer.dtype
     request = {
         "trainer": config.trainer.model_dump(mode="json"),
         "model": dict(table),
-        "gpu": gpu,
-        "half": dtype == "bfloat16" or (dtype == "auto" and gpu),
+        "gpu": _on_gpu(config, machines),
+        "half": _in_half(config, machines),
         "ranks": ranks,
         "rows": rows,
         "row_tokens": config.row_tokens,
@@ -203,6 +201,11 @@ def _ask(request: str) -> dict[str, Any]:
     return answer
 
 
+def _in_half(config: RunConfig, machines: Machines) -> bool:
+    dtype = config.trainer.dtype
+    return dtype == "bfloat16" or (dtype == "auto" and _on_gpu(config, machines))
+
+
 def _on_gpu(config: RunConfig, machines: Machines) -> bool:
     return machines.count > 0 and config.trainer.device != "cpu"
 
@@ -211,8 +214,9 @@ def trainer_side(facts: Facts) -> Side:
     """One rank: the largest peak, by kind, and what a GPU needs besides."""
     regions = {k: peak for k, peak in facts.measured["peaks"].items() if k != "between steps"}
     parts = dict(max(regions.values(), key=lambda peak: float(peak["total"])))
-    total = parts.pop("total")
-    if not _on_gpu(facts.config, facts.machines):
+    on_gpu = _on_gpu(facts.config, facts.machines)
+    total = parts.pop("total") - (parts.pop(ON_HOST, 0) if on_gpu else 0)
+    if not on_gpu:
         return Side(parts, math.inf, total)
     if not facts.config.weight_broadcast.as_files:
         parts["publish buffer"] = facts.measured["largest"] * 4.0
@@ -248,12 +252,15 @@ def engine_side(facts: Facts) -> tuple[Side, int]:
 def host(facts: Facts) -> Parts:
     """Bytes on each machine, besides a process's usual one or two GiB."""
     local = math.ceil(facts.ranks / facts.config.deployment.trainer_nodes)
-    # With a reader of files, a rank reads its own shards straight to its GPU's memory.
-    in_shards = facts.ranks > 1 and bool(entry_points(group="prime_rl.weight_readers"))
-    whole = 4.0 * facts.weights * local
-    parts = {"ranks read the model (float32)": whole / facts.ranks if in_shards else whole}
+    # A reader of files copies what a rank keeps straight to its place, out of the page cache.
+    half = _in_half(facts.config, facts.machines)
+    parts = {}
+    if not (entry_points(group="prime_rl.weight_readers") and (facts.ranks > 1 or half)):
+        parts["ranks read the model (float32)"] = 4.0 * facts.weights * local
+    held = facts.measured["peaks"]["update"]
+    if moments := held.get(ON_HOST, 0):
+        parts[ON_HOST] = float(moments * local)
     if facts.config.deployment.colocated:
-        held = facts.measured["peaks"]["update"]
         state = held.get("weights", 0) + held.get("optimizer", 0)
         parts["trainer's state while engines sample"] = float(state * local)
         asleep = facts.weights * facts.size * facts.config.inference.replicas

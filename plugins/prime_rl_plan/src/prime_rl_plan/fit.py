@@ -2,16 +2,23 @@
 
 one        engine and trainer take turns on it (``deployment.colocated``)
 several    the trainer gets ``trainer.num_ranks``, or one; replicas of the engine the others
+
+And weights are published in bfloat16 where the engine serves in it (``trainer.publish_dtype``).
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from prime_rl import ConfigError, Engine
 from prime_rl.config.run import RunConfig
+from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
 from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.offers import make_tuning
 from prime_rl.run.gpus import NOTHING, GpuPlan, gpus_of, num_engines
 from prime_rl.run.resolve import build_engine, build_launcher
+from prime_rl_plan.architecture import architecture
 
 KEYS = {"colocated", "inference_gpus", "trainer_gpus"}
 """Of ``[deployment]``: with one of them the config divides the GPUs itself."""
@@ -23,13 +30,33 @@ def fit(config: RunConfig) -> tuple[RunConfig, list[str]]:
     hooks = load_plugins(disabled=config.plugins.disabled)
     try:
         launcher, engine = build_launcher(config, hooks), build_engine(config, hooks)
+        config, notices = with_publish_dtype(config, engine)
         if launcher.is_remote or not launcher.num_gpus():
-            return config, []
-        config, notices = with_gpus(config, launcher, engine)
+            return config, notices
+        config, more = with_gpus(config, launcher, engine)
         gpus = gpus_of(config, launcher)
     except ConfigError:  # ``resolve.check`` reports it, with everything else that is wrong
         return config, []
-    return config, [*notices, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
+    return config, [*notices, *more, *idle(gpus, launcher.num_gpus(), engine.num_gpus)]
+
+
+def with_publish_dtype(config: RunConfig, engine: Engine) -> tuple[RunConfig, list[str]]:
+    """The config with ``trainer.publish_dtype`` of the engine, and a notice of that, if it leaves
+    the key open. An engine without a dtype of its own serves in that of the model's folder.
+    Adapters are not rounded."""
+    trainer, hooks = config.trainer, load_plugins(TRAINER_GROUP, disabled=config.plugins.disabled)
+    open_here = "publish_dtype" not in trainer.model_fields_set and not config.inference.base_url
+    if not open_here or make_tuning(trainer.settings, hooks) is not None:
+        return config, []
+    if (served := engine.dtype) is None:
+        with suppress(ConfigError):  # a model that this machine does not know yet
+            table = architecture(config)
+            served = table.get("dtype") or table.get("torch_dtype")
+    if served != "bfloat16":
+        return config, []
+    rounded = trainer.model_copy(update={"publish_dtype": "bfloat16"})
+    notice = "trainer.publish_dtype = 'bfloat16': the engine serves in it"
+    return config.model_copy(update={"trainer": rounded}), [notice]
 
 
 def with_gpus(config: RunConfig, launcher: Launcher, engine: Engine) -> tuple[RunConfig, list[str]]:

@@ -30,6 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from prime_rl_plan.devices import ON_HOST
+
 aten = torch.ops.aten
 HEAD = ("prime_rl.trainer.logprobs", "prime_rl_kernels.fused_head")
 """Modules that compute logits, forward and backward."""
@@ -213,8 +215,11 @@ def owners(policy: nn.Module, optimizers: Iterable[Any]) -> Iterator[tuple[int, 
     for buffer in policy.buffers():
         yield _key(buffer), "weights"
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            yield from ((_key(v), "optimizer") for v in state.values() if torch.is_tensor(v))
+        for group in optimizer.param_groups:
+            kind = ON_HOST if group.get("on_host") else "optimizer"
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {}).values()
+                yield from ((_key(each), kind) for each in state if torch.is_tensor(each))
     for module in policy.modules():
         for each in _sharded(module):
             gathered = [*each.all_gather_outputs]
@@ -225,6 +230,10 @@ def owners(policy: nn.Module, optimizers: Iterable[Any]) -> Iterator[tuple[int, 
             if each.unsharded_accumulated_grad is not None:
                 yield _key(each.unsharded_accumulated_grad), "gradients"
             yield from ((_key(tensor), "gathered") for tensor in gathered)
+            shard = each.sharded_param  # while it is gathered, no parameter of the policy
+            yield _key(shard), "weights"
+            if shard.grad is not None:
+                yield _key(shard.grad), "gradients"
 
 
 def _sharded(module: nn.Module) -> Iterator[Any]:

@@ -29,7 +29,7 @@ def lines(plan: Plan) -> Iterator[str]:
         yield from _side("engine", "of each GPU", plan.engine)
         longest = plan.config.inference.max_model_len or plan.config.seq_len
         yield f"           KV of {plan.concurrency:,} samples of {longest:,} tokens per engine"
-    yield "host       of each machine: " + _parts(plan.host)
+    yield f"host       of each machine: {_parts(plan.host) or 'one or two GiB per process'}"
     yield (
         f"step       at most {plan.tokens:,} tokens, {plan.rows} row{'s' * (plan.rows > 1)} of "
         f"{plan.config.row_tokens:,} per rank"
