@@ -183,6 +183,8 @@ def _noise(panel: Any, found: Sequence[tuple[Estimate, Fit, Fit]]) -> None:
 def _staleness(panel: Any, proof: Proof) -> None:
     panel.set(title="staleness, plain problem", xlabel="versions behind", ylabel="cosine")
     stale = [each for each in proof.estimates if each.problem == "plain" and each.many is not None]
+    if not any(each.staleness for each in stale):
+        panel.text(0.5, 0.5, "not asked for", ha="center", transform=panel.transAxes)
     size = stale[0].group_size if stale else 0
     start = [e for e in stale if e.group_size == size and not e.staleness]
     for kind, label in (("own", "its loss"), ("ratio", "ratio, no clip"), ("no_ratio", "no ratio")):
