@@ -236,6 +236,7 @@ def test_each_line_of_a_recipe_that_sets_a_number_has_its_reason_beside_it(name:
         assert WHAT.match(line) or "  # " in line, line
 
 
+@pytest.mark.slow
 def test_a_run_is_planned_by_its_name_and_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,7 +244,7 @@ def test_a_run_is_planned_by_its_name_and_its_path(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(VISIBLE, "")
     started = ["run", str(ROOT / "configs/reverse_text/grpo.toml"), "--run.name", "mine"]
-    started += ["--model.hidden_size", "96", "--dry-run", "--quick"]
+    started += ["--model.name", "Qwen/Qwen3-0.6B", "--dry-run", "--quick"]
     first, *others = (
         CliRunner().invoke(app, [*arguments, "--gpus", "1xH100-80"] if plan else arguments)
         for plan, arguments in (

@@ -26,7 +26,7 @@ def serve_env(
     """Serve an environment of a run's config to runs on other machines, until Ctrl-C.
 
     A worker that ends, hangs or grows is replaced. Runs set the env's address to what is printed.
-    Whoever reaches a port can run episodes: there is no key and no encryption.
+    Every process that can connect can run episodes: there is no key and no encryption.
 
     ```
     prime-rl serve-env my.toml --host 10.0.0.5 --workers 8

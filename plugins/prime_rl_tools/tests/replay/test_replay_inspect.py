@@ -81,6 +81,18 @@ def test_facts_of_a_folder_of_weights(tmp_path):
     assert facts_of(folder)["complete"] is True
 
 
+def test_the_parameters_of_a_run_are_those_of_its_weights_without_the_broadcasts(tmp_path):
+    make_run(tmp_path / "mine", "centred")
+    for number in (1, 2):
+        (tmp_path / "mine/broadcasts").mkdir(exist_ok=True)
+        weights_of(tmp_path / f"mine/broadcasts/step_{number}")
+    weights_of(tmp_path / "mine/weights")
+    (tmp_path / "mine/weights/STABLE").touch()
+    said = shown("mine", "--output-dir", str(tmp_path), "--json")
+    facts = json.loads(said.stdout)
+    assert (facts["parameters"], facts["complete"]) == (10, True)
+
+
 def test_all_three_print_as_text_and_as_json(tmp_path):
     frame_of(tmp_path / "rank_0.bin")
     weights_of(tmp_path / "step_3")

@@ -41,8 +41,8 @@ def race(
     """Compare configs: train each with the same seeds and budget, one run after the other, and say
     which has the better held-out reward.
 
-    Two configs differ only if the paired difference is large against its spread. One may look at
-    any time and add seeds: the intervals stay valid.
+    Two configs differ only if the paired difference is large against its spread. You can
+    look at any time and add seeds: the intervals stay valid.
 
     ```
     prime-rl race grpo.toml max_rl.toml --seeds 3 --steps 40

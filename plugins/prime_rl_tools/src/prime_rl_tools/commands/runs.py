@@ -198,7 +198,7 @@ def scale(
     wish = Wish(replicas, [bare(url) for url in base_url] if base_url else None)
     check_wish(run_dir, wish)
     wish.write(run_dir)
-    asked = ", ".join(wish.base_url) if wish.base_url else f"{replicas} engines"
+    asked = ", ".join(wish.base_url or ()) or f"{replicas} engine{'s' * (replicas != 1)}"
     typer.echo(f"{run_dir}: asked for {asked}. `prime-rl status {run_dir.name}` shows them.")
 
 
