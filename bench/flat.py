@@ -25,6 +25,7 @@ MARKS = (1_000, 10_000, 30_000)
 AT_ONCE, CANCELLED = 64, 5_000
 ROUTE = "/inference/v1/generate"
 WAITING = "vllm:num_requests_waiting"
+SETTLE_SECONDS = 30.0
 GROWTH = 1.1
 """Most memory after the last mark, over that after the first."""
 
@@ -75,8 +76,11 @@ async def leave(served: Served) -> float:
 
 
 def measure(served: Served, title: str) -> tuple[float, int]:
-    """Print and return MiB and descriptors of the server."""
+    """Print and return MiB and descriptors of the server, which has seen that its clients left."""
     process = psutil.Process(served.process.pid)
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while len(process.net_connections()) > 2 and time.monotonic() < deadline:
+        time.sleep(0.1)  # it listens, and the client of ``served`` has a connection
     size, files = process.memory_info().rss / 2**20, process.num_fds()
     print(f"{title:<32} {size:7.1f} MiB  {files:4d} descriptors", flush=True)
     return size, files
