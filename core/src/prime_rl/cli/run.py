@@ -63,9 +63,8 @@ def run(
     overrides += ["--view.watch=true"] if watch else []
     config = _load(paths, overrides)
     hooks, tuning = check(config), check_tuning(config)
-    typed = sys.argv[0]  # this program as a shell finds it
-    program = typed if Path(typed).name == NAME and shutil.which(NAME) is None else NAME
-    again = shlex.join([program, "run", *paths, *overrides])
+    by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
+    again = shlex.join([sys.argv[0] if by_path else NAME, "run", *paths, *overrides])
     if checkpoint is not None:
         from prime_rl.run.resume import begin, plan
 
