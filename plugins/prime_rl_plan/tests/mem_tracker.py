@@ -14,7 +14,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "core/tests/trainer"))
 
-from fake_cuda import fake_cuda, pretend  # noqa: E402  # of another package's tests
+from fake_cuda import fake_cuda, fake_ranks, pretend  # noqa: E402  # of another package's tests
 from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -36,7 +36,8 @@ def main(folder: Path) -> None:
     losses, kernel = Components.load(config, hooks), make_kernel(config, hooks)
     full = lengths_of(request["row_tokens"], request["seq_len"])
     rows = [make_row(each, table["vocab_size"], "rl", ()) for each in (SHORT, full)]
-    with fake_cuda(), mock.patch("prime_rl_kernels.self_check._gap", lambda *_: 0.0):
+    no_gap = mock.patch("prime_rl_kernels.self_check._gap", lambda *_: 0.0)
+    with fake_cuda(), fake_ranks(1), no_gap:
         with torch.device("cuda"):
             architecture = with_layers(table, table["num_hidden_layers"])
             model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
