@@ -43,13 +43,10 @@ def plan(
     from prime_rl_plan import devices, places, show
     from prime_rl_plan.advice import Change, advise
     from prime_rl_plan.estimate import Plan, estimate
-    from prime_rl_tools.commands.options import OUTPUTS
-    from prime_rl_tools.runs import find_run
 
     machines = devices.here() if gpus is None else devices.parse(gpus)
     paths, overrides = split_arguments([*files, *context.args])
-    if len(paths) == 1 and not paths[0].endswith((".toml", ".json")):
-        paths = [str(find_run(paths[0], OUTPUTS) / "configs" / "run.json")]
+    paths = [*map(_config, paths)] if len(paths) == 1 else paths
 
     def planned(changes: list[Change]) -> tuple[Plan, list[str]]:
         more = [f"--{key}={value}" for key, value in changes]
@@ -74,3 +71,13 @@ def plan(
     for key, value in changes:
         typer.echo(f"change     {key} = {value}")
     raise typer.Exit(1)
+
+
+def _config(given: str) -> str:
+    """A config itself, or that of a run."""
+    from prime_rl_tools.commands.options import OUTPUTS
+    from prime_rl_tools.runs import find_run
+
+    if given.endswith((".toml", ".json")):
+        return given
+    return str(find_run(given, OUTPUTS) / "configs" / "run.json")
