@@ -65,9 +65,7 @@ def plan(
         return
     changes, _ = advise(found, lambda each: planned(each)[0])
     if not changes:
-        typer.echo(
-            "no single machine setting that plan knows makes it fit: use more or larger GPUs"
-        )
+        typer.echo("no setting that plan knows makes it fit: use more or larger GPUs")
     for key, value in changes:
         typer.echo(f"change     {key} = {value}")
     raise typer.Exit(1)
