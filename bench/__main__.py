@@ -1,7 +1,8 @@
 """``make bench``: every bench, one after the other, each in a separate process.
 
     python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
-                    [page] [step] [plan] [env_workers] [many] [overlap] [flat]
+                    [page] [step] [plan] [env_workers] [many] [overlap] [growth]
+                    [flat]
 
 Figures are medians of several runs, as CPU seconds or ratios: wall-clock times vary on a shared
 machine. ``memory`` and ``step`` also measure TRL if it is installed (``pip install
@@ -17,7 +18,7 @@ from pathlib import Path
 
 BENCHES = (
     *("engine", "wire", "packer", "rollout", "train_step", "memory", "publish", "update"),
-    *("page", "step", "plan", "env_workers", "many", "overlap", "flat"),
+    *("page", "step", "plan", "env_workers", "many", "overlap", "growth", "flat"),
 )
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,0 +1,116 @@
+"""How costs grow with the size of a run: CPU microseconds per unit, which stay flat if a cost is
+linear.
+
+    python -m bench growth
+
+Batches go the orchestrator's way (packing, spreading over ranks, encoding) and are decoded as a
+rank does. Rollouts in flight are in ``bench rollout`` and ``bench many``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from prime_rl.inference.pool import EnginePool
+from prime_rl.orchestrator.packer import batch_frames, packing_of
+from prime_rl.plugins.components import installed_losses
+from prime_rl.rollout import Rollout, Sample
+from prime_rl.wire import decode_batch
+
+LOSSES = installed_losses()
+TOKENS = 2**20
+"""In the tables by length."""
+ASKED = 20_000
+
+
+def rollouts(number: int, length: int, envs: int = 1, group: int = 8) -> list[Rollout]:
+    """Half of each sample is prompt."""
+    rng = np.random.default_rng(0)
+    mask = np.arange(length) >= length // 2
+    return [
+        Rollout(
+            env=f"env-{i // group % envs}", example_id=i // group, group_id=i // group, reward=1.0,
+            samples=[
+                Sample(
+                    token_ids=rng.integers(0, 50_000, length, dtype=np.int32), loss_mask=mask,
+                    inference_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+                    advantages=mask.astype(np.float32),
+                )
+            ],
+        )
+        for i in range(number)
+    ]  # fmt: skip
+
+
+def seconds(call: Callable[[], object], repeats: int = 3) -> float:
+    """CPU seconds, the median."""
+    found = []
+    for _ in range(repeats):
+        before = time.process_time()
+        call()
+        found.append(time.process_time() - before)
+    return statistics.median(found)
+
+
+def batch(given: list[Rollout], ranks: int = 1) -> float:
+    """CPU seconds of a batch from rollouts to what every rank decodes."""
+    capacity = max(8192, max(len(rollout.samples[0]) for rollout in given))
+
+    def once() -> None:
+        packing = packing_of(1, given, LOSSES, capacity)
+        for frame in batch_frames(packing, capacity, ranks, 1e-4):
+            decode_batch(frame)
+
+    return seconds(once)
+
+
+def choosing(number: int) -> float:
+    """CPU seconds of choosing an engine, ``ASKED`` times, each time for another group."""
+    pool = EnginePool([], None)
+    engines: list[Any] = [
+        SimpleNamespace(serving=True, running=0, asked=0, number=i) for i in range(number)
+    ]
+    pool.engines = engines
+
+    async def ask() -> None:
+        for key in range(ASKED):
+            (await pool._choose(key, None)).asked += 1
+
+    return seconds(lambda: asyncio.run(ask()))
+
+
+def tables() -> Iterator[tuple[str, str, dict[int, float]]]:
+    """What grows, the unit, and CPU microseconds per unit by size."""
+    sizes = (128, 1024, 10_000, 100_000)
+    yield "samples of 128 tokens", "sample", {n: batch(rollouts(n, 128)) / n for n in sizes}
+    lengths = (128, 1024, 8192, 65_536)
+    by_length = {n: batch(rollouts(TOKENS // n, n)) / TOKENS for n in lengths}
+    yield "tokens of a sample", "token", by_length
+    many = 8192
+    envs = {n: batch(rollouts(many, 128, envs=n)) / many for n in (1, 8, 64)}
+    yield f"envs of {many:,} samples", "sample", envs
+    given = rollouts(many, 128)
+    ranks = {n: batch(given, n) / many for n in (1, 8, 64, 1024)}
+    yield f"ranks for {many:,} samples", "sample", ranks
+    yield "engines", "group sent", {n: choosing(n) / ASKED for n in (1, 8, 64)}
+
+
+def main() -> int:
+    for grows, unit, found in tables():
+        least = min(found)
+        print(f"{grows}: CPU microseconds per {unit}")
+        for size, cost in found.items():
+            print(f"  {size:9,}  {cost * 1e6:10.3f}  {cost / found[least]:6.2f}x", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
