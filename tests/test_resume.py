@@ -337,6 +337,7 @@ async def test_with_staleness_0_a_run_is_the_synchronous_loop_bit_for_bit(
         model_path=launch.model_path,
         served_model_name=launch.served_model_name,
         engine_urls=[f"http://127.0.0.1:{port}"],
+        engine_names=["inference"],
         transport_type="zmq",
         transport_host="127.0.0.1",
         transport_ports=[],
