@@ -3,8 +3,8 @@
     receiver --[key, n]---> sender: the rank has read frames 0 .. n - 1 and wants frame n
     receiver <--[n, frame]-- sender
 
-A receiver asks again every second. The sender answers a connection once per frame, so a connection
-that breaks loses none: the next one asks for the same frame. Whoever lacks the key gets no answer.
+A receiver asks again every second. The sender answers a connection once per frame. If a connection
+breaks, the next one asks for the frame again. A process without the key gets no answer.
 """
 
 from __future__ import annotations
