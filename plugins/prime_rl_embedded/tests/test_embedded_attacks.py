@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ from waiting import eventually, until
 
 from prime_rl_embedded import connections
 from prime_rl_embedded.testing import Served, serve
-from prime_rl_engine_kit import body
+from prime_rl_engine_kit import batch, body
 from prime_rl_engine_kit.errors import RequestError
 
 BIG = 64 * 2**20
@@ -163,6 +164,10 @@ def test_a_full_queue_answers_429_until_the_clients_in_it_are_gone(small: Served
             refused = small.post(route, request)
             assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1"), route
             assert "3 requests wait, and at most 3 may" in refused.json()["error"]["message"]
+        one = batch.BatchRequest(request_id="a", token_ids=batch.ids_to_bytes([1]))
+        sent = small.http.post(batch.ROUTE, content=msgspec.msgpack.encode(batch.Batch([one])))
+        (answer,) = batch.take_answers(bytearray(sent.content))
+        assert (answer.status, "3 requests wait" in answer.error) == (429, True)
     eventually(lambda: small.metric("vllm:num_requests_waiting") == 0)  # still paused
     small.post("/resume", admin=True)
     assert len(small.generate([1], max_tokens=3)["choices"][0]["token_ids"]) == 3

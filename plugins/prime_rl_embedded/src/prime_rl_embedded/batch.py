@@ -67,6 +67,7 @@ class Batches:
             for index, given in enumerate(requests):
                 try:
                     request = self._request(given)
+                    self.engine.check_room(1)
                 except RequestError as error:
                     ended.put_nowait(Answer(index=index, status=error.status, error=str(error)))
                     continue
