@@ -53,7 +53,7 @@ class Answer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Abort(msgspec.Struct):
-    """The body of ``ABORT_ROUTE``: requests of a batch whose answers nobody waits for."""
+    """The body of ``ABORT_ROUTE``: the ids of batched requests that the engine is to end."""
 
     request_ids: list[str]
 
