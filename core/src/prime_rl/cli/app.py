@@ -91,7 +91,7 @@ def add_commands(group: str) -> list[PluginError]:
     cannot be loaded: the others work all the same."""
     hooks, broken, skip = Hooks(), [], {*disabled_names()}
     for entry in installed_entries(group):
-        if skip & names_of(entry):
+        if skip and skip & names_of(entry):
             continue
         try:
             add_entry(hooks, entry, source_of(entry))

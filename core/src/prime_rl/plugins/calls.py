@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 import re
@@ -33,6 +32,8 @@ INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
 
 def _task() -> object:
+    import asyncio
+
     with suppress(RuntimeError):  # the trainer has no event loop
         return asyncio.current_task()
     return None

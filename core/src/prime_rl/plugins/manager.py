@@ -199,7 +199,7 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
     ``PluginError``."""
     hooks, skip = Hooks(group), {*disabled, *disabled_names()}
     for entry in installed_entries(group):
-        if skip & names_of(entry):
+        if skip and skip & names_of(entry):
             continue
         source = source_of(entry)
         first = hooks.sources.get(entry.name)
@@ -223,7 +223,8 @@ def _warn_once(text: str) -> None:
 def disabled_names() -> list[str]:
     """The plugins that ``PRIME_RL_DISABLE`` names; ``prime-rl --without NAME`` adds to it. Raises
     ``PluginError`` for one that is not installed."""
-    names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    if not (names := [*filter(None, map(str.strip, os.environ.get(DISABLE, "").split(",")))]):
+        return []
     known = {n for group in GROUPS for e in installed_entries(group) for n in names_of(e)}
     if unknown := [name for name in names if name not in known]:
         raise PluginError(
@@ -250,7 +251,8 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
 def source_of(entry: EntryPoint) -> Origin:
     if entry.dist is None:
         return Origin(entry.name, "unknown distribution", "")
-    return Origin(entry.name, entry.dist.name, entry.dist.version)
+    metadata = entry.dist.metadata  # each use reads the file
+    return Origin(entry.name, metadata["Name"], metadata["Version"])
 
 
 def names_of(entry: EntryPoint) -> set[str]:

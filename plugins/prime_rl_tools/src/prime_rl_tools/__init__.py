@@ -1,9 +1,16 @@
 """What a user sees of a run, and the commands around it: look at it, replay it, evaluate and serve
 its weights, stop it. And the observers of what they show."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import typer
 
-from prime_rl import Observer, RunView, hookimpl
+from prime_rl import hookimpl
+
+if TYPE_CHECKING:
+    from prime_rl import Observer, RunView
 
 
 @hookimpl
@@ -17,10 +24,9 @@ def register_commands(cli: typer.Typer) -> None:
         replay,
         report,
         runs,
-        serve,
         watch,
     )
-    from prime_rl_tools.commands import eval as evaluation
+    from prime_rl_tools.commands.later import CONTEXT, Later, evaluate, serve
 
     train, look, serving = "Train", "Look", "Serve"  # panels of the help
     cli.command("race", context_settings=race.CONTEXT, rich_help_panel=train)(race.race)
@@ -33,11 +39,9 @@ def register_commands(cli: typer.Typer) -> None:
     cli.command("report", rich_help_panel=look)(report.report)
     cli.command("replay", rich_help_panel=look)(replay.replay)
     cli.command("inspect", rich_help_panel=look)(inspect.inspect)
-    cli.command("serve", context_settings=serve.CONTEXT, rich_help_panel=serving)(serve.serve)
+    cli.command("serve", cls=Later, context_settings=CONTEXT, rich_help_panel=serving)(serve)
     cli.command("chat", context_settings=chat.CONTEXT, rich_help_panel=serving)(chat.chat)
-    cli.command("eval", context_settings=evaluation.CONTEXT, rich_help_panel=serving)(
-        evaluation.evaluate
-    )
+    cli.command("eval", cls=Later, context_settings=CONTEXT, rich_help_panel=serving)(evaluate)
 
 
 @hookimpl

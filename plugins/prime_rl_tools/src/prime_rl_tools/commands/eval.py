@@ -12,8 +12,6 @@ from prime_rl_tools.eval.settings import EvalSettings
 if TYPE_CHECKING:
     from prime_rl_tools.eval.request import EvalRequest
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 
 @with_options(EvalSettings)
 def evaluate(
@@ -31,16 +29,7 @@ def evaluate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Measure a model on environments: any OpenAI-compatible endpoint, no training.
-
-    Prints avg@k, and pass@k and pass^k where rewards are 0 or 1; every rollout is saved. The exit
-    code is 1 if every rollout of an environment failed.
-
-    ```
-    prime-rl eval latest --base-url http://127.0.0.1:8000/v1
-    prime-rl eval reverse-text --num-examples 32 --group-size 4
-    ```
-    """
+    """As ``later.evaluate`` says."""
     from prime_rl.cli.run import split_arguments
     from prime_rl_tools.eval.request import read_request
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
-from prime_rl.config.base import Settings
 from prime_rl.errors import ConfigError
 
-AnySettings = TypeVar("AnySettings", bound=Settings)
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from prime_rl.config.base import Settings
+
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 OUTPUTS = Path("outputs")
 OutputDir = Annotated[
@@ -67,6 +69,8 @@ def with_options(model: type[Settings]) -> Callable[[Callable[..., None]], Calla
 
 def validated(model: type[AnySettings], table: Mapping[str, Any]) -> AnySettings:
     """The settings; names in messages are those of options. Raises ``ConfigError``."""
+    from pydantic import ValidationError
+
     try:
         return model.model_validate(table)
     except ValidationError as error:
@@ -105,5 +109,7 @@ def _plain(annotation: Any) -> Any:
 
 
 def _is_table(field: FieldInfo) -> bool:
+    from pydantic import BaseModel
+
     typed = _plain(field.annotation)
     return isinstance(typed, type) and issubclass(typed, BaseModel)

@@ -9,8 +9,6 @@ import typer
 from prime_rl_tools.commands.options import run_names, with_options
 from prime_rl_tools.serve.settings import ServeSettings
 
-CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 
 @with_options(ServeSettings)
 def serve(
@@ -27,16 +25,7 @@ def serve(
     ],
     options: dict[str, Any],
 ) -> None:
-    """Serve one model with one engine until Ctrl-C: a teacher for a run, or a trained policy.
-
-    Settings of a model that is made here, and of the engine, are those of a run's TOML:
-    --model.KEY VALUE and --inference.ENGINE.KEY VALUE.
-
-    ```
-    prime-rl serve latest
-    prime-rl serve outputs/mine/weights --port 8001
-    ```
-    """
+    """As ``later.serve`` says."""
     from prime_rl.errors import RunError
     from prime_rl_tools.serve.request import read_settings
     from prime_rl_tools.serve.server import serve as serve_until_interrupted
