@@ -51,6 +51,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     """Installs a distribution of one module, for the processes that a test starts."""
     folder = tmp_path / "site"
     monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def install(name: str, entry_points: str, code: str = "") -> None:
         info = folder / f"{name}-0.1.dist-info"

@@ -301,7 +301,10 @@ def test_the_settings_of_a_plugin_live_in_its_package() -> None:
     [["--help"], ["run", "--help"], ["plugins", "list"], ["plugins", "list", "--json"]],
     ids=" ".join,
 )
-def test_a_quick_command_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_a_quick_command_imports_nothing_heavy(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # `plugins list` remembers nothing
     loaded = modules_loaded_by(
         f"""
 import sys
@@ -316,6 +319,7 @@ except SystemExit as end:
     assert (
         loaded & {"torch", "verifiers", "transformers", "renderers", "zmq", "matplotlib"} == set()
     )
+    assert "pydantic" not in loaded or arguments != ["--help"]
 
 
 def test_the_orchestrators_loop_loads_without_torch_and_without_verifiers() -> None:

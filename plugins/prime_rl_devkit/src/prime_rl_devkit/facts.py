@@ -92,7 +92,7 @@ def installed(limit: float = SECONDS) -> Iterator[Plugin]:
     skip = {*disabled_names()}
     for group in GROUPS:
         taken: dict[tuple[str, str], Origin] = {}
-        found = [entry for entry in installed_entries(group) if not (skip and skip & names_of(entry))]
+        found = [entry for entry in installed_entries(group) if not skip & names_of(entry)]
         for entry in sorted(found, key=lambda entry: entry.name):
             plugin = load(entry, source_of(entry), limit)
             names = [("plugin", entry.name), *((k.name, o.cls.name) for k, o in plugin.offers)]
