@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prime_rl import ChatTemplate, ConfigError, PluginConfig, RendererOffer, hookimpl
+from prime_rl_renderers import late
+
+late.install()
 
 NAMES = (
     "custom",
@@ -96,7 +99,7 @@ class NamedRenderer(PackageRenderer):
 
 def _config(table: Mapping[str, Any]) -> Any:
     from pydantic import TypeAdapter, ValidationError
-    from renderers import RendererConfig
+    from renderers.configs import RendererConfig
 
     try:
         return TypeAdapter(RendererConfig).validate_python(dict(table))
