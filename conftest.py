@@ -78,6 +78,13 @@ def tiny_reverse(model_cache: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
+def plugins_are_loaded_anew() -> None:
+    """A test may register plugins of its own."""
+    if manager := sys.modules.get("prime_rl.plugins.manager"):
+        manager._load.cache_clear()
+
+
+@pytest.fixture(autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
     """A model in bfloat16 on one rank makes one, which ends with the trainer's process."""
     yield

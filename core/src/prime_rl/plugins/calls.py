@@ -32,10 +32,8 @@ INSTALLED = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 
 
 def _task() -> object:
-    import asyncio
-
-    with suppress(RuntimeError):  # the trainer has no event loop
-        return asyncio.current_task()
+    with suppress(KeyError, RuntimeError):  # the trainer has no event loop
+        return sys.modules["asyncio"].current_task()
     return None
 
 

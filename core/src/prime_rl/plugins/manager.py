@@ -62,10 +62,12 @@ class Hooks(pluggy.PluginManager):
         self.label = label
         """The scope: an env, a filter slot; empty: the shared plugins."""
         self.sources: dict[str, Origin] = {}
+        self.offers: dict[str, dict[str, Any]] = {}  # of each kind, as ``collect`` found them
         self.add_hookspecs(hookspecs)
 
     def register(self, plugin: object, name: str | None = None) -> str | None:
         """Add a plugin. Raises ``PluginError`` for what pluggy would accept and never call."""
+        self.offers.clear()
         label = name or self.get_canonical_name(plugin)
         where = str(self.sources.get(label, repr(label)))
         check_plugin(plugin, where, self.group)
@@ -195,15 +197,19 @@ def _weights(rollout: Rollout, sample: Sample, weights: Iterable[float]) -> np.n
 
 
 def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks:
-    """Load every installed plugin of an entry-point group, in name order. Raises
-    ``PluginError``."""
-    hooks, skip = Hooks(group), {*disabled, *disabled_names()}
-    for entry in installed_entries(group):
-        if skip and skip & names_of(entry):
+    """Load every installed plugin of an entry-point group, in name order. The same ones give the
+    same object: register nothing in it. Raises ``PluginError``."""
+    return _load(group, frozenset([*disabled, *disabled_names()]), (*installed_entries(group),))
+
+
+@cache
+def _load(group: str, without: frozenset[str], entries: tuple[EntryPoint, ...]) -> Hooks:
+    hooks = Hooks(group)
+    for entry in entries:
+        if without and without & names_of(entry):
             continue
         source = source_of(entry)
-        first = hooks.sources.get(entry.name)
-        if first is not None:
+        if first := hooks.sources.get(entry.name):
             raise PluginError(
                 f"two distributions name a plugin {entry.name!r}: {first.distribution} "
                 f"{first.version} and {source.distribution} {source.version}. Uninstall one, or "
@@ -211,21 +217,15 @@ def load_plugins(group: str = PROJECT, *, disabled: Iterable[str] = ()) -> Hooks
             )
         add_entry(hooks, entry, source)
         if misfit := core_misfit(entry):
-            _warn_once(f"plugin {source}: {misfit}")
+            logging.getLogger(__name__).warning("plugin %s: %s", source, misfit)
     return hooks
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logging.getLogger(__name__).warning(text)
 
 
 def disabled_names() -> list[str]:
     """The plugins that ``PRIME_RL_DISABLE`` names; ``prime-rl --without NAME`` adds to it. Raises
     ``PluginError`` for one that is not installed."""
-    if not (names := [*filter(None, map(str.strip, os.environ.get(DISABLE, "").split(",")))]):
-        return []
-    known = {n for group in GROUPS for e in installed_entries(group) for n in names_of(e)}
+    names = [name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()]
+    known = {n for group in GROUPS if names for e in installed_entries(group) for n in names_of(e)}
     if unknown := [name for name in names if name not in known]:
         raise PluginError(
             f"--without ({DISABLE}): no installed plugin is called {unknown[0]!r} (installed: "
@@ -251,8 +251,7 @@ def add_entry(hooks: Hooks, entry: EntryPoint, source: Origin) -> None:
 def source_of(entry: EntryPoint) -> Origin:
     if entry.dist is None:
         return Origin(entry.name, "unknown distribution", "")
-    metadata = entry.dist.metadata  # each use reads the file
-    return Origin(entry.name, metadata["Name"], metadata["Version"])
+    return Origin(entry.name, entry.dist.name, entry.dist.version)
 
 
 def names_of(entry: EntryPoint) -> set[str]:

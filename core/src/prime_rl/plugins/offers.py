@@ -105,11 +105,12 @@ class Offered(Generic[AnyOffer]):
 def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
     """Every class of one kind, by name. Raises ``PluginError`` if two share a name or one breaks
     the contract."""
+    if kind.name in hooks.offers:
+        return hooks.offers[kind.name]
     found: dict[str, Offered[AnyOffer]] = {}
     for impl in getattr(hooks.hook, kind.hook).get_hookimpls():
-        source = hooks.sources.get(impl.plugin_name) or Origin(
-            impl.plugin_name, "not installed", ""
-        )
+        unknown = Origin(impl.plugin_name, "not installed", "")
+        source = hooks.sources.get(impl.plugin_name, unknown)
         try:
             classes = list(impl.function())
         except (Exception, SystemExit) as error:
@@ -126,7 +127,8 @@ def collect(hooks: Hooks, kind: Kind[AnyOffer]) -> dict[str, Offered[AnyOffer]]:
                     f"{kind.name} {cls.name!r} is registered twice: by plugin {first.source} and "
                     f"by plugin {source}. Uninstall one, or list its plugin under plugins.disabled."
                 )
-    return dict(sorted(found.items()))
+    hooks.offers[kind.name] = dict(sorted(found.items()))
+    return hooks.offers[kind.name]
 
 
 def _check_class(cls: Any, kind: Kind[Any], source: Origin) -> None:
@@ -242,10 +244,8 @@ class _Plain(Kernel):
 def make_kernel(config: TrainerConfig, hooks: Hooks) -> Kernel:
     """The kernel that ``trainer.attention`` selects, with the keys that the run sets; for ``auto``
     where none is installed, core's own. Raises ``ConfigError``."""
-    offers = {
-        "auto": Offered[Kernel](_Plain, Origin("core", "prime-rl-core", "")),
-        **collect(hooks, KERNEL),
-    }
+    own = Offered[Kernel](_Plain, Origin("core", "prime-rl-core", ""))
+    offers = {_Plain.name: own, **collect(hooks, KERNEL)}
     cls = select(KERNEL, config.attention, offers, "trainer.attention")
     fields = TrainerConfig.model_fields
     keys = ("fused_lm_head", "lm_head_block", "share_prompts")
@@ -296,7 +296,6 @@ def make_transport(table: WeightBroadcastConfig, hooks: Hooks) -> WeightTranspor
 
 def bringer(kind: str, name: str) -> str | None:
     """The distribution that brings it, as index packages declare under ``prime_rl.known``."""
-    for entry in entry_points(group="prime_rl.known"):
-        if entry.name == f"{kind}.{name}":
-            return str(entry.value).replace("_", "-")
+    for entry in entry_points(group="prime_rl.known", name=f"{kind}.{name}"):
+        return str(entry.value).replace("_", "-")
     return None
