@@ -15,7 +15,7 @@ import pytest
 import verifiers.v1 as vf
 from aiohttp import web
 from loopback import listening
-from renderers import Qwen3RendererConfig
+from renderers import Qwen3RendererConfig, reasoning
 from scripted_replies import TOKENIZER
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 from waiting import LIMIT
@@ -406,6 +406,28 @@ def test_version_spans_are_read_if_they_are_integers(
     reply: bytes, spans: list[tuple[int, int, int]]
 ) -> None:
     assert version_spans(reply) == spans
+
+
+def test_a_header_is_encoded_once_and_again_for_another_tokenizer() -> None:
+    class Letters:
+        def __init__(self, first: int) -> None:
+            self.first, self.encoded = first, []
+
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            self.encoded.append((text, add_special_tokens))
+            return [ord(letter) - self.first for letter in text]
+
+        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+            return "".join(chr(each + self.first) for each in ids)
+
+    small, large = Letters(97), Letters(65)
+    after = [
+        reasoning._after_header(each, each.encode(text, False), "ab", last=last)
+        for each, text in ((small, "abc"), (small, "xabcd"), (large, "abab"))
+        for last in (False, True)
+    ]
+    assert after == [[2], [2], [23, 0, 1, 2, 3], [2, 3], [32, 33], []]
+    assert [each.encoded.count(("ab", False)) for each in (small, large)] == [1, 1]
 
 
 def test_a_reply_that_names_its_tokens_is_unchanged() -> None:

@@ -2,9 +2,9 @@
 
 Half of the CPU time of a single-turn rollout went to the same answers again and again: signatures
 and type hints of a task's hooks, the marked methods of a class, a harness's module, the hash of a
-task's data, signatures of pydantic's default factories; and to a folder on disk that nothing wrote
-to. ``install`` replaces these functions of verifiers, and one of pydantic, by ones with the same
-results.
+task's data, signatures of pydantic's default factories, the tokens of a renderer's header; and to a
+folder on disk that nothing wrote to. ``install`` replaces these functions of verifiers, and one
+each of pydantic and renderers, by ones with the same results.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import pydantic._internal._fields as pydantic_fields
+import renderers.reasoning as reasoning
 import verifiers.v1.harness as harness
 import verifiers.v1.rollout as rollout
 import verifiers.v1.session as session
@@ -46,6 +47,7 @@ def install() -> None:
         module.discover_decorated = marked_methods
     takes_data = pydantic_fields.takes_validated_data_argument
     setattr(pydantic_fields, takes_data.__name__, per_function(takes_data))
+    reasoning._after_header = with_known_headers(reasoning._after_header)
     loaders._import_plugin = while_imported(loaders._import_plugin)
     memory._TRIM_EVERY_ROLLOUTS = ROLLOUTS_PER_TRIM
     task.Task.hash = property(hash_of(task.Task.hash.fget))
@@ -70,6 +72,32 @@ def per_function(compute: Callable[[Hook], Any]) -> Callable[[Hook], Any]:
         return known[function]
 
     return cached
+
+
+class KnownHeaders:
+    """A tokenizer that encodes a text once. For headers, of which there are few."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.decode = tokenizer.decode
+        self.known: dict[str, list[int]] = {}
+
+    def encode(self, text: str, **how: bool) -> list[int]:
+        if text not in self.known:
+            self.known[text] = self.tokenizer.encode(text, **how)
+        return self.known[text]
+
+
+def with_known_headers(after_header: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    """``after_header``, which is called three times a turn, without encoding its header again."""
+    last: list[KnownHeaders] = []
+
+    def found(tokenizer: Any, *arguments: Any, **named: Any) -> list[int]:
+        is_known = last and last[0].tokenizer is tokenizer
+        last[:] = [headers := last[0] if is_known else KnownHeaders(tokenizer)]
+        return after_header(headers, *arguments, **named)
+
+    return found
 
 
 def while_imported(find: Callable[..., ModuleType]) -> Callable[..., ModuleType]:
