@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prime_rl_embedded.attention import BatchPlan, attend
+from prime_rl_kernels.products import linear
 
 # Rotary embeddings that depend on the position only, so one table of cos and sin serves all
 # sequences. Other types change with the sequence's length.
@@ -89,24 +90,21 @@ class FusedForward:
             attended = self._attention(
                 i, layer, _rms_norm(hidden, layer.attention_norm), cos, sin, plan
             )
-            hidden = torch.addmm(hidden, attended, layer.out.t())
-            hidden = torch.addmm(
-                hidden, _mlp(layer, _rms_norm(hidden, layer.mlp_norm)), layer.down.t()
-            )
+            hidden = hidden + linear(attended, layer.out)
+            hidden = hidden + linear(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)), layer.down)
         states: Tensor = hidden if rows is None else hidden[rows]
         return states
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, V] of states [R, E]."""
-        logits: Tensor = self.head(_rms_norm(states, self.norm))
-        return logits
+        return linear(_rms_norm(states, self.norm), self.head.weight, self.head.bias)
 
     def _attention(
         self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: BatchPlan
     ) -> Tensor:
         """x: [N, E], normalized; cos, sin: [N, 1, D]. Returns [N, H * D]."""
         heads = self.num_heads + self.num_kv_heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qkv = linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
         qk, value = qkv[:, :heads], qkv[:, heads:]
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
@@ -160,5 +158,5 @@ def _rms_norm(x: Tensor, norm: Any) -> Tensor:
 
 def _mlp(layer: _Layer, x: Tensor) -> Tensor:
     """silu(gate) * up, [N, I]; the caller projects down."""
-    gate, up = F.linear(x, layer.gate_up).chunk(2, -1)
+    gate, up = linear(x, layer.gate_up).chunk(2, -1)
     return F.silu(gate) * up
