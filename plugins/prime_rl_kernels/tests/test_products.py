@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl_kernels import products
-from prime_rl_kernels.products import Linear, linear, replace_linears
+from prime_rl_kernels.products import Linear, Packed, linear, replace_linears
 
 SIZES = [(), (3,), (2, 5)]
 """Shapes of x before its last dimension."""
@@ -60,6 +60,16 @@ def test_gradients_are_those_of_float64(shape: tuple[int, ...], frozen: tuple[st
         else:
             assert each.grad is not None and exact[name].grad is not None
             close(each.grad, exact[name].grad)
+
+
+@pytest.mark.usefixtures("always")
+def test_a_packed_weight_follows_its_weight_when_it_is_told() -> None:
+    weight, x = torch.randn(40, 24), torch.randn(8, 24)
+    packed = Packed(weight)
+    close(packed(x), x.double() @ weight.double().T)
+    weight.mul_(2.0)
+    packed.pack()
+    close(packed(x, torch.ones(40)), x.double() @ weight.double().T + 1.0)
 
 
 @pytest.mark.usefixtures("always")

@@ -2,8 +2,8 @@
 
 A forward is flat: N tokens without padding. The first ``num_decode`` are the newest tokens of cache
 rows 0, 1, ...; the rest are prompts, one after the other. Each decoding token attends to its row of
-the cache, each prompt to itself. A prompt whose first tokens are in its row already is computed from
-there on, and attends to them too.
+the cache, each prompt to itself. A prompt whose first tokens are in its row already is computed
+from there on, and attends to them too.
 
 Shapes: N = tokens of one forward, R = decoding rows, H = query heads, G = key/value heads, D = head
 dimension of queries and keys, E = head dimension of values (often D).
@@ -119,8 +119,8 @@ class BatchPlan:
     def stored(
         self, layer: int, rows: slice, length: int, widths: tuple[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """The first ``length`` keys and values of these rows, [R, G, length, D or E]. The cache pads
-        the narrower of both to a common width."""
+        """The first ``length`` keys and values of these rows, [R, G, length, D or E]. The cache
+        pads the narrower of both to a common width."""
         assert self.cache is not None
         keys, values = self.cache.layers[layer][:, rows, :, :length]
         return keys[..., : widths[0]], values[..., : widths[1]]

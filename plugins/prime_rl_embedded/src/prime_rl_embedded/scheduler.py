@@ -218,8 +218,7 @@ class Scheduler:
     def _admit(self) -> tuple[Leaders, list[Request]]:
         """Requests to prefill, and requests that copy KV. A prompt longer than the whole budget is
         admitted alone. Leaders are sorted, so that equal shapes attend as one batch."""
-        leaders: Leaders = {}
-        followers: list[Request] = []
+        leaders, followers = Leaders(), list[Request]()
         budget = self.max_prefill_tokens
         while len(self.active) + len(leaders) + len(followers) < self.num_slots:
             request = self._first(self.waiting)

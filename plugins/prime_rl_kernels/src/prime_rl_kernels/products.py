@@ -20,14 +20,14 @@ MIN_OPERATIONS = 2**20
 """N D E of a product. Smaller ones take as long as the call of the operator: 10 microseconds."""
 
 
-def _found() -> Any:
-    """The operator of torch 2.9 to 2.13, or None: this torch is built without oneDNN."""
+def _found(name: str) -> Any:
+    """An operator of torch 2.9 to 2.13, or None: this torch is built without oneDNN."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
-    return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return getattr(torch.ops.mkldnn, name, None)
 
 
-_operator = _found()
+_operator, _reorder = _found("_linear_pointwise"), _found("_reorder_linear_weight")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,6 +36,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not _is_for_onednn(x, weight):
         return functional.linear(x, weight, bias)
     return cast(Tensor, _operator(x, weight, bias, "none", [], ""))
+
+
+class Packed:
+    """A weight [E, D] that many products without a gradient share: on CPU beside it a copy in the
+    order in which oneDNN reads it. With 8 rows such products take 0.6 times as long, with 64 rows
+    0.9 times."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.pack()
+
+    def pack(self) -> None:
+        """Copy the weight again. Call it whenever it has changed."""
+        on_cpu = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
+        self._copy = _reorder(self.weight, None) if on_cpu and _reorder is not None else None
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``linear``."""
+        if self._copy is None or not _is_for_onednn(x, self.weight):
+            return functional.linear(x, self.weight, bias)
+        return cast(Tensor, _operator(x, self._copy, bias, "none", [], ""))
 
 
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
