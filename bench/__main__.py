@@ -2,7 +2,7 @@
 
     python -m bench [engine] [wire] [packer] [rollout] [train_step] [memory] [publish] [update]
                     [page] [step] [plan] [env_workers] [many] [overlap] [growth]
-                    [flat]
+                    [flat] [real_model]
 
 Figures are medians of several runs, as CPU seconds or ratios: wall-clock times vary on a shared
 machine. ``memory`` and ``step`` also measure TRL if it is installed (``pip install
@@ -18,7 +18,7 @@ from pathlib import Path
 
 BENCHES = (
     *("engine", "wire", "packer", "rollout", "train_step", "memory", "publish", "update"),
-    *("page", "step", "plan", "env_workers", "many", "overlap", "growth", "flat"),
+    *("page", "step", "plan", "env_workers", "many", "overlap", "growth", "flat", "real_model"),
 )
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -74,6 +74,35 @@ def test_a_token_without_probability_is_never_drawn() -> None:
         assert sample(logits, [request]).tokens == [token]
 
 
+def test_a_large_vocabulary_gives_the_tokens_of_one_long_sum() -> None:
+    """5,000 words, of which 40 have all the probability; the oracle cumulates every word."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((400, 5000), float("-inf"))
+    for row in logits:
+        row[torch.randperm(5000, generator=generator)[:40]] = torch.randn(40, generator=generator)
+    params = SamplingParams(max_tokens=1)
+    requests = [Request([1], params, rng=random.Random(seed)) for seed in range(400)]
+    uniforms = [random.Random(seed).getrandbits(32) / 2**32 for seed in range(400)]
+    expected = []
+    for row, uniform in zip(logits.double().softmax(-1).cumsum(-1), uniforms, strict=True):
+        expected.append(int(torch.searchsorted(row, uniform * row[-1], right=True)))
+    drawn = sample(logits, requests)
+    assert drawn.tokens == expected
+    assert all(math.isfinite(logprob) for logprob in drawn.logprobs)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1 - 2**-32])
+def test_the_ends_of_a_large_vocabulary_are_drawn_exactly(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal probability at both ends of a block and nothing between: no zero is ever drawn."""
+    monkeypatch.setattr("prime_rl_embedded.sampling._uniform", lambda rng: share)
+    logits = torch.full((1, 5000), float("-inf"))
+    logits[0, [256, 511]] = 0.0
+    drawn = sample(logits, [Request([1], SamplingParams(max_tokens=1))])
+    assert drawn.tokens == [256 if share < 0.5 else 511]
+
+
 def test_scores_of_given_tokens_are_raw_and_ranked() -> None:
     rows = score_tokens(LOGITS.expand(2, -1), torch.tensor([3, 2]), 2)
     found = [[(s.token_id, round(math.exp(s.logprob), 3), s.rank) for s in row] for row in rows]

@@ -33,7 +33,10 @@ def test_a_group_is_prefilled_once_and_answers_as_if_alone(server: Served) -> No
     """4 prompts of 40 tokens: 3 requests copy 39 and feed the last token again for its logits."""
     prompt = list(range(40))
     bodies = [body(prompt, "a", seed=seed) for seed in range(4)]
-    alone = [server.post("/inference/v1/generate", b).json() for b in bodies]
+    alone = [
+        server.post("/inference/v1/generate", b | {"cache_salt": f"alone {n}"}).json()
+        for n, b in enumerate(bodies)
+    ]
     copied, together = shared_tokens(server, bodies)
     assert copied == 3 * 39
     details = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in together]
@@ -49,7 +52,7 @@ def logprobs(choice: dict[str, Any]) -> list[float]:
 
 
 def test_another_salt_or_another_prompt_shares_nothing(server: Served) -> None:
-    prompt = list(range(40))
+    prompt = [9, *range(39)]
     bodies = [body(prompt, "a"), body(prompt, "b"), body(prompt), body([*prompt, 1], "a")]
     copied, replies = shared_tokens(server, bodies)
     assert copied == 0

@@ -78,7 +78,7 @@ def test_fused_projections_and_parameters_still_share_storage_after_waking(
     rows = len(attention.q_proj.weight)
     assert torch.equal(attention.k_proj.weight, before)
     attention.k_proj.weight.data.fill_(7.0)
-    assert (layer.qkv[rows : rows + len(before)] == 7.0).all()
+    assert (layer.qkv.weight[rows : rows + len(before)] == 7.0).all()
     assert module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Literal, cast
 
-from pydantic import PositiveInt
+from pydantic import NonNegativeInt, PositiveInt
 
 from prime_rl import Engine, EngineCommand, EngineLaunch, PluginConfig, hookimpl
 
@@ -32,6 +32,9 @@ class EmbeddedConfig(PluginConfig):
     """Prompt tokens admitted per step. None: 1,024 on CPU (fits its caches), else 8,192."""
     share_prefixes: bool = True
     """Prefill identical prompts (those of a group) once and copy their KV."""
+    prefix_cache_mib: NonNegativeInt = 256
+    """Memory for keys and values of ended requests, so that the next turn of a conversation, or a
+    question with the same solved examples, computes only what is new. 0: none are kept."""
     fused: bool = True
     """Use the fused forward for Llama-shaped models, if it reproduces the model's own logits."""
 

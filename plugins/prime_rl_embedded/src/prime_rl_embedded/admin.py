@@ -88,9 +88,12 @@ class Admin:
                 f"weights refused, still serving version {scheduler.version}: {error}"
             ) from error
         new = scheduler.version + 1 if body.version is None else body.version
-        swap = self.engine.call(
-            lambda: scheduler.swap_weights(lambda: apply_weights(weights, module), new)
-        )
+
+        def apply() -> None:
+            apply_weights(weights, module)
+            scheduler.model.forward.weights_changed()
+
+        swap = self.engine.call(lambda: scheduler.swap_weights(apply, new))
         await asyncio.wrap_future(swap)
         return new
 

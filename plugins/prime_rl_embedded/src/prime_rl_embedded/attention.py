@@ -2,7 +2,8 @@
 
 A forward is flat: N tokens without padding. The first ``num_decode`` are the newest tokens of cache
 rows 0, 1, ...; the rest are prompts, one after the other. Each decoding token attends to its row of
-the cache, each prompt to itself.
+the cache, each prompt to itself. A prompt whose first tokens are in its row already is computed
+from there on, and attends to them too.
 
 Shapes: N = tokens of one forward, R = decoding rows, H = query heads, G = key/value heads, D = head
 dimension of queries and keys, E = head dimension of values (often D).
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,8 +33,12 @@ _UNSUPPORTED = ("softcap", "s_aux")
 
 @dataclass(frozen=True)
 class PromptRun:
-    """Consecutive prompts of equal length, computed as one batch without padding."""
+    """Consecutive prompts of equal length and start, computed as one batch without padding."""
 
+    row: int
+    """Cache row of the first one; the others have the rows after it."""
+    start: int
+    """Tokens before these, which the rows hold."""
     count: int
     length: int
 
@@ -64,24 +69,28 @@ class BatchPlan:
         decode_positions: Sequence[int],
         prompt_lengths: Sequence[int],
         device: torch.device,
+        starts: Sequence[int] = (),
     ) -> BatchPlan:
-        """Decode one token in rows 0..R-1 and prefill the prompts into the rows after them."""
-        rows = list(range(len(decode_positions)))
+        """Decode one token in rows 0..R-1 and prefill the prompts into the rows after them, which
+        hold the first ``starts`` tokens of each already (none by default)."""
+        starts = starts or [0] * len(prompt_lengths)
+        num_decode = len(decode_positions)
+        rows = list(range(num_decode))
         positions = list(decode_positions)
         longest = max(decode_positions, default=-1) + 1
-        for row, length in enumerate(prompt_lengths, start=len(decode_positions)):
-            rows += [row] * length
-            positions += range(length)
-        cache.reserve(len(decode_positions) + len(prompt_lengths), max(longest, *prompt_lengths, 0))
+        for row, (start, end) in enumerate(zip(starts, prompt_lengths, strict=True), num_decode):
+            rows += [row] * (end - start)
+            positions += range(start, end)
+        cache.reserve(num_decode + len(prompt_lengths), max(longest, *prompt_lengths, 0))
         bucketed = -(-longest // _LENGTH_BUCKET) * _LENGTH_BUCKET
         row_ids, position_ids = torch.tensor([rows, positions], device=device)
         return cls(
             cache=cache,
-            num_decode=len(decode_positions),
+            num_decode=num_decode,
             positions=position_ids,
             rows=row_ids,
             context=min(bucketed, cache.capacity),
-            prompts=_runs(prompt_lengths),
+            prompts=_runs(num_decode, starts, prompt_lengths),
         )
 
     @classmethod
@@ -94,7 +103,7 @@ class BatchPlan:
             positions=positions,
             rows=torch.zeros_like(positions),
             context=0,
-            prompts=_runs(prompt_lengths),
+            prompts=_runs(0, [0] * len(prompt_lengths), prompt_lengths),
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
@@ -106,6 +115,15 @@ class BatchPlan:
             index = self.cache.write_index(self.rows, self.positions, heads)
             self._write_indices[heads] = index
         self.cache.write(layer, self._write_indices[heads], key, value)
+
+    def stored(
+        self, layer: int, rows: slice, length: int, widths: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """The first ``length`` keys and values of these rows, [R, G, length, D or E]. The cache
+        pads the narrower of both to a common width."""
+        assert self.cache is not None
+        keys, values = self.cache.layers[layer][:, rows, :, :length]
+        return keys[..., : widths[0]], values[..., : widths[1]]
 
     def decode_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Additive mask [R, 1, 1, context]: 0 up to the row's position, within the window; else
@@ -121,13 +139,16 @@ class BatchPlan:
         return self._masks[window, dtype]
 
 
-def _runs(lengths: Sequence[int]) -> list[PromptRun]:
+def _runs(row: int, starts: Sequence[int], ends: Sequence[int]) -> list[PromptRun]:
+    """``row``: that of the first prompt."""
     runs: list[PromptRun] = []
-    for length in lengths:
-        if runs and runs[-1].length == length:
-            runs[-1] = PromptRun(runs[-1].count + 1, length)
+    for start, end in zip(starts, ends, strict=True):
+        same = runs and (runs[-1].start, runs[-1].length) == (start, end - start)
+        if same:
+            runs[-1] = replace(runs[-1], count=runs[-1].count + 1)
         else:
-            runs.append(PromptRun(1, length))
+            runs.append(PromptRun(row, start, 1, end - start))
+        row += 1
     return runs
 
 
@@ -144,16 +165,20 @@ def attend(
     [N, H * E]."""
     plan.store(layer, key, value)
     parts = []
-    if plan.cache is not None and plan.num_decode:
-        keys, values = plan.cache.layers[layer][:, : plan.num_decode, :, : plan.context]
-        # The cache pads the narrower of keys and values to a common width.
-        cached = keys[..., : key.shape[-1]], values[..., : value.shape[-1]]
+    widths = key.shape[-1], value.shape[-1]
+    if plan.num_decode:
+        cached = plan.stored(layer, slice(0, plan.num_decode), plan.context, widths)
         parts.append(_attend_rows(plan, cached, query[: plan.num_decode], scale, window))
     start = plan.num_decode
     for run in plan.prompts:
         end = start + run.count * run.length
         tokens = slice(start, end)
-        parts.append(_attend_prompts(run, query[tokens], key[tokens], value[tokens], scale, window))
+        if run.start:
+            rows = slice(run.row, run.row + run.count)
+            keys, values = plan.stored(layer, rows, run.start + run.length, widths)
+        else:
+            keys, values = (_by_prompt(run, each[tokens]) for each in (key, value))
+        parts.append(_attend_prompts(run, query[tokens], keys, values, scale, window))
         start = end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -178,22 +203,29 @@ def _attend_rows(
     return out.reshape(rows, -1)
 
 
+def _by_prompt(run: PromptRun, x: Tensor) -> Tensor:
+    """[count * length, heads, D] to [count, heads, length, D]."""
+    return x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2)
+
+
 def _attend_prompts(
     run: PromptRun,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Causal attention within each prompt of a run."""
-    queries, keys, values = (
-        x.reshape(run.count, run.length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
-    )
+    """Causal attention within each prompt of a run. Keys, values: [count, G, start + length, D or
+    E]."""
+    queries, total = _by_prompt(run, query), run.start + run.length
     mask = None
-    if window is not None and window < run.length:
-        ones = torch.ones(run.length, run.length, dtype=torch.bool, device=query.device)
-        mask = ones.tril() & ~ones.tril(-window)
+    if run.start or (window is not None and window < total):
+        here = torch.arange(run.start, total, device=query.device)[:, None]
+        there = torch.arange(total, device=query.device)
+        mask = there <= here
+        if window is not None:
+            mask &= there > here - window
     out = F.scaled_dot_product_attention(
         queries,
         keys,
@@ -201,7 +233,7 @@ def _attend_prompts(
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=queries.shape[1] != keys.shape[1],
     )
     return out.transpose(1, 2).reshape(run.count * run.length, -1)
 

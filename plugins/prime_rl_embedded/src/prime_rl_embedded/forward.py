@@ -27,6 +27,9 @@ class Forward(Protocol):
     def logits(self, states: Tensor) -> Tensor:
         """[R, V] of any rows of states."""
 
+    def weights_changed(self) -> None:
+        """The module's parameters have new values."""
+
 
 class WholeForward:
     """The module as it is. It may post-process its logits (cap, scale), so layers and head stay
@@ -53,6 +56,9 @@ class WholeForward:
     def logits(self, states: Tensor) -> Tensor:
         return states
 
+    def weights_changed(self) -> None:
+        pass  # the module is all there is
+
 
 class GeneralForward:
     """The module's own layers, then its own head. Correct for models whose logits are the head's
@@ -75,3 +81,6 @@ class GeneralForward:
     def logits(self, states: Tensor) -> Tensor:
         logits: Tensor = self.head(states)
         return logits
+
+    def weights_changed(self) -> None:
+        pass  # the module is all there is

@@ -3,7 +3,8 @@ operations.
 
 It computes the same function as transformers' modules, from the same storage: the projections of a
 layer are concatenated, and the module's parameters become views into that storage, so a weight
-update through the module changes both. ``model.check_forward`` compares the logits at start-up.
+update through the module changes both; ``weights_changed`` tells of it. ``model.check_forward``
+compares the logits at start-up.
 
 Shapes: N = tokens of one forward, E = hidden size, H = query heads, G = key/value heads, D = head
 dimension, I = intermediate size, V = vocabulary.
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prime_rl_embedded.attention import BatchPlan, attend
+from prime_rl_kernels.products import Packed
 
 # Rotary embeddings that depend on the position only, so one table of cos and sin serves all
 # sequences. Other types change with the sequence's length.
@@ -34,17 +36,17 @@ class _Layer:
     """Weights of one decoder layer. Projections are [out, in], as in ``nn.Linear``."""
 
     attention_norm: nn.Module
-    qkv: Tensor
+    qkv: Packed
     """[(H + 2G) * D, E]"""
     qkv_bias: Tensor | None
     query_norm: nn.Module | None
     key_norm: nn.Module | None
-    out: Tensor
+    out: Packed
     """[E, H * D]"""
     mlp_norm: nn.Module
-    gate_up: Tensor
+    gate_up: Packed
     """[2I, E]"""
-    down: Tensor
+    down: Packed
     """[E, I]"""
     scale: float
     window: int | None
@@ -66,7 +68,8 @@ class FusedForward:
         self.head_dim: int = first.head_dim
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = config.num_key_value_heads
-        self.embedding, self.norm, self.head = body.embed_tokens, body.norm, model.lm_head
+        self.embedding, self.norm = body.embed_tokens, body.norm
+        self.head, self.head_bias = Packed(model.lm_head.weight), model.lm_head.bias
         self.layers = [_fuse_layer(layer) for layer in body.layers]
         positions = torch.arange(max_len, device=self.embedding.weight.device)[None]
         cos, sin = body.rotary_emb(self.embedding.weight[:1, None], positions)
@@ -76,6 +79,12 @@ class FusedForward:
         # rope(x) = x * cos + (-x2, x1) * sin with x = (x1, x2). Rolling x by half gives (x2, x1);
         # the minus sign is in this table.
         self.sin = torch.cat((-sin[0][:, :half], sin[0][:, half:]), -1)[:, None]
+
+    def weights_changed(self) -> None:
+        for layer in self.layers:
+            for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                weight.pack()
+        self.head.pack()
 
     def __call__(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
         """Logits [len(rows), V] of the tokens ``rows`` (None: all N). Ids: [N]."""
@@ -89,24 +98,21 @@ class FusedForward:
             attended = self._attention(
                 i, layer, _rms_norm(hidden, layer.attention_norm), cos, sin, plan
             )
-            hidden = torch.addmm(hidden, attended, layer.out.t())
-            hidden = torch.addmm(
-                hidden, _mlp(layer, _rms_norm(hidden, layer.mlp_norm)), layer.down.t()
-            )
+            hidden = hidden + layer.out(attended)
+            hidden = hidden + layer.down(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)))
         states: Tensor = hidden if rows is None else hidden[rows]
         return states
 
     def logits(self, states: Tensor) -> Tensor:
         """[R, V] of states [R, E]."""
-        logits: Tensor = self.head(_rms_norm(states, self.norm))
-        return logits
+        return self.head(_rms_norm(states, self.norm), self.head_bias)
 
     def _attention(
         self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: BatchPlan
     ) -> Tensor:
         """x: [N, E], normalized; cos, sin: [N, 1, D]. Returns [N, H * D]."""
         heads = self.num_heads + self.num_kv_heads
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qkv = layer.qkv(x, layer.qkv_bias).view(len(x), -1, self.head_dim)
         qk, value = qkv[:, :heads], qkv[:, heads:]
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]
@@ -131,14 +137,14 @@ def _fuse_layer(layer: Any) -> _Layer:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     return _Layer(
         attention_norm=layer.input_layernorm,
-        qkv=_join(*(p.weight for p in projections)),
+        qkv=Packed(_join(*(p.weight for p in projections))),
         qkv_bias=None if projections[0].bias is None else _join(*(p.bias for p in projections)),
         query_norm=getattr(attention, "q_norm", None),
         key_norm=getattr(attention, "k_norm", None),
-        out=attention.o_proj.weight.data,
+        out=Packed(attention.o_proj.weight.data),
         mlp_norm=layer.post_attention_layernorm,
-        gate_up=_join(mlp.gate_proj.weight, mlp.up_proj.weight),
-        down=mlp.down_proj.weight.data,
+        gate_up=Packed(_join(mlp.gate_proj.weight, mlp.up_proj.weight)),
+        down=Packed(mlp.down_proj.weight.data),
         scale=attention.scaling,
         window=getattr(attention, "sliding_window", None),
     )
@@ -160,5 +166,5 @@ def _rms_norm(x: Tensor, norm: Any) -> Tensor:
 
 def _mlp(layer: _Layer, x: Tensor) -> Tensor:
     """silu(gate) * up, [N, I]; the caller projects down."""
-    gate, up = F.linear(x, layer.gate_up).chunk(2, -1)
+    gate, up = layer.gate_up(x).chunk(2, -1)
     return F.silu(gate) * up

@@ -86,6 +86,8 @@ class Request:
     error: str | None = None
     cached_tokens: int = 0
     """Prompt tokens whose result was copied from another request."""
+    kv_version: int = -1
+    """The policy version at admission: that of the first keys and values."""
 
     next_token: int = -1
     """The next input token: the last sampled one, or the prompt's last if its KV was copied."""
@@ -110,6 +112,14 @@ class Request:
             self.finish_reason, self.stop_reason = "stop", token
         elif len(self.token_ids) >= self.params.max_tokens:
             self.finish_reason = "length"
+
+    def refuse_nonfinite(self, version: int) -> None:
+        """End it, because its next logits are not finite."""
+        self.finish_reason = "error"
+        self.error = (
+            "the model's logits are not finite at position "
+            f"{len(self.prompt) + len(self.token_ids)} under policy version {version}"
+        )
 
     def version_spans(self) -> list[tuple[int, int, int]]:
         """(policy version, start, end) over the completion, without gaps. Empty before a token."""

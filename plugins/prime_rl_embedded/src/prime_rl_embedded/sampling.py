@@ -16,12 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from prime_rl_embedded.requests import Request, SamplingParams, TokenScore
 
 _UNIFORM_BITS = 32
 _UNIFORM_RANGE = float(1 << _UNIFORM_BITS)
+_LARGE_VOCABULARY, _BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
@@ -91,14 +93,37 @@ def _descending(logits: Tensor) -> Tensor:
 
 
 def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Token ids [R]: the first whose cumulative probability exceeds the row's uniform."""
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    # Scaling by the row's sum makes rounding harmless: a 32-bit uniform is at most 1 - 2^-32, so
-    # the target stays below the sum.
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)[:, None]
-    return torch.searchsorted(cumulative, targets * cumulative[:, -1:], right=True)[:, 0].clamp_(
-        max=logprobs.shape[-1] - 1  # reached only by a row of NaNs, which the scheduler fails
-    )
+    """Token ids [R]: the first whose cumulative probability exceeds the row's uniform.
+
+    A large vocabulary is summed in blocks, and only the block with the token is cumulated.
+    """
+    probs, size = logprobs.exp(), logprobs.shape[-1]
+    shares = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)[:, None]
+    if size < _LARGE_VOCABULARY:
+        return _first_above(probs.cumsum(-1, dtype=torch.float64), shares)[:, 0]
+    blocks = F.pad(probs, (0, -size % _BLOCK)).view(len(probs), -1, _BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    ends = sums.cumsum(-1)
+    block = _first_above(ends, shares)
+    of_block, end = sums.gather(-1, block), ends.gather(-1, block)
+    rest = (shares * ends[:, -1:] - (end - of_block)) / of_block
+    # Not 1, to which it may be rounded: nothing in the block is above its sum.
+    rest.clamp_(0.0, 1.0 - torch.finfo(torch.float64).eps)
+    inside = blocks[torch.arange(len(blocks), device=block.device), block[:, 0]]
+    place = _first_above(inside.cumsum(-1, dtype=torch.float64), rest)
+    return (block * _BLOCK + place)[:, 0].clamp_(max=size - 1)
+
+
+def _first_above(cumulative: Tensor, shares: Tensor) -> Tensor:
+    """[R, 1]: the first place whose value exceeds the row's share of the last one. Cumulative: [R,
+    n] float64; shares: [R, 1], under 1.
+
+    Scaling by the row's sum makes rounding harmless: a 32-bit uniform is at most 1 - 2^-32, so the
+    target stays below the sum.
+    """
+    found = torch.searchsorted(cumulative, shares * cumulative[:, -1:], right=True)
+    # The end is reached only by a row of NaNs, which the scheduler fails.
+    return found.clamp_(max=cumulative.shape[-1] - 1)
 
 
 def _uniform(rng: random.Random) -> float:

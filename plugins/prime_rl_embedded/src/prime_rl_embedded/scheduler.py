@@ -8,6 +8,7 @@ Rows are compact: request ``active[i]`` owns row i of the KV cache, and the last
 row of a request that ends. A step decodes one token for every active row and prefills the admitted
 prompts in the same forward.
 
+A leader's prompt is computed from the end of what the prefix cache has of it (``prefixes.py``).
 A follower's prompt equals that of a running request with the same salt under the same weights. It
 copies the KV of all prompt tokens but the last. Feeding the last token again gives it logits of its
 own in the next step.
@@ -25,19 +26,23 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from prime_rl_embedded.attention import BatchPlan
 from prime_rl_embedded.model import ServedModel
+from prime_rl_embedded.prefixes import BLOCK, Node, PrefixCache, restore
 from prime_rl_embedded.requests import Request
 from prime_rl_embedded.sampling import sample
 from prime_rl_embedded.scoring import is_scored, score_prompts
 from prime_rl_embedded.sleep import Offloaded, release_cached
 
 log = logging.getLogger(__name__)
+
+Leaders = dict[Request, list[Node]]
+"""Requests to prefill, and what the prefix cache has of each one's prompt."""
 
 
 @dataclass
@@ -47,7 +52,7 @@ class Stats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     shared_tokens: int = 0
-    """Prompt tokens whose KV was copied instead of computed."""
+    """Prompt tokens whose KV was copied instead of computed: from a sibling or the prefix cache."""
     steps: int = 0
     weight_updates: int = 0
     finished: Counter[str] = field(default_factory=Counter)
@@ -88,6 +93,7 @@ class Scheduler:
         self.arrivals = 0
         self._prefixes: dict[object, Request] = {}
         """The request whose row to copy, by prompt and salt."""
+        self.kept = PrefixCache(max_bytes=0)
         self._offloaded: Offloaded | None = None
         self._on_waking: list[Callable[[], None]] = []
 
@@ -144,6 +150,7 @@ class Scheduler:
             apply()
         self.version = version
         self._prefixes.clear()
+        self.kept.clear()
         self.stats.weight_updates += 1
 
     # -- sleep ----------------------------------------------------------------------
@@ -158,6 +165,7 @@ class Scheduler:
         if self.asleep:
             return
         self._offloaded, device = Offloaded(), self.model.device
+        self.kept.clear()
         if device.type != "cpu":
             self._offloaded.offload(self.model.module.state_dict().values())
             self._offloaded.offload(self.cache.layers.values(), keep=bool(self.active))
@@ -202,16 +210,15 @@ class Scheduler:
             log.exception("a step of %d rows failed", len(self.active) + len(leaders))
             # Running rows decode the same token again in the next step, so they survive a failure
             # of a step that admitted requests: blame those. Otherwise all rows are to blame.
-            blamed = leaders + followers or self.active
+            blamed = [*leaders, *followers] or self.active
             self.active = [r for r in self.active if r not in blamed]
             self._fail(blamed, f"{type(error).__name__}: {error}")
         self._reap()
 
-    def _admit(self) -> tuple[list[Request], list[Request]]:
+    def _admit(self) -> tuple[Leaders, list[Request]]:
         """Requests to prefill, and requests that copy KV. A prompt longer than the whole budget is
-        admitted alone. Leaders are sorted, so that equal lengths attend as one batch."""
-        leaders: list[Request] = []
-        followers: list[Request] = []
+        admitted alone. Leaders are sorted, so that equal shapes attend as one batch."""
+        leaders, followers = Leaders(), list[Request]()
         budget = self.max_prefill_tokens
         while len(self.active) + len(leaders) + len(followers) < self.num_slots:
             request = self._first(self.waiting)
@@ -219,39 +226,58 @@ class Scheduler:
                 break
             if self.share_prefixes and request.prefix_key in self._prefixes:
                 followers.append(request)
-            elif leaders and len(request.prompt) > budget:
-                break
             else:
-                leaders.append(request)
-                budget -= len(request.prompt)
+                known = self.kept.find(request.salt, request.prompt)
+                cost = len(request.prompt) - len(known) * BLOCK
+                if leaders and cost > budget:
+                    break
+                budget -= cost
+                leaders[request] = known
                 if self.share_prefixes:
                     self._prefixes[request.prefix_key] = request
             heapq.heappop(self.waiting)
-        return sorted(leaders, key=lambda r: len(r.prompt)), followers
+            request.kv_version = self.version
+        leaders = dict(sorted(leaders.items(), key=lambda x: (len(x[1]), len(x[0].prompt))))
+        return leaders, followers
 
-    def _generate(self, leaders: list[Request], followers: list[Request]) -> None:
-        sampled = self.active + leaders
+    def _generate(self, leaders: Leaders, followers: list[Request]) -> None:
+        sampled = [*self.active, *leaders]
         if sampled:
             logits = self._forward(leaders)
             for row in self._emit(sampled, logits):
                 self.cache.clear_row(row)  # another request will use the row
+            for row in range(len(self.active), len(sampled)):
+                self._keep(row, sampled[row], len(sampled[row].prompt))
         self.active = sampled
         for follower in followers:
             self._copy_prefix(follower)
-        self._count(leaders + followers)
+        self.stats.prompt_tokens += sum(len(request.prompt) for request in (*leaders, *followers))
 
-    def _forward(self, leaders: Sequence[Request]) -> Tensor:
+    def _forward(self, leaders: Leaders) -> Tensor:
         """Logits of the active rows, then of each leader's last token."""
         decoding = [request.position for request in self.active]
         lengths = [len(request.prompt) for request in leaders]
+        starts = [len(known) * BLOCK for known in leaders.values()]
         device = self.model.device
-        plan = BatchPlan.build(self.cache, decoding, lengths, device)
+        plan = BatchPlan.build(self.cache, decoding, lengths, device, starts)
         ids = [request.next_token for request in self.active]
-        ids += chain.from_iterable(request.prompt for request in leaders)
-        ends = [len(decoding) + end for end in accumulate(lengths)]
+        for row, (request, known) in enumerate(leaders.items(), len(decoding)):
+            restore(self.cache, row, known)
+            request.cached_tokens = len(known) * BLOCK
+            ids += request.prompt[request.cached_tokens :]
+        self.stats.shared_tokens += sum(starts)
+        computed = (length - start for length, start in zip(lengths, starts, strict=True))
+        ends = [len(decoding) + end for end in accumulate(computed)]
         rows = [*range(len(decoding)), *(end - 1 for end in ends)]
         keep = torch.tensor(rows, device=device) if leaders else None
         return self.model.forward(torch.tensor(ids, device=device), plan, keep)
+
+    def _keep(self, row: int, request: Request, length: int) -> None:
+        """Remember the first ``length`` tokens of a row for later prompts, unless an error or older
+        weights had a part in them."""
+        if request.finish_reason not in ("error", "abort") and request.kv_version == self.version:
+            tokens = (request.prompt + request.token_ids)[:length]
+            self.kept.store(self.cache, row, request.salt, tokens)
 
     def _emit(self, requests: Sequence[Request], logits: Tensor) -> list[int]:
         """Sample one token per row. Returns the rows whose logits are not finite."""
@@ -261,7 +287,7 @@ class Scheduler:
         for row, request in enumerate(requests):
             logprob = drawn.logprobs[row]
             if not finite and not math.isfinite(logprob):
-                self._refuse_nonfinite(request)
+                request.refuse_nonfinite(self.version)
                 refused.append(row)
                 continue
             if drawn.alternatives is not None and request.params.top_logprobs:
@@ -271,13 +297,6 @@ class Scheduler:
                 request.on_token(request)
         self.stats.generated_tokens += len(requests)
         return refused
-
-    def _refuse_nonfinite(self, request: Request) -> None:
-        request.finish_reason = "error"
-        request.error = (
-            "the model's logits are not finite at position "
-            f"{len(request.prompt) + len(request.token_ids)} under policy version {self.version}"
-        )
 
     def _copy_prefix(self, follower: Request) -> None:
         leader = self._prefixes[follower.prefix_key]
@@ -294,9 +313,6 @@ class Scheduler:
         self.stats.shared_tokens += length - 1
         self._prefixes[follower.prefix_key] = follower
         self.active.append(follower)
-
-    def _count(self, admitted: Sequence[Request]) -> None:
-        self.stats.prompt_tokens += sum(len(request.prompt) for request in admitted)
 
     # -- scoring --------------------------------------------------------------------
 
@@ -316,7 +332,7 @@ class Scheduler:
             if entry[2].finish_reason is None:
                 heapq.heappush(self.waiting, entry)
             else:
-                self._count([entry[2]])
+                self.stats.prompt_tokens += len(entry[2].prompt)
                 self._finish(entry[2])
 
     def _next_unscored(self) -> list[tuple[int, int, Request]]:
@@ -340,7 +356,7 @@ class Scheduler:
         self.stats.shared_tokens += sum(request.cached_tokens for request in requests)
         for request in requests:
             if not is_scored(request):
-                self._refuse_nonfinite(request)
+                request.refuse_nonfinite(self.version)
             elif request.params.max_tokens == 0:
                 request.versions.append((self.version, 0))
                 request.finish_reason = "length"
@@ -362,6 +378,7 @@ class Scheduler:
                 row += 1
                 continue
             ended.append(active[row])
+            self._keep(row, active[row], active[row].position)
             last = active.pop()
             if row < len(active):
                 self.cache.copy_row(len(active), row, last.position + 1)

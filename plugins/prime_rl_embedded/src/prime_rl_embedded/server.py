@@ -60,6 +60,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
 
         from prime_rl_embedded.loop import EngineLoop
         from prime_rl_embedded.model import load_model
+        from prime_rl_embedded.prefixes import PrefixCache
         from prime_rl_embedded.scheduler import Scheduler
         from prime_rl_embedded.schema import Limits
 
@@ -84,6 +85,7 @@ def _serve(args: argparse.Namespace, status: Status) -> int:
         seed=args.seed,
         version=args.policy_version,
     )
+    scheduler.kept = PrefixCache(settings.prefix_cache_mib * 2**20)
     limits = Limits(
         model_name=args.served_model_name or args.model.name,
         max_model_len=args.max_model_len,

@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from prime_rl_kernels.products import linear
+
 MIN_TOKENS, MIN_VOCAB = 256, 1024
 """Blocks narrower than this waste the matrix units."""
 
@@ -242,16 +244,16 @@ def _backward_rows(
 def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrix product of two tensors of one dtype, summed and returned in ``dtype``."""
     if left.dtype == dtype:
-        return left @ right
+        return linear(left, right.T)
     if left.is_cuda:
         return torch.mm(left, right, out_dtype=dtype)
     # A product in bfloat16 on CPU would round the sums too.
-    return left.to(dtype) @ right.to(dtype)
+    return linear(left.to(dtype), right.to(dtype).T)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """``total += left @ right``, in the dtype of ``total``."""
-    if left.dtype == total.dtype:
+    if left.dtype == total.dtype and left.is_cuda:
         total.addmm_(left, right)
     else:
         total += product(left, right, total.dtype)

