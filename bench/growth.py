@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from prime_rl.inference.client import EngineClient
+from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.plugins.components import installed_losses
@@ -96,6 +98,28 @@ def choosing(number: int) -> float:
     return seconds(lambda: asyncio.run(ask()))
 
 
+def asking(number: int) -> float:
+    """CPU seconds of so many requests, all in flight at once at one engine and answered one by
+    one."""
+    pool = EnginePool([], None)
+
+    async def ask() -> None:
+        engine = Engine(0, EngineClient("http://127.0.0.1:1", None))
+        engine.serve()
+        pool.engines = [engine]
+        answers = [asyncio.Future[None]() for _ in range(number)]
+        asked = [
+            asyncio.create_task(pool._do(engine, lambda _, answer=answer: answer))  # type: ignore[misc]
+            for answer in answers
+        ]
+        await asyncio.sleep(0)
+        for answer, one in zip(answers, asked, strict=True):
+            answer.set_result(None)
+            await one
+
+    return seconds(lambda: asyncio.run(ask()))
+
+
 def aborting(number: int, slots: int) -> float:
     """CPU seconds of aborting so many requests, of which ``slots`` run and the others wait."""
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
@@ -128,6 +152,8 @@ def tables() -> Iterator[tuple[str, str, dict[int, float]]]:
     ranks = {n: batch(given, n) / many for n in (1, 8, 64, 1024)}
     yield f"ranks for {many:,} samples", "sample", ranks
     yield "engines", "group sent", {n: choosing(n) / ASKED for n in (1, 8, 64)}
+    flights = {n: asking(n) / n for n in (64, 1024, 10_240)}
+    yield "requests in flight at an engine", "request", flights
     waiting = {n: aborting(n, 0) / n for n in (100, 1000, 10_000, 100_000)}
     yield "requests that wait in the embedded engine", "abort", waiting
     running = {n: aborting(n, n) / n for n in (16, 64, 256, 1024)}
