@@ -4,26 +4,37 @@ linear.
     python -m bench growth
 
 Batches go the orchestrator's way (packing, spreading over ranks, encoding) and are decoded as a
-rank does. Rollouts in flight are in ``bench rollout`` and ``bench many``.
+rank does. Aborts are those of the embedded engine's scheduler, in random order. Rollouts in flight
+are in ``bench rollout`` and ``bench many``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
+from prime_rl.inference.client import EngineClient
+from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.plugins.components import installed_losses
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.wire import decode_batch
+from prime_rl_embedded.model import load_model
+from prime_rl_embedded.requests import Request, SamplingParams
+from prime_rl_embedded.scheduler import Scheduler
+from prime_rl_embedded.testing import write_model
 
 LOSSES = installed_losses()
 TOKENS = 2**20
@@ -87,6 +98,46 @@ def choosing(number: int) -> float:
     return seconds(lambda: asyncio.run(ask()))
 
 
+def asking(number: int) -> float:
+    """CPU seconds of so many requests, all in flight at once at one engine and answered one by
+    one."""
+    pool = EnginePool([], None)
+
+    async def ask() -> None:
+        engine = Engine(0, EngineClient("http://127.0.0.1:1", None))
+        engine.serve()
+        pool.engines = [engine]
+        answers = [asyncio.Future[None]() for _ in range(number)]
+        asked = [
+            asyncio.create_task(pool._do(engine, lambda _, answer=answer: answer))  # type: ignore[misc]
+            for answer in answers
+        ]
+        await asyncio.sleep(0)
+        for answer, one in zip(answers, asked, strict=True):
+            answer.set_result(None)
+            await one
+
+    return seconds(lambda: asyncio.run(ask()))
+
+
+def aborting(number: int, slots: int) -> float:
+    """CPU seconds of aborting so many requests, of which ``slots`` run and the others wait."""
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        model = load_model(write_model(Path(folder)), max_len=64)
+        found = []
+        for _ in range(3):
+            scheduler = Scheduler(model, num_slots=slots or 1, max_model_len=64)
+            requests = [Request([1, i % 250], SamplingParams(30)) for i in range(number)]
+            for request in requests:
+                scheduler.add(request)
+            if slots:
+                scheduler.step()
+            random.Random(0).shuffle(requests)
+            found.append(seconds(lambda: [*map(scheduler.abort, requests)], repeats=1))  # noqa: B023
+            assert scheduler.stats.finished["abort"] == number
+    return statistics.median(found)
+
+
 def tables() -> Iterator[tuple[str, str, dict[int, float]]]:
     """What grows, the unit, and CPU microseconds per unit by size."""
     sizes = (128, 1024, 10_000, 100_000)
@@ -101,6 +152,12 @@ def tables() -> Iterator[tuple[str, str, dict[int, float]]]:
     ranks = {n: batch(given, n) / many for n in (1, 8, 64, 1024)}
     yield f"ranks for {many:,} samples", "sample", ranks
     yield "engines", "group sent", {n: choosing(n) / ASKED for n in (1, 8, 64)}
+    flights = {n: asking(n) / n for n in (64, 1024, 10_240)}
+    yield "requests in flight at an engine", "request", flights
+    waiting = {n: aborting(n, 0) / n for n in (100, 1000, 10_000, 100_000)}
+    yield "requests that wait in the embedded engine", "abort", waiting
+    running = {n: aborting(n, n) / n for n in (16, 64, 256, 1024)}
+    yield "requests that run there", "abort", running
 
 
 def main() -> int:

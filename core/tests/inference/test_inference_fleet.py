@@ -94,6 +94,7 @@ async def test_requests_in_flight_at_a_dead_engine_are_repeated_elsewhere(caplog
             assert sorted(await asyncio.gather(*tasks)) == list(range(8))
         assert len(cancelled) == fleet.engines[0].retried == held > 0
         assert sum(attempts.values()) == 8 + held
+        assert not any(engine.flights for engine in fleet.engines)
         # It may go between the two requests of one look.
         asked = r"/(health|v1/models)"
         assert re.search(rf"engine {fleet.urls[0]} did not answer {asked}: ", caplog.text)

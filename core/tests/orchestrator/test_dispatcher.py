@@ -91,6 +91,9 @@ class World:
     def balanced(self):
         counts = self.dispatcher.counts
         ended = counts["finished"] + counts["failed"] + counts["cancelled"]
+        groups = self.dispatcher._open.values()  # what the counters stand for
+        assert self.dispatcher.num_inflight == sum(group.num_inflight for group in groups)
+        assert self.dispatcher.num_waiting == sum(group.size for group in groups)
         return counts["dispatched"] == ended + self.dispatcher.num_inflight
 
     @property

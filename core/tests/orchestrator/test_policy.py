@@ -11,7 +11,7 @@ from aiohttp import web
 from loopback import listening
 from waiting import LIMIT, until
 
-from prime_rl import EngineError, Observer
+from prime_rl import EngineError, Observer, RunError
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.policy import Policy, WeightWatcher, newest_version
@@ -232,13 +232,13 @@ async def test_without_an_engine_the_watcher_retries_until_one_is_back(tmp_path,
 # -- a stop ---------------------------------------------------------------------------------
 
 
-def drained(tmp_path, version):
+def drained(tmp_path, version, within=60.0):
     """A watcher that waits for the last version of a run, and the steps it has read of."""
     (tmp_path / "broadcasts").mkdir(exist_ok=True)
     steps = []
     observer = SimpleNamespace(step_trained=lambda step, metrics: steps.append(step))
     watcher = WeightWatcher(tmp_path, Policy(0), None, [observer])
-    return asyncio.create_task(watcher.drain(version)), steps
+    return asyncio.create_task(watcher.drain(version, within)), steps
 
 
 async def eventually(condition):
@@ -255,6 +255,13 @@ async def test_the_last_version_of_a_stopped_run_needs_no_engine(tmp_path):
     (publish(tmp_path, 2) / "model.safetensors").touch()
     await asyncio.wait_for(draining, 60)
     assert steps == [2]
+
+
+async def test_last_weights_that_do_not_come_end_the_stop_with_an_error(tmp_path):
+    (publish(tmp_path, 1) / "model.safetensors").touch()
+    draining, _ = drained(tmp_path, 2, within=0.1)
+    with pytest.raises(RunError, match=r"weights of step 2, .* after 0\.1 s .*weights_timeout"):
+        await asyncio.wait_for(draining, 60)
 
 
 async def test_versions_in_the_trainers_memory_are_requested_as_files(tmp_path):

@@ -7,11 +7,15 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
+import pytest
 import zmq
+from waiting import LIMIT
 
+from prime_rl import WireError
 from prime_rl.run.children import free_ports
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
+from prime_rl_broadcast import frames as wire
 from prime_rl_broadcast.frames import FrameReceiver, FrameSender, wire_key
 
 FRAMES = [bytes([number]) * 2_000_000 for number in range(4)]
@@ -135,4 +139,33 @@ async def test_a_request_that_is_too_long_ends_its_connection_only() -> None:
         assert await read_all(receiver) == FRAMES
         await sending
     receiver.close()
+    sender.close()
+
+
+async def test_a_sender_that_cannot_answer_any_more_raises_its_error() -> None:
+    """Instead of a wait for ever: in ``send`` with no room left, and in ``drain``."""
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    for step in range(sender.hwm):
+        await sender.send(step, [b"frame"])
+    waiting = asyncio.create_task(sender.send(sender.hwm, [b"frame"]))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
+        rank.linger = 0
+        rank.connect(f"tcp://127.0.0.1:{port}")
+        rank.send_multipart([wire_key(), b"two"])  # of another make: it has the key
+        for work in (waiting, sender.drain()):
+            with pytest.raises(WireError, match=f"from tcp://127.0.0.1:{port}: .*b'two'") as raised:
+                async with asyncio.timeout(LIMIT):
+                    await work
+            assert isinstance(raised.value.__cause__, ValueError)
+    sender.close()
+
+
+async def test_a_rank_that_never_reads_ends_the_wait_for_it(monkeypatch) -> None:
+    monkeypatch.setattr(wire, "DRAIN_SECONDS", 0.05)
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    await sender.send(1, [b"frame"])
+    with pytest.raises(WireError, match=r"has not read its last micro batches .* within 0\.05 s"):
+        await sender.drain()
     sender.close()

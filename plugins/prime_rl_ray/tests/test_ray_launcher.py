@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
+from local_cluster import processes_with, ray_cluster, with_default_signals
 from pydantic import ValidationError
 from waiting import LIMIT, eventually, exists
 
@@ -22,28 +21,6 @@ from prime_rl_ray import RayConfig, RayLauncher, register_launchers
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
 
-CLUSTER = """
-import sys
-from ray.cluster_utils import Cluster
-node = {"num_cpus": 2, "node_ip_address": "127.0.0.1", "object_store_memory": 80 * 2**20}
-cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-cluster.add_node(**node)
-print("address", cluster.address, flush=True)
-
-def raylet(each):
-    return each.all_processes["raylet"][0].process.pid
-
-print("head", raylet(cluster.head_node), flush=True)
-for line in sys.stdin:
-    if line == "add\\n":
-        cluster.add_node(**node)
-    else:
-        (lost,) = [each for each in cluster.list_all_nodes() if raylet(each) == int(line)]
-        cluster.remove_node(lost, allow_graceful=False)
-    print("done", flush=True)
-cluster.shutdown()
-"""
-
 SMALL = [
     *("--model.warmup_exact", "0.0"),  # creating an untrained policy takes a second
     *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4"),
@@ -52,44 +29,16 @@ SMALL = [
 ]
 
 
-def with_default_signals() -> None:
-    """Restore Ctrl-C: a shell that starts the tests in the background makes them ignore it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.fixture(scope="module")
 def cluster():
     """A cluster with two nodes of two cores, shared by this file's tests."""
-    pytest.importorskip("ray", reason="ray is not installed")
-    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-    # A worker for each core would import everything, and wait for work of a kind that never comes.
-    settings |= {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", CLUSTER],
-        env=os.environ | settings,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    facts = dict(line.split() for line in islice(process.stdout, 2))
-
-    def tell(what):
-        print(what, file=process.stdin, flush=True)
-        assert process.stdout.readline() == "done\n"
-
-    yield SimpleNamespace(address=facts["address"], head=int(facts["head"]), tell=tell)
-    process.communicate(timeout=LIMIT)
+    with ray_cluster(cpus=2) as found:
+        yield found
 
 
 @pytest.fixture
 def address(cluster):
     return cluster.address
-
-
-def processes_with(text: str) -> list[int]:
-    """Processes whose command line contains ``text``."""
-    others = (each for each in psutil.process_iter(["cmdline"]) if each.pid != os.getpid())
-    return [each.pid for each in others if text in " ".join(each.info["cmdline"] or ())]
 
 
 # -- without a cluster ----------------------------------------------------------------------

@@ -43,9 +43,14 @@ def test_the_observer_writes_nothing_where_rollouts_are_not_saved(tmp_path):
 
 def test_the_newest_files_stay_and_those_of_every_multiple(tmp_path):
     observer = observer_of(tmp_path, settings=SaveConfig(keep_last=2, keep_interval=4))
+    evaluated = tmp_path / "eval_rollouts"
     for step in range(1, 12):
+        if step % 2 == 0:  # the first evaluation is at version 2, and stays
+            (evaluated / f"step_{step}").mkdir(parents=True)
+            (evaluated / f"step_{step}" / "e.msgpack").touch()
         observer.batch_sent(Batch(step), [])
     assert [*step_files(tmp_path)] == [4, 8, 10, 11]
+    assert {path.name for path in evaluated.iterdir()} == {"step_2", "step_4", "step_8", "step_10"}
     assert SaveConfig(keep_last=3).superseded([1, 2, 3, 4, 9]) == [1, 2]
     assert SaveConfig(keep_interval=4).superseded([1, 2, 3]) == []  # all stay
 

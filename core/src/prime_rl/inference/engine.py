@@ -58,6 +58,8 @@ class Engine:
         """Requests: in flight; ever; lost here and asked again elsewhere."""
         self.lost: asyncio.Future[None] | None = None
         """Done when what is in flight is lost; None before it first serves or sleeps."""
+        self.flights: set[asyncio.Future[None]] = set()
+        """The same for each request in flight. A future of many would take time for each to go."""
         self.loading, self.looking = asyncio.Lock(), asyncio.Lock()
         self.looked_at = self.heard_at = self.ready_at = self.join_at = 0.0
         """The last look, answer and good answer; no attempt to join before (``monotonic``)."""
@@ -139,8 +141,9 @@ class Engine:
         """It serves no more, and what is in flight there is lost."""
         if self.in_service:
             self.down_since = time.monotonic()
-            if self.lost is not None and not self.lost.done():
-                self.lost.set_result(None)
+            for each in filter(None, {self.lost, *self.flights}):
+                if not each.done():  # else its request is ending
+                    each.set_result(None)
         if state is EngineState.HUNG and self.state is not EngineState.HUNG:
             self.hangs += 1
         self.state = state

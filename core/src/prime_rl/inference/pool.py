@@ -147,16 +147,16 @@ class EnginePool:
     async def _do(self, engine: Engine, work: Callable[[Engine], Awaitable[T]]) -> T:
         engine.running += 1
         engine.asked += 1
-        task, lost = asyncio.ensure_future(work(engine)), engine.lost
-        assert lost is not None  # it serves
-        either: list[asyncio.Future[Any]] = [task, lost]
+        task, lost = asyncio.ensure_future(work(engine)), asyncio.Future[None]()
+        engine.flights.add(lost)
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise _Lost
             return task.result()
         finally:
             engine.running -= 1
+            engine.flights.discard(lost)
             if not task.done():
                 await end(task)
 

@@ -116,6 +116,9 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._open: dict[int, OpenGroup] = {}
         """Every group that is not taken in yet, in the order of their ids."""
+        self._waiting: Counter[str] = Counter()
+        """Their rollouts, by env."""
+        self._inflight = 0
         self._opened = 0
         self._reopen: deque[RequestedGroup] = deque()
         self._crash: BaseException | None = None
@@ -128,12 +131,12 @@ class Dispatcher:
     @property
     def num_inflight(self) -> int:
         """Rollouts being sampled now."""
-        return sum(group.num_inflight for group in self._open.values())
+        return self._inflight
 
     @property
     def num_waiting(self) -> int:
         """Rollouts of groups that are not taken in yet."""
-        return sum(group.size for group in self._open.values())
+        return self._waiting.total()
 
     @property
     def versions_behind(self) -> list[int]:
@@ -143,18 +146,21 @@ class Dispatcher:
         return [version - g.policy_version for g in aging for _ in range(g.num_inflight)]
 
     def wake(self) -> None:
-        """Look again whether groups may open: at a new version, a sent batch, a dropped rollout."""
+        """Look again which groups fit and whether others may open: at a new version, a sent batch,
+        a group that is gone."""
+        self._hand_on()
         self._wake.set()
 
     def taken(self, group: OpenGroup) -> None:
         """An arrived group is buffered or dropped now."""
         del self._open[group.group_id]
+        self._waiting[group.env.name] -= group.size
         if survivors := group.survivors:
             num_finished = group.size - group.num_failed
             self._yields[group.env.name] = max(1.0, len(survivors) / num_finished)
         if self._in_order:
             self._open_groups()
-        self._wake.set()
+        self.wake()
 
     # -- resuming from a checkpoint ---------------------------------------------------------------
 
@@ -180,7 +186,6 @@ class Dispatcher:
         or a plugin's exception; failures of an environment are data."""
         while self._crash is None:
             self._open_groups()
-            self._hand_on()
             self._wake.clear()
             await self._wake.wait()
         raise self._crash
@@ -194,14 +199,14 @@ class Dispatcher:
             return 0
         # A group counts whole until it is taken in: members that came back early still belong to
         # its batch.
-        coming = sum(self._places(group) for group in self._open.values())
+        coming = sum(self._places(self._envs[env], n) for env, n in self._waiting.items())
         needed = max(0, batches * self._config.batch_size - self._buffer.num_buffered)
         wanted = ceil(needed * self._config.oversampling_factor - coming)
         return min(wanted, self._config.max_inflight - self.num_inflight)
 
-    def _places(self, group: OpenGroup) -> float:
-        """Rollouts that a group will bring: at first one per agent and member of its env."""
-        return group.size * self._yields.get(group.env.name, len(group.env.host.agents))
+    def _places(self, env: TrainEnv, members: int) -> float:
+        """Rollouts that members of groups will bring: at first one per agent of their env."""
+        return members * self._yields.get(env.name, len(env.host.agents))
 
     def _open_groups(self) -> None:
         while self.room() > 0:
@@ -213,6 +218,8 @@ class Dispatcher:
                 group_id, self._opened = self._opened, self._opened + 1
             group = OpenGroup(group_id, env, example_id, self._engines.policy.version)
             self._open[group_id] = group
+            self._waiting[env.name] += group.size
+            self._inflight += group.size
             self.counts["dispatched"] += group.size
             for index in range(group.size):
                 task = asyncio.create_task(self._member(group, index))
@@ -231,6 +238,7 @@ class Dispatcher:
                 self._fail(RunError(f"a rollout of group {group.group_id} {reason}"))
             raise
         group.members[index] = rollouts
+        self._inflight -= not group.cancelled
         self.counts["failed" if rollouts is None else "finished"] += 1
         if not group.num_inflight:
             self._hand_on()
@@ -256,7 +264,7 @@ class Dispatcher:
         due, others = [], []
         for group in self._open.values():
             if group.handed_on:
-                left -= self._places(group)
+                left -= self._places(group.env, group.size)
             elif group.policy_version < oldest and group.env.source.is_live:
                 due.append(group)
             elif not group.num_inflight:
@@ -264,12 +272,12 @@ class Dispatcher:
         for group in due:
             if left > 0 and not group.num_inflight:
                 yield group
-            left -= self._places(group)
+            left -= self._places(group.env, group.size)
         expects_due = any(group.num_inflight for group in due)
         for group in others:
-            if left >= self._places(group) or not expects_due:
+            if left >= self._places(group.env, group.size) or not expects_due:
                 yield group
-                left -= self._places(group)
+                left -= self._places(group.env, group.size)
 
     # -- cancelling groups ------------------------------------------------------------------------
 
@@ -283,12 +291,8 @@ class Dispatcher:
             if group.num_inflight and group.policy_version < oldest and group.env.source.is_live
         ]
         await self._cancel(stale)
-        self._hand_on()
-        self._wake.set()
-        dropped: Counter[str] = Counter()
-        for group in stale:
-            dropped[group.env.name] += group.size
-        return dropped
+        self.wake()
+        return sum((Counter({group.env.name: group.size}) for group in stale), Counter[str]())
 
     async def close(self) -> None:
         """Cancel everything in flight and wait until it is gone."""
@@ -299,6 +303,8 @@ class Dispatcher:
         for group in groups:
             group.cancelled = True
             del self._open[group.group_id]
+            self._waiting[group.env.name] -= group.size
+            self._inflight -= group.num_inflight
         pending = {task: group.env.name for group in groups for task in group.tasks}
         for task in pending:
             task.cancel()

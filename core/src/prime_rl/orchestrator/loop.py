@@ -151,7 +151,7 @@ class Orchestrator:
         last = self._last
         if self._ends_early:
             self.context.status.report("stopping", waiting_for=f"trainer (weights of step {last})")
-            await self.weights.drain(last)
+            await self.weights.drain(last, self.context.config.orchestrator.weights_timeout)
             frame = encode_batch(last + 1, [])
             await self.wire.send(last + 1, [frame] * self.context.launch.num_ranks)
             await self.wire.drain()

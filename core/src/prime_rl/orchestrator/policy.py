@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from prime_rl.errors import EngineError, EngineGone
+from prime_rl.errors import EngineError, EngineGone, RunError
 from prime_rl.inference.fleet import Fleet
 from prime_rl.plugins.observer import Observer
 from prime_rl.rundir.status import Tail
@@ -76,22 +77,21 @@ class WeightWatcher:
             else:
                 await asyncio.sleep(POLL_SECONDS)
 
-    async def drain(self, version: int) -> None:
+    async def drain(self, version: int, within: float) -> None:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
-        files. No engine loads it, so a version in memory is requested as files."""
-        while not self._has_files(version):
-            newest = newest_version(self._broadcasts)
-            if newest is not None and not self._has_files(newest):
+        files. No engine loads it, so a version in memory is requested as files. Raises ``RunError``
+        if none comes for ``within`` seconds."""
+        newest, deadline = -1, time.monotonic() + within
+        while (held := only_in_memory(self._broadcasts / f"step_{newest}")) or newest < version:
+            if held:
                 want_files(self._broadcasts)
+            if time.monotonic() > deadline:
+                lacks = f"the weights of step {version}, the last, are not in {self._broadcasts}"
+                raise RunError(f"{lacks} after {within:g} s (orchestrator.weights_timeout)")
             await asyncio.sleep(POLL_SECONDS)
+            if (found := newest_version(self._broadcasts)) not in (None, newest):
+                newest, deadline = found, time.monotonic() + within
         self._read_steps()
-
-    def _has_files(self, version: int) -> bool:
-        """Whether ``version`` or a later one is published as files."""
-        newest = newest_version(self._broadcasts)
-        if newest is None or newest < version:
-            return False
-        return not only_in_memory(self._broadcasts / f"step_{newest}")
 
     async def _update_or_skip(self, version: int) -> None:
         """Skip a version that a newer one has replaced while it was being loaded. Retry while no

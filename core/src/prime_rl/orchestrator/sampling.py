@@ -106,8 +106,7 @@ class Sampling(Observer):
         """Produce one member of a group, and score what needs no siblings. None: it failed."""
         # Distinct for every member of every group, and the same in every run of one seed.
         seed = (self.context.config.seed * 1_000_003 + group.group_id) * 4096 % 2**31 + index
-        version = group.policy_version
-        own = version, index, seed, partial(prepare, group.env)
+        own = group.policy_version, index, seed, partial(prepare, group.env)
         request = RolloutRequest(group.group_id, group.example_id, *own)
         try:
             rollouts = await group.env.source.produce(request)
@@ -133,8 +132,7 @@ class Sampling(Observer):
 
     async def version_pending(self, version: int) -> None:
         """Cancel groups that would be too old for any later batch."""
-        dropped = await self.dispatcher.drop_stale(version)
-        for env, number in dropped.items():
+        for env, number in (await self.dispatcher.drop_stale(version)).items():
             for observer in self._installed:
                 observer.rollouts_lost(env, "cancelled", number)
 
@@ -174,24 +172,17 @@ class Sampling(Observer):
 
     def take_metrics(self) -> Mapping[str, float]:
         """Counts of rollouts, how far they are off policy, and the sampler's and sources' own."""
-        counts = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
-        cancelled = {env.name: float(self.dispatcher.cancelled[env.name]) for env in self.envs}
-        counts |= {f"dispatcher/cancelled/{env}": number for env, number in cancelled.items()}
-        sources = {
-            f"source/{env.name}/{name}": value
-            for env in self.envs
-            if isinstance(env.source, ExternalSource)
-            for name, value in env.source.source.metrics().items()
-        }
+        found = {f"dispatcher/{name}": float(n) for name, n in self.dispatcher.counts.items()}
+        found["dispatcher/inflight/train"] = float(self.dispatcher.num_inflight)
+        for env in self.envs:
+            found[f"dispatcher/cancelled/{env.name}"] = float(self.dispatcher.cancelled[env.name])
+            if isinstance(env.source, ExternalSource):
+                own = env.source.source.metrics()
+                found |= {f"source/{env.name}/{name}": value for name, value in own.items()}
         if behind := self.dispatcher.versions_behind:
-            counts["dispatcher/off_policy/mean"] = fmean(behind)
-            counts["dispatcher/off_policy/max"] = float(max(behind))
-        return {
-            **counts,
-            **self.sampler.metrics(),
-            **sources,
-            "dispatcher/inflight/train": float(self.dispatcher.num_inflight),
-        }
+            found["dispatcher/off_policy/mean"] = fmean(behind)
+            found["dispatcher/off_policy/max"] = float(max(behind))
+        return {**found, **self.sampler.metrics()}
 
 
 async def prepare(env: TrainEnv, plan: RolloutPlan) -> None:

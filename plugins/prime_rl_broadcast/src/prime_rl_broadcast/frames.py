@@ -33,6 +33,8 @@ HEARTBEAT_MS = 10_000
 """A connection without a sign of life for this long is made again."""
 LINGER_MS = 1000
 """How long a receiver that closes tries to tell what it has read."""
+DRAIN_SECONDS = 1800.0
+"""How long a rank may take to read its last frames: it may be in a step, or write a checkpoint."""
 MOST_ASKED = 256
 """Bytes: a longer request ends its connection."""
 
@@ -76,8 +78,16 @@ class FrameSender:
             await outbox.put(sealed(frame))
 
     async def drain(self) -> None:
+        """See ``Sender.drain``. Raises ``WireError`` after ``DRAIN_SECONDS``."""
         for outbox in self._outboxes:
-            await outbox.wait(0)
+            try:
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await outbox.wait(0)
+            except TimeoutError:
+                raise WireError(
+                    f"the trainer has not read its last micro batches from {outbox.address} within "
+                    f"{DRAIN_SECONDS:g} s. See logs/latest/trainer.log, and go on with --resume."
+                ) from None
 
     def close(self) -> None:
         for task in self._serving:
@@ -89,12 +99,14 @@ class Outbox:
     """The frames of one rank that it has not read."""
 
     def __init__(self, socket: zmq.asyncio.Socket, address: str) -> None:
-        self._socket, self._address, self._key = socket, address, wire_key()
+        self._socket, self.address, self._key = socket, address, wire_key()
         self._unread: deque[bytes] = deque()
         self._num_read = 0
         self._peer, self._sent = b"", -1
         """The connection that asked last, and the last frame that it got."""
         self._read = asyncio.Condition()
+        self._failure: Exception | None = None
+        """What ended ``serve``."""
         self._warned = False
 
     async def put(self, frame: bytes) -> None:
@@ -102,12 +114,27 @@ class Outbox:
         await self._answer()
 
     async def wait(self, unread: int) -> None:
-        """Until the rank has at most ``unread`` frames to read."""
+        """Until the rank has at most ``unread`` frames to read. Raises ``WireError`` if no request
+        is answered any more."""
         async with self._read:
-            await self._read.wait_for(lambda: len(self._unread) <= unread)
+            await self._read.wait_for(lambda: self._failure or len(self._unread) <= unread)
+        if self._failure is not None:
+            found = f"{type(self._failure).__name__}: {self._failure}"
+            raise WireError(
+                f"no micro batch can be sent from {self.address}: the task that answers the "
+                f"trainer's requests ended ({found}). Go on with --resume."
+            ) from self._failure
 
     async def serve(self) -> None:
         """Answer what the rank asks, until it is cancelled."""
+        try:
+            await self._serve()
+        except Exception as error:
+            async with self._read:
+                self._failure = error
+                self._read.notify_all()
+
+    async def _serve(self) -> None:
         while True:
             peer, *asked = await self._socket.recv_multipart()
             if len(asked) != 2 or not hmac.compare_digest(asked[0], self._key):
@@ -133,7 +160,7 @@ class Outbox:
         if not self._warned:
             self._warned = True
             log.warning("a process without this run's key asks for micro batches at %s: it gets "
-                        "none", self._address)  # fmt: skip
+                        "none", self.address)  # fmt: skip
 
 
 class FrameReceiver:

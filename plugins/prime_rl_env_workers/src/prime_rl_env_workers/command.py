@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,11 +18,20 @@ def serve_env(
         list[Path], typer.Argument(help="The run's TOML files, as for `prime-rl run`.")
     ],
     env: Annotated[
-        str, typer.Option(help="Name of the environment. Default: the first one to train on.")
+        str,
+        typer.Option(
+            help="Name of the environment, or eval/NAME for the evaluation's of a name that both "
+            "have. Default: the first one to train on."
+        ),
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port of the first worker; the others follow.")] = 5000,
+    port: Annotated[
+        int, typer.Option(help="Port of the first worker; the others follow. 0: free ones.")
+    ] = 5000,
     workers: Annotated[int, typer.Option(help="Number of workers.", min=1)] = 1,
+    announce: Annotated[
+        Path | None, typer.Option(help="File that gets the addresses when a worker is ready.")
+    ] = None,
 ) -> None:
     """Serve an environment of a run's config to runs on other machines, until Ctrl-C.
 
@@ -35,10 +45,16 @@ def serve_env(
     import asyncio
 
     from prime_rl.errors import ConfigError, RunError
+    from prime_rl.run.children import free_ports
+    from prime_rl.rundir.launch import PARENT_PID
+    from prime_rl.rundir.processes import exit_with_parent
 
-    addresses = [f"tcp://{host}:{port + number}" for number in range(workers)]
+    if PARENT_PID in os.environ:
+        exit_with_parent()
+    ports = free_ports(workers, host) if port == 0 else range(port, port + workers)
+    addresses = [f"tcp://{host}:{each}" for each in ports]
     try:
-        asyncio.run(_serve(_environment(configs, env, addresses), addresses))
+        asyncio.run(_serve(_environment(configs, env, addresses), addresses, announce))
     except KeyboardInterrupt:
         typer.echo("stopped", err=True)
     except (ConfigError, RunError) as error:
@@ -51,15 +67,20 @@ def _environment(configs: list[Path], label: str, addresses: list[str]) -> Worke
     from prime_rl.env.episode import EnvSettings
     from prime_rl.errors import ConfigError
     from prime_rl_env_workers.environment import Shared, WorkerEnvironment
+    from prime_rl_env_workers.placed import key_of
 
     config = load_config(configs)
     train, evaluation = config.orchestrator.train, config.orchestrator.eval
-    known: dict[str, tuple[SourceConfig, dict[str, Any] | None]] = {}
-    known |= {env.label: (env, train.harness) for env in train.env}
-    known |= {env.label: (env, evaluation.harness) for env in evaluation.env}
-    chosen = label or next(iter(known), "")
+    every: list[tuple[SourceConfig, dict[str, Any] | None]] = []
+    every += [(env, train.harness) for env in train.env]
+    every += [(env, evaluation.harness) for env in evaluation.env]
+    chosen = label or every[0][0].label
+    known = {
+        name: found for found in reversed(every) for name in (found[0].label, key_of(found[0]))
+    }
     if chosen not in known:
-        raise ConfigError(f"no env {chosen!r} in the config; expected one of: {', '.join(known)}")
+        names = ", ".join(env.label for env, _ in every)
+        raise ConfigError(f"no env {chosen!r} in the config; expected one of: {names}")
     table, harness = known[chosen]
     made = WorkerEnvironment(EnvSettings.of(table, default_harness=harness))
     own = table.model_copy(update={"address": ()})
@@ -68,8 +89,13 @@ def _environment(configs: list[Path], label: str, addresses: list[str]) -> Worke
     return made
 
 
-async def _serve(env: WorkerEnvironment, addresses: list[str]) -> None:
+async def _serve(env: WorkerEnvironment, addresses: list[str], announced: Path | None) -> None:
+    from prime_rl_env_workers.placed import announce
+
     assert env.pool is not None
     async with env:
         typer.echo(f"address = {addresses}".replace("'", '"'))
+        if announced is not None:
+            await env.pool.ready()
+            announce(announced, addresses)
         await env.pool.ended()

@@ -20,6 +20,7 @@ from prime_rl.env.episode import EnvSettings, Example
 from prime_rl.rundir.launch import ENGINE_KEY
 from prime_rl.rundir.status import Status
 from prime_rl_env_workers.forks import Forks
+from prime_rl_env_workers.placed import Find, placed_workers
 from prime_rl_env_workers.pool import GIB, Limits, Pool
 
 if TYPE_CHECKING:
@@ -109,8 +110,9 @@ class WorkerEnvironment(Environment):
         shared: Shared,
         serve_at: Sequence[str] = (),
     ) -> None:
-        """Run the episodes in ``number`` workers, or at ``env.address``. ``serve_at``: where each
-        worker listens for others; empty: where only we can."""
+        """Run the episodes in ``number`` workers, which a launcher may have placed, or at
+        ``env.address``. ``serve_at``: where each worker listens for others; empty: where only we
+        can."""
         table = config.orchestrator.workers
         memory = table.max_memory * GIB if table.max_memory else total_memory() / 2 / (number or 1)
         limits = Limits(table.hang_timeout, memory, self.settings.timeout)
@@ -121,8 +123,10 @@ class WorkerEnvironment(Environment):
             "env": {name: os.environ[name] for name in sorted(keys) if name in os.environ},
         }
         self._shared = shared
-        label, forks, addresses = self.settings.label, shared.forks, env.address
-        self.pool = Pool(label, number, limits, request, forks, addresses, serve_at)
+        servers: list[Find] = [lambda address=address: address for address in env.address]  # type: ignore[misc]
+        servers = servers or ([] if serve_at else placed_workers(env, number))
+        label, forks = self.settings.label, shared.forks
+        self.pool = Pool(label, number, limits, request, forks, servers, serve_at)
 
     async def __aenter__(self) -> Environment:
         """Begin to start the workers; they import verifiers while the engines load the model."""

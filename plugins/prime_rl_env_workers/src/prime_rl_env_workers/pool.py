@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from prime_rl.errors import RunError
 from prime_rl_env_workers.client import BadResult, WorkerClient, WorkerLost
 from prime_rl_env_workers.forks import Fork, Forks
+from prime_rl_env_workers.placed import Find
 
 if TYPE_CHECKING:
     from verifiers.v1 import ModelContext
@@ -37,6 +38,8 @@ STARTS = 3
 """Workers in a row that may end before they were ready, until the run ends."""
 LONGEST_PAUSE = 30.0
 """Seconds between the end of a worker that did nothing, and the next in its place."""
+FIND_SECONDS = 0.25
+"""Between two looks for a server that a launcher starts."""
 MOST_PATH = 100
 """Bytes of the path of a Unix socket."""
 
@@ -55,7 +58,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Worker:
-    """One worker, or a server on another machine."""
+    """One worker, of ours or of a server on another machine."""
 
     number: int
     """Its place among the env's workers."""
@@ -63,6 +66,7 @@ class Worker:
     client: WorkerClient
     ended: asyncio.Future[str]
     """How it ended."""
+    address: str
     fork: Fork | None = None
     """None: it runs on another machine."""
     instance: str | None = None
@@ -102,15 +106,15 @@ class Pool:
         limits: Limits,
         request: Mapping[str, Any],
         forks: Forks,
-        addresses: Sequence[str] = (),
+        servers: Sequence[Find] = (),
         serve_at: Sequence[str] = (),
     ) -> None:
-        """``request``: what a worker serves. ``addresses``: of servers, in place of workers.
-        ``serve_at``: where each worker listens; empty: at a socket of this user."""
+        """``request``: what a worker serves. ``servers``: find the addresses of servers, in place
+        of workers. ``serve_at``: where each worker listens; empty: at a socket of this user."""
         self.label, self.limits, self.tally = label, limits, Tally()
         self._request, self._forks = request, forks
-        self._addresses, self._serve_at = addresses, serve_at
-        self.workers: list[Worker | None] = [None] * (len(addresses) or number)
+        self._servers, self._serve_at = servers, serve_at
+        self.workers: list[Worker | None] = [None] * (len(servers) or number)
         self.on_change: Callable[[], None] = lambda: None
         self._lives: list[asyncio.Task[None]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -119,7 +123,7 @@ class Pool:
 
     async def start(self) -> None:
         """Begin to start the workers. An episode waits for the first one."""
-        if not self._addresses:
+        if not self._servers:
             self._folder = tempfile.TemporaryDirectory(prefix="prime-rl-env-")
             if len(self._folder.name) > MOST_PATH - 10:
                 self._folder.cleanup()
@@ -162,6 +166,10 @@ class Pool:
         finally:
             worker.inflight -= 1
             worker.finished += worker.ready
+
+    async def ready(self) -> None:
+        """Until a worker is ready. Raises ``RunError``."""
+        await self._least_busy()
 
     async def ended(self) -> None:
         """Until no worker can start any more. Raises ``RunError``."""
@@ -232,7 +240,9 @@ class Pool:
 
     async def _begin(self, number: int) -> Worker:
         if self._folder is None:
-            address, fork = self._addresses[number], None
+            while (address := self._servers[number]()) is None:
+                await asyncio.sleep(FIND_SECONDS)
+            fork = None
             name, ended = f"server {address}", asyncio.get_running_loop().create_future()
         else:
             address = f"ipc://{self._folder.name}/{number}-{os.urandom(3).hex()}"
@@ -241,7 +251,7 @@ class Pool:
             fork = await self._forks.start(f"{self.label} {number}", address, self._request)
             name, ended = f"worker {number}", fork.ended
         name = f"env {self.label!r}: {name}"
-        worker = Worker(number, name, WorkerClient(address), ended, fork)
+        worker = Worker(number, name, WorkerClient(address), ended, address, fork)
         self.workers[number] = worker
         return worker
 
@@ -281,7 +291,11 @@ class Pool:
         if worker.silent > limit:
             its = "its event loop was blocked for" if worker.fork else "it did not answer for"
             self._end(worker, f"{its} {limit:g} s")
-        if worker.fork is None or worker.fork.pid is None:
+        if worker.fork is None:
+            if self._servers[worker.number]() != worker.address:
+                self._end(worker, "it has ended")
+            return
+        if worker.fork.pid is None:
             return
         with suppress(psutil.Error):
             worker.memory = psutil.Process(worker.fork.pid).memory_info().rss

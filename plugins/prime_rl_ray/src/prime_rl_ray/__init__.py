@@ -1,6 +1,7 @@
 """Ray: ``prime-rl run CONFIG.toml --launcher ray`` puts a run's processes on a Ray cluster.
 
     tasks -> placement groups (cluster.py) -> one agent per task (agent.py) -> its child process
+    servers of environments -> the same; Ray replaces an agent that dies, and the agent its child
 
 Ray only places and watches processes. Rollouts, batches and weights do not go through Ray. This
 module does not import ray.
@@ -10,14 +11,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import PositiveFloat
+from pydantic import NonNegativeInt, PositiveFloat
 
 from prime_rl import Launcher, Place, PluginConfig, Process, ProcessCommand, Task, hookimpl
 
 if TYPE_CHECKING:
+    from prime_rl_env_workers.placed import EnvServer
     from prime_rl_ray.cluster import Cluster
 
 
@@ -34,6 +37,9 @@ class RayConfig(PluginConfig):
     """Ray's placement strategy for tasks that need no separate node: few nodes, or many."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait until the cluster has room for the run. It may have to grow first."""
+    env_servers: NonNegativeInt = 0
+    """Actors that run the workers of each env, which they share; at most one per worker. Each takes
+    a CPU per worker. 0: the workers are beside the orchestrator."""
     forward_env: tuple[str, ...] = ()
     """Environment variables to forward to the processes, besides those that begin with PRIME_RL_,
     HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_."""
@@ -49,6 +55,7 @@ class RayLauncher(Launcher):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._connected: Cluster | None = None
+        self._env_servers: list[EnvServer] = []
 
     @property
     def _cluster(self) -> Cluster:
@@ -69,10 +76,22 @@ class RayLauncher(Launcher):
         self, tasks: Sequence[Task], run_dir: Path, tell: Callable[[str], None]
     ) -> Mapping[str, Place]:
         """See ``Launcher.place``."""
-        return self._cluster.place(tasks, tell)
+        servers: list[EnvServer] = []
+        if self.config.env_servers and any(task.part == "orchestrator" for task in tasks):
+            from prime_rl_env_workers.placed import servers_of
+
+            self._env_servers = servers = servers_of(run_dir, self.config.env_servers)
+        return self._cluster.place(tasks, tell, servers)
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
-        """See ``Launcher.start``."""
+        """See ``Launcher.start``. Servers of environments start with the orchestrator."""
+        if task.part == "orchestrator" and self._env_servers:
+            from prime_rl_env_workers.placed import orchestrator_environment
+
+            for server in self._env_servers:
+                self._cluster.keep(server, command)
+            more = orchestrator_environment(self._env_servers)
+            command = replace(command, env={**command.env, **more})
         return self._cluster.start(task, command)
 
     def end(self, processes: Sequence[Process]) -> None:

@@ -19,8 +19,11 @@ from pathlib import Path
 import ray
 
 from prime_rl.run.children import Child, end, free_ports, start
+from prime_rl_env_workers.placed import give_up
 
 POLL_SECONDS = 0.1
+STARTS = 3
+"""Times in a row that a server may end before it is ready."""
 SIOCGIFADDR = 0x8915
 """Linux: asks for an interface's address."""
 
@@ -64,6 +67,30 @@ class Agent:
         while (code := self._child.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
         return code
+
+    async def keep(
+        self,
+        name: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: str,
+        cwd: str,
+        needs: Sequence[str],
+        patience: float,
+        file: str,
+    ) -> None:
+        """Run a server, which writes to ``file`` when it is ready, and start it again when it
+        ends. If it ends ``STARTS`` times in a row before, ``file`` gets the reason."""
+        failed, announced = 0, Path(file)
+        argv = [*argv, "--host", str(ray.util.get_node_ip_address())]
+        while failed < STARTS:
+            announced.unlink(missing_ok=True)
+            result = await self.run(name, argv, env, log, cwd, needs, patience)
+            if isinstance(result, str):
+                return give_up(announced, result)
+            failed = 0 if announced.exists() else failed + 1
+        last = "".join(self._child.last_lines(1)) if self._child is not None else ""
+        give_up(announced, f"{name} ended {STARTS} times before it was ready: {last} ({log})")
 
     async def end(self) -> None:
         """End the process, and all processes that it started."""

@@ -21,6 +21,7 @@ from prime_rl import Place, Process, ProcessCommand, RunError, Task
 from prime_rl_ray.agent import Agent
 
 if TYPE_CHECKING:
+    from prime_rl_env_workers.placed import EnvServer
     from prime_rl_ray import RayConfig
 
 FORWARDED = ("PRIME_RL_", "HF_", "WANDB_", "VLLM_", "NCCL_", "GLOO_", "TORCH_")
@@ -94,6 +95,7 @@ class Cluster:
         self._agents: dict[str, Any] = {}
         self._rooms: dict[str, tuple[PlacementGroup, int]] = {}
         self._started: dict[str, RayProcess] = {}
+        self._kept: dict[str, ray.ObjectRef[Any]] = {}
         where = config.address or os.environ.get("RAY_ADDRESS") or "auto"
         handler = signal.getsignal(signal.SIGTERM)
         try:
@@ -111,13 +113,19 @@ class Cluster:
         """GPUs of the whole cluster."""
         return int(ray.cluster_resources().get("GPU", 0))
 
-    def place(self, tasks: Sequence[Task], tell: Callable[[str], None]) -> dict[str, Place]:
-        """Reserve room for every task and start an agent there. A task that has room gets a new
-        agent in it: Ray may have moved it from a lost node to another one."""
+    def place(
+        self,
+        tasks: Sequence[Task],
+        tell: Callable[[str], None],
+        servers: Sequence[EnvServer] = (),
+    ) -> dict[str, Place]:
+        """Reserve room for every task and server and start an agent there. A task that has room
+        gets a new agent in it: Ray may have moved it from a lost node to another one."""
+        tasks = [*tasks, *map(Kept.of, servers)]
         for task in tasks:
             if task.name in self._rooms:
                 with suppress(RayError):
-                    ray.kill(self._agents[task.name])
+                    self._kill(task.name)
                 self._started.pop(task.name, None)
                 self._agents[task.name] = _agent(*self._rooms[task.name], task)
         apart = [task for task in tasks if task.apart and task.name not in self._rooms]
@@ -184,6 +192,15 @@ class Cluster:
         self._started[task.name] = RayProcess(task.name, command.log, agent, running)
         return self._started[task.name]
 
+    def keep(self, server: EnvServer, command: ProcessCommand) -> None:
+        """Have the server's agent keep its process. ``command``: the orchestrator's."""
+        env = server.environment(self._forwarded() | dict(command.env))
+        argv, log = list(server.argv), command.log.with_name(f"{server.name}.log")
+        needs = [str(path) for path in command.needs]
+        self._kept[server.name] = self._agents[server.name].keep.remote(
+            *(server.name, argv, env, str(log), os.getcwd(), needs, FILE_SECONDS, str(server.file))
+        )
+
     def _forwarded(self) -> dict[str, str]:
         wanted = self._config.forward_env
         return {
@@ -199,14 +216,27 @@ class Cluster:
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=END_SECONDS)
 
+    def _kill(self, name: str) -> None:
+        if name in self._kept:
+            ray.cancel(self._kept.pop(name))  # else Ray prints that it will be retried
+        ray.kill(self._agents[name])
+
     def close(self) -> None:
         """End the agents, release their room and disconnect."""
         with suppress(RayError, ConnectionError):
-            for agent in self._agents.values():
-                ray.kill(agent)
+            for name in self._agents:
+                self._kill(name)
             for room in self._groups:
                 remove_placement_group(room)
         ray.shutdown()
+
+
+class Kept(Task):
+    """A server of an environment: Ray replaces an agent that dies, which starts it again."""
+
+    @classmethod
+    def of(cls, server: EnvServer) -> Kept:
+        return cls(server.name, "orchestrator", num_cpus=server.num_workers)
 
 
 def _bundle(task: Task) -> dict[str, float]:
@@ -218,12 +248,13 @@ def _agent(room: PlacementGroup, index: int, task: Task) -> Any:
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=room, placement_group_bundle_index=index
     )
+    times = -1 if isinstance(task, Kept) else 0  # -1: always
     actor = ray.remote(Agent).options(
         num_cpus=task.num_cpus,
         num_gpus=task.num_gpus,
         scheduling_strategy=strategy,
-        max_restarts=0,
-        max_task_retries=0,
+        max_restarts=times,
+        max_task_retries=times,
     )
     return actor.remote()
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -99,12 +100,13 @@ class RolloutStore:
 
 
 class SaveConfig(PluginConfig):
-    """``[observers.save_rollouts]``: which files in ``<run>/rollouts`` stay."""
+    """``[observers.save_rollouts]``: which files in ``<run>/rollouts``, and which folders in
+    ``<run>/eval_rollouts``, stay."""
 
     keep_last: PositiveInt | None = None
-    """Number of newest steps. None: all."""
+    """Number of newest steps, and of newest evaluated versions beside the first. None: all."""
     keep_interval: PositiveInt | None = None
-    """Steps of every multiple of this stay, in addition to ``keep_last``."""
+    """Steps and versions of every multiple of this stay, in addition to ``keep_last``."""
 
     def superseded(self, steps: Sequence[int]) -> list[int]:
         """The ``steps``, in order, whose files can be deleted."""
@@ -136,9 +138,13 @@ class SaveRollouts(Observer):
             return
         try:
             self._store.write(batch.step, batch.seen, batch.dropped, frames)
-            files = step_files(self._store.directory.parent)
+            run_dir = self._store.directory.parent
+            files = step_files(run_dir)
             for step in self._keep.superseded([*files]):
                 files[step].unlink(missing_ok=True)
+            folders = numbered(run_dir.glob("eval_rollouts/step_*"))
+            for version in self._keep.superseded([*folders][1:]):  # the first: before training
+                shutil.rmtree(folders[version])
         except OSError as error:
             log.error("step %d: its rollouts are not kept: %s", batch.step, error)
 
@@ -171,8 +177,13 @@ def write_rollouts(
 
 def step_files(run_dir: Path) -> dict[int, Path]:
     """A run's files by step, in order."""
+    return numbered((run_dir / "rollouts").glob("step_*.msgpack"))
+
+
+def numbered(paths: Iterable[Path]) -> dict[int, Path]:
+    """Those that are called ``step_N``, by N, in order."""
     found = {}
-    for path in (run_dir / "rollouts").glob("step_*.msgpack"):
+    for path in paths:
         if (number := path.stem.removeprefix("step_")).isdecimal():
             found[int(number)] = path
     return dict(sorted(found.items()))

@@ -24,7 +24,7 @@ from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.tokens import Pieces, prompt_ids, reply_ids
-from prime_rl_tools.rollouts import StoredRollout, StoredStep, read_step, step_files
+from prime_rl_tools.rollouts import StoredRollout, StoredStep, numbered, read_step, step_files
 from prime_rl_tools.runs import run_info
 
 CHUNK_TOKENS = 20_000
@@ -212,9 +212,7 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 def eval_files(run_dir: Path) -> Iterator[Path]:
     """The files of held-out rollouts, in the order of versions."""
-    folders = run_dir.glob("eval_rollouts/step_*")
-    numbered = {int(n): each for each in folders if (n := each.name[5:]).isdecimal()}
-    for _, folder in sorted(numbered.items()):
+    for folder in numbered(run_dir.glob("eval_rollouts/step_*")).values():
         yield from sorted(folder.glob("*.msgpack"))
 
 
