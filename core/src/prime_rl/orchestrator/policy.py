@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -58,40 +58,41 @@ class WeightWatcher:
     """Loads the newest published version into the engines, as soon as it is complete."""
 
     def __init__(
-        self, run_dir: Path, policy: Policy, fleet: Fleet, observers: Sequence[Observer]
+        self,
+        run_dir: Path,
+        policy: Policy,
+        fleet: Fleet,
+        observers: Sequence[Observer],
+        announced: Callable[[int], Awaitable[None]] = lambda after: asyncio.sleep(POLL_SECONDS),
     ) -> None:
+        """``announced``: the ``Sender``'s."""
         self._broadcasts = run_dir / "broadcasts"
         self._steps = Tail(run_dir / "trainer.jsonl")
         self.policy, self._fleet, self._observers = policy, fleet, observers
+        self._announced = announced
         self._first_step = policy.version + 1
         self._update_seconds = 0.0
         self._num_updates = 0
 
     async def run(self) -> None:
-        """Poll until cancelled. Versions may be skipped: the newest one counts."""
+        """Until cancelled. Versions may be skipped: the newest one counts."""
         while True:
             newest = newest_version(self._broadcasts)
             if newest is not None and newest > self.policy.version:
                 await self._update_or_skip(newest)
             else:
-                await asyncio.sleep(POLL_SECONDS)
+                await self._announced(self.policy.version)
 
     async def drain(self, version: int) -> None:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as
         files. No engine loads it, so a version in memory is requested as files."""
-        while not self._has_files(version):
+        while True:
             newest = newest_version(self._broadcasts)
-            if newest is not None and not self._has_files(newest):
+            if newest is not None and only_in_memory(self._broadcasts / f"step_{newest}"):
                 want_files(self._broadcasts)
+            elif newest is not None and newest >= version:
+                return self._read_steps()
             await asyncio.sleep(POLL_SECONDS)
-        self._read_steps()
-
-    def _has_files(self, version: int) -> bool:
-        """Whether ``version`` or a later one is published as files."""
-        newest = newest_version(self._broadcasts)
-        if newest is None or newest < version:
-            return False
-        return not only_in_memory(self._broadcasts / f"step_{newest}")
 
     async def _update_or_skip(self, version: int) -> None:
         """Skip a version that a newer one has replaced while it was being loaded. Retry while no

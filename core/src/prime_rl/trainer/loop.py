@@ -222,6 +222,7 @@ def train(
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
             retry(partial(publisher.announce, step), f"announce weights version {step}", status)
+            receiver.announce(step)
         passing_on = 0.0 if last else broadcaster.pass_on()
         announced = time.perf_counter()
         if checkpointer is not None and due:  # last: engines need not wait for it

@@ -36,7 +36,7 @@ from prime_rl.plugins.trainer import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.status import Status, names_in
 from prime_rl.trainer import parallel
 from prime_rl.trainer.tensor_file import lay_out, write_shared
 from prime_rl.weights.tensors import Piece, header_of, num_bytes, pieces_of, whole
@@ -124,7 +124,7 @@ class Broadcaster:
         files_only = exact or last or self._sender is None
         # Rank 0 decides: the file may appear between the looks of two ranks, which would then wait
         # in different collectives.
-        self._waits = not (files_only or _from_main(self._wanted.exists()))
+        self._waits = not (files_only or _from_main(self._files_wanted()))
         self._version = version
         if self._waits:
             mark = partial(parallel.on_main, self._mark)
@@ -147,7 +147,7 @@ class Broadcaster:
         text = f"engines (to take weights version {version})"
         self._status.report("waiting", waiting_for=text, step=version)
         directory, main = self._publisher.path(version), parallel.rank() == 0
-        order = _from_main(sender.wait(directory, self._wanted.exists) if main else None)
+        order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
         return time.perf_counter() - start
@@ -164,15 +164,14 @@ class Broadcaster:
         written if an engine wants them, which takes all ranks."""
         if self._sender is None or self._version < 0:
             return batch
-        wanted = parallel.rank() == 0 and self._wanted.exists()
+        wanted = parallel.rank() == 0 and self._files_wanted()
         answers = parallel.gather([batch, wanted])
         if answers[0][1]:
             self._write_files()
         return all(has for has, _ in answers)
 
-    @property
-    def _wanted(self) -> Path:
-        return self._publisher.directory / FILES_WANTED
+    def _files_wanted(self) -> bool:
+        return FILES_WANTED in names_in(self._publisher.directory)
 
     def _mark(self) -> None:
         directory = self._publisher.path(self._version)
@@ -184,7 +183,7 @@ class Broadcaster:
         write = partial(self._publisher.write, self._model, self._version, exact)
         retry(write, f"publish weights version {self._version}", self._status)
         if parallel.rank() == 0:
-            self._wanted.unlink(missing_ok=True)
+            (self._publisher.directory / FILES_WANTED).unlink(missing_ok=True)
 
     def _header(self) -> Header:
         tensors = published_tensors(self._model)
