@@ -19,6 +19,7 @@ from pathlib import Path
 import ray
 
 from prime_rl.run.children import Child, end, free_ports, start
+from prime_rl.rundir.launch import NODE_ADDRESS
 
 POLL_SECONDS = 0.1
 SIOCGIFADDR = 0x8915
@@ -59,7 +60,8 @@ class Agent:
                     "the run directory and the model must be on every node under the same path."
                 )
         there = Path(cwd) if os.path.isdir(cwd) else None
-        env = interfaces(str(ray.util.get_node_ip_address())) | dict(env)
+        address = str(ray.util.get_node_ip_address())
+        env = interfaces(address) | {NODE_ADDRESS: address} | dict(env)
         self._child = start(name, argv, env, Path(log), there)
         while (code := self._child.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)
