@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.orchestrator.balance import Floats, Rows, sample_costs, split_groups
+from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.loss import SCOPES
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 BALANCES = "prime_rl.balances"
 """Entry points: a function from the samples in the fewest rows, lengths, the rows' capacity, the
 number of ranks and the samples' costs to the rows of each rank. What starts ranks brings one."""
-Plan = Callable[[Rows, Sequence[int], int, int, Floats], list[Rows]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +163,9 @@ def pack_ranks(
 
 
 @cache
-def _plan() -> Plan:
+def _plan() -> Any:
     for entry in entry_points(group=BALANCES):
-        return cast(Plan, entry.load())
+        return entry.load()
     raise ConfigError("several ranks of the trainer: install prime-rl, which divides the batches")
 
 

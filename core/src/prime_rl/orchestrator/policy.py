@@ -58,18 +58,13 @@ class WeightWatcher:
     """Loads the newest published version into the engines, as soon as it is complete."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        policy: Policy,
-        fleet: Fleet,
-        observers: Sequence[Observer],
-        announced: Callable[[int], Awaitable[None]] = lambda after: asyncio.sleep(POLL_SECONDS),
+        self, run_dir: Path, policy: Policy, fleet: Fleet, observers: Sequence[Observer]
     ) -> None:
-        """``announced``: the ``Sender``'s."""
         self._broadcasts = run_dir / "broadcasts"
         self._steps = Tail(run_dir / "trainer.jsonl")
         self.policy, self._fleet, self._observers = policy, fleet, observers
-        self._announced = announced
+        self.announced: Callable[[int], Awaitable[None]] = lambda _: asyncio.sleep(POLL_SECONDS)
+        """``Sender.announced``, in a run."""
         self._first_step = policy.version + 1
         self._update_seconds = 0.0
         self._num_updates = 0
@@ -81,7 +76,7 @@ class WeightWatcher:
             if newest is not None and newest > self.policy.version:
                 await self._update_or_skip(newest)
             else:
-                await self._announced(self.policy.version)
+                await self.announced(self.policy.version)
 
     async def drain(self, version: int) -> None:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as

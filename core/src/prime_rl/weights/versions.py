@@ -31,9 +31,8 @@ def newest_version(broadcasts: Path) -> int | None:
     """The highest announced version; None if there is none. Other names are ignored."""
     names = names_in(broadcasts)
     versions = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
-    latest_first = sorted(versions, reverse=True)
-    announced = (v for v in latest_first if STABLE in names_in(broadcasts / f"step_{v}"))
-    return next(announced, None)
+    versions.sort(reverse=True)
+    return next((v for v in versions if STABLE in names_in(broadcasts / f"step_{v}")), None)
 
 
 def has_files(directory: Path) -> bool:

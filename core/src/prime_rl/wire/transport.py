@@ -39,8 +39,7 @@ class Sender(Protocol):
         """Wait until every rank has read all its frames."""
 
     async def announced(self, after: int) -> None:
-        """Wait until it is time to look for weights later than version ``after``: when the trainer
-        announces them, and at intervals."""
+        """Until the trainer announces weights later than version ``after``; or to look at files."""
 
     def close(self) -> None:
         """Release the sockets; unread frames are lost."""
@@ -54,8 +53,7 @@ class Receiver(Protocol):
         it was damaged on the way."""
 
     def announce(self, version: int) -> None:
-        """Tell the orchestrator that weights are complete, which their files say too. For rank 0,
-        on any thread."""
+        """Tell the orchestrator that weights are complete. For rank 0, on any thread."""
 
     def close(self) -> None:
         """Release the sockets."""

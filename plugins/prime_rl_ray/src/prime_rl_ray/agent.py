@@ -19,9 +19,10 @@ from pathlib import Path
 import ray
 
 from prime_rl.run.children import Child, end, free_ports, start
-from prime_rl.rundir.launch import NODE_ADDRESS
 
 POLL_SECONDS = 0.1
+NODE_ADDRESS = "PRIME_RL_NODE_ADDRESS"
+"""Where a process listens for the others of a broadcast of weights, and of a process group."""
 SIOCGIFADDR = 0x8915
 """Linux: asks for an interface's address."""
 
