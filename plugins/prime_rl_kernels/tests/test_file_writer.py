@@ -88,12 +88,12 @@ def test_the_trainer_goes_on_while_a_version_is_written(
     buffers = [own["weight"].data_ptr() for _, own in writer._jobs]
     assert len(set(buffers)) == 2 and newest_version(tmp_path) is None and announced == []
     third = threading.Thread(target=step, args=(broadcaster, 3))
-    third.start()  # waits for the first, whose buffers it gets
+    third.start()  # waits for the first
     third.join(0.2)
     assert third.is_alive() and len(writer._jobs) <= 2
     disk.open.set()
     third.join(60)
-    assert writer._jobs[-1][1]["weight"].data_ptr() == buffers[0]
+    assert writer._jobs[-1][1]["weight"].data_ptr() in buffers  # there is no third set
     assert broadcaster.settle(exact=False) == tmp_path / "step_3"
     assert announced == [1, 2, 3] and newest_version(tmp_path) == 3
     for version in (1, 2, 3):
