@@ -6,6 +6,8 @@ float32 or bfloat16, and of a file with only the changed values.
 
 The file is written to ``--folder`` (default: a temporary one), whose disk is part of the
 measurement. With ``gathered``, rank 0 gathers one tensor after the other and writes all of them.
+With ``thread``, the ranks copy the weights, which is the time, and a thread writes the file: CPU
+seconds are of both.
 Seconds are medians of three: wall-clock of the slowest rank, and CPU of all ranks together. Ranks
 share the machine's cores and communicate over loopback.
 
@@ -43,10 +45,12 @@ from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
 from prime_rl.rundir.launch import STORE
 from prime_rl.trainer import parallel
+from prime_rl.trainer.device import Precision
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
-from prime_rl.trainer.publish import published_dtypes, published_tensors
+from prime_rl.trainer.publish import Publisher, published_dtypes, published_tensors
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
+from prime_rl_kernels.file_writer import FileWriter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
@@ -138,7 +142,29 @@ def measure_rank(model: PreTrainedModel, folder: Path, replicas: int) -> dict[st
     if parallel.several_ranks():
         parallel.shard(model, {"Qwen3DecoderLayer"}, torch.device("cpu"), replicas)
     path = folder / "model.safetensors"
-    return {name: measure(write, path) for name, write in writers(model).items()}
+    found = {name: measure(write, path) for name, write in writers(model).items()}
+    kinds: tuple[Precision, ...] = ("float32", "bfloat16")
+    return found | {f"thread, {each}": measure_thread(model, folder, each) for each in kinds}
+
+
+def measure_thread(model: PreTrainedModel, folder: Path, dtype: Precision) -> dict[str, float]:
+    """As ``measure``, of what the trainer waits for. The first version makes the buffers."""
+    publisher = Publisher(folder / "broadcasts", 1, dtype)
+    writer, walls, cpus = FileWriter(model, publisher, lambda version: None), [], []
+    for version in range(1, REPEATS + 2):
+        parallel.gather(None)
+        before = cpu_seconds()
+        wall, _ = timed(writer.copy)
+        writer.submit(version)
+        writer.wait()
+        both = parallel.gather([wall, cpu_seconds() - before])
+        walls.append(max(wall for wall, _ in both))
+        cpus.append(sum(cpu for _, cpu in both))
+    size = publisher.size(version)
+    parallel.gather(None)
+    parallel.on_main(partial(shutil.rmtree, publisher.directory))
+    wall, cpu = statistics.median(walls[1:]), statistics.median(cpus[1:])
+    return {"MB": size * 2**20 / 1e6, "wall": wall, "cpu": cpu}
 
 
 def in_fork(work: Callable[[], object], env: Mapping[str, str]) -> int:

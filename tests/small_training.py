@@ -29,4 +29,6 @@ class Frames:
     def receive(self, timeout: float) -> memoryview | None:
         return self.frames.pop(0)
 
+    def announce(self, version: int) -> None: ...
+
     def close(self) -> None: ...

@@ -45,9 +45,10 @@ from prime_rl.plugins.offers import (
 )
 from prime_rl.streams import COMPUTED, STREAMS, TOP_IDS
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.publish import published_pieces, published_tensors
+from prime_rl.trainer.publish import Publisher, published_pieces, published_tensors
 from prime_rl.weights.tensors import Piece
 from prime_rl.wire import MicroBatch
+from prime_rl_kernels.file_writer import FileWriter
 from prime_rl_lora.model import add_lora
 
 VOCAB, TOKENS, LENGTHS = 512, 96, (40, 24, 24, 8)
@@ -157,7 +158,35 @@ def steps(
         "packing": trainer.policy.packing.name,
         "dtype": trainer.dtype,
         "published": [[each.name, list(each.shape)] for each in published(trainer)],
+        "copied": copied(recorder, trainer),
     }
+
+
+def copied(recorder: Recorder, trainer: Trainer) -> dict[str, Any]:
+    """What copying the weights for a thread does, and where the copies are."""
+    with mock.patch("prime_rl_kernels.file_writer.parallel.host_group"):  # gloo, of real ranks
+        writer = FileWriter(trainer.model, Publisher(Path(), 1, "bfloat16"), print)
+    writer._one_disk = True  # no rank asks the others
+    recorder.clear()
+    pinned: list[bool] = []
+    empty = torch.empty_like
+
+    def made(*given: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        pinned.append(pin_memory)  # there is no driver to pin it
+        return empty(*given, **settings)
+
+    with (
+        mock.patch("prime_rl_kernels.file_writer.torch.empty_like", made),
+        mock.patch("prime_rl_kernels.file_writer.torch.cuda.Event") as event,
+    ):
+        done = writer.copy()
+    buffers = writer._next.buffers.values() if writer._next else ()
+    places = {f"{each.device} {each.dtype}" for each in buffers}
+    events = event.return_value.record.call_count
+    return {
+        "done": done, "waits": dict(recorder.waits), "pinned": [*set(pinned)], "events": events,
+        "places": sorted(places), "collectives": dict(recorder.collectives),
+    }  # fmt: skip
 
 
 def published(trainer: Trainer) -> list[Piece]:

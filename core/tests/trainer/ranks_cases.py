@@ -164,6 +164,8 @@ class Frames:
         self.step += 1
         return memoryview(frames[self.rank.number])
 
+    def announce(self, version: int) -> None: ...
+
     def close(self) -> None: ...
 
 

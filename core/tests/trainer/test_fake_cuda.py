@@ -127,6 +127,21 @@ def test_a_token_export_only_adds_its_own_copies(found: dict[str, Any]) -> None:
     assert counts == TWO_WAITS
 
 
+@pytest.mark.parametrize("name", ["dense", "moe", "8 ranks", "4 x 64 ranks"])
+def test_copying_the_weights_for_a_thread_waits_for_nothing(
+    found: dict[str, Any], name: str
+) -> None:
+    """Neither the device nor other ranks: copies into pinned memory are queued, then an event."""
+    assert case(found, name)["copied"] == {
+        "done": True,
+        "waits": {},
+        "pinned": [True],
+        "events": 1,
+        "places": ["cpu torch.bfloat16"],
+        "collectives": {},
+    }
+
+
 def test_shards_of_experts_are_published_as_whole_ones_are(found: dict[str, Any]) -> None:
     names = case(found, "moe, 8 ranks")["published"]
     assert names == case(found, "moe")["published"]

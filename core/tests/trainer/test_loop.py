@@ -279,6 +279,8 @@ class OneFrame:
     def receive(self, timeout: float) -> memoryview | None:
         return self.answers.pop(0)
 
+    def announce(self, version: int) -> None: ...
+
     def close(self) -> None: ...
 
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import pytest
 import zmq
@@ -15,8 +16,9 @@ from prime_rl import WireError
 from prime_rl.run.children import free_ports
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
-from prime_rl_broadcast import frames as wire
+from prime_rl_broadcast import frames
 from prime_rl_broadcast.frames import FrameReceiver, FrameSender, wire_key
+from prime_rl_broadcast.group import BroadcastGroup, opened
 
 FRAMES = [bytes([number]) * 2_000_000 for number in range(4)]
 
@@ -162,10 +164,53 @@ async def test_a_sender_that_cannot_answer_any_more_raises_its_error() -> None:
 
 
 async def test_a_rank_that_never_reads_ends_the_wait_for_it(monkeypatch) -> None:
-    monkeypatch.setattr(wire, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(frames, "DRAIN_SECONDS", 0.05)
     (port,) = free_ports(1)
     sender = FrameSender(launch(port))
     await sender.send(1, [b"frame"])
     with pytest.raises(WireError, match=r"has not read its last micro batches .* within 0\.05 s"):
         await sender.drain()
     sender.close()
+
+
+async def test_an_announcement_wakes_the_orchestrator(monkeypatch, caplog) -> None:
+    """It looks at the files no sooner than that; and again soon if the disk is late. A process
+    without the key wakes no one. Frames go on beside it."""
+    monkeypatch.setattr(frames, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    (port,) = free_ports(1)
+    sender, receiver = FrameSender(launch(port)), FrameReceiver(launch(port), 0)
+    sending = asyncio.create_task(send_all(sender))
+    looking = asyncio.create_task(sender.announced(6))
+    monkeypatch.setenv(ADMIN_KEY, "guess")
+    stranger = FrameReceiver(launch(port), 0)
+    with caplog.at_level(logging.WARNING):
+        stranger.announce(7)
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    assert await read_all(receiver) == FRAMES and not looking.done()
+    await asyncio.to_thread(receiver.announce, 7)  # from a thread that writes files
+    async with asyncio.timeout(60):
+        await looking
+        await sender.announced(6)  # at once: 7 is there, but did not show
+    late = asyncio.create_task(sender.announced(7))
+    receiver.announce(8)
+    async with asyncio.timeout(60):
+        await late
+        await sending
+    for each in (receiver, stranger, sender):
+        each.close()
+
+
+def test_a_group_is_seen_when_it_is_opened_though_the_name_was_absent(monkeypatch, tmp_path):
+    """A client of NFS remembers that a name was absent, and asks again if its folder is listed."""
+    group = BroadcastGroup(
+        directory="", group="", backend="gloo", rank=0, world_size=1, timeout=1.0, loopback=True
+    )
+    assert opened(tmp_path) is None
+    lookups = []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: lookups.append(path) or read(path))
+    assert opened(tmp_path) is None and lookups == []
+    assert group.open(tmp_path)
+    assert opened(tmp_path) == group

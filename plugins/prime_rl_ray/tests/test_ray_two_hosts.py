@@ -1,19 +1,26 @@
-"""The ranks of two machines find each other, though both machines' names resolve to loopback and
-each has a second network. The machines are network namespaces, which takes root."""
+"""Ranks, Ray nodes and engines of two machines find each other, though both machines' names resolve
+to loopback and each has a second network. The machines are network namespaces, which takes root."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from waiting import LIMIT, eventually
 
 from prime_rl_ray.agent import interfaces
 
+ROOT = Path(__file__).resolve().parents[3]
 ADDRESSES = ("10.77.18.1", "10.77.18.2")
 
 
@@ -73,6 +80,73 @@ def test_ranks_of_two_machines_meet_at_the_address_that_they_were_given(
     logs = "".join((tmp_path / f"{address}.log").read_text()[-2000:] for address in ADDRESSES)
     assert codes == [0, 0], logs
     assert [(tmp_path / f"rank_{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+
+
+RAY = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts"]
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_prestart_worker_first_driver": "0",
+}
+TWO_STEPS = [
+    *("--model.warmup_exact", "0.0", "--max_steps", "2", "--inference.replicas", "4"),
+    *("--orchestrator.batch_size", "16", "--orchestrator.group_size", "4"),
+    *("--orchestrator.eval.env.0.num_examples", "8"),
+    *("--trainer.scheduler.type", "constant", "--trainer.scheduler.warmup_steps", "0"),
+    *("--trainer.num_ranks", "2", "--deployment.trainer_nodes", "2"),
+    *("--weight_broadcast.type", "gloo"),
+]
+
+
+@pytest.fixture
+def cluster(hosts: list[list[str]], tmp_path: Path) -> Iterator[str]:
+    """Of Ray: its head on the first machine, a worker on the second; its address."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    port, size = 26379, ["--num-cpus=4", "--object-store-memory=83886080", "--block"]
+    address = f"{ADDRESSES[0]}:{port}"
+    head = ["--head", f"--port={port}", "--include-dashboard=false"]
+    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="ray") as folder:
+        for host, own, joins in zip(
+            hosts, ADDRESSES, (head, [f"--address={address}"]), strict=True
+        ):
+            log = stack.enter_context((tmp_path / f"ray_{own}.log").open("w"))
+            command = [*host, *RAY, "start", *joins, f"--node-ip-address={own}", *size]
+            # Short: the path of a Unix socket has 107 bytes.
+            command += [f"--temp-dir={folder}"] if joins is head else []
+            ray = subprocess.Popen(command, env=os.environ | QUIET, stdout=log, stderr=log)
+            stack.callback(ray.wait)
+            stack.callback(ray.send_signal, signal.SIGTERM)
+            text = tmp_path / f"ray_{own}.log"
+            eventually(lambda text=text: "Ray runtime started" in text.read_text(), ray)
+        yield address
+
+
+@pytest.mark.slow
+def test_a_run_on_two_machines_starts_by_ray_and_publishes_weights_by_gloo(
+    hosts: list[list[str]], cluster: str, tmp_path: Path
+) -> None:
+    """Each machine has four cores, one of which is a rank's, so both have some of the four engines:
+    rank 0 sends across."""
+    config = ROOT / "configs" / "reverse_text" / "grpo.toml"
+    command = [*hosts[0], sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
+    command += [str(config), *TWO_STEPS, "--output_dir", str(tmp_path), "--run.name", "ray"]
+    command += ["--launcher", "ray", "--launcher.address", cluster]
+    with (tmp_path / "output").open("wb") as output:
+        environment = os.environ | QUIET | {"OMP_NUM_THREADS": "1"}
+        run = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        code = run.wait(LIMIT)
+    finally:
+        run.kill()
+        run.wait()
+    assert code == 0, (tmp_path / "output").read_text()[-4000:]
+    launch = json.loads((tmp_path / "ray/configs/launch.json").read_text())
+    assert sorted(launch["trainer_addresses"]) == [*ADDRESSES]
+    assert {urlsplit(url).hostname for url in launch["engine_urls"]} == {*ADDRESSES}
+    published = {path.name for path in (tmp_path / "ray/broadcasts/step_1").iterdir()}
+    assert {"STABLE", "MEMORY", "meeting.json"} == published  # no file had to follow
+    meeting = json.loads((tmp_path / "ray/broadcasts/step_1/meeting.json").read_text())
+    assert (meeting["world_size"], meeting["loopback"]) == (5, False)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")

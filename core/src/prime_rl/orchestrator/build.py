@@ -94,6 +94,7 @@ def build_orchestrator(
     ]
     packer = Packer(run.config, run.launch.num_ranks, run.hooks, run.losses)
     weights = WeightWatcher(run.run_dir, engines.policy, engines.fleet, observers)
+    weights.announced = wire.announced
     reporter.sources += [
         run.waited.take,
         packer.take_metrics,

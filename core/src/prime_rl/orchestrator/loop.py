@@ -8,7 +8,7 @@
     rollout    ``env`` runs the episode against an engine and cuts its trajectory into samples
     algorithm  ``scoring``: score_rollout for each rollout, score_group for each complete group
     filters    ``buffer``: pre- and post-batch slots, staleness, back-fill; then ``score_batch``
-    packer     ``packer``: samples end to end in rows; ``balance``: rows spread over the ranks
+    packer     ``packer``: samples end to end in rows, of each of the trainer's ranks
     wire       ``prime_rl.wire``: binary columns to the trainer
     trainer    other processes; they know no algorithm
     weights    ``policy``: the watcher loads each new version into the engines while rollouts go on

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -64,18 +64,20 @@ class WeightWatcher:
         self._broadcasts = run_dir / "broadcasts"
         self._steps = Tail(run_dir / "trainer.jsonl")
         self.policy, self._fleet, self._observers = policy, fleet, observers
+        self.announced: Callable[[int], Awaitable[None]] = lambda _: asyncio.sleep(POLL_SECONDS)
+        """``Sender.announced``, in a run."""
         self._first_step = policy.version + 1
         self._update_seconds = 0.0
         self._num_updates = 0
 
     async def run(self) -> None:
-        """Poll until cancelled. Versions may be skipped: the newest one counts."""
+        """Until cancelled. Versions may be skipped: the newest one counts."""
         while True:
             newest = newest_version(self._broadcasts)
             if newest is not None and newest > self.policy.version:
                 await self._update_or_skip(newest)
             else:
-                await asyncio.sleep(POLL_SECONDS)
+                await self.announced(self.policy.version)
 
     async def drain(self, version: int, within: float) -> None:
         """Instead of ``run``, when a run is stopped: until the trainer has published ``version`` as

@@ -29,7 +29,7 @@ import msgspec
 import psutil
 
 from prime_rl.errors import RunError
-from prime_rl.rundir.status import DONE, read_status, replace_text
+from prime_rl.rundir.status import DONE, names_in, read_status, replace_text
 
 RECORD = "status/supervisor.json"
 RUNNING, FAILED, STOPPED = "running", "failed", "stopped"
@@ -150,5 +150,5 @@ class Stop:
 
 
 async def stop_asked(run_dir: Path) -> None:
-    while not (run_dir / STOP).exists():
+    while STOP not in names_in(run_dir):
         await asyncio.sleep(POLL_SECONDS)

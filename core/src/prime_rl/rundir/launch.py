@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from prime_rl.rundir.checkpoints import Checkpoint
-from prime_rl.rundir.status import replace_text
+from prime_rl.rundir.status import names_in, replace_text
 
 
 class Launch(msgspec.Struct, kw_only=True, frozen=True):
@@ -109,5 +109,5 @@ PARENT_PID = "PRIME_RL_PARENT_PID"
 
 async def wait_for_model(path: Path, poll: float = 0.05) -> None:
     """Return when the model folder is complete."""
-    while not (path / READY).exists():
+    while READY not in names_in(path):
         await asyncio.sleep(poll)

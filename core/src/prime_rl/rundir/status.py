@@ -96,6 +96,15 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def names_in(folder: Path) -> list[str]:
+    """What polls for a file lists its folder: for 30 seconds after it found nothing, a client of
+    NFS may answer a lookup from its cache. It asks the server when a folder is opened."""
+    try:
+        return os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def read_status(path: Path) -> StatusReport | None:
     """The last report in ``path``; None if there is none yet or it cannot be read now (on NFS a
     file that is being replaced may vanish under the reader)."""

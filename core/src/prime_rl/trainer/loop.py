@@ -186,7 +186,7 @@ def train(
     config = trainer.config
     publisher = Publisher(run_dir / "broadcasts", config.keep_broadcasts, config.publish_dtype)
     sender = None if transport is None else transport.sender(trainer.device)
-    broadcaster = Broadcaster(trainer.model, publisher, sender, status)
+    broadcaster = Broadcaster(trainer.model, publisher, sender, status, receiver.announce)
     due = False
     saving = passing_on = 0.0  # of the step before, and reported with the next
     for observer in trainer.observers:
@@ -221,8 +221,7 @@ def train(
         }
         if parallel.rank() == 0:
             append_metrics(run_dir / "trainer.jsonl", step, metrics)
-            retry(partial(publisher.announce, step), f"announce weights version {step}", status)
-        passing_on = 0.0 if last else broadcaster.pass_on()
+        passing_on = broadcaster.announce(last)
         announced = time.perf_counter()
         if checkpointer is not None and due:  # last: engines need not wait for it
             checkpointer.save(trainer, step, publisher.path(step), status)

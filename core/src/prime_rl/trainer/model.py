@@ -21,7 +21,7 @@ from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.loss import Head
 from prime_rl.plugins.trainer import Kernel, Tuning
 from prime_rl.rundir.launch import READY, Launch
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.status import Status, names_in
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import HOST, choose_device, compute_dtype
 from prime_rl.trainer.heads import HeadModule
@@ -117,7 +117,7 @@ def model_folder(launch: Launch, status: Status) -> Path:
     made = path / READY if launch.wait_for_model else launch.initial
     if (launch.wait_for_model or made != path) and not made.exists():
         status.report("waiting", waiting_for=f"model folder {launch.initial.name}")
-        while not made.exists():
+        while made.name not in names_in(made.parent):
             time.sleep(POLL_SECONDS)
     if not path.is_dir():
         raise WeightsError(f"the policy's folder {path} is not there; expected a model folder")

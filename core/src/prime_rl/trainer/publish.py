@@ -8,9 +8,10 @@ step, the trained policy as a model folder that ``from_pretrained`` loads.
                                                      engines join: send; files wanted: write them
     waiting for a batch:  files wanted: write them
 
-The trainer goes on when the engines have the version, or can read it. All ranks write the one file
-together (``tensor_file.py``), so no rank holds the whole model. For a transport they gather one
-tensor at a time, and rank 0 sends it.
+The trainer goes on when the engines have the version, or can read it; with an installed writer
+(``WRITERS``) when it has copied the weights, and a thread writes and announces them. All ranks
+write the one file together (``tensor_file.py``), so no rank holds the whole model. For a transport
+they gather one tensor at a time, and rank 0 sends it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
+from importlib.metadata import entry_points
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -36,7 +38,7 @@ from prime_rl.plugins.trainer import Tuning
 from prime_rl.plugins.weight_transports import Header, WeightSender
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.chat_template import put_chat_template
-from prime_rl.rundir.status import Status
+from prime_rl.rundir.status import Status, names_in
 from prime_rl.trainer import parallel
 from prime_rl.trainer.tensor_file import lay_out, write_shared
 from prime_rl.weights.tensors import Piece, header_of, num_bytes, pieces_of, whole
@@ -45,6 +47,10 @@ from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE
 logger = logging.getLogger(__name__)
 
 WEIGHTS = "model.safetensors"
+WRITERS = "prime_rl.file_writers"
+"""Entry points: ``Writer(model, publisher, announced)``. Every rank calls each of its methods:
+``copy()`` the weights, if it can; ``submit(version)``, to write and announce them; ``wait()`` until
+all are written, or only ``check()``, which both raise what has failed."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 RETRY_SECONDS = 10.0
 
@@ -84,11 +90,18 @@ class Publisher:
     def write(self, model: PreTrainedModel, version: int, exact: bool = False) -> None:
         """Write a version without announcing it; every rank calls this. ``exact``: unrounded, as a
         checkpoint keeps this one. Raises ``WeightsError`` if a disk refuses."""
+        dtype = None if exact else self.dtype
+        self.fill(version, lambda folder: save(model, folder, dtype, flush=exact))
+
+    def fill(
+        self, version: int, write: Callable[[Path], None], group: parallel.Group = None
+    ) -> None:
+        """``write`` the version's files into a folder; every rank calls this, for one ``group``."""
         unfinished, final = self.directory / f".step_{version}", self.path(version)
         with disk_errors(f"write weights version {version}", final):
-            parallel.on_main(partial(clear, unfinished, final))
-            save(model, unfinished, None if exact else self.dtype, flush=exact)
-            parallel.on_main(partial(_put, unfinished, final))
+            parallel.on_main(partial(clear, unfinished, final), group)
+            write(unfinished)
+            parallel.on_main(partial(_put, unfinished, final), group)
 
     def size(self, version: int) -> float:
         """Of a version that is written, in MiB; 0 if this machine does not see it."""
@@ -113,9 +126,14 @@ class Broadcaster:
         publisher: Publisher,
         sender: WeightSender | None,
         status: Status,
+        announced: Callable[[int], None] = lambda version: None,
     ) -> None:
+        """``announced`` is called on rank 0, perhaps in another thread."""
         self._model, self._publisher, self._status = model, publisher, status
-        self._sender = sender
+        self._sender, self._announced = sender, announced
+        installed = entry_points(group=WRITERS) if sender is None else ()
+        self._writers = [each.load()(model, publisher, announced) for each in installed][:1]
+        self._copied = False
         self._version, self._waits = -1, False
 
     def prepare(self, version: int, *, exact: bool, last: bool) -> None:
@@ -124,19 +142,32 @@ class Broadcaster:
         files_only = exact or last or self._sender is None
         # Rank 0 decides: the file may appear between the looks of two ranks, which would then wait
         # in different collectives.
-        self._waits = not (files_only or _from_main(self._wanted.exists()))
+        self._waits = not (files_only or _from_main(self._files_wanted()))
         self._version = version
+        self._copied = files_only and not (exact or last) and any(w.copy() for w in self._writers)
         if self._waits:
             mark = partial(parallel.on_main, self._mark)
             retry(mark, f"publish weights version {version}", self._status)
-        else:
+        elif not self._copied:
             self._write_files(exact)
 
     def size(self, version: int) -> float:
         """MiB that one engine has to read or receive; 0 if this rank does not know."""
-        if not self._waits:
+        if not (self._waits or self._copied):
             return self._publisher.size(version)
         return sum(num_bytes(info) for info in self._header()) / 2**20
+
+    def announce(self, last: bool) -> float:
+        """Once its metrics are written: have engines load it, unless it is the ``last``; the
+        seconds until they have the version, or can read it."""
+        if self._copied:
+            self._writers[0].submit(self._version)
+            return 0.0
+        if parallel.rank() == 0:
+            announce = partial(self._publisher.announce, self._version)
+            retry(announce, f"announce weights version {self._version}", self._status)
+            self._announced(self._version)
+        return 0.0 if last else self.pass_on()
 
     def pass_on(self) -> float:
         """After the announcement: wait until the engines have the version, or can read it; the
@@ -147,7 +178,7 @@ class Broadcaster:
         text = f"engines (to take weights version {version})"
         self._status.report("waiting", waiting_for=text, step=version)
         directory, main = self._publisher.path(version), parallel.rank() == 0
-        order = _from_main(sender.wait(directory, self._wanted.exists) if main else None)
+        order = _from_main(sender.wait(directory, self._files_wanted) if main else None)
         if order is None or not self._send(sender, order):
             self._write_files()
         return time.perf_counter() - start
@@ -157,22 +188,25 @@ class Broadcaster:
         are missing, or rounded and wanted ``exact``."""
         if self._waits or (exact and self._publisher.dtype is not None):
             self._write_files(exact)
+        for writer in self._writers:
+            writer.wait()
         return self._publisher.path(self._version)
 
     def all_have(self, batch: bool) -> bool:
         """While ranks wait for a batch: whether all of them have theirs. Until then files are
         written if an engine wants them, which takes all ranks."""
+        for writer in self._writers:
+            writer.check()
         if self._sender is None or self._version < 0:
             return batch
-        wanted = parallel.rank() == 0 and self._wanted.exists()
+        wanted = parallel.rank() == 0 and self._files_wanted()
         answers = parallel.gather([batch, wanted])
         if answers[0][1]:
             self._write_files()
         return all(has for has, _ in answers)
 
-    @property
-    def _wanted(self) -> Path:
-        return self._publisher.directory / FILES_WANTED
+    def _files_wanted(self) -> bool:
+        return FILES_WANTED in names_in(self._publisher.directory)
 
     def _mark(self) -> None:
         directory = self._publisher.path(self._version)
@@ -181,10 +215,12 @@ class Broadcaster:
 
     def _write_files(self, exact: bool = False) -> None:
         """Every rank calls this."""
+        for writer in self._writers:  # the versions before
+            writer.wait()
         write = partial(self._publisher.write, self._model, self._version, exact)
         retry(write, f"publish weights version {self._version}", self._status)
         if parallel.rank() == 0:
-            self._wanted.unlink(missing_ok=True)
+            (self._publisher.directory / FILES_WANTED).unlink(missing_ok=True)
 
     def _header(self) -> Header:
         tensors = published_tensors(self._model)

@@ -116,11 +116,11 @@ def write_shared(
     # A rank that finds a file of a new random name sees rank 0's disk, and not one like it.
     mark = parallel.gather(secrets.token_hex(8))[0]
     unfinished = path.with_name(f".{mark}")
-    parallel.on_main(partial(_begin, unfinished, layout))
+    parallel.on_main(partial(begin_file, unfinished, layout))
     shared = all(parallel.gather(_is_there(unfinished, layout.size)))
     parts = {n: own_part(tensor) if shared else None for n, tensor in tensors.items()}
     own = {name: part for name, part in parts.items() if part is not None}
-    parallel.on_all(partial(_write_parts, unfinished, layout, own, flush))
+    parallel.on_all(partial(write_parts, unfinished, layout, own, flush))
     gathered = {name: tensors[name] for name, part in parts.items() if part is None}
     if gathered:
         parallel.stream_to_main(gathered, partial(_write_whole, unfinished, layout, list(gathered)))
@@ -138,11 +138,11 @@ def write_stream(
     ``like`` has names, shapes and types in the order in which ``stream`` yields the values.
     """
     layout = lay_out(like, metadata=metadata)
-    _begin(path, layout)
+    begin_file(path, layout)
     _write_whole(path, layout, list(like), stream)
 
 
-def _begin(path: Path, layout: FileLayout) -> None:
+def begin_file(path: Path, layout: FileLayout) -> None:
     """The header, and room for the rest. Closed before another rank opens it: network file systems
     show the right size only then."""
     with path.open("wb") as file:
@@ -157,7 +157,8 @@ def _is_there(path: Path, size: int) -> bool:
         return False
 
 
-def _write_parts(path: Path, layout: FileLayout, parts: Mapping[str, Part], flush: bool) -> None:
+def write_parts(path: Path, layout: FileLayout, parts: Mapping[str, Part], flush: bool) -> None:
+    """This rank's parts, into a file that rank 0 has begun. Raises ``OSError``."""
     with _opened(path) as file:
         for name, part in parts.items():
             _put(file, layout, name, part)

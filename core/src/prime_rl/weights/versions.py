@@ -11,6 +11,7 @@ from pathlib import Path
 
 from prime_rl.errors import EngineError
 from prime_rl.plugins.weight_transports import Weights as Weights
+from prime_rl.rundir.status import names_in
 
 STABLE = "STABLE"
 """Marker file of a version that is announced: as files, or waiting in the trainer's memory."""
@@ -28,15 +29,10 @@ POLL_SECONDS = 0.02
 
 def newest_version(broadcasts: Path) -> int | None:
     """The highest announced version; None if there is none. Other names are ignored."""
-    try:
-        names = [entry.name for entry in broadcasts.iterdir()]
-    except FileNotFoundError:
-        return None
+    names = names_in(broadcasts)
     versions = [int(n[5:]) for n in names if n.startswith("step_") and n[5:].isdigit()]
-    for version in sorted(versions, reverse=True):
-        if (broadcasts / f"step_{version}" / STABLE).exists():
-            return version
-    return None
+    versions.sort(reverse=True)
+    return next((v for v in versions if STABLE in names_in(broadcasts / f"step_{v}")), None)
 
 
 def has_files(directory: Path) -> bool:
@@ -46,7 +42,7 @@ def has_files(directory: Path) -> bool:
 
 def only_in_memory(directory: Path) -> bool:
     """Whether a version waits in the trainer's memory. Its files may be written later."""
-    return (directory / MEMORY).exists() and not has_files(directory)
+    return MEMORY in names_in(directory) and not has_files(directory)
 
 
 def want_files(broadcasts: Path) -> None:
@@ -64,9 +60,9 @@ async def wait_for_files(wanted: Callable[[], Weights], within: float = math.inf
     while only_in_memory(wanted().directory):
         weights = wanted()
         following = weights.directory.with_name(f"step_{weights.version + 1}")
-        if (following / STABLE).exists():
+        if STABLE in names_in(following):
             raise EngineError(f"version {weights.version} was never written: the next is there")
-        if not following.exists():
+        if following.name not in names_in(following.parent):
             want_files(weights.directory.parent)
         if time.monotonic() > deadline:
             raise EngineError(

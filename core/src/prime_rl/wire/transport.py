@@ -38,6 +38,9 @@ class Sender(Protocol):
     async def drain(self) -> None:
         """Wait until every rank has read all its frames."""
 
+    async def announced(self, after: int) -> None:
+        """Until the trainer announces weights later than version ``after``; or to look at files."""
+
     def close(self) -> None:
         """Release the sockets; unread frames are lost."""
 
@@ -48,6 +51,9 @@ class Receiver(Protocol):
     def receive(self, timeout: float) -> memoryview | None:
         """The next frame, or None if none came within ``timeout`` seconds. Raises ``WireError`` if
         it was damaged on the way."""
+
+    def announce(self, version: int) -> None:
+        """Tell the orchestrator that weights are complete. For rank 0, on any thread."""
 
     def close(self) -> None:
         """Release the sockets."""
@@ -132,6 +138,9 @@ class FileSender:
         while _steps(self.directory):
             await asyncio.sleep(POLL_SECONDS)
 
+    async def announced(self, after: int) -> None:
+        await asyncio.sleep(2 * POLL_SECONDS)
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -157,6 +166,9 @@ class FileReceiver:
             if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)
+
+    def announce(self, version: int) -> None:
+        """The version's files are enough."""
 
     def close(self) -> None:
         """Nothing to release."""

@@ -2,9 +2,11 @@
 
     receiver --[key, n]---> sender: the rank has read frames 0 .. n - 1 and wants frame n
     receiver <--[n, frame]-- sender
+    rank 0 --[key, n, version]--> sender: weights of this version are complete
 
 A receiver asks again every second. The sender answers a connection once per frame. If a connection
-breaks, the next one asks for the frame again. A process without the key gets no answer.
+breaks, the next one asks for the frame again. A process without the key gets no answer. An
+announcement that is lost delays a version by ``LOOK_SECONDS``: its files are the record.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ ASK_SECONDS = 1.0
 HEARTBEAT_MS = 10_000
 """A connection without a sign of life for this long is made again."""
 LINGER_MS = 1000
-"""How long a receiver that closes tries to tell what it has read."""
+"""How long a receiver that closes tries to tell what it has read, or announces a version."""
 DRAIN_SECONDS = 1800.0
 """How long a rank may take to read its last frames: it may be in a step, or write a checkpoint."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the files of versions, while none is announced."""
+SHOWN_SECONDS = 0.02
+"""The same after an announcement, until the disk shows the version."""
 MOST_ASKED = 256
 """Bytes: a longer request ends its connection."""
 
@@ -54,6 +60,7 @@ class FrameSender:
         self.hwm = launch.transport_hwm
         self._context = zmq.asyncio.Context()
         self._outboxes: list[Outbox] = []
+        self._news = News()
         self._serving: list[asyncio.Task[None]] = []
         for port in launch.transport_ports:
             socket = self._context.socket(zmq.ROUTER)
@@ -67,7 +74,7 @@ class FrameSender:
                     f"cannot send micro batches from {address}: {error}. "
                     "Leave rollout_transport.port out to get a free port."
                 ) from error
-            self._outboxes.append(Outbox(socket, address))
+            self._outboxes.append(Outbox(socket, address, self._news))
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
         check_num_frames(step, frames, len(self._outboxes))
@@ -89,17 +96,41 @@ class FrameSender:
                     f"{DRAIN_SECONDS:g} s. See logs/latest/trainer.log, and go on with --resume."
                 ) from None
 
+    async def announced(self, after: int) -> None:
+        await self._news.wait(after)
+
     def close(self) -> None:
         for task in self._serving:
             task.cancel()
         self._context.destroy(linger=0)
 
 
+class News:
+    """The newest version of the weights that the trainer has announced."""
+
+    def __init__(self) -> None:
+        self._version, self._changed = -1, asyncio.Event()
+
+    def hear(self, version: int) -> None:
+        self._version = max(self._version, version)
+        self._changed.set()
+
+    async def wait(self, after: int) -> None:
+        """Until one later than ``after`` is announced; for a moment if it is already."""
+        if self._version > after:
+            await asyncio.sleep(SHOWN_SECONDS)
+            return
+        self._changed.clear()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+
+
 class Outbox:
     """The frames of one rank that it has not read."""
 
-    def __init__(self, socket: zmq.asyncio.Socket, address: str) -> None:
+    def __init__(self, socket: zmq.asyncio.Socket, address: str, news: News) -> None:
         self._socket, self.address, self._key = socket, address, wire_key()
+        self._news = news
         self._unread: deque[bytes] = deque()
         self._num_read = 0
         self._peer, self._sent = b"", -1
@@ -137,8 +168,11 @@ class Outbox:
     async def _serve(self) -> None:
         while True:
             peer, *asked = await self._socket.recv_multipart()
-            if len(asked) != 2 or not hmac.compare_digest(asked[0], self._key):
+            if len(asked) not in (2, 3) or not hmac.compare_digest(asked[0], self._key):
                 self._warn()
+                continue
+            if len(asked) == 3:  # on a connection of its own, which gets no frames
+                self._news.hear(int(asked[2]))
                 continue
             if peer != self._peer:
                 self._peer, self._sent = peer, -1
@@ -169,10 +203,11 @@ class FrameReceiver:
     def __init__(self, launch: Launch, rank: int) -> None:
         self._key, self._next, self._asked = wire_key(), 0, 0.0
         self._context = zmq.Context()
+        self._address = f"tcp://{launch.transport_host}:{launch.transport_ports[rank]}"
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket.heartbeat_ivl = HEARTBEAT_MS
         self._socket.immediate = 1  # ask on a connection that stands
-        self._socket.connect(f"tcp://{launch.transport_host}:{launch.transport_ports[rank]}")
+        self._socket.connect(self._address)
 
     def receive(self, timeout: float) -> memoryview | None:
         end = time.monotonic() + timeout
@@ -189,6 +224,12 @@ class FrameReceiver:
                 self._next += 1
                 self._ask()
                 return unsealed(frame.buffer)
+
+    def announce(self, version: int) -> None:
+        with self._context.socket(zmq.DEALER) as socket:  # another's may not leave its thread
+            socket.linger = LINGER_MS
+            socket.connect(self._address)
+            socket.send_multipart([self._key, b"%d" % self._next, b"%d" % version])
 
     def _ask(self) -> None:
         with suppress(zmq.Again):  # not connected: again in a moment

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +16,7 @@ import msgspec
 from prime_rl import Header as Header
 from prime_rl import TensorInfo as TensorInfo
 from prime_rl import WeightsError
-from prime_rl.rundir.status import replace_text
+from prime_rl.rundir.status import names_in, replace_text
 from prime_rl.weights.versions import MEETING
 
 Backend = Literal["gloo", "nccl"]
@@ -68,8 +68,9 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         folder, deadline = Path(self.directory), time.monotonic() + self.timeout
         try:
             replace_text(folder / f"here_{self.rank}", protocol)
-            while missing := self._missing(folder):
-                if reason := _read(folder / _END):
+            while missing := self._missing(names := os.listdir(folder)):
+                if _END in names:
+                    reason = (folder / _END).read_text()
                     raise WeightsError(f"the broadcast was aborted: {reason}")
                 if time.monotonic() > deadline:
                     raise WeightsError(
@@ -86,8 +87,7 @@ class BroadcastGroup(msgspec.Struct, kw_only=True, frozen=True):
         except OSError as error:
             raise WeightsError(f"{folder}: {error}") from error
 
-    def _missing(self, folder: Path) -> list[int]:
-        names = {path.name for path in folder.iterdir()}
+    def _missing(self, names: Collection[str]) -> list[int]:
         return [rank for rank in range(self.world_size) if f"here_{rank}" not in names]
 
 
@@ -103,10 +103,9 @@ def decline(directory: Path) -> bool:
 
 def opened(directory: Path) -> BroadcastGroup | None:
     """As the trainer: the group that ``open`` wrote, or None."""
-    try:
-        return msgspec.json.decode((directory / MEETING).read_bytes(), type=BroadcastGroup | None)
-    except FileNotFoundError:
+    if MEETING not in names_in(directory):
         return None
+    return msgspec.json.decode((directory / MEETING).read_bytes(), type=BroadcastGroup | None)
 
 
 def _claim(path: Path, content: bytes) -> bool:
@@ -125,10 +124,3 @@ def _claim(path: Path, content: bytes) -> bool:
     finally:
         temporary.unlink(missing_ok=True)
     return True
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except FileNotFoundError:
-        return ""

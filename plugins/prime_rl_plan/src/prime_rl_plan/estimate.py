@@ -260,6 +260,10 @@ def host(facts: Facts) -> Parts:
     held = facts.measured["peaks"]["update"]
     if moments := held.get(ON_HOST, 0):
         parts[ON_HOST] = float(moments * local)
+    if facts.config.weight_broadcast.as_files and not facts.adapts:
+        share = facts.measured["published"] / facts.config.deployment.trainer_nodes
+        copies = 2.0 * share * SIZES[facts.config.trainer.publish_dtype]
+        parts["weights on their way to files (two copies at most)"] = copies
     if facts.config.deployment.colocated:
         state = held.get("weights", 0) + held.get("optimizer", 0)
         parts["trainer's state while engines sample"] = float(state * local)

@@ -24,6 +24,8 @@ from prime_rl_env_workers.placed import give_up
 POLL_SECONDS = 0.1
 STARTS = 3
 """Times in a row that a server may end before it is ready."""
+NODE_ADDRESS = "PRIME_RL_NODE_ADDRESS"
+"""Where a process listens for the others of a broadcast of weights, and of a process group."""
 SIOCGIFADDR = 0x8915
 """Linux: asks for an interface's address."""
 
@@ -62,7 +64,8 @@ class Agent:
                     "the run directory and the model must be on every node under the same path."
                 )
         there = Path(cwd) if os.path.isdir(cwd) else None
-        env = interfaces(str(ray.util.get_node_ip_address())) | dict(env)
+        address = str(ray.util.get_node_ip_address())
+        env = interfaces(address) | {NODE_ADDRESS: address} | dict(env)
         self._child = start(name, argv, env, Path(log), there)
         while (code := self._child.exit_code) is None:
             await asyncio.sleep(POLL_SECONDS)

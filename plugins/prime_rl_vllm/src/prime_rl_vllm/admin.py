@@ -16,9 +16,11 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse
 
@@ -28,11 +30,14 @@ from prime_rl_engine_kit.body import read_body
 from prime_rl_engine_kit.errors import RequestError
 from prime_rl_engine_kit.model_files import weight_dir
 from prime_rl_engine_kit.requests import UpdateBody, decode
+from prime_rl_vllm.lora import check_native
 from prime_rl_vllm.state import State
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
+ADAPTER_ID = 1
+"""There is one at a time."""
 
 
 class Admin:
@@ -98,9 +103,9 @@ class Admin:
                 )
             new = state.version + 1 if body.version is None else body.version
             if body.meeting is None:
-                await self._stage(body.weight_dir)
+                path = await self._stage(body.weight_dir)
                 await self._hold()
-                await self._load(new)
+                await self._load(path, new)
             else:
                 await self._hold()
                 await self._receive(body.meeting, new)
@@ -122,11 +127,14 @@ class Admin:
         if not self._state.paused:
             await self._state.engine.resume_generation()
 
-    async def _stage(self, given: str) -> None:
-        """Let every worker read and check the folder while requests go on. Raises
+    async def _stage(self, given: str) -> Path:
+        """Let every worker read and check the folder while requests go on; its path. Raises
         ``RequestError``."""
         try:
             path = await asyncio.to_thread(weight_dir, given, self._state.weights_roots)
+            if self._state.serves_adapters:
+                config = self._state.engine.vllm_config.lora_config
+                await asyncio.to_thread(check_native, path, config.max_lora_rank)
         except WeightsError as error:
             raise self._refusal(str(error)) from error
         await self._rpc("prime_rl_stage", str(path))
@@ -136,10 +144,20 @@ class Admin:
         if refused:
             await self._rpc("prime_rl_drop")
             raise self._refusal(refused[0])
+        return path
 
-    async def _load(self, version: int) -> None:
+    async def _load(self, path: Path, version: int) -> None:
         async with self._for_good(version):
-            await self._rpc("prime_rl_load")
+            if not self._state.serves_adapters:
+                await self._rpc("prime_rl_load")
+                return
+            from vllm.lora.request import LoRARequest
+
+            await self._rpc("prime_rl_drop")
+            adapter = LoRARequest("policy", ADAPTER_ID, str(path))
+            # ``load_inplace`` in a request would read the files again at each of its steps.
+            await self._state.engine.add_lora(structs.replace(adapter, load_inplace=True))
+            self._state.adapter = adapter
 
     async def _receive(self, meeting: BroadcastGroup, version: int) -> None:
         """Load weights from the trainer's memory. Raises ``RequestError`` if they are refused."""

@@ -173,6 +173,8 @@ async def _prepare(state: State, engine: Any) -> None:
             raise RequestError(f"cannot check weight updates: {problem}")
     await engine.update_weight_version(str(state.version))
     _watch_the_end(state, engine)
+    if state.serves_adapters:
+        _add_adapter(state, engine)
     REGISTRY.register(Metrics(state))
     state.reporting = asyncio.create_task(report_forever(state))
 
@@ -187,6 +189,16 @@ def _watch_the_end(state: State, engine: Any) -> None:
         inner(*args, **kwargs)
 
     engine.shutdown = shutdown
+
+
+def _add_adapter(state: State, engine: Any) -> None:
+    """Have every request use the adapter of the moment it starts."""
+    inner = engine.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **(kwargs | {"lora_request": state.adapter}))
+
+    engine.generate = generate
 
 
 def _is_route(scope: Message) -> bool:

@@ -28,6 +28,8 @@ class State:
     version: int = 0
     """Policy version of the current weights."""
     engine: Any = None
+    adapter: Any = None
+    """vLLM's ``LoRARequest`` of the adapter that every request gets; None: the base alone."""
     ending: bool = False
     died: bool = False
     """Whether the engine ended before it was shut down."""
@@ -59,6 +61,11 @@ class State:
             return None
         on_gpu = self.engine.vllm_config.device_config.device_type == "cuda"
         return {"workers": parallel.world_size, "backends": backends(on_gpu)}
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether adapters are loaded beside the base (``enable_lora``), and not merged into it."""
+        return self.engine.vllm_config.lora_config is not None
 
     def salt(self, client: str | None) -> str:
         """The prefix cache's salt. It changes at every pause, so no request reuses KV that older

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample
-from prime_rl.orchestrator.balance import imbalance, plan_ranks, sample_costs, split_groups
+from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.packer import (
     Packing,
     Piece,
@@ -21,6 +21,7 @@ from prime_rl.orchestrator.packer import (
     plan_rows,
 )
 from prime_rl.wire import decode_batch, encode_batch
+from prime_rl_tools.balance import imbalance, plan_ranks
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 
