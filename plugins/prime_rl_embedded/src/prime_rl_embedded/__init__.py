@@ -32,9 +32,10 @@ class EmbeddedConfig(PluginConfig):
     """Prompt tokens admitted per step. None: 1,024 on CPU (fits its caches), else 8,192."""
     share_prefixes: bool = True
     """Prefill identical prompts (those of a group) once and copy their KV."""
-    prefix_cache_mib: NonNegativeInt = 256
+    prefix_cache_mib: NonNegativeInt = 0
     """Memory for keys and values of ended requests, so that the next turn of a conversation, or a
-    question with the same solved examples, computes only what is new. 0: none are kept."""
+    question with the same solved examples, computes only what is new. Two runs of one seed then
+    differ in the last bits: what is kept depends on when requests arrive. 0: nothing is kept."""
     fused: bool = True
     """Use the fused forward for Llama-shaped models, if it reproduces the model's own logits."""
 
