@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
+from prime_rl_embedded.testing import write_model
 from prime_rl_kernels import products
 from prime_rl_kernels.products import Linear, Packed, linear, replace_linears
 
@@ -111,3 +115,11 @@ def test_names_and_parameters_stay_and_subclasses_are_left() -> None:
     after = dict(model.named_parameters())
     assert after.keys() == before.keys()
     assert all(after[name] is before[name] for name in before)
+
+
+def test_the_head_of_a_language_model_stays_for_the_fused_one(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    replace_linears(model)
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert type(model.model.layers[0].mlp.up_proj) is Linear

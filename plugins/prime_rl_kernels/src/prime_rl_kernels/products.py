@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 MIN_OPERATIONS = 2**20
 """N D E of a product. Smaller ones take as long as the call of the operator: 10 microseconds."""
@@ -105,7 +106,9 @@ class Linear(nn.Linear):
 
 
 def replace_linears(model: nn.Module) -> None:
-    """Make the model's linear layers ``Linear``, in place; their parameters and names stay."""
+    """Make the model's linear layers ``Linear``, in place; their parameters and names stay. Not the
+    LM head: the trainer fuses what is exactly ``nn.Linear``."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module is not head:
             module.__class__ = Linear
