@@ -35,7 +35,7 @@ _operator, _reorder = _found("_linear_pointwise"), _found("_reorder_linear_weigh
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias without a gradient, in the dtype of ``x``. x: [..., D]; weight: [E, D];
-    bias: [E]. Both may be views. What oneDNN has no use for is computed by torch."""
+    bias: [E]. Both may be views. Small products, other dtypes and other devices are torch's."""
     if not _is_for_onednn(x, weight):
         return functional.linear(x, weight, bias)
     return cast(Tensor, _operator(x, weight, bias, "none", [], ""))
