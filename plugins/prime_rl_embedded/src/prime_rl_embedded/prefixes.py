@@ -64,7 +64,7 @@ class PrefixCache:
 
     def store(self, cache: KVCache, row: int, salt: str | None, tokens: Sequence[int]) -> None:
         """Keep the first ``len(tokens)`` positions of a row, in whole blocks."""
-        if len(tokens) < BLOCK or not self.max_bytes:
+        if len(tokens) < BLOCK:
             return
         node = self._roots.setdefault(salt, Node(None, (), []))
         path = []

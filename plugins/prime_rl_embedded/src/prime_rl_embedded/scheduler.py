@@ -273,9 +273,9 @@ class Scheduler:
         return self.model.forward(torch.tensor(ids, device=device), plan, keep)
 
     def _keep(self, row: int, request: Request, length: int) -> None:
-        """Remember the first ``length`` tokens of a row for later prompts, unless an error or older
-        weights had a part in them."""
-        if request.finish_reason not in ("error", "abort") and request.kv_version == self.version:
+        """Remember the row's first tokens, unless an error or older weights had a part in them."""
+        sound = request.finish_reason not in ("error", "abort")
+        if self.kept.max_bytes and sound and request.kv_version == self.version:
             tokens = (request.prompt + request.token_ids)[:length]
             self.kept.store(self.cache, row, request.salt, tokens)
 
