@@ -7,7 +7,6 @@ from typing import Any
 
 import openai
 import pytest
-from waiting import eventually
 
 from prime_rl_embedded.testing import Served
 
@@ -68,7 +67,7 @@ def test_a_stop_string_ends_the_answer_before_it(
     free = ask(client, max_tokens=200).choices[0].message.content
     start = next(i for i in range(10, len(free)) if free[i : i + 2].isascii())
     stop = free[start : start + 2]
-    reply = ask(client, max_tokens=200, stop=[stop, "never there"], stream=stream)
+    reply = ask(client, max_tokens=480, stop=[stop, "never there"], stream=stream)
     if stream:
         chunks = list(reply)
         text = "".join(c.choices[0].delta.content or "" for c in chunks)
@@ -92,11 +91,13 @@ def test_a_client_that_disconnects_from_a_stream_frees_its_slot(
     server: Served, client: openai.OpenAI
 ) -> None:
     before = server.metric("vllm:request_success_total", 'finished_reason="abort"')
-    with ask(client, stream=True, max_tokens=480) as stream:
+
+    def first_chunk() -> openai.Stream[Any]:
+        stream = ask(client, stream=True, max_tokens=480)
         next(iter(stream))
-        server.post("/pause", admin=True)
-    eventually(lambda: server.metric("vllm:num_requests_running") == 0)
-    server.post("/resume", admin=True)
+        return stream
+
+    server.leave_early(first_chunk)
     server.wait_for("vllm:request_success_total", before + 1, 'finished_reason="abort"')
 
 

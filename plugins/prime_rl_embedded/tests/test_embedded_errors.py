@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from typing import Any
 
 import pytest
-from waiting import eventually
 
 from prime_rl_embedded.testing import Served
 
@@ -90,8 +90,7 @@ def test_broken_json_is_refused(server: Served, data: bytes) -> None:
 
 def test_a_client_that_disconnects_frees_its_slot(server: Served) -> None:
     aborted = server.metric("vllm:request_success_total", 'finished_reason="abort"')
-    running = leave_early(server, {"max_tokens": 500})
-    assert running >= 1
+    leave_early(server, {"max_tokens": 500}, running=1, waiting=0)
     server.wait_for("vllm:request_success_total", aborted + 1, 'finished_reason="abort"')
     assert server.metric("vllm:num_requests_running") == 0
 
@@ -99,24 +98,25 @@ def test_a_client_that_disconnects_frees_its_slot(server: Served) -> None:
 def test_a_waiting_request_is_dropped_when_its_client_disconnects(server: Served) -> None:
     """8 slots and 12 choices: 4 of them wait in the queue."""
     aborted = server.metric("vllm:request_success_total", 'finished_reason="abort"')
-    leave_early(server, {"max_tokens": 500, "n": 12})
+    leave_early(server, {"max_tokens": 500, "n": 12}, running=8, waiting=4)
     server.wait_for("vllm:request_success_total", aborted + 12, 'finished_reason="abort"')
     assert server.metric("vllm:num_requests_waiting") == 0
 
 
-def leave_early(server: Served, params: dict[str, Any]) -> float:
-    """Send a request, wait until it runs, disconnect. A pause keeps it from finishing first."""
+def leave_early(server: Served, params: dict[str, Any], running: int, waiting: int) -> None:
     body = json.dumps({"token_ids": [1, 2], "sampling_params": params}).encode()
     head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as connection:
+
+    def send() -> socket.socket:
+        connection = socket.create_connection((host, int(port)))
         connection.sendall(head.encode() + body)
-        server.wait_for("vllm:num_requests_running", 1)
-        server.post("/pause", admin=True)
-        running = server.metric("vllm:num_requests_running")
-    eventually(lambda: server.metric("vllm:num_requests_running") == 0)
-    server.post("/resume", admin=True)
-    return running
+        while not select.select([connection], [], [], 0)[0]:
+            if server.metric("vllm:num_requests_running"):
+                break
+        return connection
+
+    server.leave_early(send, running, waiting)
 
 
 def test_unknown_routes_and_methods_do_not_reach_the_engine(server: Served) -> None:

@@ -7,8 +7,8 @@ import re
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,31 @@ class Served:
         deadline = time.monotonic() + seconds
         while self.metric(name, labels) < at_least:
             assert time.monotonic() < deadline, f"{name} stays under {at_least}"
+
+    def leave_early(
+        self, send: Callable[[], AbstractContextManager[Any]], running: int = 1, waiting: int = 0
+    ) -> None:
+        """Send a request, pause while it runs, and disconnect: only the disconnect can end it.
+
+        A fast engine can end the request before the pause. Then it is sent again.
+
+        Args:
+            send: sends it and waits for a sign of life, the first chunk or the end of the reply.
+            running, waiting: the choices of it that the paused engine must hold.
+        """
+        deadline = time.monotonic() + 300
+        caught = False
+        while not caught:
+            assert time.monotonic() < deadline, "each request ended before the pause"
+            with send():
+                self.post("/pause", admin=True)
+                found = [
+                    self.metric(f"vllm:num_requests_{name}") for name in ("running", "waiting")
+                ]
+                caught = found == [running, waiting]
+            while self.metric("vllm:num_requests_running"):
+                assert time.monotonic() < deadline, "the engine keeps a request without a client"
+            self.post("/resume", admin=True)
 
 
 def free_port() -> int:
