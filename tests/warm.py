@@ -14,7 +14,6 @@ exit code are those of an ordinary child. Not so: interpreter options except ``-
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
@@ -32,7 +31,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
@@ -251,7 +249,9 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
-        show(request["argv"])
+        from prime_rl_tools.forks import show
+
+        show(request["argv"], request["env"])
         run_here(request["argv"][1:])
         code = 0
     except SystemExit as end:
@@ -290,14 +290,6 @@ def run_here(arguments: list[str]) -> None:
     else:
         sys.argv, sys.path[0] = arguments, os.path.dirname(option)
         runpy.run_path(option, run_name="__main__")
-
-
-def show(argv: Sequence[str]) -> None:
-    """Overwrite the arguments that the kernel shows of this process (proc(5), 48 and 49)."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    text = b"\0".join(map(os.fsencode, argv))[: end - start - 1]
-    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
 if __name__ == "__main__":

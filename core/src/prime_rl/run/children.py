@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar, cast
@@ -36,6 +37,8 @@ FIRST_PORT = 20000
 """Lowest port that a run chooses, above the ports of well-known services."""
 TRIES = 100
 """Random ports to try before the kernel chooses."""
+STARTERS = "prime_rl.starters"
+"""Entry points: a class whose objects are called as ``subprocess.Popen`` is."""
 
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -74,20 +77,19 @@ def start(
     argv: Sequence[str],
     env: Mapping[str, str],
     log: Path | None = None,
-    cwd: Path | None = None,
+    popen: Callable[..., subprocess.Popen[bytes]] | None = None,
 ) -> Child:
     """Start a child in its own session: Ctrl-C reaches only us, and we end the children in order.
 
-    ``log`` receives stdout and stderr; None: our stderr. ``cwd``: None for our own.
+    ``log`` receives stdout and stderr; None: our stderr.
     """
     with nullcontext(2) if log is None else log.open("ab") as file:
-        process = subprocess.Popen(
+        process = (popen or subprocess.Popen)(
             argv,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            cwd=cwd,
             env={**QUIET_CPU, **os.environ, **env, PARENT_PID: str(os.getpid())},
         )
     return Child(name, process, log)
@@ -190,6 +192,8 @@ class LocalLauncher(Launcher):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._children: dict[str, Child] = {}
+        starters = (each.load()() for each in entry_points(group=STARTERS))
+        self._popen = next(starters, None)
 
     def num_gpus(self) -> int:
         return len(visible_gpus())
@@ -205,15 +209,15 @@ class LocalLauncher(Launcher):
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
         if task.name in self._children:  # what a dead engine left behind holds its GPU memory
-            end([self._children[task.name]])
+            end([self._children.pop(task.name)])
         env = dict(command.env)
         if task.gpus is not None:
             devices = visible_gpus()
             env[VISIBLE] = ",".join(devices[number] for number in task.gpus)
             if VISIBLE not in os.environ:  # nvidia-smi orders by bus, CUDA by speed
                 env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        self._children[task.name] = start(task.name, command.argv, env, command.log)
-        return self._children[task.name]
+        child = start(task.name, command.argv, env, command.log, self._popen)
+        return self._children.setdefault(task.name, child)
 
     def end(self, processes: Sequence[Process]) -> None:
         end(cast(Sequence[Child], processes))
