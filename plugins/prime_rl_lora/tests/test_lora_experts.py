@@ -30,6 +30,7 @@ from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Publisher, export
 from prime_rl.wire import MicroBatch
+from prime_rl_embedded.weights import apply_weights, read_weights
 from prime_rl_engine_kit.adapter import STACKS, merged_tensors
 from prime_rl_lora.model import add_lora
 from prime_rl_lora.tuning import Lora, LoraConfig
@@ -174,6 +175,9 @@ def test_peft_and_our_engines_read_the_published_adapter_as_this_policy(
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         theirs = PeftModel.from_pretrained(base, folder).eval()
         torch.testing.assert_close(logprobs(theirs), expected, atol=1e-5, rtol=0)
+        served: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        apply_weights(read_weights(folder, served), served)
+        torch.testing.assert_close(logprobs(served), expected, atol=1e-5, rtol=0)
 
 
 def test_five_steps_and_five_more_after_a_resume_are_ten_bit_for_bit(
