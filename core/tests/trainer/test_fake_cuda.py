@@ -162,6 +162,19 @@ def test_copying_the_weights_for_a_thread_waits_for_nothing(
     }
 
 
+@pytest.mark.parametrize("name", ["dense", "8 ranks"])
+def test_copying_the_weights_for_a_broadcast_waits_for_nothing_and_stays_on_the_gpu(
+    found: dict[str, Any], name: str
+) -> None:
+    """In bfloat16: a tied embedding; in each of two layers attention 64 -> 64 and 2 of 64 -> 32,
+    back 64 -> 64, three of 64 x 128, norms of 64, 64, 16 and 16; the last norm."""
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16
+    size = 2 * (512 * 64 + 2 * layer + 64)
+    assert case(found, name)["staged"] == {
+        "waits": {}, "places": ["cuda:0 torch.uint8"], "bytes": size
+    }  # fmt: skip
+
+
 def test_shards_of_experts_are_published_as_whole_ones_are(found: dict[str, Any]) -> None:
     names = case(found, "moe, 8 ranks")["published"]
     assert names == case(found, "moe")["published"]

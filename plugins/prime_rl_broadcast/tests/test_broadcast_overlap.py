@@ -229,7 +229,9 @@ def test_without_memory_or_if_it_is_off_the_trainer_waits_for_the_engines(
         run.sender.finish()
     assert [each is threading.main_thread() for each in threads] == [waits]
     assert (run.publisher.path(1) / "model.safetensors").exists()  # by whoever sent
-    assert ("are free (weight_broadcast.overlap)" in caplog.text) == (waits and overlap == "auto")
+    assert ("are free for it (weight_broadcast.overlap)" in caplog.text) == (
+        waits and overlap == "auto"
+    )
 
 
 def test_an_overlap_that_was_asked_for_and_has_no_memory_is_refused(

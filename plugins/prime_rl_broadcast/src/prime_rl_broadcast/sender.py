@@ -13,6 +13,7 @@ The next version waits until this one is sent, and raises the error of the threa
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -132,22 +133,25 @@ class BroadcastSender(WeightSender):
         size = sum(bucket.num_bytes for bucket in buckets(header))
         if self._buffers or not self._overlap:
             return bool(self._overlap)
-        free = free_memory(self.device)
+        always = self._overlap is True
+        free = math.inf if always else free_memory(self.device)
         try:
-            if self._overlap is True or size <= free:
+            if size <= free:
                 self._buffers = [new_buffer(each, self.device) for each in buckets(header)]
         except RuntimeError as error:  # out of memory
-            if self._overlap is True:
+            if always:
                 raise ConfigError(
-                    f"weight_broadcast.overlap is true, and a copy of the weights takes "
+                    "weight_broadcast.overlap is true, and a copy of the weights takes "
                     f"{size / 2**30:.2f} GiB: {error}. Set it to 'auto' or false."
                 ) from error
         if not self._buffers:
             self._overlap = False
             logger.info(
-                "the trainer waits while weights are sent: a copy takes %.2f GiB, of which %.2f "
-                "are free (weight_broadcast.overlap)", size / 2**30, free / 2**30
-            )  # fmt: skip
+                "the trainer waits while weights are sent: a copy takes %.2f GiB, and %.2f are "
+                "free for it (weight_broadcast.overlap)",
+                size / 2**30,
+                free / 2**30,
+            )
         return bool(self._buffers)
 
 
@@ -159,7 +163,7 @@ def free_memory(device: torch.device | None) -> float:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux
-        return float("inf")
+        return math.inf
     available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     return available * 2**10 / 2
 
