@@ -199,8 +199,7 @@ def _abandon(run_dir: Path, step: int) -> None:
         aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*'))) + 1}"
         aside.mkdir()
         for each in later:
-            path = finished(run_dir, each).directory
-            path.rename(aside / path.name)
+            (path := finished(run_dir, each).directory).rename(aside / path.name)
 
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}

@@ -1,0 +1,69 @@
+"""``[monitors.file] interval`` for ``trainer.jsonl``, which the orchestrator follows.
+
+The trainer writes whole lines. This shortens old ones in the trainer's process, between two steps,
+and replaces the file. Whoever follows it reads it from its start then, and knows which steps it
+has seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl import PluginConfig, TrainerObserver, hookimpl
+from prime_rl.rundir.status import replace_text
+from prime_rl.trainer import parallel
+from prime_rl_tools.metrics_file import DETAILS
+
+if TYPE_CHECKING:
+    from prime_rl.trainer.loop import Trainer
+
+NEWEST = 100
+"""Lines that stay whole: the orchestrator is a few steps behind at most."""
+
+
+class StepFile(TrainerObserver):
+    """Shortens old lines of ``trainer.jsonl``, as ``[monitors.file] interval`` says."""
+
+    name = "step_file"
+
+    def __init__(self, config: PluginConfig) -> None:
+        super().__init__(config)
+        self._interval, self._shortened, self._steps = 1, 0, 0
+
+    def started(self, trainer: Trainer, run_dir: Path) -> None:
+        """Read the interval from the run's config."""
+        self._path = run_dir / "trainer.jsonl"
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no run, or another monitor
+            config = json.loads((run_dir / "configs" / "run.json").read_text())
+            self._interval = int(config["monitors"]["file"]["interval"])
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once the file has doubled, so that the work stays in proportion to it."""
+        self._steps += 1
+        if self._interval == 1 or parallel.rank() or self._steps < 2 * NEWEST:
+            return
+        with suppress(OSError):  # a full disk: the trainer's next line says so
+            if self._path.stat().st_size < 2 * self._shortened:
+                return
+            lines = self._path.read_text().splitlines(keepends=True)
+            old, new = lines[:-NEWEST], lines[-NEWEST:]
+            replace_text(self._path, "".join([*(self.short(line) for line in old), *new]))
+            self._shortened, self._steps = self._path.stat().st_size, 0
+
+    def short(self, line: str) -> str:
+        """A line without details, unless its step keeps them."""
+        row = json.loads(line)
+        if row["step"] % self._interval == 0:
+            return line
+        row["metrics"] = {n: v for n, v in row["metrics"].items() if not DETAILS.search(n)}
+        return json.dumps(row) + "\n"
+
+
+@hookimpl
+def register_trainer_observers() -> list[type[TrainerObserver]]:
+    """Offer ``step_file``."""
+    return [StepFile]
