@@ -188,7 +188,6 @@ def test_the_next_version_raises_an_error_of_the_thread_with_its_cause(
     def fail(*_: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr("prime_rl.trainer.publish.RETRY_SECONDS", 0.0)
     run = Run(tmp_path, model_dir)
     monkeypatch.setattr(sender_module, "write_copy", refuse)
     monkeypatch.setattr(BroadcastGroup, "wait_for_all", refuse)

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -28,20 +27,19 @@ from torch import Tensor
 
 from prime_rl import ConfigError, Header, WeightSender, WeightsError
 from prime_rl.rundir.attempts import check_current
-from prime_rl.trainer.publish import WEIGHTS, retry
-from prime_rl.trainer.tensor_file import write_stream
 from prime_rl_broadcast.connection import (
-    DTYPES,
     Member,
     buckets,
     filled,
     new_buffer,
+    num_bytes,
 )
 from prime_rl_broadcast.group import BroadcastGroup, decline, opened
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.005
+WEIGHTS = "model.safetensors"
 KEPT_FREE = (2 * 2**30, 0.05)
 """Of a device's memory, bytes and share that the copy leaves free: rows differ in length."""
 
@@ -112,8 +110,7 @@ class BroadcastSender(WeightSender):
             except (OSError, WeightsError) as error:
                 name = directory.name
                 logger.warning("%s was not broadcast, its files follow: %s", name, error)
-                write = partial(write_copy, directory, header, self._buffers)
-                retry(write, f"write the weights that were not broadcast to {directory}")
+                write_copy(directory, header, self._buffers)
 
     @contextmanager
     def _after(self, copied: torch.cuda.Event | None) -> Iterator[None]:
@@ -169,16 +166,23 @@ def free_memory(device: torch.device | None) -> float:
 
 
 def write_copy(directory: Path, header: Header, buffers: Sequence[Tensor]) -> None:
-    """Write a version that was announced to be in memory as files. Raises ``OSError``."""
+    """Write a version that was announced to be in memory as safetensors. Raises ``OSError``."""
     if not directory.exists():  # it became too old to keep
         return
-    like = {
-        info.name: torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
-        for info in header
-    }
-    pairs = zip(buckets(header), buffers, strict=True)
-    stream = (tensor.cpu() for bucket, buffer in pairs for _, tensor in bucket.tensors(buffer))
+    entries, end = {}, 0
+    for info in header:
+        start, end = end, end + num_bytes(info)
+        entries[info.name] = {
+            "dtype": info.dtype, "shape": info.shape, "data_offsets": [start, end]
+        }  # fmt: skip
+    head = msgspec.json.encode(entries)
+    head += b" " * (-len(head) % 8)
     unfinished = directory / f".{WEIGHTS}.copy"
-    write_stream(unfinished, like, stream)
+    with unfinished.open("wb") as file:
+        file.write(len(head).to_bytes(8, "little") + head)
+        for bucket, buffer in zip(buckets(header), buffers, strict=True):
+            data = buffer.cpu().numpy()
+            for place, info in bucket.places:
+                file.write(data[place : place + num_bytes(info)].data)
     check_current()
     unfinished.replace(directory / WEIGHTS)

@@ -8,19 +8,20 @@ has seen.
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prime_rl import PluginConfig, TrainerObserver, hookimpl
-from prime_rl.rundir.status import replace_text
-from prime_rl.trainer import parallel
-from prime_rl_tools.metrics_file import DETAILS
+from prime_rl import PluginConfig, TrainerObserver
 
 if TYPE_CHECKING:
     from prime_rl.trainer.loop import Trainer
 
+DETAILS = re.compile("/(min|max|p10|p90|median|std|sum|n)$")
+"""Metrics that ``metrics.jsonl`` lacks between whole lines, of those that a trainer has."""
 NEWEST = 100
 """Lines that stay whole: the orchestrator is a few steps behind at most."""
 
@@ -44,14 +45,22 @@ class StepFile(TrainerObserver):
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Once the file has doubled, so that the work stays in proportion to it."""
         self._steps += 1
-        if self._interval == 1 or parallel.rank() or self._steps < 2 * NEWEST:
+        if self._interval == 1 or self._steps < 2 * NEWEST:
             return
+        from prime_rl.trainer import parallel
+
         with suppress(OSError):  # a full disk: the trainer's next line says so
-            if self._path.stat().st_size < 2 * self._shortened:
+            before = self._path.stat()
+            if parallel.rank() or before.st_size < 2 * self._shortened:
                 return
             lines = self._path.read_text().splitlines(keepends=True)
             old, new = lines[:-NEWEST], lines[-NEWEST:]
-            replace_text(self._path, "".join([*(self.short(line) for line in old), *new]))
+            shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+            shorter.write_text("".join([*(self.short(line) for line in old), *new]))
+            if self._path.stat().st_ino != before.st_ino:  # another attempt has gone back
+                shorter.unlink()
+                return
+            shorter.replace(self._path)
             self._shortened, self._steps = self._path.stat().st_size, 0
 
     def short(self, line: str) -> str:
@@ -61,9 +70,3 @@ class StepFile(TrainerObserver):
             return line
         row["metrics"] = {n: v for n, v in row["metrics"].items() if not DETAILS.search(n)}
         return json.dumps(row) + "\n"
-
-
-@hookimpl
-def register_trainer_observers() -> list[type[TrainerObserver]]:
-    """Offer ``step_file``."""
-    return [StepFile]

@@ -12,8 +12,8 @@ from prime_rl import PluginConfig
 from prime_rl.run.resume import _cut
 from prime_rl.rundir.status import Tail
 from prime_rl.trainer.metrics import append_metrics
+from prime_rl_observers.step_file import NEWEST, StepFile
 from prime_rl_tools.recovery import last_trained
-from prime_rl_tools.step_file import NEWEST, StepFile
 
 METRICS = {"loss/mean": 1.0, "loss/p90": 2.0, "time/step": 3.0, "optim/lr": float("nan")}
 MEANS = {"loss/mean": 1.0, "time/step": 3.0, "optim/lr": None}
@@ -76,3 +76,22 @@ def test_by_default_nothing_is_shortened(tmp_path: Path, config: str | None) -> 
     made.started(None, tmp_path)
     train(tmp_path, made, 1, 2 * NEWEST)
     assert all("loss/p90" in row["metrics"] for row in rows(tmp_path))
+
+
+def test_a_process_that_another_attempt_has_replaced_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped after it had read the file, while a resume cut the file."""
+    made, path, write = observer(tmp_path, 10), tmp_path / "trainer.jsonl", Path.write_text
+    train(tmp_path, made, 1, 2 * NEWEST - 1)
+
+    def stopped(file: Path, text: str) -> int:
+        if file.name.startswith(".trainer.jsonl"):
+            monkeypatch.undo()
+            _cut(path, 7)
+        return write(file, text)
+
+    monkeypatch.setattr(Path, "write_text", stopped)
+    train(tmp_path, made, 2 * NEWEST, 2 * NEWEST)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, 8))
+    assert [each.name for each in tmp_path.glob("*trainer*")] == ["trainer.jsonl"]
