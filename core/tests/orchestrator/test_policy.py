@@ -257,6 +257,24 @@ async def test_the_last_version_of_a_stopped_run_needs_no_engine(tmp_path):
     assert steps == [2]
 
 
+async def test_a_steps_metrics_are_read_once_though_old_lines_become_shorter(tmp_path):
+    engine = Engine()
+    async with connected(engine) as fleet:
+        watch = Watch(tmp_path, fleet, engine)
+        log_steps(tmp_path, 1, 2)
+        publish(tmp_path, 2)
+        await watch.until(2)
+        shorter = tmp_path / "shorter"  # another file in the place of the first
+        shorter.mkdir()
+        log_steps(shorter, 1, 2, 3)
+        (shorter / "trainer.jsonl").replace(tmp_path / "trainer.jsonl")
+        publish(tmp_path, 3)
+        await watch.until(3)
+    assert [each for each in watch.events if each.startswith("step")] == [
+        *("step 1", "step 2", "step 3")
+    ]
+
+
 async def test_last_weights_that_do_not_come_end_the_stop_with_an_error(tmp_path):
     (publish(tmp_path, 1) / "model.safetensors").touch()
     draining, _ = drained(tmp_path, 2, within=0.1)

@@ -170,7 +170,7 @@ def test_filters_by_slot():
         ({"trainer": {"optm": {}}}, "trainer.optm: unknown key; did you mean 'optim'?"),
         ({"trainer": {"token_exprot": {}}},
          "trainer.token_exprot: no installed plugin offers the trainer_observer 'token_exprot' "
-         "(installed: bad_steps, console, device_usage, disk, loss_checks, slow_steps, "
+         "(installed: bad_steps, console, device_usage, disk, loss_checks, slow_steps, step_file, "
          "token_export). Did you"),
         ({"trainer": {"token_export": {"zz": 1}}},
          "trainer.token_export (trainer_observer 'token_export').zz: unknown key"),
@@ -181,7 +181,8 @@ def test_filters_by_slot():
         ({"trainer": {"lora": {"zz": 1}}}, "trainer.lora (tuning 'lora').zz: unknown key"),
         ({"trainer": {"lora": {}}, "plugins": {"disabled": ["lora"]}},
          "trainer.lora: no installed plugin offers the tuning 'lora' (installed: bad_steps, "
-         "console, device_usage, disk, loss_checks, slow_steps, token_export). Install the "
+         "console, device_usage, disk, loss_checks, slow_steps, step_file, token_export). "
+         "Install the "
          "package"),
         ({"inference": {"portt": 1}},
          "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),

@@ -167,6 +167,9 @@ def test_auto_starts_a_run_without_a_checkpoint_again_in_place(tmp_path: Path) -
         with pytest.raises(RunHeld) as caught, begin(asked, plan(asked, "auto")):
             pass
         assert caught.value.exit_code == 3
+        for what in ("latest", "7"):  # not that it has no checkpoint
+            with pytest.raises(RunHeld, match="another process runs this run already"):
+                plan(asked, what)
     with begin(asked, plan(asked, "auto")) as (again, found):
         assert (again, found, log_dir(run_dir).name) == (run_dir, None, "attempt_2")
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 0}\n'

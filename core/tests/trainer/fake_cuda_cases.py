@@ -45,9 +45,16 @@ from prime_rl.plugins.offers import (
 )
 from prime_rl.streams import COMPUTED, STREAMS, TOP_IDS
 from prime_rl.trainer.loop import Trainer
-from prime_rl.trainer.publish import Publisher, published_pieces, published_tensors
-from prime_rl.weights.tensors import Piece
+from prime_rl.trainer.parallel import stream_to_main
+from prime_rl.trainer.publish import (
+    Publisher,
+    published_dtypes,
+    published_pieces,
+    published_tensors,
+)
+from prime_rl.weights.tensors import Piece, header_of
 from prime_rl.wire import MicroBatch
+from prime_rl_broadcast.sender import BroadcastSender
 from prime_rl_kernels.file_writer import FileWriter
 from prime_rl_lora.model import add_lora
 
@@ -159,6 +166,7 @@ def steps(
         "dtype": trainer.dtype,
         "published": [[each.name, list(each.shape)] for each in published(trainer)],
         "copied": copied(recorder, trainer),
+        "staged": staged(recorder, trainer),
     }
 
 
@@ -187,6 +195,28 @@ def copied(recorder: Recorder, trainer: Trainer) -> dict[str, Any]:
         "done": done, "waits": dict(recorder.waits), "pinned": [*set(pinned)], "events": events,
         "places": sorted(places), "collectives": dict(recorder.collectives),
     }  # fmt: skip
+
+
+def staged(recorder: Recorder, trainer: Trainer) -> dict[str, Any]:
+    """What copying the weights for a broadcast does, and where the copy is."""
+    sender = BroadcastSender(torch.device("cuda", 0), overlap=True)
+    tensors = published_tensors(trainer.model)
+    dtypes = published_dtypes(trainer.model, tensors, torch.bfloat16)
+    order = {
+        "directory": "", "group": "", "backend": "nccl", "rank": 0, "world_size": 2,
+        "timeout": 1.0, "loopback": True,
+    }  # fmt: skip
+    recorder.clear()
+    with mock.patch.object(sender, "_send_copy"):
+        stream_to_main(
+            tensors,
+            lambda stream: sender.send(order, header_of(tensors, dtypes), stream),
+            device=sender.device,
+        )
+        sender.finish()
+    places = {f"{each.device} {each.dtype}" for each in sender._buffers}
+    size = sum(each.numel() for each in sender._buffers)
+    return {"waits": dict(recorder.waits), "places": sorted(places), "bytes": size}
 
 
 def published(trainer: Trainer) -> list[Piece]:
@@ -241,6 +271,8 @@ def cases(recorder: Recorder, folder: Path) -> dict[str, Callable[[], dict[str, 
         "offload, 8 ranks": ranks(8, optim={"type": "adamw_offload"}),
         "moe": case(moe),
         "moe lora": case(moe, lora={"rank": 4}),
+        "experts lora": case(moe, lora={"rank": 4, "experts": True}),
+        "experts lora, 8 ranks": ranks(8, moe, lora={"rank": 4, "experts": True}),
         "token export": case(token_export={"enabled": True}),
         "every loss": lambda: losses(recorder, folder, heads=False),
         "losses with heads": lambda: losses(recorder, folder, heads=True),

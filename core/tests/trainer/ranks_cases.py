@@ -34,7 +34,7 @@ from prime_rl.rundir.status import Status
 from prime_rl.trainer.rank import Rank
 from prime_rl.weights.versions import FILES_WANTED
 from prime_rl_broadcast.group import BroadcastGroup
-from prime_rl_broadcast.transport import GlooTransport
+from prime_rl_broadcast.transport import BroadcastConfig, GlooTransport
 
 VOCAB, CAPACITY, LAST = 61, 48, 5
 
@@ -208,7 +208,7 @@ def do(job: dict[str, Any]) -> None:
     make = head_batch if config.heads else bad_batch if job.get("bad") else batch
     frames = Frames(first, rank, make, config.minibatches)
     status = Status(None)
-    transport = GlooTransport(PluginConfig()) if "broadcast" in job else None
+    transport = GlooTransport(BroadcastConfig()) if "broadcast" in job else None
     if transport and rank.number == 0:
         threading.Thread(target=take_from_memory, args=(run_dir,), daemon=True).start()
     try:

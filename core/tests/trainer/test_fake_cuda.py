@@ -49,7 +49,10 @@ def waits(result: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "name",
-    ["dense", "recompute", "lora", "muon", "moe", "moe lora", "moe, 8 ranks", "every loss"],
+    [
+        *("dense", "recompute", "lora", "muon", "moe", "moe lora", "moe, 8 ranks", "every loss"),
+        *("experts lora", "experts lora, 8 ranks"),
+    ],
 )
 def test_a_step_waits_twice_for_the_device_and_multiplies_in_bfloat16(
     found: dict[str, Any], name: str
@@ -68,7 +71,12 @@ def test_weights_are_float32_and_a_frozen_base_bfloat16_also_on_one_rank(
 ) -> None:
     for name in ("dense", "recompute", "muon", "moe", "8 ranks"):
         assert case(found, name)["weight_dtypes"] == ["True torch.float32"], name
-    for name in ("lora", "moe lora"):  # by whether it is trained
+    for name in (
+        "lora",
+        "moe lora",
+        "experts lora",
+        "experts lora, 8 ranks",
+    ):  # by whether it is trained
         dtypes = ["False torch.bfloat16", "True torch.float32"]
         assert case(found, name)["weight_dtypes"] == dtypes
     for name in ("dense", "lora"):
@@ -97,6 +105,18 @@ def test_experts_take_two_grouped_products_forward_and_four_backward(found: dict
     assert case(found, "moe")["kernels"]["_grouped_mm"] == LAYERS * ROWS * (2 + 4)
     frozen = case(found, "moe lora")["kernels"]["_grouped_mm"]
     assert frozen == LAYERS * ROWS * (2 + 2)  # no gradients of weights
+    # A and B for each of the two, with gradients.
+    adapted = case(found, "experts lora")["kernels"]["_grouped_mm"]
+    assert adapted == frozen + LAYERS * ROWS * 2 * (2 + 4)
+
+
+def test_halves_for_all_experts_are_sharded_and_published_whole(found: dict[str, Any]) -> None:
+    """8 experts of rank 4: B [64, 4 * 8] of down_proj."""
+    result = case(found, "experts lora, 8 ranks")
+    assert (result["whole_tensors"], result["placements"]) == (0, ["(Shard(dim=0),)"])
+    assert result["published"] == case(found, "experts lora")["published"]
+    name = "base_model.model.model.layers.1.mlp.experts.lora_B.weight"
+    assert [name, [64, 32]] in result["published"]
 
 
 def test_float32_has_no_varlen_kernel(found: dict[str, Any]) -> None:
@@ -140,6 +160,19 @@ def test_copying_the_weights_for_a_thread_waits_for_nothing(
         "places": ["cpu torch.bfloat16"],
         "collectives": {},
     }
+
+
+@pytest.mark.parametrize("name", ["dense", "8 ranks"])
+def test_copying_the_weights_for_a_broadcast_waits_for_nothing_and_stays_on_the_gpu(
+    found: dict[str, Any], name: str
+) -> None:
+    """In bfloat16: a tied embedding; in each of two layers attention 64 -> 64 and 2 of 64 -> 32,
+    back 64 -> 64, three of 64 x 128, norms of 64, 64, 16 and 16; the last norm."""
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64 + 2 * 16
+    size = 2 * (512 * 64 + 2 * layer + 64)
+    assert case(found, name)["staged"] == {
+        "waits": {}, "places": ["cuda:0 torch.uint8"], "bytes": size
+    }  # fmt: skip
 
 
 def test_shards_of_experts_are_published_as_whole_ones_are(found: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
@@ -30,9 +32,11 @@ RECURRENT = "recurrent"
 """Its documents go through the model apart: ranks with fewer of them make calls for nothing."""
 WITHHOLDING = "withholding"
 """It fails in the midst of a block when its rows are packed, and then trains apart."""
+MIXTURE = "mixture"
 EXPORT = {"token_export": {"enabled": True}}
 # A small rate: of a gradient near zero, Adam makes a step of that size whose sign is rounding.
 LORA = {"lora": {"rank": 4}, "optim": {"lr": 2e-3, "max_norm": 0.5}}
+LORA_OF_EXPERTS = LORA | {"lora": {"rank": 4, "experts": True}}
 SMALL = {"optim": {"lr": 2e-3, "max_norm": 0.5}}
 MUON = {"optim": {"type": "muon", "lr": 1e-3, "max_norm": 0.5}}
 # Adam would multiply the rounding of twenty steps.
@@ -57,7 +61,7 @@ def runs(
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text("{}")
 
-    models = {RECURRENT: recurrent(), WITHHOLDING: withholding()}
+    models = {RECURRENT: recurrent(), WITHHOLDING: withholding(), MIXTURE: mixture()}
     for name, model in models.items():
         model.save_pretrained(folder / name)
         (folder / name / "tokenizer.json").write_text("{}")
@@ -78,6 +82,7 @@ def runs(
                 job("one", trainer=EXPORT),
                 job("one_untied", UNTIED),
                 job("one_lora", trainer=LORA),
+                job("one_experts", MIXTURE, trainer=LORA_OF_EXPERTS),
                 job("one_muon", trainer=MUON),
                 job("one_minibatches", trainer=MINIBATCHES, loss="old_ratio"),
                 job("one_anchored", trainer=ANCHORED, loss="anchored"),
@@ -103,6 +108,7 @@ def runs(
                 job("two_replicas", trainer={"dp_replicate": 2}),
                 job("two_untied", UNTIED, trainer={"activation_checkpointing": 1}),
                 job("two_lora", trainer=LORA),
+                job("two_experts", MIXTURE, trainer=LORA_OF_EXPERTS),
                 job("two_muon", trainer=MUON),
                 job("two_minibatches", trainer=MINIBATCHES, loss="old_ratio"),
                 job("two_anchored", trainer=ANCHORED, loss="anchored"),
@@ -167,6 +173,14 @@ def withholding() -> PreTrainedModel:
     return StableLmForCausalLM(StableLmConfig(**ENDS, **BLOCKS, initializer_range=0.3))
 
 
+def mixture() -> PreTrainedModel:
+    """Four experts, of which a token uses two."""
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = Qwen3MoeConfig(**ENDS, **BLOCKS, **experts, head_dim=8, initializer_range=0.3)
+    return Qwen3MoeForCausalLM(config)
+
+
 def curve(run: Path) -> dict[int, dict[str, float]]:
     lines = [json.loads(line) for line in (run / "trainer.jsonl").read_text().splitlines()]
     return {line["step"]: line["metrics"] for line in lines}
@@ -191,8 +205,8 @@ COMPARED = (
 
 MANY = [
     *("four", "two_by_two", "two", "two_replicas", "two_untied", "two_lora", "two_muon"),
-    *("two_by_memory", "two_minibatches", "two_anchored", "two_recurrent", "two_withholding"),
-    *("two_head", "two_head_replicas", "two_own_model"),
+    *("two_experts", "two_by_memory", "two_minibatches", "two_anchored", "two_recurrent"),
+    *("two_withholding", "two_head", "two_head_replicas", "two_own_model"),
 ]
 RESUMED = [
     "two_head_from_one",

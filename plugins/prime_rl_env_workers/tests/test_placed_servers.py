@@ -15,8 +15,10 @@ from prime_rl_env_workers.forks import Forks
 from prime_rl_env_workers.placed import (
     SERVERS,
     announce,
+    automatic_shares,
     give_up,
     orchestrator_environment,
+    placed_number,
     placed_workers,
     servers_of,
 )
@@ -70,6 +72,34 @@ def test_each_worker_is_with_one_server_which_has_no_admin_key(
     with pytest.raises(RunError, match=r"orchestrator\.env_workers is 'auto'"):
         written(tmp_path, env_workers="auto", train={"env": [{"id": "a"}]})
         servers_of(tmp_path, 2)
+
+
+def test_auto_places_equal_workers_of_envs_that_are_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two envs share the 9, 8, 1 and 40 CPUs that machines spare: 4, 4, 0 and 20 each, and 4 is the
+    least of those that have one."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    train = [{"id": "reverse-text"}, {"id": "misbehaving"}, {"id": "misbehaving", "name": "two"}]
+    train += [{"id": "misbehaving", "name": "three", "env_workers": 3}]
+    config = written(tmp_path, train={"env": train}, eval={"env": []}, env_workers="auto")
+    shares = automatic_shares(tmp_path, [9, 8, 1, 40])
+    assert shares == {"train/misbehaving": [4, 4, 4], "train/two": [4, 4, 4]}
+    assert automatic_shares(tmp_path, [1, 1]) == {}  # one worker cannot be shared
+    assert automatic_shares(tmp_path, []) == {}
+    servers = servers_of(tmp_path, 0, shares)
+    assert [(server.env, server.num_workers) for server in servers] == [
+        *[("train/misbehaving", 4)] * 3,
+        *[("train/two", 4)] * 3,
+    ]
+    monkeypatch.setenv(SERVERS, orchestrator_environment(servers)[SERVERS])
+    numbers = [placed_number(env) for env in config.orchestrator.train.env]
+    assert numbers == [0, 12, 12, 0]
+    assert len(placed_workers(config.orchestrator.train.env[1], 12)) == 12
+    assert servers_of(tmp_path, 0) == []  # nothing was asked for
+    monkeypatch.delenv("PYTHONPATH")
+    with pytest.raises(RunError, match=r"which environments need workers: .*misbehaving"):
+        automatic_shares(tmp_path, [9])
 
 
 async def test_a_server_that_cannot_start_ends_the_run_with_its_reason(

@@ -26,6 +26,7 @@ from prime_rl.trainer.packed_row import make_row
 from prime_rl_kernels.attention import Continuation, Documents
 from prime_rl_kernels.packing import Shared
 from prime_rl_kernels.prefix_sharing import RowLayout
+from prime_rl_lora.model import add_lora
 from prime_rl_lora.tuning import Lora, LoraConfig
 from prime_rl_observers.device_usage import mfu, model_cost, num_pairs, peak_flops, peak_of
 
@@ -152,6 +153,24 @@ def test_the_experts_that_a_token_uses_count(config_class: Callable[..., Any]) -
     assert cost is not None
     attention = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8
     assert cost.per_token == 6 * 2 * (attention + 32 * 8 + 2 * 3 * 32 * 16)
+
+
+def test_adapters_of_the_experts_that_a_token_uses_count() -> None:
+    """Two of eight; the base is frozen: 4 operations per weight. A and B of rank 4 of the two
+    products, 32 -> 32 and 16 -> 32, for each expert; of attention for o_proj, 32 -> 32."""
+    config = Qwen3MoeConfig(
+        vocab_size=61, hidden_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=8,
+        num_experts_per_tok=2, mlp_only_layers=[],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    add_lora(model, LoraConfig(rank=4, experts=True, target_modules=["o_proj"]))
+    cost = model_cost(model)
+    assert cost is not None
+    attention = 32 * 4 * 8 * 2 + 2 * 32 * 2 * 8
+    base = attention + 32 * 8 + 2 * 3 * 32 * 16
+    adapters = 4 * (32 + 32) + 2 * (4 * (32 + 32) + 4 * (16 + 32))
+    assert cost.per_token == 2 * (4 * base + 6 * adapters)
 
 
 def test_layers_may_differ_in_head_size() -> None:

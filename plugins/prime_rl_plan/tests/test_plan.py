@@ -10,6 +10,7 @@ import sys
 import tomllib
 from importlib.resources import files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,12 @@ from typer.testing import CliRunner
 
 from prime_rl import ConfigError
 from prime_rl.cli.app import app
+from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.run.gpus import VISIBLE
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, Machines, parse
-from prime_rl_plan.estimate import Plan, Side
+from prime_rl_plan.estimate import Plan, Side, copy_to_send
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = {
@@ -92,6 +94,31 @@ def test_kv_and_active_weights_by_hand() -> None:
     active = active_share(table_of("Qwen3-30B-A3B"), 30_532_122_624) * 30_532_122_624
     assert active == 30_532_122_624 - 120 * 48 * 3 * 2048 * 768
     assert active_share(table_of("Qwen3-8B"), 8e9) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("table", "free", "size"),
+    [
+        ({"type": "nccl"}, 24, 20),  # of 80 GiB, 4 stay free
+        ({"type": "nccl"}, 23.9, 0),
+        ({"type": "nccl", "overlap": True}, 1, 20),
+        ({"type": "nccl", "overlap": False}, 70, 0),
+        ({"type": "gloo"}, 70, 0),  # on the host
+    ],
+)
+def test_the_copy_that_nccl_sends_counts_where_the_trainer_makes_it(
+    table: dict[str, Any], free: float, size: float
+) -> None:
+    """10 Gi weights in bfloat16."""
+
+    config = SimpleNamespace(
+        weight_broadcast=WeightBroadcastConfig.model_validate(table),
+        trainer=SimpleNamespace(publish_dtype="bfloat16"),
+    )
+    facts: Any = SimpleNamespace(
+        config=config, adapts=False, measured={"published": 10 * GIB}, machines=parse("1xH100-80")
+    )
+    assert copy_to_send(facts, free * GIB) == size * GIB
 
 
 def test_advice_adds_changes_until_it_fits() -> None:

@@ -137,3 +137,35 @@ def test_a_run_whose_driver_is_killed_resumes_with_the_same_frames_and_weights(
     weights = Path("weights", "model.safetensors")
     assert (run_dir / weights).read_bytes() == (calm / weights).read_bytes()
     eventually(lambda: not processes_with(str(run_dir)))
+
+
+SLOW_WORDS = """
+from reverse_text import InProcessHarness, ReverseTextTaskset
+class SlowWordsTaskset(ReverseTextTaskset):
+    RUNS_IN_PROCESS = False
+__all__ = ["InProcessHarness", "SlowWordsTaskset"]
+"""
+
+
+def test_env_workers_auto_puts_a_server_on_each_node(cluster, tmp_path):
+    """Two nodes of four CPUs spare two each; the launcher has no setting of it."""
+    (tmp_path / "slow_words.py").write_text(SLOW_WORDS)
+    env = ("--orchestrator.train.env", '[{id = "slow-words"}]')
+    words = (*env, "--orchestrator.env_workers", "auto", "--max_steps", "3")
+    where = ("--launcher", "ray", "--launcher.address", cluster.address)
+    forwarded = ("--launcher.forward_env", '["PYTHONPATH"]')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        run = start(tmp_path, "ray", *where, *forwarded, *words)
+    try:
+        status = tmp_path / "ray" / "status" / "env_workers.json"
+        eventually(lambda: trained(tmp_path / "ray") >= 1, run)
+        assert json.loads(status.read_text())["detail"]["env slow-words"] == "4/4"
+        assert len(processes_with(f"serve-env {tmp_path / 'ray'}")) == 2
+        completed(run, tmp_path, "ray")
+    finally:
+        run.kill()
+        run.wait()
+    announced = sorted((tmp_path / "ray" / "configs").glob("env_train_0_*.json"))
+    found = [len(json.loads(file.read_text())["addresses"]) for file in announced]
+    assert found == [2, 2]

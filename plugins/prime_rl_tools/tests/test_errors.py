@@ -182,3 +182,17 @@ def test_args_that_tasksets_refuse_come_at_once_with_the_line_of_each_env(
     first, second = lines
     assert first.startswith(f"{bad}:8: env 'reverse-text': args") and "min_letters" in first
     assert second.startswith(f"{bad}:12: env 'held': args") and "'split'" in second
+
+
+@pytest.mark.parametrize("key", ["--max_steps", "--max-steps"])
+def test_a_schedule_that_max_steps_shortens_is_no_error_beside_an_unknown_key(
+    key, capsys, monkeypatch
+):
+    """``warmup_steps`` of that config is 10."""
+    config = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
+    words = ["prime-rl", "run", str(config), "--nonsense", "3", key, "2", "--dry-run"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit):
+        main()
+    said = capsys.readouterr().err
+    assert "nonsense: unknown key" in said and "With these keys left out" not in said

@@ -83,3 +83,6 @@ def test_what_vllm_cannot_serve_as_an_adapter_is_refused_with_the_way_out(tmp_pa
     config.write_text(json.dumps({"r": 8, "modules_to_save": ["norm"]}))
     with pytest.raises(WeightsError, match=r"trains norm whole.*enable_lora out"):
         check_native(tmp_path, 16)
+    config.write_text(json.dumps({"r": 8, "target_parameters": ["experts.down_proj"]}))
+    with pytest.raises(WeightsError, match=r"has adapters of experts.*enable_lora out"):
+        check_native(tmp_path, 16)

@@ -66,7 +66,7 @@ class WeightWatcher:
         self.policy, self._fleet, self._observers = policy, fleet, observers
         self.announced: Callable[[int], Awaitable[None]] = lambda _: asyncio.sleep(POLL_SECONDS)
         """``Sender.announced``, in a run."""
-        self._first_step = policy.version + 1
+        self._next_step = policy.version + 1
         self._update_seconds = 0.0
         self._num_updates = 0
 
@@ -103,8 +103,7 @@ class WeightWatcher:
         except EngineGone:
             await asyncio.sleep(GONE_SECONDS)  # without a limit here: ``Fleet.run`` has one
         except EngineError:
-            newest = newest_version(self._broadcasts)
-            if newest is None or newest <= version:
+            if (newest := newest_version(self._broadcasts) or 0) <= version:
                 raise
             log.warning("version %d was not loaded, going on with %d", version, newest)
 
@@ -130,7 +129,9 @@ class WeightWatcher:
     def _read_steps(self) -> None:
         for line in self._steps.new_lines():
             step = msgspec.json.decode(line, type=TrainerStep)
-            if step.step >= self._first_step:  # earlier lines are of the previous attempt
+            # Earlier lines are of the previous attempt, or were read before the file was replaced.
+            if step.step >= self._next_step:
+                self._next_step = step.step + 1
                 metrics = {name: math.nan if v is None else v for name, v in step.metrics.items()}
                 for observer in self._observers:
                     observer.step_trained(step.step, metrics)

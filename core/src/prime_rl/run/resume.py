@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,10 +58,11 @@ def plan(config: RunConfig, what: str, tuning: Tuning | None = None) -> Plan:
     try:
         checkpoint, run_dir, damaged = _find(config, LATEST if what == AUTO else what)
     except NoCheckpoint:
-        if what != AUTO:
-            raise
-        begun = [each for each in runs_of(config) if not (each / DRY).exists()]
-        return Plan(None, begun[0] if begun else None, ["no checkpoint: from the start"])
+        begun = next((each for each in runs_of(config) if not (each / DRY).exists()), None)
+        with held(begun) if begun else nullcontext():  # if it runs, that is the reason
+            if what != AUTO:
+                raise
+        return Plan(None, begun, ["no checkpoint: from the start"])
     is_over = run_dir is None or Supervisor.has_done(run_dir)
     if checkpoint.step > config.max_steps or (checkpoint.step == config.max_steps and is_over):
         over = (
@@ -194,13 +195,11 @@ def _abandon(run_dir: Path, step: int) -> None:
     folder = checkpoints_dir(run_dir)
     for leftover in [*folder.glob(".step_*"), *folder.glob(".removed_*")]:
         shutil.rmtree(leftover)
-    later = [n for n in whole_steps(run_dir) if n > step]
-    if later:
+    if later := [n for n in whole_steps(run_dir) if n > step]:
         aside = folder / f"abandoned_{len(list(folder.glob('abandoned_*'))) + 1}"
         aside.mkdir()
         for each in later:
-            path = finished(run_dir, each).directory
-            path.rename(aside / path.name)
+            (path := finished(run_dir, each).directory).rename(aside / path.name)
 
 
 NOT_THE_MODEL = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"}

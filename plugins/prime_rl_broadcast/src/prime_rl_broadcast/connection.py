@@ -65,15 +65,14 @@ class Connection:
     def send(self, header: Header, tensors: Iterable[Tensor]) -> None:
         """As rank 0: broadcast weights. ``tensors`` come in the order of ``header``, one at a time,
         on any device and of any type."""
+        new = (new_buffer(bucket, self.device) for bucket in buckets(header))
+        self.send_buckets(header, filled(header, tensors, new))
+
+    def send_buckets(self, header: Header, buffers: Iterable[Tensor]) -> None:
+        """As rank 0: broadcast the ``buckets`` of ``header``, filled and in their order."""
         self._send_bytes(msgspec.json.encode(header))
         self._agree(None)
-        stream = iter(tensors)
-        for bucket in buckets(header):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-            for start, info in bucket.places:
-                values = next(stream).detach().flatten()
-                place = buffer[start : start + num_bytes(info)].view(DTYPES[info.dtype])
-                place.copy_(values)  # rounds to the header's type
+        for buffer in buffers:
             self._broadcast(buffer)
         self._agree(None)
 
@@ -105,11 +104,9 @@ class Connection:
 
     def _tensors(self, header: Header) -> Iterator[tuple[str, Tensor]]:
         for bucket in buckets(header):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+            buffer = new_buffer(bucket, self.device)
             self._broadcast(buffer)
-            for start, info in bucket.places:
-                data = buffer[start : start + num_bytes(info)]
-                yield info.name, data.view(DTYPES[info.dtype]).view(info.shape)
+            yield from bucket.tensors(buffer)
 
     def _send_bytes(self, data: bytes) -> None:
         self._broadcast(torch.tensor([len(data)], dtype=torch.int64, device=self.device))
@@ -204,6 +201,29 @@ class Bucket(msgspec.Struct):
     places: list[tuple[int, TensorInfo]]
     """Offset in bytes, and tensor."""
     num_bytes: int
+
+    def tensors(self, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Names, and the tensors in a buffer of this bucket: views."""
+        for start, info in self.places:
+            data = buffer[start : start + num_bytes(info)]
+            yield info.name, data.view(DTYPES[info.dtype]).view(info.shape)
+
+
+def new_buffer(bucket: Bucket, device: torch.device | None) -> Tensor:
+    """[num_bytes] without values."""
+    return torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
+
+
+def filled(
+    header: Header, tensors: Iterable[Tensor], buffers: Iterable[Tensor]
+) -> Iterator[Tensor]:
+    """The buffers of a header's buckets, each with its tensors. A tensor, in the order of
+    ``header``, is taken when its bucket is filled, and rounded to the header's type."""
+    stream = iter(tensors)
+    for bucket, buffer in zip(buckets(header), buffers, strict=True):
+        for _, place in bucket.tensors(buffer):
+            place.copy_(next(stream).detach().view(place.shape))
+        yield buffer
 
 
 def buckets(header: Header) -> Iterator[Bucket]:

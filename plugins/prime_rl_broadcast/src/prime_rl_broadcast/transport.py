@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from prime_rl import ConfigError, WeightDelivery, WeightSender, WeightTransport
+from prime_rl import ConfigError, PluginConfig, WeightDelivery, WeightSender, WeightTransport
 from prime_rl_broadcast.group import Backend
 
 if TYPE_CHECKING:
     import torch
 
 
+class BroadcastConfig(PluginConfig):
+    """Keys of ``[weight_broadcast]`` for ``gloo`` and ``nccl``."""
+
+    overlap: bool | Literal["auto"] = "auto"
+    """Send a copy of the weights while the trainer takes its next step. It takes memory for all
+    weights in ``trainer.publish_dtype``: on rank 0's GPU with ``nccl``, else on its host. ``auto``:
+    if as much is free after the first step."""
+
+
 class GlooTransport(WeightTransport):
     """Through the memory of the hosts. Needs no GPU."""
 
     name = "gloo"
+    config_class = BroadcastConfig
+    config: BroadcastConfig
     backend: ClassVar[Backend] = "gloo"
 
     def delivery(self, broadcasts: Path, timeout: float) -> WeightDelivery:
@@ -26,7 +37,7 @@ class GlooTransport(WeightTransport):
     def sender(self, device: torch.device) -> WeightSender:
         from prime_rl_broadcast.sender import BroadcastSender
 
-        return BroadcastSender(None)
+        return BroadcastSender(None, self.config.overlap)
 
 
 class NcclTransport(GlooTransport):
@@ -51,4 +62,4 @@ class NcclTransport(GlooTransport):
                 f"weight_broadcast.type is 'nccl', and the trainer runs on {device.type}: NCCL "
                 "needs GPUs. Set weight_broadcast.type to 'gloo' or 'filesystem'."
             )
-        return BroadcastSender(device)
+        return BroadcastSender(device, self.config.overlap)

@@ -3,8 +3,9 @@
 Importing every plugin takes most of a second. The rows hold while nothing has changed that they
 were read from: the entry points with their distributions' metadata, each file that was imported,
 each folder of those files and of the import path (a package that comes or goes changes its folder),
-the interpreter, and the environment variables of Python and prime-rl. Rows with a broken plugin
-are not kept, because it may work at the next call, nor those of a plugin that warns.
+the interpreter, the environment variables of Python and prime-rl, and those that were read
+meanwhile, as digests. Rows with a broken plugin are not kept, because it may work at the next call,
+nor those of a plugin that warns.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from typing import Any
 from prime_rl.plugins.manager import GROUPS
 
 Rows = list[dict[str, Any]]
+OF_SHELLS = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"})
+"""Variables that differ from one call to the next; what copies the environment reads them too."""
 
 
 def remembered(find: Callable[[], Rows]) -> Rows:
@@ -32,10 +35,11 @@ def remembered(find: Callable[[], Rows]) -> Rows:
     key, file = _key(), base / "prime-rl" / "plugins" / f"{_digest(sys.prefix)[:16]}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # none yet, or of another version
         kept = json.loads(file.read_text())
-        if kept["key"] == key and all(_state(p) == state for p, state in kept["paths"].items()):
+        same = all(_state(path) == state for path, state in kept["paths"].items())
+        if kept["key"] == key and same and kept["read"] == _values(kept["read"]):
             return list(kept["rows"])
-    started = time.time_ns()
-    with warnings.catch_warnings(record=True) as said:
+    started, read = time.time_ns(), set[str]()
+    with warnings.catch_warnings(record=True) as said, _variables_read(read):
         rows = find()
     for each in said:
         warnings.showwarning(each.message, each.category, each.filename, each.lineno)
@@ -46,7 +50,8 @@ def remembered(find: Callable[[], Rows]) -> Rows:
         with suppress(OSError):  # no such place: import again the next time
             file.parent.mkdir(parents=True, exist_ok=True)
             written = file.with_suffix(f".{os.getpid()}")
-            written.write_text(json.dumps({"key": key, "paths": states, "rows": rows}))
+            kept = {"key": key, "paths": states, "read": _values(read), "rows": rows}
+            written.write_text(json.dumps(kept))
             written.replace(file)
     return rows
 
@@ -60,6 +65,32 @@ def _key() -> str:
         for each in entry_points(group=group)
     ]
     return _digest(repr((sys.version, sys.path, sorted(named.items()), dists)))
+
+
+@contextmanager
+def _variables_read(names: set[str]) -> Iterator[None]:
+    """Collect the environment variables that are read meanwhile, set or not."""
+    kind: Any = type(os.environ)
+    read = kind.__getitem__
+
+    def noted(environ: Any, name: str) -> str:
+        names.add(name)
+        value: str = read(environ, name)
+        return value
+
+    kind.__getitem__ = noted
+    try:
+        yield
+    finally:
+        kind.__getitem__ = read
+
+
+def _values(names: Iterable[str]) -> dict[str, str | None]:
+    """By variable, a digest of its value, which may be a secret; None: it is not set."""
+    return {
+        n: None if (v := os.environ.get(n)) is None else _digest(v)
+        for n in sorted({*names} - OF_SHELLS)
+    }
 
 
 def _digest(text: str) -> str:

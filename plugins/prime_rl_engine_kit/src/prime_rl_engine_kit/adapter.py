@@ -8,6 +8,8 @@ the first tensor is yielded: a bad adapter changes nothing in a live model. Impo
 neither torch nor safetensors.
 
 Shapes: r = rank, I = inputs of a linear module, O = its outputs; A [r, I], B [O, r], W [O, I].
+E experts of a mixture have theirs in one pair: A [E r, I], expert after expert; B [O, r E], the
+experts innermost.
 Source: LoRA, arXiv 2106.09685, section 4.1; rsLoRA, arXiv 2312.03732, section 3.
 """
 
@@ -19,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from prime_rl import WeightsError
 from prime_rl_engine_kit.model_files import ModelFiles, opened, regular
@@ -32,10 +34,14 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE = "base"
 """Metadata key of ``adapter_model.safetensors``: the ``fingerprint`` of the adapter's base."""
+STACKS = "stacks"
+"""Another: ``StackLayout`` by module, as JSON. PEFT names a stacked parameter of transformers'
+model, while a model's folder may have a tensor for each expert."""
 PREFIX = "base_model.model."
 """PEFT puts it before every module's name."""
 
 _READ = {"r", "lora_alpha", "use_rslora", "modules_to_save", "target_modules", "peft_type"}
+_READ |= {"target_parameters"}
 _HARMLESS = {
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
     *("peft_version", "runtime_config", "megatron_core", "lora_dropout", "exclude_modules"),
@@ -49,6 +55,17 @@ _LEAVES_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` under which training does not start from an altered base."""
 
 
+class StackLayout(TypedDict):
+    """How the experts of a layer are stacked in one parameter of transformers' model."""
+
+    num: int
+    """E."""
+    transposed: bool
+    """Whether the parameter is [E, I, O] instead of [E, O, I]."""
+    tensors: dict[str, list[int]]
+    """By tensor of the model's folder: the rows of the parameter before it, then its shape."""
+
+
 @dataclass(frozen=True)
 class Adapter:
     """An adapter's tensors, checked against its own config, by the names of the base's tensors."""
@@ -59,7 +76,7 @@ class Adapter:
     scaling: float
     """The factor on B A: alpha / r; with rsLoRA alpha / sqrt(r)."""
     pairs: Mapping[str, tuple[Tensor, Tensor]]
-    """(A, B) by the name of W."""
+    """(A, B) by the name of W, so that B A is added to W; [E, ...] each for a W of all experts."""
     replaced: Mapping[str, Tensor]
     """Tensors of ``modules_to_save``, which replace the base's."""
     target_modules: tuple[str, ...] | str | None
@@ -106,10 +123,11 @@ def merged_tensors(
 
 
 def merge(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W + scaling * B A, in float32: [O, I]."""
+    """W + scaling * B A, in float32: [O, I], or [E, O, I]."""
     import torch
 
-    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+    add = torch.addmm if weight.dim() == 2 else torch.baddbmm
+    return add(weight.float(), b.float(), a.float(), alpha=scaling)
 
 
 def read_adapter(directory: Path) -> Adapter:
@@ -120,7 +138,7 @@ def read_adapter(directory: Path) -> Adapter:
     path = directory / ADAPTER_WEIGHTS
     with opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        base = (file.metadata() or {}).get(BASE)
+        metadata = file.metadata() or {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
             raise WeightsError(f"{path}: {name!r} holds values that aren't finite numbers")
@@ -137,7 +155,12 @@ def read_adapter(directory: Path) -> Adapter:
             raise WeightsError(f"{path}: {name!r} is not a tensor of a LoRA adapter")
     if unused := [m for m in modules if not any(_is_within(name, m) for name in replaced)]:
         raise WeightsError(f"{path}: no tensor of modules_to_save {unused}")
-    pairs = {name: _pair(path, name, parts, rank) for name, parts in halves.items()}
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for module, layout in _stacks(path, config, metadata).items():
+        parts = halves.pop(f"{module}.weight", {})
+        pair = _pair(path, f"{module}.weight", parts, rank * layout["num"])
+        pairs |= _pairs_of_experts(path, module, pair, layout)
+    pairs |= {name: _pair(path, name, parts, rank) for name, parts in halves.items()}
     if not tensors:
         raise WeightsError(f"{path}: there is no tensor in it")
     scaling = config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -145,7 +168,49 @@ def read_adapter(directory: Path) -> Adapter:
     if config.get("layers_to_transform") is not None or config.get("exclude_modules"):
         targets = None  # only some of the modules that it names
     targets = tuple(targets) if isinstance(targets, list) else targets
-    return Adapter(directory, tensors, scaling, pairs, replaced, targets, base)
+    return Adapter(directory, tensors, scaling, pairs, replaced, targets, metadata.get(BASE))
+
+
+def _stacks(
+    path: Path, config: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, StackLayout]:
+    """Raises ``WeightsError`` if the file does not say where its experts are in a folder."""
+    parameters = config.get("target_parameters")
+    if not parameters:
+        return {}
+    try:
+        layouts: dict[str, StackLayout] = json.loads(metadata[STACKS])
+        for layout in layouts.values():
+            positive = layout["num"] > 0 and isinstance(layout["transposed"], bool)
+            places = layout["tensors"].values()
+            right = all(len(each) in (3, 4) and min(each) >= 0 for each in places)
+            if not (positive and right):
+                raise ValueError("a place is not its first row and a shape")
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"{path}: target_parameters is {parameters!r}, and the metadata {STACKS!r}, with which "
+            "prime-rl says which tensors of a model folder these are, is missing or damaged "
+            f"({error}). Merge the adapter with peft and load the model that this makes."
+        ) from error
+    return layouts
+
+
+def _pairs_of_experts(
+    path: Path, module: str, pair: tuple[Tensor, Tensor], layout: StackLayout
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """By tensor of the model's folder: the halves of its experts, or of the rows of one."""
+    num, (a, b) = layout["num"], pair
+    a, b = a.view(num, -1, a.shape[1]), b.view(len(b), -1, num).permute(2, 0, 1)
+    if layout["transposed"]:  # (B A)^T = A^T B^T
+        a, b = b.mT, a.mT
+    for name, (first, *shape) in layout["tensors"].items():
+        expert, row = divmod(first, b.shape[1])
+        if len(shape) == 3:
+            yield name, (a, b)
+        elif expert >= num:
+            raise WeightsError(f"{path}: {module} has {num} experts, and {name!r} is of another")
+        else:
+            yield name, (a[expert], b[expert, row : row + shape[0]])
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -202,7 +267,7 @@ def _check_fit(base: ModelFiles, adapter: Adapter) -> None:
     """Raises ``WeightsError`` unless each of the adapter's tensors fits one of the base, and none
     is missing."""
     where = adapter.directory
-    shapes = {name: [len(b), a.shape[1]] for name, (a, b) in adapter.pairs.items()}
+    shapes = {n: [*b.shape[:-1], a.shape[-1]] for n, (a, b) in adapter.pairs.items()}
     shapes |= {name: list(tensor.shape) for name, tensor in adapter.replaced.items()}
     for name, shape in shapes.items():
         if (entry := base.tensors.get(name)) is None:

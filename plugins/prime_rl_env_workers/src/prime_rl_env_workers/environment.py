@@ -20,7 +20,7 @@ from prime_rl.env.episode import EnvSettings, Example
 from prime_rl.rundir.launch import ENGINE_KEY
 from prime_rl.rundir.status import Status
 from prime_rl_env_workers.forks import Forks
-from prime_rl_env_workers.placed import Find, placed_workers
+from prime_rl_env_workers.placed import MOST_WORKERS, Find, placed_number, placed_workers
 from prime_rl_env_workers.pool import GIB, Limits, Pool
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 STATUS = "env_workers"
 """Name of the status with the state of each worker."""
-MOST_WORKERS = 16
-"""Of one env, where the config says ``auto``."""
 TRUSTED = "RUNS_IN_PROCESS"
 """Attribute of a taskset's or a harness's class: it is quick, and ends no process."""
 
@@ -41,7 +39,7 @@ def make_environment(
     as ``Environment``."""
     made = WorkerEnvironment(settings)
     wanted = config.orchestrator.env_workers if env.env_workers is None else env.env_workers
-    number = automatic_number(made, config) if wanted == "auto" else wanted
+    number = placed_number(env) or automatic_number(made, config) if wanted == "auto" else wanted
     if number or env.address:
         made.add_workers(number, env, config, shared_by(run_dir, config.plugins.disabled))
     return made
@@ -163,12 +161,17 @@ def to_wire(settings: EnvSettings) -> dict[str, Any]:
 def automatic_number(environment: Environment, config: RunConfig) -> int:
     """The rule of ``env_workers = "auto"``: none if taskset and harnesses say that they are quick
     and trusted, else half of the cores, shared by the training envs."""
-    env = environment._env
-    if all(getattr(each, TRUSTED, False) for each in (env.taskset, *env._harnesses.values())):
+    if is_trusted(environment):
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     each = (cores or 1) // 2 // max(1, len(config.orchestrator.train.env))
     return min(MOST_WORKERS, max(1, each))
+
+
+def is_trusted(environment: Environment) -> bool:
+    """Whether taskset and harnesses say that they are quick, and end no process."""
+    env = environment._env
+    return all(getattr(each, TRUSTED, False) for each in (env.taskset, *env._harnesses.values()))
 
 
 def source_keys(env: SourceConfig, config: RunConfig) -> Iterator[str]:

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
 
 from prime_rl.config.orchestrator import EvalEnvConfig, SourceConfig
 from prime_rl.config.run import RunConfig
@@ -25,7 +28,10 @@ from prime_rl.rundir.launch import ADMIN_KEY
 from prime_rl.rundir.status import replace_text
 
 SERVERS = "PRIME_RL_ENV_SERVERS"
-"""Environment variable of the orchestrator: the files of each env's servers, as JSON."""
+"""Environment variable of the orchestrator: by env the files of its servers, with the number of
+workers of each, as JSON."""
+MOST_WORKERS = 16
+"""Of one env on one machine, where the config says ``auto``."""
 
 Find = Callable[[], str | None]
 """The address at which a worker listens now; None: nowhere. Raises ``RunError``: it never will."""
@@ -52,39 +58,89 @@ class EnvServer:
         return own | {PROCESS: f"{attempt}:{self.name}:{rest.partition(':')[2]}"}
 
 
-def servers_of(run_dir: Path, each: int) -> list[EnvServer]:
-    """``each`` servers, and at most one per worker, for every env of a run whose ``env_workers`` is
-    a number. Raises ``RunError`` if there is no such env."""
-    source = run_dir.absolute() / "configs" / "run.json"
-    config = RunConfig.model_validate_json(source.read_bytes())
-    orchestrator, found = config.orchestrator, list[EnvServer]()
-    envs: list[tuple[str, SourceConfig]] = []
-    envs += [(f"env_train_{number}", env) for number, env in enumerate(orchestrator.train.env)]
-    envs += [(f"env_eval_{number}", env) for number, env in enumerate(orchestrator.eval.env)]
-    for start, env in envs:
-        workers = orchestrator.env_workers if env.env_workers is None else env.env_workers
-        if workers == "auto" or env.address:
+def servers_of(
+    run_dir: Path, each: int, automatic: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> list[EnvServer]:
+    """The servers of a run's envs: ``each``, and at most one per worker, where ``env_workers`` is a
+    number. ``automatic``: by env whose ``env_workers`` is ``auto``, the workers of each server
+    (``automatic_shares``). Raises ``RunError`` if there are to be some (``each``), and are none."""
+    config, found = _config(run_dir), list[EnvServer]()
+    source = _source(run_dir)
+    for start, env in _envs(config):
+        workers = _wanted(config, env)
+        if env.address:
             continue
-        for server in range(servers := min(each, workers)):
+        if isinstance(workers, int):
+            servers = min(each, workers)
+            shares = [len(range(server, workers, servers)) for server in range(servers)]
+        else:
+            shares = [*automatic.get(key_of(env), ())]
+        for server, share in enumerate(shares):
             name = f"{start}_{server}"
-            share, file = len(range(server, workers, servers)), source.with_name(f"{name}.json")
+            file = source.with_name(f"{name}.json")
             argv = [sys.executable, "-P", "-m", "prime_rl", "serve-env", str(source)]
             argv += ["--env", key_of(env), "--workers", str(share)]
             argv += ["--port", "0", "--announce", str(file)]
             found.append(EnvServer(name, key_of(env), share, argv, file))
-    if not found:
+    if each and not found:
         raise RunError(
-            "servers of environments are to be placed, and no env has a number of workers for "
-            f"them: orchestrator.env_workers is {orchestrator.env_workers!r}. Set it to a number."
+            "servers of environments are to be placed, and no env has workers for them: "
+            f"orchestrator.env_workers is {config.orchestrator.env_workers!r}, which for 'auto' "
+            "means that the env runs in the orchestrator. Set it to a number."
         )
     return found
 
 
+def automatic_shares(run_dir: Path, cpus: Sequence[int]) -> dict[str, list[int]]:
+    """For each env whose ``env_workers`` is ``auto``, unless it is declared quick and trusted: the
+    workers of its servers, one server per machine. ``cpus``: of each machine, how many workers it
+    may have. Raises ``RunError`` if an env cannot be made."""
+    config = _config(run_dir)
+    asked = [e for _, e in _envs(config) if not e.address and _wanted(config, e) == "auto"]
+    if not asked or not any(cpus):
+        return {}
+    keys = {key_of(env) for env in asked} & _not_trusted(_source(run_dir))
+    most = [min(MOST_WORKERS, each // len(keys)) for each in cpus] if keys else []
+    shares = [each for each in most if each]
+    # Equal ones: worker n is with server n % servers.
+    return {key: [min(shares)] * len(shares) for key in keys if shares}
+
+
+def _not_trusted(source: Path) -> set[str]:
+    """Envs of the config that need workers, found in a process of its own: it imports them."""
+    command = [sys.executable, "-P", "-m", "prime_rl_env_workers.trust", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise RunError(f"cannot find out which environments need workers: {said[0]}")
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _source(run_dir: Path) -> Path:
+    return run_dir.absolute() / "configs" / "run.json"
+
+
+def _config(run_dir: Path) -> RunConfig:
+    return RunConfig.model_validate_json(_source(run_dir).read_bytes())
+
+
+def _envs(config: RunConfig) -> Iterator[tuple[str, SourceConfig]]:
+    """With the beginning of their servers' names."""
+    for number, train in enumerate(config.orchestrator.train.env):
+        yield f"env_train_{number}", train
+    for number, evaluation in enumerate(config.orchestrator.eval.env):
+        yield f"env_eval_{number}", evaluation
+
+
+def _wanted(config: RunConfig, env: SourceConfig) -> int | Literal["auto"]:
+    return config.orchestrator.env_workers if env.env_workers is None else env.env_workers
+
+
 def orchestrator_environment(servers: Sequence[EnvServer]) -> dict[str, str]:
     """What tells the orchestrator that its workers are placed."""
-    files: dict[str, list[str]] = {}
+    files: dict[str, dict[str, int]] = {}
     for server in servers:
-        files.setdefault(server.env, []).append(str(server.file))
+        files.setdefault(server.env, {})[str(server.file)] = server.num_workers
     return {SERVERS: json.dumps(files)}
 
 
@@ -95,8 +151,19 @@ def key_of(env: SourceConfig) -> str:
 
 def placed_workers(env: SourceConfig, number: int) -> list[Find]:
     """Each of the env's workers, if a launcher has placed them; empty: it has not."""
-    files = json.loads(os.environ.get(SERVERS, "{}")).get(key_of(env), [])
+    files = _placed(env)
     return list(_finders([Path(file) for file in files], number)) if files else []
+
+
+def placed_number(env: SourceConfig) -> int:
+    """How many workers a launcher has placed for the env."""
+    return sum(_placed(env).values())
+
+
+def _placed(env: SourceConfig) -> dict[str, int]:
+    """The workers of each server, by its file."""
+    found: dict[str, int] = json.loads(os.environ.get(SERVERS, "{}")).get(key_of(env), {})
+    return found
 
 
 def _finders(files: Sequence[Path], number: int) -> Iterator[Find]:

@@ -7,7 +7,7 @@ PEFT adds them to the transformers model in place, so that the model keeps its c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,35 +39,83 @@ def add_lora(model: PreTrainedModel, config: LoraConfig) -> Any:
     targets = config.target_modules or block_linears(model, saved)
     _check_targets(model, targets, saved)
     _check_saved(model, saved)
+    stacked = _stacked(model) if config.experts else {}
+    # "experts.down_proj" names that parameter in each layer.
+    ends = sorted({".".join(name.split(".")[-2:]) for name in stacked})
     peft_config = PeftConfig(
         task_type="CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.alpha,
         use_rslora=config.use_rslora,
-        target_modules=list(targets),
+        target_modules=_qualified(model, targets),
+        target_parameters=ends or None,
         modules_to_save=list(saved) or None,
     )
-    with _stand_ins(model, saved):
-        inject_adapter_in_model(peft_config, model, NAME)
+    with _stand_ins(model, saved, stacked):
+        # In a model of transformers, PEFT would take gate_proj and up_proj of a shared expert for
+        # names of an older version, and adapt all experts instead. It looks at the outer module.
+        inject_adapter_in_model(peft_config, nn.ModuleList([model]), NAME)
+    if stacked:
+        from prime_rl_lora.experts import install
+
+        install(model)
     model.eval()
     return peft_config
 
 
+def _qualified(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """In a mixture with the name of the module around: the folder of its base calls a matrix of
+    each expert ``down_proj`` too, and a reader would miss their adapters."""
+    from prime_rl_lora.experts import stacks
+
+    if not stacks(model):
+        return list(targets)
+    ends = {
+        ".".join(name.split(".")[-2:]) if "." not in target else target
+        for name, module in model.named_modules()
+        for target in targets
+        if isinstance(module, nn.Linear) and f".{name}".endswith(f".{target}")
+    }
+    return sorted(ends)
+
+
+def _stacked(model: PreTrainedModel) -> dict[str, Tensor]:
+    from prime_rl_lora.experts import stacked_parameters
+
+    if not (found := stacked_parameters(model)):
+        raise ConfigError(
+            f"trainer.lora.experts: {type(model).__name__} has no experts that can have adapters: "
+            "expected a mixture whose experts transformers stacks in one parameter and computes by "
+            "grouped products. Leave experts out."
+        )
+    return found
+
+
 @contextmanager
-def _stand_ins(model: PreTrainedModel, saved: Sequence[str]) -> Iterator[None]:
+def _stand_ins(
+    model: PreTrainedModel, saved: Sequence[str], stacked: Iterable[str]
+) -> Iterator[None]:
     """In place of weights that are still in their files, on the meta device: PEFT moves a new
     matrix to the device of the weight beside it, where its random numbers would be lost."""
     linears = [
-        m
+        f"{n}.weight"
         for n, m in model.named_modules()
-        if isinstance(m, nn.Linear) and m.weight.is_meta and not _matches(n, saved)
+        if isinstance(m, nn.Linear) and not _matches(n, saved)
     ]
-    weights = [module.weight for module in linears]
-    for module in linears:
-        module.weight = nn.Parameter(torch.empty(0))
+    places = [
+        (model.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2], n in stacked)
+        for n in [*linears, *stacked]
+    ]
+    kept = [
+        (m, name, is_stack, w) for m, name, is_stack in places if (w := getattr(m, name)).is_meta
+    ]
+    for module, name, is_stack, weight in kept:
+        # PEFT reads the shape of a stack, which takes no memory like this.
+        value = torch.empty(1).expand(weight.shape) if is_stack else torch.empty(0)
+        setattr(module, name, nn.Parameter(value))
     yield
-    for module, weight in zip(linears, weights, strict=True):
-        module.weight = weight.requires_grad_(module.weight.requires_grad)
+    for module, name, _, weight in kept:
+        setattr(module, name, weight.requires_grad_(getattr(module, name).requires_grad))
 
 
 def block_linears(model: PreTrainedModel, without: Sequence[str] = ()) -> tuple[str, ...]:

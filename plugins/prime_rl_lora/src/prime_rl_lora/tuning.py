@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from prime_rl import ConfigError, PluginConfig, Tuning
-from prime_rl_engine_kit.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE, merged_tensors
+from prime_rl_engine_kit.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BASE,
+    STACKS,
+    StackLayout,
+    merged_tensors,
+)
 from prime_rl_engine_kit.model_files import ModelFiles
 from prime_rl_lora.names import check_names
 
@@ -32,6 +40,8 @@ class LoraConfig(PluginConfig):
     """Must be 0: engines sample without dropout, and the trained policy must be the sampled one."""
     target_modules: Annotated[list[str], Field(min_length=1)] | None = None
     """Name suffixes of the linear modules with an adapter. None: all but the head."""
+    experts: bool = False
+    """Add an adapter of this rank to each expert of a mixture."""
     modules_to_save: list[str] = []
     """Name suffixes of modules that train in full and are published with the adapter."""
 
@@ -57,6 +67,8 @@ class Lora(Tuning):
     """The ``peft.LoraConfig`` of the prepared model."""
     base: str
     """``ModelFiles.fingerprint`` of its folder."""
+    stacks: Mapping[str, StackLayout]
+    """Of parameters that stack experts and have an adapter, by the module of its halves."""
 
     def check(self, model_dir: Path) -> None:
         """Names that no module has are refused."""
@@ -67,7 +79,14 @@ class Lora(Tuning):
         adapter is of another base, rank or set of modules."""
         from prime_rl_lora.model import add_lora, load_adapter
 
+        self.stacks = {}
+        if self.config.experts:
+            from prime_rl_lora.experts import by_module, layouts_of
+
+            layouts = layouts_of(model)
         self.peft_config = add_lora(model, self.config)
+        if self.config.experts:
+            self.stacks = by_module(model, layouts)
         base = ModelFiles(model_dir)
         self.base = base.fingerprint()
         if adapter is not None:
@@ -86,8 +105,8 @@ class Lora(Tuning):
         return adapter_tensors(model)
 
     def metadata(self) -> dict[str, str]:
-        """The fingerprint of the base."""
-        return {BASE: self.base}
+        """The fingerprint of the base; and where its experts have the adapter."""
+        return {BASE: self.base} | ({STACKS: json.dumps(self.stacks)} if self.stacks else {})
 
     def write_config(self, directory: Path) -> None:
         """``adapter_config.json``, which PEFT and our engines read with the tensors."""

@@ -1,4 +1,5 @@
-"""What watches the trainer: token export, MFU, disk space, losses, bad and slow steps.
+"""What watches the trainer: token export, MFU, disk space, losses, bad and slow steps, the size of
+its file.
 
 ``orchestrator.py`` has those of the orchestrator.
 """
@@ -12,10 +13,11 @@ from prime_rl_observers.device_usage import DeviceUsage
 from prime_rl_observers.disk import Disk
 from prime_rl_observers.loss_checks import LossChecks
 from prime_rl_observers.slow_steps import SlowSteps
+from prime_rl_observers.step_file import StepFile
 from prime_rl_observers.token_export import TokenExport
 
 
 @hookimpl
 def register_trainer_observers() -> list[type[TrainerObserver]]:
     """Offer the observers."""
-    return [BadSteps, Console, DeviceUsage, Disk, LossChecks, SlowSteps, TokenExport]
+    return [BadSteps, Console, DeviceUsage, Disk, LossChecks, SlowSteps, StepFile, TokenExport]

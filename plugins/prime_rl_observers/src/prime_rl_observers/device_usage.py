@@ -140,7 +140,12 @@ def _cost(model: PreTrainedModel) -> Cost:
         if id(each) not in apart and not name.endswith("bias") and ".original_module." not in name
     ]
     experts, used = _experts(config)
-    of_experts = [each for each in matrices if each.dim() == 3 and len(each) == experts]
+    stacked = _adapters_of_experts(model)
+    of_experts = [
+        each
+        for each in matrices
+        if id(each) in stacked or (each.dim() == 3 and len(each) == experts)
+    ]
     if bool(experts) != bool(of_experts and used):
         raise ValueError("it has experts, of which a token uses only some")
     per_pair: Counter[int | None] = Counter()
@@ -148,12 +153,23 @@ def _cost(model: PreTrainedModel) -> Cost:
         per_pair[window] += 12 * width
     return Cost(
         per_token=float(
-            sum(_share(each) * each.numel() for each in matrices if each.dim() == 2)
+            sum(
+                _share(each) * each.numel()
+                for each in matrices
+                if each.dim() == 2 and id(each) not in stacked
+            )
             + sum(_share(each) * each.numel() * used / experts for each in of_experts)
         ),
         per_target=float(_share(head.weight) * head.weight.numel()),
         per_pair=tuple((window, float(cost)) for window, cost in per_pair.items()),
     )
+
+
+def _adapters_of_experts(model: PreTrainedModel) -> set[int]:
+    """Which parameters are PEFT's halves for all experts of a layer, in two dimensions."""
+    wrappers: list[Any] = [each for each in model.modules() if hasattr(each, "parameter_name")]
+    halves = (half for each in wrappers for half in (each.lora_A, each.lora_B))
+    return {id(each) for half in halves for each in half.parameters()}
 
 
 def _experts(config: Any) -> tuple[int, int]:

@@ -221,7 +221,23 @@ def trainer_side(facts: Facts) -> Side:
     if not facts.config.weight_broadcast.as_files:
         parts["publish buffer"] = facts.measured["largest"] * 4.0
     parts["reserve"] = CONTEXT + FRAGMENTATION * total
-    return Side(parts, facts.machines.memory - facts.other_context, sum(parts.values()))
+    limit = facts.machines.memory - facts.other_context
+    if copy := copy_to_send(facts, limit - sum(parts.values())):
+        parts["copy of the weights to send (rank 0)"] = copy
+    return Side(parts, limit, sum(parts.values()))
+
+
+def copy_to_send(facts: Facts, free: float) -> float:
+    """Bytes on a GPU for a copy of the weights, which NCCL sends while the trainer goes on; 0 if
+    there is none. ``free``: what is left without it."""
+    table = facts.config.weight_broadcast
+    if table.type != "nccl" or facts.adapts:
+        return 0.0
+    size = float(facts.measured["published"] * SIZES[facts.config.trainer.publish_dtype])
+    overlap = table.settings.get("overlap", "auto")
+    # As the sender decides (prime_rl_broadcast.sender).
+    fits = size <= free - max(2 * 2**30, 0.05 * facts.machines.memory)
+    return size if overlap is True or (overlap == "auto" and fits) else 0.0
 
 
 # -- the engine
@@ -264,6 +280,10 @@ def host(facts: Facts) -> Parts:
         share = facts.measured["published"] / facts.config.deployment.trainer_nodes
         copies = 2.0 * share * SIZES[facts.config.trainer.publish_dtype]
         parts["weights on their way to files (two copies at most)"] = copies
+    table = facts.config.weight_broadcast
+    if table.type == "gloo" and not facts.adapts and table.settings.get("overlap", "auto"):
+        size = facts.measured["published"] * SIZES[facts.config.trainer.publish_dtype]
+        parts["copy of the weights to send (rank 0)"] = float(size)
     if facts.config.deployment.colocated:
         state = held.get("weights", 0) + held.get("optimizer", 0)
         parts["trainer's state while engines sample"] = float(state * local)

@@ -37,9 +37,10 @@ class RayConfig(PluginConfig):
     """Ray's placement strategy for tasks that need no separate node: few nodes, or many."""
     timeout: PositiveFloat = 600.0
     """Seconds to wait until the cluster has room for the run. It may have to grow first."""
-    env_servers: NonNegativeInt = 0
+    env_servers: NonNegativeInt | Literal["auto"] = "auto"
     """Actors that run the workers of each env, which they share; at most one per worker. Each takes
-    a CPU per worker. 0: the workers are beside the orchestrator."""
+    a CPU per worker. 0: the workers are beside the orchestrator. ``auto``: on a cluster of several
+    nodes, one on each node for an env whose ``env_workers`` is ``auto``; else 0."""
     forward_env: tuple[str, ...] = ()
     """Environment variables to forward to the processes, besides those that begin with PRIME_RL_,
     HF_, WANDB_, VLLM_, NCCL_, GLOO_ or TORCH_."""
@@ -55,7 +56,7 @@ class RayLauncher(Launcher):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._connected: Cluster | None = None
-        self._env_servers: list[EnvServer] = []
+        self._env_servers: list[EnvServer] | None = None
 
     @property
     def _cluster(self) -> Cluster:
@@ -76,12 +77,23 @@ class RayLauncher(Launcher):
         self, tasks: Sequence[Task], run_dir: Path, tell: Callable[[str], None]
     ) -> Mapping[str, Place]:
         """See ``Launcher.place``."""
-        servers: list[EnvServer] = []
-        if self.config.env_servers and any(task.part == "orchestrator" for task in tasks):
-            from prime_rl_env_workers.placed import servers_of
+        with_orchestrator = any(task.part == "orchestrator" for task in tasks)
+        if with_orchestrator and self._env_servers is None:
+            self._env_servers = self._servers(tasks, run_dir)
+        servers = self._env_servers if with_orchestrator else None
+        return self._cluster.place(tasks, tell, servers or ())
 
-            self._env_servers = servers = servers_of(run_dir, self.config.env_servers)
-        return self._cluster.place(tasks, tell, servers)
+    def _servers(self, tasks: Sequence[Task], run_dir: Path) -> list[EnvServer]:
+        """Those of environments. Their number stays for the run, though its servers take CPUs."""
+        wanted = self.config.env_servers
+        nodes = self._cluster.spare_cpus(tasks) if wanted else []
+        if wanted == 0 or (wanted == "auto" and len(nodes) < 2):
+            return []
+        from prime_rl_env_workers.placed import automatic_shares, servers_of
+
+        most = len(nodes) if wanted == "auto" else wanted
+        automatic = automatic_shares(run_dir, nodes[:most])
+        return servers_of(run_dir, 0 if wanted == "auto" else wanted, automatic)
 
     def start(self, task: Task, command: ProcessCommand) -> Process:
         """See ``Launcher.start``. Servers of environments start with the orchestrator."""

@@ -113,6 +113,13 @@ class Cluster:
         """GPUs of the whole cluster."""
         return int(ray.cluster_resources().get("GPU", 0))
 
+    def spare_cpus(self, tasks: Sequence[Task]) -> list[int]:
+        """By node, how many CPUs workers of environments may take: half of its own, and an equal
+        part of what is free in the cluster beside the tasks. The largest first."""
+        nodes = [int(n["Resources"].get("CPU", 0)) for n in ray.nodes() if n["Alive"]]
+        free = int(ray.available_resources().get("CPU", 0)) - sum(t.num_cpus for t in tasks)
+        return sorted((max(0, min(n // 2, free // len(nodes))) for n in nodes), reverse=True)
+
     def place(
         self,
         tasks: Sequence[Task],

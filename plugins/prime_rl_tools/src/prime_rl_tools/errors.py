@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from prime_rl.config.load import (
     TAGS,
+    fitted,
     installed_defaults,
     merge,
     parse_overrides,
@@ -186,7 +187,7 @@ def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
             set_at(table, path, value)
         config, refused = _without_refused(without_replaced(merge(installed_defaults(), table)))
         if config is not None and any(line.startswith(refused) for line in known):
-            check(config)
+            check(fitted(config)[0])
     except PrimeRLError as error:
         return [line for line in str(error).split("\n") if line not in known]
     return []

@@ -270,9 +270,15 @@ def test_a_folder_that_is_no_run_and_a_run_without_rollouts_are_refused(tmp_path
         ConfigError, match=r"(?s)run\.json: .*max_step: unknown key; did you mean 'max_s"
     ):
         read_run_config(tmp_path)
-    (tmp_path / "configs/run.json").write_text('{"max')
-    with pytest.raises(ConfigError, match=r"(?s)run\.json: not a config of this version.*JSON"):
+    for damaged in (b'{"max', b"\xff\xfe\0junk", b"5", b'{"junk": "\x1b[31m'):
+        (tmp_path / "configs/run.json").write_bytes(damaged)
+        with pytest.raises(ConfigError, match=r"run\.json: damaged, expected a table as J") as said:
+            read_run_config(tmp_path)
+        assert "\n" not in str(said.value) and "junk" not in str(said.value)
+    (tmp_path / "configs/run.json").write_text('{"max_steps": "x", "trainer": 5}')
+    with pytest.raises(ConfigError, match=r"; trainer: expected a table") as said:
         read_run_config(tmp_path)
+    assert "\n" not in str(said.value)
     with pytest.raises(RunError, match="save_rollouts"):
         read_steps(tmp_path)
 

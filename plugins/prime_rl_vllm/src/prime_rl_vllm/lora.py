@@ -10,9 +10,9 @@ from prime_rl_engine_kit.adapter import is_adapter
 
 
 def check_native(directory: Path, max_rank: int) -> None:
-    """Raises ``WeightsError`` for weights that are no adapter, for one that trains whole modules,
-    and for one of a higher rank than ``max_rank`` (``max_lora_rank``). All else is checked as for
-    any engine (``prime_rl_engine_kit.adapter``)."""
+    """Raises ``WeightsError`` for weights that are no adapter, for one that trains whole modules or
+    experts, and for one of a higher rank than ``max_rank`` (``max_lora_rank``). All else is checked
+    as for any engine (``prime_rl_engine_kit.adapter``)."""
     if not is_adapter(directory):
         raise WeightsError(
             f"{directory} is no adapter, and inference.vllm.enable_lora is set: the engine serves "
@@ -22,6 +22,12 @@ def check_native(directory: Path, max_rank: int) -> None:
     if whole := config.get("modules_to_save"):
         raise WeightsError(
             f"{directory} trains {', '.join(whole)} whole, which vLLM's adapters cannot. Leave "
+            "inference.vllm.enable_lora out: the adapter is merged then."
+        )
+    if stacked := config.get("target_parameters"):
+        raise WeightsError(
+            f"{directory} has adapters of experts ({', '.join(stacked)}) under PEFT's names for "
+            "stacked parameters, which vLLM reads for some models only. Leave "
             "inference.vllm.enable_lora out: the adapter is merged then."
         )
     if config.get("r", 0) > max_rank:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,17 +41,20 @@ def read_run_config(run_dir: Path) -> RunConfig:
     this version cannot read."""
     path = run_dir / "configs" / "run.json"
     try:
-        text = path.read_bytes()
-        with suppress(ValueError, TypeError, RecursionError):  # pydantic says what is wrong with it
-            text = json.dumps(without_replaced(json.loads(text))).encode()
-        return RunConfig.model_validate_json(text)
+        table = without_replaced(dict(json.loads(path.read_bytes())))
+        return RunConfig.model_validate_json(json.dumps(table))
     except OSError as error:
         raise ConfigError(f"{run_dir}: not a run directory: no {path.name} in configs/") from error
     except ValidationError as error:
+        problems = explain(error, RunConfig).split("\n")
+        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise ConfigError(
             f"{path}: not a config of this version of prime-rl; use the one that wrote it "
-            f"({run_dir / 'plugins.json'}):\n{explain(error, RunConfig)}"
+            f"({run_dir / 'plugins.json'}): {'; '.join(problems[:5])}{more}"
         ) from error
+    except (ValueError, TypeError, RecursionError) as error:
+        fault = type(error).__name__ if isinstance(error, UnicodeDecodeError) else str(error)
+        raise ConfigError(f"{path}: damaged, expected a table as JSON: {fault}") from error
 
 
 def algorithms_of(config: RunConfig, envs: Sequence[str] = ()) -> dict[str, AlgoConfig]:

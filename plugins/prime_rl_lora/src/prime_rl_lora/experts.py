@@ -1,0 +1,148 @@
+"""Adapters on the experts of a mixture, whose weights transformers stacks: W [E, O, I] of a layer.
+
+PEFT has an adapter for such a parameter (``target_parameters``), but adds the product of its halves
+to the weights of all experts in each forward, and so computes a gradient of that size. Here each
+token meets the halves of its own experts:
+
+    y = W_e x + scaling * B_e (A_e x)
+
+in grouped products over the tokens sorted by expert. Names and shapes in files are PEFT's.
+
+Shapes: E = experts, I = inputs, O = outputs, r = rank, T = tokens, k = experts of a token,
+S = T * k. As PEFT stores the halves: A [E * r, I], B [O, r * E], the experts innermost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+# It takes the product by another kernel where torch lacks the grouped one.
+from transformers.integrations.moe import _grouped_linear
+
+from prime_rl.weights.tensors import pieces_of
+from prime_rl_engine_kit.adapter import StackLayout
+
+ALIGNED = 8
+"""Grouped products read rows of 16 bytes: the rank, in bfloat16, is padded to a multiple of it."""
+
+
+def stacks(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold the experts of a layer, by name; of the kind whose products
+    transformers lets others compute."""
+    kind = ("has_gate", "has_bias", "is_transposed", "num_experts")
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if all(hasattr(module, each) for each in kind) and hasattr(module, "down_proj")
+    }
+
+
+def projections(experts: Any) -> tuple[str, str]:
+    """The parameters of the two products, in their order."""
+    return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
+
+
+def stacked_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of all experts by name, without biases."""
+    return {
+        f"{name}.{each}": getattr(experts, each)
+        for name, experts in stacks(model).items()
+        for each in projections(experts)
+    }
+
+
+def layouts_of(model: PreTrainedModel) -> dict[str, StackLayout]:
+    """By parameter: how it is stacked, and which tensors of the model's folder it is. ``model``
+    has no adapter yet."""
+    found, layouts = stacked_parameters(model), dict[str, StackLayout]()
+    for name, weight in found.items():
+        experts: Any = model.get_submodule(name.rpartition(".")[0])
+        transposed = experts.is_transposed
+        layouts[name] = {"num": len(weight), "transposed": transposed, "tensors": {}}
+    for piece in pieces_of(model, found):
+        first = piece.start // found[piece.source].shape[-1]
+        layouts[piece.source]["tensors"][piece.name] = [first, *piece.shape]
+    return layouts
+
+
+def by_module(model: nn.Module, layouts: Mapping[str, StackLayout]) -> dict[str, StackLayout]:
+    """The layouts by the modules that have the halves, in an adapted model: wrappers are nested."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper):
+            stack = name.replace(".base_layer", "")
+            found[name] = layouts[f"{stack}.{module.parameter_name}"]
+    return found
+
+
+def install(model: nn.Module) -> None:
+    """Compute the products of adapted experts here instead of in PEFT's wrappers."""
+    inner = {id(m.base_layer) for m in model.modules() if isinstance(m, ParamWrapper)}
+    for module in model.modules():
+        if isinstance(module, ParamWrapper) and id(module) not in inner:
+            module.__class__ = ExpertsWithAdapter
+
+
+def wrappers(outer: ParamWrapper) -> Iterator[ParamWrapper]:
+    """PEFT wraps a module once per parameter."""
+    module: Any = outer
+    while isinstance(module, ParamWrapper):
+        yield module
+        module = module.base_layer
+
+
+class ExpertsWithAdapter(ParamWrapper):  # type: ignore[misc]  # peft has no types
+    """The experts of a layer with an adapter on each. The outermost of PEFT's wrappers."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The output [T, D] for hidden states [T, D], the experts chosen for each token [T, k] and
+        their weights [T, k]."""
+        if self.disable_adapters:
+            found: Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
+            return found
+        experts = self.get_base_layer()
+        first, last = projections(experts)
+        tokens, chosen = top_k_index.shape
+        ids, order = top_k_index.reshape(-1).sort()
+        ends = torch.arange(1, experts.num_experts + 1, device=ids.device)
+        offsets = torch.searchsorted(ids, ends, out_int32=True)  # by expert: where its tokens end
+        hidden = self._product(first, hidden_states[order // chosen], offsets, ids)
+        hidden = experts._apply_gate(hidden) if experts.has_gate else experts.act_fn(hidden)
+        out = self._product(last, hidden, offsets, ids) * top_k_weights.reshape(-1)[order, None]
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return out[back].view(tokens, chosen, -1).sum(1).to(hidden_states.dtype)
+
+    def _product(self, name: str, x: Tensor, offsets: Tensor, ids: Tensor) -> Tensor:
+        """[S, O] of the sorted rows ``x`` [S, I], whose experts are ``ids`` [S]."""
+        experts, device = self.get_base_layer(), x.device.type
+        weight: Tensor = getattr(experts, name)
+        bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
+        # Grouped products are not on autocast's lists.
+        half = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if half else weight.dtype
+        x, weight = x.to(dtype), weight.to(dtype)
+        y: Tensor = _grouped_linear(x, weight, offsets, bias, experts.is_transposed)
+        for wrapper in wrappers(self):
+            if wrapper.parameter_name == name:
+                a, b = (each.to(dtype) for each in stacked_halves(wrapper))
+                low = _grouped_linear(_grouped_linear(x, a, offsets), b, offsets)
+                y = y + wrapper.scaling[wrapper.active_adapter[0]] * low
+        return y
+
+
+def stacked_halves(wrapper: ParamWrapper) -> tuple[Tensor, Tensor]:
+    """A [E, r, I] and B [E, O, r] of a wrapper's parameter, with r padded by zeros."""
+    name, num = wrapper.active_adapter[0], wrapper.num_experts
+    rank = wrapper.r[name]
+    a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+    a, b = a.view(num, rank, -1), b.view(len(b), rank, num).permute(2, 0, 1)
+    if rest := -rank % ALIGNED:
+        a, b = nn.functional.pad(a, (0, 0, 0, rest)), nn.functional.pad(b, (0, rest))
+    return a, b.contiguous()
