@@ -65,6 +65,13 @@ class Packed:
         return cast(Tensor, _operator(x, self._copy, bias, "none", [], ""))
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether all are float32 on CPU, outside of autocast."""
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+
+
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         _operator is not None
