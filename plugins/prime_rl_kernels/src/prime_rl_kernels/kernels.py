@@ -89,7 +89,7 @@ class Varlen(Kernel):
 
         from prime_rl.trainer.logprobs import LogprobAndEntropy
         from prime_rl_kernels.fused_head import fused_logprobs
-        from prime_rl_kernels.products import Linear, is_plain
+        from prime_rl_kernels.products import is_plain, product
 
         kind, fused = hidden.device.type, self.config.fused_lm_head
         if fused == "auto":
@@ -98,8 +98,10 @@ class Varlen(Kernel):
         if not (fused or torch.is_autocast_enabled(kind)):
             if not is_plain(hidden, head.weight):
                 return None
+            logits = product(hidden, head.weight, head.bias)
             apply: Any = LogprobAndEntropy.apply
-            return apply(Linear.forward(head, hidden), temperatures, labels, entropy_gradient)
+            found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy_gradient)
+            return found
         block = self.config.lm_head_block or BLOCK_LOGITS.get(kind, BLOCK_LOGITS["cpu"])
         return fused_logprobs(
             hidden, head.weight, head.bias, temperatures, labels, block, entropy_gradient

@@ -28,10 +28,11 @@ ROTARY = "apply_rotary_pos_emb"
 def replace_layers(model: nn.Module) -> None:
     """Replace the norms of the model, and the rotary embedding of the modules of its classes."""
     for module in model.modules():
-        if isinstance(getattr(module, "weight", None), Tensor) and _is_rms_norm(type(module)):
-            module.__class__ = _fast_norm(type(module))
+        kind: Any = type(module)
+        if hasattr(module, "variance_epsilon") and _is_rms_norm(kind):
+            module.__class__ = _fast_norm(kind)
     for name in sorted({type(module).__module__ for module in model.modules()}):
-        namespace = sys.modules[name]
+        namespace = sys.modules.get(name)
         rotate = getattr(namespace, ROTARY, None)
         if rotate is not None and _is_rotary(rotate):
             setattr(namespace, ROTARY, _fast_rotary(rotate))
@@ -62,7 +63,8 @@ class RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        normalized: Tensor = x * scale
+        return normalized.mul_(weight)
 
     @staticmethod
     @once_differentiable
@@ -79,7 +81,7 @@ class RMSNorm(torch.autograd.Function):
 
 
 @cache
-def _is_rms_norm(kind: type[nn.Module]) -> bool:
+def _is_rms_norm(kind: Any) -> bool:
     """Whether a norm of this class, with ``weight`` and ``variance_epsilon``, is ``RMSNorm``."""
     if getattr(kind, "_is_fast", False) or kind.__init__ is nn.Module.__init__:
         return False
@@ -89,8 +91,8 @@ def _is_rms_norm(kind: type[nn.Module]) -> bool:
 
 
 @cache
-def _fast_norm(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with the name of ``kind``: reports show it."""
+def _fast_norm(kind: Any) -> type[nn.Module]:
+    """A subclass with the name of the class ``kind``: reports show it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if not is_plain(x, self.weight):
@@ -112,13 +114,14 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, *_halves(sin), -1)
+        return _rotated(x, cos, _halves(sin), -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, *reversed(_halves(sin)), 1), None, None
+        first, second = _halves(sin)
+        return _rotated(grad, cos, (second, first), 1), None, None
 
 
 def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,13 +129,13 @@ def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _rotated(x: Tensor, cos: Tensor, first: Tensor, second: Tensor, sign: int) -> Tensor:
-    """x cos + (sign x2 first, -sign x1 second)."""
-    total = x * cos
-    for part, other, sin, value in zip(
-        _halves(total), reversed(_halves(x)), (first, second), (sign, -sign), strict=True
+def _rotated(x: Tensor, cos: Tensor, sin: tuple[Tensor, Tensor], sign: int) -> Tensor:
+    """x cos + sign (x2 sin1, -x1 sin2), with the halves ``sin`` = (sin1, sin2)."""
+    total, (x1, x2) = x * cos, _halves(x)
+    for part, other, factor, value in zip(
+        _halves(total), (x2, x1), sin, (sign, -sign), strict=True
     ):
-        part.addcmul_(other, sin, value=value)
+        part.addcmul_(other, factor, value=value)
     return total
 
 

@@ -102,14 +102,19 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear`` with its gradients; under autocast torch's."""
+    if torch.is_autocast_enabled("cpu") or not _is_for_onednn(x, weight):
+        return functional.linear(x, weight, bias)
+    return cast(Tensor, _Linear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
+
+
 class Linear(nn.Linear):
     """A linear layer of the trainer on CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] of [..., D]."""
-        if torch.is_autocast_enabled("cpu") or not _is_for_onednn(x, self.weight):
-            return functional.linear(x, self.weight, self.bias)
-        return cast(Tensor, _Linear.apply(x, self.weight, self.bias))  # type: ignore[no-untyped-call]
+        return product(x, self.weight, self.bias)
 
 
 def replace_linears(model: nn.Module) -> None:
