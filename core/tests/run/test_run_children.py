@@ -55,10 +55,14 @@ def test_invalid_utf8_does_not_hide_the_log(spawn):
 def test_a_childs_environment(spawn, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    names = "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MINE", "PRIME_RL_PARENT_PID"
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    names = "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GLIBC_TUNABLES", "MINE", "PRIME_RL_PARENT_PID"
     child = spawn(f"import os; print(*(os.environ[n] for n in {names}))", MINE="here")
     child.process.wait(LIMIT)
-    assert child.log.read_text() == f"3 PASSIVE here {os.getpid()}\n"  # what the user set stays
+    tunables = "glibc.malloc.hugetlb=1"
+    assert (
+        child.log.read_text() == f"3 PASSIVE {tunables} here {os.getpid()}\n"
+    )  # the user's 3 stays
 
 
 def test_a_child_has_its_own_session(spawn):

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.trainer.logprobs import _LogprobAndEntropy, token_logprobs
+from prime_rl.trainer.logprobs import LogprobAndEntropy, token_logprobs
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packed_row import make_row
 from prime_rl_kernels import fused_head
@@ -32,7 +32,7 @@ def kept(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor | None, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The head that keeps the softmax."""
-    apply: Any = _LogprobAndEntropy.apply
+    apply: Any = LogprobAndEntropy.apply
     logits = torch.nn.functional.linear(hidden, weight, bias)
     found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, True)
     return found

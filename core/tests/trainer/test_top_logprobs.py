@@ -21,7 +21,7 @@ from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import StreamError
 from prime_rl.plugins.components import Component, installed_losses
-from prime_rl.trainer.logprobs import _LogprobAndEntropy, token_logprobs
+from prime_rl.trainer.logprobs import LogprobAndEntropy, token_logprobs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.update import BatchUpdate
@@ -43,7 +43,7 @@ def computed(
     assert hidden is not None and weight is not None and labels is not None
     if block_logits is not None:
         return fused_logprobs(hidden, weight, bias, temperatures, labels, block_logits, entropy)
-    apply: Any = _LogprobAndEntropy.apply
+    apply: Any = LogprobAndEntropy.apply
     logits = torch.nn.functional.linear(hidden, weight, bias)
     found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy)
     return found

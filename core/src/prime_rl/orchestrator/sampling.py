@@ -41,8 +41,7 @@ class Sampling(Observer):
     ) -> None:
         """``installed``: observers that plugins brought."""
         self.context, self.engines, self.envs = run, engines, envs
-        self.sampler, self.buffer = sampler, buffer
-        self._installed = installed
+        self.sampler, self.buffer, self._installed = sampler, buffer, installed
         self.is_scoring = False
         """An algorithm is scoring a group or a batch: it may wait for a teacher."""
         self.dispatcher = Dispatcher(
@@ -59,7 +58,8 @@ class Sampling(Observer):
                 tasks.create_task(self.dispatcher.run())
                 while True:
                     await self.buffer.wait_for_room()
-                    self.report()
+                    if self.dispatcher.arrivals.empty():
+                        self.report()
                     awaited, started = self.waits_for, time.perf_counter()
                     group = await self.dispatcher.arrivals.get()
                     self.context.waited.add(f"wait/orchestrator/{awaited}", started)

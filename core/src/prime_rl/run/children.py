@@ -29,6 +29,8 @@ QUIET_CPU = {
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
+    # Tensors in huge pages: a step allocates most of its memory anew, and faults once per 2 MiB.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
     "PYTHONUNBUFFERED": "1",
 }
 """Defaults of every child's environment. The user's environment overrides them."""

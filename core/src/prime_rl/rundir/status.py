@@ -71,8 +71,7 @@ class Status:
         **detail: float | str,
     ) -> None:
         """Replace the report atomically. A failed write is ignored: the process's work matters
-        more than its status.
-        """
+        more than its status."""
         self.last = StatusReport(state, progress, waiting_for, detail, os.getpid(), time.time())
         if self.path is not None:
             with suppress(OSError, RunError):

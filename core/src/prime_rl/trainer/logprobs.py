@@ -70,7 +70,7 @@ def token_logprobs(
     if kernel is not None and cap is None and type(head) is nn.Linear:
         found = kernel.logprobs(head, hidden, row.temperatures, labels, entropy_gradient)
     if found is None:
-        apply: Any = _LogprobAndEntropy.apply
+        apply: Any = LogprobAndEntropy.apply
         found = apply(_call(head, hidden, cap), row.temperatures, labels, entropy_gradient)
     chosen, entropy = found
     logprobs = logprobs.index_copy(0, row.targets, chosen)
@@ -113,7 +113,7 @@ def _at_least_float32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-class _LogprobAndEntropy(torch.autograd.Function):
+class LogprobAndEntropy(torch.autograd.Function):
     """log softmax(z / temperature)[label], in the shape of the labels, [N] or [N, L], and the
     entropy, from one pass over the logits.
 

@@ -37,8 +37,7 @@ def adamw(parameters: list[Any], config: PluginConfig, lr: float, weight_decay: 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
     """Scale all gradients to a global norm of at most ``max_norm``; their norm before, 0-dim."""
-    bound = math.inf if max_norm is None else max_norm
-    return torch.nn.utils.clip_grad_norm_(list(parameters), bound, foreach=True)
+    return torch.nn.utils.clip_grad_norm_(list(parameters), max_norm or math.inf, foreach=True)
 
 
 def make_schedule(config: SchedulerConfig, peak: float, max_steps: int) -> Callable[[int], float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import PositiveInt
 
@@ -54,12 +54,14 @@ class Varlen(Kernel):
     def prepare_blocks(
         self, model: nn.Module, recomputed: int, compiled: bool, device: torch.device
     ) -> None:
-        """Besides, linear layers on CPU get faster products; the compiler has its own."""
+        """Besides, layers on CPU are replaced by faster ones; the compiler has its own."""
         from prime_rl_kernels.blocks import prepare_blocks
+        from prime_rl_kernels.layers import replace_layers
         from prime_rl_kernels.products import replace_linears
 
         if device.type == "cpu" and not compiled:
             replace_linears(model)
+            replace_layers(model)
         prepare_blocks(model, recomputed, compiled, device)
 
     def packings(self, device: torch.device) -> Sequence[Packing]:
@@ -82,17 +84,24 @@ class Varlen(Kernel):
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor] | None:
         """Block by block, if the row has many logits. Under autocast that is faster and exact:
-        rounded to bfloat16, logits near 20 would be 0.125 apart."""
+        rounded to bfloat16, logits near 20 would be 0.125 apart. Few logits are one product."""
         import torch
 
+        from prime_rl.trainer.logprobs import LogprobAndEntropy
         from prime_rl_kernels.fused_head import fused_logprobs
+        from prime_rl_kernels.products import is_plain, product
 
         kind, fused = hidden.device.type, self.config.fused_lm_head
         if fused == "auto":
             few = FEW_LOGITS.get(kind, FEW_LOGITS["cpu"])
             fused = len(labels) * head.out_features > few
         if not (fused or torch.is_autocast_enabled(kind)):
-            return None
+            if not is_plain(hidden, head.weight):
+                return None
+            logits = product(hidden, head.weight, head.bias)
+            apply: Any = LogprobAndEntropy.apply
+            found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy_gradient)
+            return found
         block = self.config.lm_head_block or BLOCK_LOGITS.get(kind, BLOCK_LOGITS["cpu"])
         return fused_logprobs(
             hidden, head.weight, head.bias, temperatures, labels, block, entropy_gradient

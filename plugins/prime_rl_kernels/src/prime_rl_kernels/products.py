@@ -65,6 +65,13 @@ class Packed:
         return cast(Tensor, _operator(x, self._copy, bias, "none", [], ""))
 
 
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether all are float32 on CPU, outside of autocast."""
+    if torch.is_autocast_enabled("cpu"):
+        return False
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+
+
 def _is_for_onednn(x: Tensor, weight: Tensor) -> bool:
     return (
         _operator is not None
@@ -95,14 +102,19 @@ class _Linear(torch.autograd.Function):
         )
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear`` with its gradients; under autocast torch's."""
+    if torch.is_autocast_enabled("cpu") or not _is_for_onednn(x, weight):
+        return functional.linear(x, weight, bias)
+    return cast(Tensor, _Linear.apply(x, weight, bias))  # type: ignore[no-untyped-call]
+
+
 class Linear(nn.Linear):
     """A linear layer of the trainer on CPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] of [..., D]."""
-        if torch.is_autocast_enabled("cpu") or not _is_for_onednn(x, self.weight):
-            return functional.linear(x, self.weight, self.bias)
-        return cast(Tensor, _Linear.apply(x, self.weight, self.bias))  # type: ignore[no-untyped-call]
+        return product(x, self.weight, self.bias)
 
 
 def replace_linears(model: nn.Module) -> None:
