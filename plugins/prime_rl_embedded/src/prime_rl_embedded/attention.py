@@ -198,7 +198,8 @@ def _attend_rows(
     """Each row's newest token attends to its cache row. Cached: [R, G, context, D or E] each.
 
     Grouped-query attention without repeating keys: the H / G query heads that share a key/value
-    head are laid along the query-length dimension, and every query sees the same positions.
+    head are laid along the query-length dimension, and every query sees the same positions. In
+    float32 on CPU by ``attend_run``.
     """
     keys, values = cached
     rows, num_kv_heads = query.shape[0], keys.shape[1]
