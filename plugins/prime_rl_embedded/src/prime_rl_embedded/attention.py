@@ -22,11 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from prime_rl_embedded.decoding import RowRun, attend_run, row_runs
 from prime_rl_embedded.kv import KVCache
 
 ATTENTION_NAME = "prime_rl_slots"
-# Decoding reads a multiple of 16 cache positions, so that its shapes change every 16 steps only.
-_LENGTH_BUCKET = 16
 _UNSUPPORTED = ("softcap", "s_aux")
 """Keyword arguments of transformers for soft caps (Gemma2) and attention sinks (gpt-oss)."""
 
@@ -54,8 +53,8 @@ class BatchPlan:
     """[N] int64: each token's position in its own sequence."""
     rows: Tensor
     """[N] int64: each token's row of the cache."""
-    context: int
-    """Cache positions that decoding reads: the longest row's length, rounded up."""
+    runs: Sequence[RowRun] = ()
+    """The decoding rows."""
     prompts: Sequence[PromptRun] = ()
     attended: set[nn.Module] = field(default_factory=set)
     """transformers modules that attended with this plan."""
@@ -70,9 +69,12 @@ class BatchPlan:
         prompt_lengths: Sequence[int],
         device: torch.device,
         starts: Sequence[int] = (),
+        prefixes: Sequence[tuple[int, object]] = (),
     ) -> BatchPlan:
         """Decode one token in rows 0..R-1 and prefill the prompts into the rows after them, which
-        hold the first ``starts`` tokens of each already (none by default)."""
+        hold the first ``starts`` tokens of each already (none by default). ``prefixes``: those of
+        rows 0..R-1, as in ``row_runs`` (none by default)."""
+        prefixes = prefixes or [(0, None)] * len(decode_positions)
         starts = starts or [0] * len(prompt_lengths)
         num_decode = len(decode_positions)
         rows = list(range(num_decode))
@@ -82,14 +84,13 @@ class BatchPlan:
             rows += [row] * (end - start)
             positions += range(start, end)
         cache.reserve(num_decode + len(prompt_lengths), max(longest, *prompt_lengths, 0))
-        bucketed = -(-longest // _LENGTH_BUCKET) * _LENGTH_BUCKET
         row_ids, position_ids = torch.tensor([rows, positions], device=device)
         return cls(
             cache=cache,
             num_decode=num_decode,
             positions=position_ids,
             rows=row_ids,
-            context=min(bucketed, cache.capacity),
+            runs=row_runs(decode_positions, prefixes, cache.capacity),
             prompts=_runs(num_decode, starts, prompt_lengths),
         )
 
@@ -102,9 +103,13 @@ class BatchPlan:
             num_decode=0,
             positions=positions,
             rows=torch.zeros_like(positions),
-            context=0,
             prompts=_runs(0, [0] * len(prompt_lengths), prompt_lengths),
         )
+
+    @property
+    def context(self) -> int:
+        """Cache positions that decoding reads: the longest row's length, rounded up."""
+        return max((run.context for run in self.runs), default=0)
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write keys [N, G, D] and values [N, G, E] to the cache, if there is one."""
@@ -193,12 +198,18 @@ def _attend_rows(
     """Each row's newest token attends to its cache row. Cached: [R, G, context, D or E] each.
 
     Grouped-query attention without repeating keys: the H / G query heads that share a key/value
-    head are laid along the query-length dimension, and every query sees the same positions.
+    head are laid along the query-length dimension, and every query sees the same positions. In
+    float32 on CPU by ``attend_run``.
     """
     keys, values = cached
     rows, num_kv_heads = query.shape[0], keys.shape[1]
     grouped = query.reshape(rows, num_kv_heads, -1, query.shape[-1])
     mask = plan.decode_mask(window, query.dtype)
+    if query.dtype == torch.float32 and query.device.type == "cpu":
+        runs = plan.runs if window is None else [RowRun(0, rows, 0, plan.context)]
+        scaled = grouped * (query.shape[-1] ** -0.5 if scale is None else scale)
+        parts = [attend_run(run, scaled, keys, values, mask) for run in runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
     out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(rows, -1)
 

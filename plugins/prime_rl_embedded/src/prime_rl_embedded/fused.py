@@ -98,8 +98,8 @@ class FusedForward:
             attended = self._attention(
                 i, layer, _rms_norm(hidden, layer.attention_norm), cos, sin, plan
             )
-            hidden = hidden + layer.out(attended)
-            hidden = hidden + layer.down(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)))
+            hidden = layer.out(attended, added=hidden)
+            hidden = layer.down(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)), added=hidden)
         states: Tensor = hidden if rows is None else hidden[rows]
         return states
 
@@ -167,4 +167,4 @@ def _rms_norm(x: Tensor, norm: Any) -> Tensor:
 def _mlp(layer: _Layer, x: Tensor) -> Tensor:
     """silu(gate) * up, [N, I]; the caller projects down."""
     gate, up = layer.gate_up(x).chunk(2, -1)
-    return F.silu(gate) * up
+    return F.silu(gate).mul_(up)

@@ -57,25 +57,26 @@ class KVCache:
         return now * self.max_slots * self.max_len // (self.slots * self.capacity)
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for ``slots`` rows of ``length``. Layer by layer, so that only one layer exists
-        twice."""
+        """Make room for ``slots`` rows of ``length``; no row after them is in use. Layer by layer,
+        so that only one layer exists twice."""
         slots, length = self._grown(slots, length)
-        old_slots, old_length = self.slots, self.capacity
-        if (slots, length) == (old_slots, old_length):
+        old_length, kept = self.capacity, min(slots, self.slots)
+        if (slots, length) == (self.slots, old_length):
             return
         self.slots, self.capacity = slots, length
         for layer, shape in self.shapes.items():
             new = self._empty(*shape)
-            new[:, :old_slots, :, :old_length] = self.layers[layer]
+            new[:, :kept, :, :old_length] = self.layers[layer][:, :kept]
             self.layers[layer] = new
 
     def _grown(self, slots: int, length: int) -> tuple[int, int]:
         assert slots <= self.max_slots and length <= self.max_len, "the scheduler admits no more"
         new_slots, new_length = self.slots, self.capacity
-        while new_slots < slots:
-            new_slots = min(2 * new_slots, self.max_slots)
         while new_length < length:
             new_length = min(2 * new_length, self.max_len)
+            new_slots = min(_FIRST_SLOTS, self.max_slots)  # many short rows give way to a long one
+        while new_slots < slots:
+            new_slots = min(2 * new_slots, self.max_slots)
         return new_slots, new_length
 
     def write_index(self, rows: Tensor, positions: Tensor, num_heads: int) -> Tensor:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from prime_rl_embedded.decoding import prefix_length
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 GREEDY_BELOW = 1e-5
@@ -86,6 +88,8 @@ class Request:
     error: str | None = None
     cached_tokens: int = 0
     """Prompt tokens whose result was copied from another request."""
+    origin: Request | None = None
+    """The request that computed the prompt's keys and values, if not this one."""
     kv_version: int = -1
     """The policy version at admission: that of the first keys and values."""
 
@@ -99,6 +103,11 @@ class Request:
     def prefix_key(self) -> tuple[str | None, tuple[int, ...]]:
         """Requests with equal keys have equal prompt KV, under the same weights."""
         return self.salt, tuple(self.prompt)
+
+    @property
+    def prefix(self) -> tuple[int, Request]:
+        """The positions that decoding reads as a prefix, and who computed them."""
+        return prefix_length(len(self.prompt)), self.origin or self
 
     def accept(self, token: int, logprob: float, version: int) -> None:
         """Append a sampled token. Sets ``finish_reason`` if it is the last."""

@@ -40,19 +40,25 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Drawn:
     """Draw one token per row. Logits: [R, V], any float dtype; row i belongs to ``requests[i]``."""
     params = [request.params for request in requests]
     logits = _without_early_stops(logits.float(), requests)
-    logprobs = sampling_logprobs(logits, params)
-    tokens = _draw(logprobs, [_uniform(request.rng) for request in requests])
+    kept = _sampling_logits(logits, params)
+    probs = kept.softmax(-1)
+    tokens = _draw(probs, [_uniform(request.rng) for request in requests])
     if any(p.greedy for p in params):
         greedy = torch.tensor([p.greedy for p in params], device=logits.device)
         tokens = torch.where(greedy, logits.argmax(-1), tokens)
-    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+    chosen = probs.gather(-1, tokens[:, None])[:, 0].log_()
     num_alternatives = max(p.top_logprobs for p in params)
-    alternatives = top_scores(logprobs, num_alternatives) if num_alternatives else None
+    alternatives = top_scores(kept.log_softmax(-1), num_alternatives) if num_alternatives else None
     return Drawn(tokens.tolist(), chosen.tolist(), alternatives)
 
 
 def sampling_logprobs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Log of each row's sampling distribution. Logits: [R, V] float32; returns [R, V]."""
+    return _sampling_logits(logits, params).log_softmax(-1)
+
+
+def _sampling_logits(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Logits [R, V] of the sampling distributions."""
     if any(p.temperature != 1.0 for p in params):
         temperatures = [1.0 if p.greedy else p.temperature for p in params]
         logits = logits / torch.tensor(temperatures, device=logits.device)[:, None]
@@ -62,7 +68,7 @@ def sampling_logprobs(logits: Tensor, params: Sequence[SamplingParams]) -> Tenso
     elif truncated:
         rows = torch.tensor(truncated, device=logits.device)
         logits = logits.index_copy(0, rows, _truncate(logits[rows], [params[i] for i in truncated]))
-    return logits.log_softmax(-1)
+    return logits
 
 
 def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -92,17 +98,19 @@ def _descending(logits: Tensor) -> Tensor:
     return torch.from_numpy(-np.sort(-logits.numpy(), axis=-1))
 
 
-def _draw(logprobs: Tensor, uniforms: Sequence[float]) -> Tensor:
+def _draw(probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """Token ids [R]: the first whose cumulative probability exceeds the row's uniform.
 
-    A large vocabulary is summed in blocks, and only the block with the token is cumulated.
+    Probs: [R, V]. A large vocabulary is summed in blocks, and only the block with the token is
+    cumulated.
     """
-    probs, size = logprobs.exp(), logprobs.shape[-1]
-    shares = torch.tensor(uniforms, dtype=torch.float64, device=logprobs.device)[:, None]
+    size = probs.shape[-1]
+    shares = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)[:, None]
     if size < _LARGE_VOCABULARY:
         return _first_above(probs.cumsum(-1, dtype=torch.float64), shares)[:, 0]
-    blocks = F.pad(probs, (0, -size % _BLOCK)).view(len(probs), -1, _BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64)
+    padded = F.pad(probs, (0, -size % _BLOCK)) if size % _BLOCK else probs
+    blocks = padded.view(len(probs), -1, _BLOCK)
+    sums = blocks.sum(-1).double()
     ends = sums.cumsum(-1)
     block = _first_above(ends, shares)
     of_block, end = sums.gather(-1, block), ends.gather(-1, block)

@@ -256,10 +256,11 @@ class Scheduler:
     def _forward(self, leaders: Leaders) -> Tensor:
         """Logits of the active rows, then of each leader's last token."""
         decoding = [request.position for request in self.active]
+        prefixes = [request.prefix for request in self.active]
         lengths = [len(request.prompt) for request in leaders]
         starts = [len(known) * BLOCK for known in leaders.values()]
         device = self.model.device
-        plan = BatchPlan.build(self.cache, decoding, lengths, device, starts)
+        plan = BatchPlan.build(self.cache, decoding, lengths, device, starts, prefixes)
         ids = [request.next_token for request in self.active]
         for row, (request, known) in enumerate(leaders.items(), len(decoding)):
             restore(self.cache, row, known)
@@ -267,8 +268,7 @@ class Scheduler:
             ids += request.prompt[request.cached_tokens :]
         self.stats.shared_tokens += sum(starts)
         computed = (length - start for length, start in zip(lengths, starts, strict=True))
-        ends = [len(decoding) + end for end in accumulate(computed)]
-        rows = [*range(len(decoding)), *(end - 1 for end in ends)]
+        rows = [*range(len(decoding)), *(len(decoding) + end - 1 for end in accumulate(computed))]
         keep = torch.tensor(rows, device=device) if leaders else None
         return self.model.forward(torch.tensor(ids, device=device), plan, keep)
 
@@ -300,8 +300,7 @@ class Scheduler:
 
     def _copy_prefix(self, follower: Request) -> None:
         leader = self._prefixes[follower.prefix_key]
-        length = len(follower.prompt)
-        row = len(self.active)
+        row, length = len(self.active), len(follower.prompt)
         if leader.finish_reason == "error":  # its row was cleared, so there is nothing to copy
             follower.finish_reason, follower.error = "error", leader.error
             self.active.append(follower)
@@ -311,6 +310,7 @@ class Scheduler:
         follower.next_token, follower.position = follower.prompt[-1], length - 1
         follower.cached_tokens = length - 1
         self.stats.shared_tokens += length - 1
+        follower.origin = leader.origin or leader
         self._prefixes[follower.prefix_key] = follower
         self.active.append(follower)
 

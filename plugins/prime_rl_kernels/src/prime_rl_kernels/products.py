@@ -31,6 +31,15 @@ def _found(name: str) -> Any:
 
 
 _operator, _reorder = _found("_linear_pointwise"), _found("_reorder_linear_weight")
+HAS_ONEDNN = _operator is not None
+
+
+def independent_rows(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T without a gradient, by oneDNN: a row of the result has the same bits whatever
+    the other rows are. x: [N, D]; weight: [E, D], which may be a view; float32 on CPU."""
+    if len(x) == 1:  # alone, it may be summed in another order
+        return independent_rows(x.expand(2, -1), weight)[:1]
+    return cast(Tensor, _operator(x, weight, None, "none", [], ""))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,12 +65,19 @@ class Packed:
         on_cpu = self.weight.device.type == "cpu" and self.weight.dtype == torch.float32
         self._copy = _reorder(self.weight, None) if packs and on_cpu else None
 
-    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias. x: [N, D], of the weight's dtype; returns [N, E]."""
+    def __call__(
+        self, x: Tensor, bias: Tensor | None = None, added: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T + bias or + added. x: [N, D], of the weight's dtype; bias: [E]; added and
+        result: [N, E]. At most one of ``bias`` and ``added`` is given."""
         if self._copy is None:
-            return functional.linear(x, self.weight, bias)
+            product = functional.linear(x, self.weight, bias)
+            return product if added is None else added + product
         if len(x) == 1:  # alone, it may be summed in another order
-            return self(x.expand(2, -1), bias)[:1]
+            twice = None if added is None else added.expand(2, -1)
+            return self(x.expand(2, -1), bias, twice)[:1]
+        if added is not None:
+            return cast(Tensor, _operator.binary(x, added, self._copy, None, "add"))
         return cast(Tensor, _operator(x, self._copy, bias, "none", [], ""))
 
 
