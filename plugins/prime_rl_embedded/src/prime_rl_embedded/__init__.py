@@ -81,13 +81,6 @@ class Embedded(Engine):
                 "MKL_NUM_THREADS": threads,
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "TOKENIZERS_PARALLELISM": "false",
-                # glibc keeps freed memory: to return and fault in a step's activations anew takes
-                # a quarter of the time of a long prefill. 32 MiB is the most that it allows.
-                "MALLOC_ARENA_MAX": "1",
-                "MALLOC_MMAP_THRESHOLD_": str(2**25),
-                "MALLOC_TRIM_THRESHOLD_": str(2**30),
-                # Huge pages, where the kernel offers them: weights and KV are read faster.
-                "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             },
         )
 
