@@ -63,8 +63,10 @@ async def test_leftovers_of_a_dead_process_end_before_the_next_starts(tmp_path):
     agent = Agent()
     assert await agent.run("inference", [sys.executable, "-c", leave], {}, *where) == 0
     assert processes_with(sleeper)
-    assert await agent.run("inference", [sys.executable, "-c", ""], {}, *where) == 0
+    touch = "import pathlib; pathlib.Path('here').touch()"
+    assert await agent.run("inference", [sys.executable, "-c", touch], {}, *where) == 0
     eventually(lambda: not processes_with(sleeper))
+    assert (tmp_path / "here").exists()  # it ran in the folder of the run command
 
 
 def test_settings_are_checked():

@@ -10,10 +10,12 @@ import fcntl
 import os
 import socket
 import struct
+import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -63,7 +65,8 @@ class Agent:
                     f"{needed} does not exist on node {socket.gethostname()}. The environment, "
                     "the run directory and the model must be on every node under the same path."
                 )
-        there = Path(cwd) if os.path.isdir(cwd) else None
+        popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+        there = partial(popen, cwd=cwd) if os.path.isdir(cwd) else None
         address = str(ray.util.get_node_ip_address())
         env = interfaces(address) | {NODE_ADDRESS: address} | dict(env)
         self._child = start(name, argv, env, Path(log), there)
