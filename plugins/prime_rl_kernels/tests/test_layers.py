@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from prime_rl_kernels.layers import RMSNorm, Rotary, replace_layers
@@ -107,3 +108,14 @@ def test_a_norm_with_another_formula_stays() -> None:
     kinds = [type(module) for module in model.modules()]
     replace_layers(model)
     assert [type(module) for module in model.modules()] == kinds
+
+
+def test_a_gate_is_computed_by_the_model_itself() -> None:
+    torch.manual_seed(3)
+    norm = MambaRMSNormGated(6)
+    x, gate = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    expected, plain = norm(x, gate), norm(x)
+    replace_layers(norm)
+    assert type(norm) is not MambaRMSNormGated
+    assert torch.equal(norm(x, gate=gate), expected)
+    torch.testing.assert_close(norm(x), plain)

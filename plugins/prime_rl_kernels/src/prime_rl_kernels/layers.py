@@ -94,9 +94,9 @@ def _is_rms_norm(kind: Any) -> bool:
 def _fast_norm(kind: Any) -> type[nn.Module]:
     """A subclass with the name of the class ``kind``: reports show it."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if not is_plain(x, self.weight):
-            return cast(Tensor, kind.forward(self, x))
+    def forward(self: Any, x: Tensor, *others: Any, **named: Any) -> Tensor:
+        if others or named or not is_plain(x, self.weight):  # others: the gate of a state's output
+            return cast(Tensor, kind.forward(self, x, *others, **named))
         return cast(Tensor, RMSNorm.apply(x, self.weight, self.variance_epsilon))  # type: ignore[no-untyped-call]
 
     made = type(kind.__name__, (kind,), {"forward": forward, "_is_fast": True})
