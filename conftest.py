@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 import warm
+from hypothesis import HealthCheck, settings
+
+# Property tests are the same in every run, and a busy machine fails none of them.
+settings.register_profile(
+    "here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("here")
 
 
 def pytest_configure(config: pytest.Config) -> None:

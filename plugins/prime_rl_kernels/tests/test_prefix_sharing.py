@@ -15,6 +15,7 @@ from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.wire import MicroBatch
 from prime_rl_kernels.attention import NAMES
 from prime_rl_kernels.packing import Packed, Shared
+from prime_rl_kernels.products import padded_rows
 
 CPU = torch.device("cpu")
 SHARED = Shared()
@@ -67,6 +68,15 @@ def test_prompts_that_differ_are_not_shared() -> None:
     row = make_row(micro_batch([*group([1, 2], [3]), *group([1, 4], [3])]), CPU, SHARED)
     assert row.layout.documents.continuations == ()
     assert sorted(row.layout.documents.lengths) == [2, 2]
+
+
+def test_padding_is_neither_read_nor_counted() -> None:
+    batch = micro_batch(group(list(range(1, 31)), [7, 8, 9, 10], [9, 3, 2], [10, 11, 12]))
+    layout = make_row(batch, CPU, SHARED).layout
+    needed = 30 + 3 + 2 + 2
+    assert len(layout.token_ids) == padded_rows(needed) == needed + 1
+    assert sum(num * queries for num, queries, _ in layout.runs) == needed
+    assert 30 not in layout.sources.tolist()  # it lies behind the prompt
 
 
 Documents = list[tuple[list[int], list[bool]]]

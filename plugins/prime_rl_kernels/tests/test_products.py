@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl_embedded.testing import write_model
 from prime_rl_kernels import products
-from prime_rl_kernels.products import Linear, Packed, linear, replace_linears
+from prime_rl_kernels.products import Linear, Packed, linear, padded_rows, replace_linears
 
 SIZES = [(), (3,), (2, 5)]
 """Shapes of x before its last dimension."""
@@ -122,3 +122,11 @@ def test_the_head_of_a_language_model_stays_for_the_fused_one(tmp_path: Path) ->
     replace_linears(model)
     assert type(model.get_output_embeddings()) is nn.Linear
     assert type(model.model.layers[0].mlp.up_proj) is Linear
+
+
+def test_few_numbers_of_rows_are_in_use() -> None:
+    """Each costs oneDNN a millisecond and a mebibyte."""
+    found = [padded_rows(count) for count in range(1, 8193)]
+    for count, rows in enumerate(found, 1):
+        assert count <= rows <= max(2, count * 17 / 16)
+    assert len({rows for rows in found if rows >= 1024}) == 3 * 16 + 1

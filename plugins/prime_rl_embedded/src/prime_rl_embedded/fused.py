@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prime_rl_embedded.attention import BatchPlan, attend
-from prime_rl_kernels.products import Packed
+from prime_rl_kernels.products import Packed, pad_rows
 
 # Rotary embeddings that depend on the position only, so one table of cos and sin serves all
 # sequences. Other types change with the sequence's length.
@@ -92,15 +92,15 @@ class FusedForward:
 
     def states(self, ids: Tensor, plan: BatchPlan, rows: Tensor | None) -> Tensor:
         """The input of ``logits``: [len(rows), E], before the last norm."""
-        hidden = self.embedding(ids)
+        hidden = pad_rows(self.embedding(ids))
         cos, sin = self.cos[plan.positions], self.sin[plan.positions]
         for i, layer in enumerate(self.layers):
             attended = self._attention(
                 i, layer, _rms_norm(hidden, layer.attention_norm), cos, sin, plan
             )
-            hidden = layer.out(attended, added=hidden)
+            hidden = layer.out(pad_rows(attended), added=hidden)
             hidden = layer.down(_mlp(layer, _rms_norm(hidden, layer.mlp_norm)), added=hidden)
-        states: Tensor = hidden if rows is None else hidden[rows]
+        states: Tensor = hidden[: len(ids)] if rows is None else hidden[rows]
         return states
 
     def logits(self, states: Tensor) -> Tensor:
@@ -110,9 +110,9 @@ class FusedForward:
     def _attention(
         self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, plan: BatchPlan
     ) -> Tensor:
-        """x: [N, E], normalized; cos, sin: [N, 1, D]. Returns [N, H * D]."""
+        """x: [padded N, E], normalized; cos, sin: [N, 1, D]. Returns [N, H * D]."""
         heads = self.num_heads + self.num_kv_heads
-        qkv = layer.qkv(x, layer.qkv_bias).view(len(x), -1, self.head_dim)
+        qkv = layer.qkv(x, layer.qkv_bias)[: len(cos)].view(len(cos), -1, self.head_dim)
         qk, value = qkv[:, :heads], qkv[:, heads:]
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = qk[:, : self.num_heads], qk[:, self.num_heads :]

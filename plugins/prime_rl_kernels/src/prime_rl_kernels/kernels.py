@@ -89,7 +89,7 @@ class Varlen(Kernel):
 
         from prime_rl.trainer.logprobs import LogprobAndEntropy
         from prime_rl_kernels.fused_head import fused_logprobs
-        from prime_rl_kernels.products import is_plain, product
+        from prime_rl_kernels.products import is_plain, pad_rows, product
 
         kind, fused = hidden.device.type, self.config.fused_lm_head
         if fused == "auto":
@@ -98,7 +98,7 @@ class Varlen(Kernel):
         if not (fused or torch.is_autocast_enabled(kind)):
             if not is_plain(hidden, head.weight):
                 return None
-            logits = product(hidden, head.weight, head.bias)
+            logits = product(pad_rows(hidden), head.weight, head.bias)[: len(hidden)]
             apply: Any = LogprobAndEntropy.apply
             found: tuple[Tensor, Tensor] = apply(logits, temperatures, labels, entropy_gradient)
             return found

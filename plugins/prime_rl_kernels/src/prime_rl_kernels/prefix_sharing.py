@@ -3,10 +3,11 @@
 Rollouts of one group start from the same prompt, and a hidden state depends only on the tokens up
 to it. So a prompt that several sequences share is computed once, their continuations attend to it,
 and its gradient is the sum over all of them: the same numbers for less work. A sequence's last
-token, which predicts nothing, and a sequence that trains nothing are not computed.
+token, which predicts nothing, and a sequence that trains nothing are not computed. A few tokens
+more round the number of rows (``products.padded_rows``).
 
     row        prompt aaa | prompt bb | prompt cccc | other dd
-    computed   prompt | other d | ccc | aa | b           (blocks, then what continues the first)
+    computed   prompt | other d | (more) | ccc | aa | b  (blocks, then what continues the first)
 
 Shapes: T = tokens of the row, S = its sequences, N = its targets, U = tokens computed.
 """
@@ -24,6 +25,7 @@ from torch import Tensor
 from prime_rl.trainer.device import to_device
 from prime_rl.trainer.packing import Ints, Layout
 from prime_rl_kernels.attention import Continuation, Documents
+from prime_rl_kernels.products import HAS_ONEDNN, padded_rows
 
 Block: TypeAlias = tuple[int, list[int]]
 """(length, sequences that start with it): computed from position 0."""
@@ -59,13 +61,17 @@ def shared_layout(
     np.minimum.at(first, owners, before)
     np.maximum.at(last, owners, before)
     blocks, tails = _plan(token_ids, starts, first, last)
+    num_blocks = len(blocks)
+    total = sum(length for length, _ in blocks) + sum(length for length, _, _ in tails)
+    if padding := padded_rows(total) - total if HAS_ONEDNN else 0:
+        blocks.append((padding, []))  # nobody reads it
     rows: list[Ints] = []  # which tokens of the row are computed, in order
     head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
     split = np.zeros(len(lengths), np.int64)  # [S] ... for positions before this one,
     tail = np.zeros(len(lengths), np.int64)  # [S] and for those from it on
     offset = 0
     for length, sharing in blocks:
-        rows.append(starts[sharing[0]] + np.arange(length))
+        rows.append(np.arange(length) + (starts[sharing[0]] if sharing else 0))
         head[sharing] = tail[sharing] = offset
         offset += length
     continuations = []
@@ -83,7 +89,7 @@ def shared_layout(
     documents = Documents(tuple(length for length, _ in blocks), device, tuple(continuations))
     return RowLayout(
         token_ids=to_device(token_ids[chosen], np.int64, device),
-        lengths=documents.lengths,
+        lengths=documents.lengths[:num_blocks],
         position_ids=to_device(chosen - starts[sequence_ids[chosen]], np.int64, device),
         documents=documents,
         sources=to_device(sources, np.int64, device),

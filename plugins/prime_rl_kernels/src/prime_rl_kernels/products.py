@@ -32,12 +32,25 @@ _operator, _reorder = _found("_linear_pointwise"), _found("_reorder_linear_weigh
 HAS_ONEDNN = _operator is not None
 
 
+def padded_rows(rows: int) -> int:
+    """The number of rows to compute in place of ``rows``: at least two, and with five significant
+    bits. oneDNN compiles each shape anew: 1 ms, and 1 MiB that stays. So of the numbers between N
+    and 2 N, 16 are in use, for 3 % more rows in the mean."""
+    step = 1 << max(0, rows.bit_length() - 5)
+    return max(2, -(-rows // step) * step)
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """x [N, D], followed by ``padded_rows(N) - N`` rows of zeros."""
+    missing = padded_rows(len(x)) - len(x)
+    return functional.pad(x, (0, 0, 0, missing)) if missing else x
+
+
 def independent_rows(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T without a gradient, by oneDNN: a row of the result has the same bits whatever
     the other rows are. x: [N, D]; weight: [E, D], which may be a view; float32 on CPU."""
-    if len(x) == 1:  # alone, it may be summed in another order
-        return independent_rows(x.expand(2, -1), weight)[:1]
-    return cast(Tensor, _operator(x, weight, None, "none", [], ""))
+    # A row alone may be summed in another order.
+    return cast(Tensor, _operator(pad_rows(x), weight, None, "none", [], ""))[: len(x)]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,12 +84,12 @@ class Packed:
         if self._copy is None:
             product = functional.linear(x, self.weight, bias)
             return product if added is None else added + product
-        if len(x) == 1:  # alone, it may be summed in another order
-            twice = None if added is None else added.expand(2, -1)
-            return self(x.expand(2, -1), bias, twice)[:1]
-        if added is not None:
-            return cast(Tensor, _operator.binary(x, added, self._copy, None, "add"))
-        return cast(Tensor, _operator(x, self._copy, bias, "none", [], ""))
+        rows = pad_rows(x)  # a row alone may be summed in another order
+        if added is None:
+            product = _operator(rows, self._copy, bias, "none", [], "")
+        else:
+            product = _operator.binary(rows, pad_rows(added), self._copy, None, "add")
+        return cast(Tensor, product)[: len(x)]
 
 
 def is_plain(*tensors: Tensor) -> bool:

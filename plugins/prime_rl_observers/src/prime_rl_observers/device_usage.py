@@ -106,9 +106,9 @@ class Cost:
     """Sliding window (None: all before), and 12 * heads * head size summed over its layers."""
 
     def of(self, row: PackedRow) -> float:
-        """Operations of the row's forward and backward pass."""
+        """Operations of the row's forward and backward pass, without padding."""
         return (
-            self.per_token * len(row.layout.token_ids)
+            self.per_token * sum(num * queries for num, queries, _ in row.layout.runs)
             + self.per_target * len(row.targets)
             + sum(cost * num_pairs(row.layout, window) for window, cost in self.per_pair)
         )
