@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from prime_rl_tools.doctor import History, diagnose
-from prime_rl_tools.doctor.measures import REWARD, most_common_reply, teaching_share
+from prime_rl_tools.doctor.history import REWARD
+from prime_rl_tools.doctor.measures import most_common_reply, teaching_share
 
 PARTS = range(1, 7)
 METRICS = (
@@ -92,10 +93,11 @@ def main() -> None:
 def record(path: Path, runs: list[Path]) -> None:
     """Write the fixture of the test."""
     histories = [History(run) for run in runs]
+    rows = [rows_of(run) for run in runs]
     table = {
         "metrics": [
-            {n: [_short(h.rows[step].get(n)) for step in h.steps] for n in METRICS}
-            for h in histories
+            {n: [_short(row[step].get(n)) for step in h.steps] for n in METRICS}
+            for h, row in zip(histories, rows, strict=True)
         ],
         "rollouts": [
             [
@@ -110,6 +112,15 @@ def record(path: Path, runs: list[Path]) -> None:
         ],
     }
     path.write_bytes(gzip.compress(json.dumps(table, separators=(",", ":")).encode(), mtime=0))
+
+
+def rows_of(run: Path) -> dict[int, dict[str, float]]:
+    """The metrics by step."""
+    found: dict[int, dict[str, float]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["step"], {}).update(row)
+    return found
 
 
 def _short(value: float | None) -> float | None:

@@ -182,6 +182,7 @@ def test_the_fused_forward_reads_parameters_that_change_in_place(tmp_path: Path)
     other = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "other", seed=1))
     for name, parameter in served.module.named_parameters():
         parameter.copy_(other.get_parameter(name))
+    served.forward.weights_changed()
     ids = torch.arange(10)
     plan = BatchPlan.build(served.make_cache(1, 64), [], [10], served.device)
     assert torch.allclose(served.forward(ids, plan, None), other(ids[None]).logits[0], atol=1e-4)

@@ -21,7 +21,10 @@ from waiting import LIMIT
 from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.cli.app import app
 from prime_rl_tools.doctor import History, diagnose
+from prime_rl_tools.doctor.history import OF_ALL
 from prime_rl_tools.rollouts import write_rollouts
+from prime_rl_tools.view import findings
+from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.live import TerminalView
 
 RECORD = json.loads(gzip.decompress(Path(__file__).with_name("first_runs.json.gz").read_bytes()))
@@ -101,6 +104,27 @@ def test_at_most_one_of_a_hundred_healthy_segments_gets_a_verdict(tmp_path):
             count += 1
             found += diagnose(history)[:1]
     assert count == 105 and len(found) <= 1, found
+
+
+def test_a_long_run_costs_little(tmp_path, monkeypatch):
+    """Of most steps a few metrics are kept, and the run is read after each tenth of its steps."""
+    run = History(Recorded(tmp_path, 0).save())
+    windows = {*run.early, *run.late}
+    assert windows < {*run.steps}
+    for step, row in run.rows.items():
+        assert ("entropy/all/mean" in row) == (step in windows) and {*row} >= {*OF_ALL}
+    with pytest.raises(AssertionError, match="entropy"):
+        run.values("entropy/all/mean", run.steps)
+
+    read = []
+    monkeypatch.setattr(findings, "diagnose", lambda _: read.append(step) or [])
+    found = Findings(tmp_path, 7)
+    for step in range(8, 5001):
+        found.update(step)
+        if found._thread is not None:
+            found._thread.join()
+    assert read[:12] == [10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 121]
+    assert len(read) < 12 + 45 and sum(read) < 11 * 5000
 
 
 def entropy_spent(run):

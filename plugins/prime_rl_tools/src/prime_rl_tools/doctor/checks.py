@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from prime_rl_tools.doctor.history import History
+from prime_rl_tools.doctor.history import REWARD, History
 from prime_rl_tools.doctor.measures import (
     NOISE,
-    REWARD,
     STALE,
     Verdict,
     by_env,

@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -19,6 +20,16 @@ from prime_rl_tools.rollouts import read_rollouts, step_files
 
 Values = npt.NDArray[np.float64]
 
+REWARD = "train/agg/all/reward/mean"
+OF_ALL = (
+    "batch/agg/seen",
+    "mismatch_kl/all/mean",
+    "off_policy/mean",
+    "optim/grad_norm",
+    "optim/lr",
+    REWARD,
+)
+"""Metrics that a check reads outside of the windows too."""
 MIN_STEPS = 12
 """Fewer steps hold no trend."""
 MAX_WINDOW = 20
@@ -55,20 +66,33 @@ class History:
     def __init__(self, run_dir: Path, first: int = 1, last: int | None = None) -> None:
         self.run_dir = run_dir
         self.rows: dict[int, dict[str, Any]] = {}
+        """The metrics ``OF_ALL`` of each step, and every metric of steps in a window: all metrics
+        of a step take 100 KB."""
         path = run_dir / "metrics.jsonl"
-        with reading(path):
-            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-            for line in lines:
-                if line.endswith(b"\n"):
-                    row = msgspec.json.decode(line, type=dict[str, Any])
-                    self.rows.setdefault(int(row["step"]), {}).update(row)
-        self.steps = sorted(
-            step
-            for step, row in self.rows.items()
-            if step >= first and (last is None or step <= last) and "batch/agg/seen" in row
-        )
-        window = min(MAX_WINDOW, max(3, len(self.steps) // 4))
-        self.early, self.late = self.steps[:window], self.steps[-window:]
+        with reading(path), path.open("rb") if path.exists() else BytesIO() as file:
+            places = list(self._begin(file))
+            self.steps = sorted(
+                step
+                for step, row in self.rows.items()
+                if step >= first and (last is None or step <= last) and "batch/agg/seen" in row
+            )
+            window = min(MAX_WINDOW, max(3, len(self.steps) // 4))
+            self.early, self.late = self.steps[:window], self.steps[-window:]
+            for step, start in places:
+                if step in self.early or step in self.late:
+                    file.seek(start)
+                    self.rows[step].update(msgspec.json.decode(file.readline()))
+
+    def _begin(self, file: BinaryIO) -> Iterator[tuple[int, int]]:
+        """Read the metrics ``OF_ALL``. Yields the step of each line, and where the line begins."""
+        start = 0
+        for line in file:
+            if line.endswith(b"\n"):
+                row = msgspec.json.decode(line, type=dict[str, Any])
+                step = int(row["step"])
+                self.rows.setdefault(step, {}).update({n: row[n] for n in OF_ALL if n in row})
+                yield step, start
+            start += len(line)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -87,7 +111,9 @@ class History:
         return sorted(names)
 
     def values(self, name: str, steps: list[int]) -> Values:
-        """A metric at some steps; steps that lack it are left out."""
+        """A metric at some steps; steps that lack it are left out. A metric that is not one
+        ``OF_ALL``: at steps of the windows only."""
+        assert name in OF_ALL or {*steps} <= {*self.early, *self.late}, name
         found = [self.rows[step][name] for step in steps if self.rows[step].get(name) is not None]
         return np.array([value for value in found if np.isfinite(value)], np.float64)
 

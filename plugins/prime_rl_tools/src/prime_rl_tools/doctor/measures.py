@@ -10,7 +10,6 @@ import numpy as np
 
 from prime_rl_tools.doctor.history import History, Seen, Values
 
-REWARD = "train/agg/all/reward/mean"
 NOISE = 3.0
 """Standard errors from which on a change of the reward counts."""
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from prime_rl_tools.doctor.checks import DEAD, MISMATCH
-from prime_rl_tools.doctor.history import History
+from prime_rl_tools.doctor.history import REWARD, History
 from prime_rl_tools.doctor.measures import (
     NOISE,
-    REWARD,
     Verdict,
     mean_of,
     median_of,

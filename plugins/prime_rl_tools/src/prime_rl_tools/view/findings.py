@@ -15,19 +15,20 @@ MOST = 3
 
 
 class Findings:
-    """The verdicts on a run, read anew in a thread every ``EVERY`` steps."""
+    """The verdicts on a run, read anew in a thread when it has ``EVERY`` steps more, and a tenth
+    more: to read all steps each time would take the square of their number."""
 
     def __init__(self, run_dir: Path, step: int) -> None:
         """``step``: the last one that previous attempts have trained."""
         self.found: list[Verdict] = []
-        self._run_dir, self._asked = run_dir, step // EVERY
+        self._run_dir, self._next = run_dir, (step // EVERY + 1) * EVERY
         self._thread: Thread | None = None
         self._said: set[tuple[str, str | None]] = set()
 
     def update(self, step: int) -> None:
         """Start the thread if it is time and none is running."""
-        if step // EVERY > self._asked and not (self._thread and self._thread.is_alive()):
-            self._asked = step // EVERY
+        if step >= self._next and not (self._thread and self._thread.is_alive()):
+            self._next = max(step // EVERY * EVERY + EVERY, step + step // 10)
             self._thread = Thread(target=self.read, name="doctor", daemon=True)
             self._thread.start()
 
