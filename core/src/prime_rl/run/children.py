@@ -29,12 +29,8 @@ QUIET_CPU = {
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
-    # Steps allocate most of their memory anew: glibc keeps what is freed (32 MiB is the most that
-    # it allows), and pages are of 2 MiB where the kernel has them.
+    # Tensors in huge pages: a step allocates most of its memory anew, and faults once per 2 MiB.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**30),
     "PYTHONUNBUFFERED": "1",
 }
 """Defaults of every child's environment. The user's environment overrides them."""
