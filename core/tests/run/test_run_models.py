@@ -5,14 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from waiting import LIMIT
 
 from prime_rl import ConfigError, ModelMaker, PluginConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.run import models
 from prime_rl.run.models import cache_dir, cached_path, fetch, make, model_path
-from prime_rl.rundir.launch import READY, wait_for_model
+from prime_rl.run.supervisor import _failed
+from prime_rl.rundir.launch import READY, Launch, wait_for_model
 from prime_rl.rundir.status import Status, read_status
 
 
@@ -191,6 +194,27 @@ models.main()
     assert process.wait(LIMIT) == 143
     process.stdout.close()
     assert list(cache.iterdir()) == []
+
+
+def test_a_run_does_not_try_a_model_again_that_cannot_be_made(cache, tmp_path, monkeypatch):
+    """It reads the reason from the status; without one it would start again."""
+    for folder in ("configs", "status"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "configs" / "run.json").write_text('{"model": {"name": "a/b"}, "max_steps": 1}')
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path)])
+    monkeypatch.setattr(models, "exit_with_parent", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Launch, "read", lambda _: SimpleNamespace(initial=cache / "m"))
+
+    def fetch(name, folder, status):
+        raise ConfigError("no such package: install it")
+
+    monkeypatch.setattr(models, "fetch", fetch)
+    assert models.main() == 1
+    report = read_status(tmp_path / "status" / "model.json")
+    assert (report.state, report.detail) == ("failed", {"error": "no such package: install it"})
+    process = SimpleNamespace(name="model", exit_code=1, log="", last_lines=list)
+    assert _failed(process, tmp_path, "exited").reported
 
 
 async def test_waiting_for_a_model_ends_when_it_is_whole(tmp_path):

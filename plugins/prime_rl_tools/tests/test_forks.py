@@ -91,7 +91,7 @@ def test_a_fork_is_the_process_that_its_command_names(starter: Starter) -> None:
     assert (environ["PRIME_RL_PROCESS"], environ["PRIME_RL_MINE"]) == (name, "here")
     assert "PRIME_RL_ROOM" not in environ
     server = psutil.Process(starter.server.pid).environ()
-    assert server["PRIME_RL_PROCESS"] == f"3:forks:{starter.folder}"
+    assert server["PRIME_RL_PROCESS"] == f"3:guard:{starter.folder}"
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(LIMIT) == 7 and process.poll() == 7
     assert starter.server.poll() is None
@@ -150,11 +150,15 @@ def test_a_fork_server_that_dies_is_replaced_and_its_forks_live(starter: Starter
     assert starter.said("two")[0] == "imported" and first.poll() is None
 
 
-def test_before_it_is_forked_its_death_is_the_fork_servers(starter: Starter) -> None:
+@pytest.mark.parametrize("reaped", [False, True])
+def test_before_it_is_forked_its_death_is_the_fork_servers(starter: Starter, reaped: bool) -> None:
+    """``reaped``: by what kills the leftovers of an attempt."""
     (starter.folder / "slow_import.py").write_text(FOREVER.replace("time", "import time; time"))
     process = starter("print(1)")
     assert process.poll() is None and process.pid == starter.server.pid
     os.killpg(process.pid, signal.SIGKILL)
+    if reaped:
+        os.waitpid(process.pid, 0)
     assert process.wait(LIMIT) == -signal.SIGKILL
 
 

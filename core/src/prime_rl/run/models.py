@@ -131,6 +131,7 @@ def main() -> int:
         make(fill, Launch.read(run_dir).initial)
     except (PrimeRLError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
+        status.report("failed", error=str(error))  # said, so that the run does not try again
         return 1
     status.report(DONE, progress=1.0)
     return 0

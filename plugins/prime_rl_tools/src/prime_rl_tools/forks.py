@@ -22,6 +22,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -43,6 +44,8 @@ GROUP = "prime_rl.forks"
 _PR_SET_CHILD_SUBREAPER = 36
 OWN = ("PRIME_RL_", "NO_PROXY", "no_proxy")
 """Variables that no library reads while it is imported. Forks may differ in them."""
+GUARD = "guard"
+"""The run's name for what serves all its attempts, and ends with it."""
 ROOM = "-" * 2048
 """Space for command line and environment of forks, which overwrite the fork server's."""
 LARGEST = 1 << 17
@@ -81,7 +84,7 @@ class _Server:
     def __init__(self, imports: Sequence[str], env: Mapping[str, str], log: Any) -> None:
         self.read_early = _read_early(env)
         attempt, _, rest = env.get(PROCESS, "").partition(":")
-        named = {PROCESS: f"{attempt}:forks:{rest.partition(':')[2]}"} if attempt else {}
+        named = {PROCESS: f"{attempt}:{GUARD}:{rest.partition(':')[2]}"} if attempt else {}
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self.process = subprocess.Popen(
@@ -112,7 +115,8 @@ class _Server:
             except ConnectionError:
                 answer = b""
             if not answer:
-                code = self.process.wait() or 1
+                # 0: somebody else has waited for it. It ends by itself with the supervisor only.
+                code = self.process.wait() or -signal.SIGKILL
                 for fork in self.waiting:
                     fork.returncode = code
                 self.waiting.clear()
