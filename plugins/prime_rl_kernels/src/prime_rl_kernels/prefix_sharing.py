@@ -64,7 +64,7 @@ def shared_layout(
     num_blocks = len(blocks)
     total = sum(length for length, _ in blocks) + sum(length for length, _, _ in tails)
     if padding := padded_rows(total) - total if HAS_ONEDNN else 0:
-        blocks.append((padding, []))  # nobody reads it
+        blocks.append((padding, []))  # no target reads it
     rows: list[Ints] = []  # which tokens of the row are computed, in order
     head = np.zeros(len(lengths), np.int64)  # [S] computed index of position 0 ...
     split = np.zeros(len(lengths), np.int64)  # [S] ... for positions before this one,

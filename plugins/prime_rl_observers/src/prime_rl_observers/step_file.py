@@ -1,8 +1,8 @@
 """``[monitors.file] interval`` for ``trainer.jsonl``, which the orchestrator follows.
 
 The trainer writes whole lines. This shortens old ones in the trainer's process, between two steps,
-and replaces the file. Whoever follows it reads it from its start then, and knows which steps it
-has seen.
+and replaces the file. The orchestrator then reads it from its start, and knows which steps it has
+seen.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class _Server:
             except ConnectionError:
                 answer = b""
             if not answer:
-                # 0: somebody else has waited for it. It ends by itself with the supervisor only.
+                # 0: another caller has waited for it. It ends by itself with the supervisor only.
                 code = self.process.wait() or -signal.SIGKILL
                 for fork in self.waiting:
                     fork.returncode = code
@@ -126,8 +126,8 @@ class _Server:
 
 
 class Fork(subprocess.Popen[bytes]):
-    """A process that the fork server starts. Until it has, its id is the server's: whoever kills
-    the one kills the other."""
+    """A process that the fork server starts. Until it has, its id is the server's: who kills the
+    one kills the other."""
 
     _child_created = False  # for Popen's finalizer
 
@@ -149,7 +149,7 @@ class Fork(subprocess.Popen[bytes]):
         if self._server is None and self.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
+            except ChildProcessError:  # another caller has waited for it
                 pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
