@@ -313,13 +313,13 @@ def transformers() -> dict[str, float]:
             max_new_tokens=shape.new, do_sample=True, temperature=1.0, eos_token_id=-1
         )
         before = time.process_time()
-        with torch.inference_mode():
-            replies = model.generate_batch(
-                inputs=shape.drawn(seed),
-                generation_config=config,
-                continuous_batching_config=limits,
-            )
+        asked = shape.drawn(seed)
+        replies = model.generate_batch(
+            inputs=asked, generation_config=config, continuous_batching_config=limits
+        )
         tokens = sum(len(reply.generated_tokens) for reply in replies.values())
+        if tokens != len(asked) * shape.new:
+            raise RuntimeError(f"{tokens} tokens of {len(asked) * shape.new}")
         found[shape.label] = tokens / (time.process_time() - before)
     found["gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return found
