@@ -215,7 +215,7 @@ def test_without_memory_or_if_it_is_off_the_trainer_waits_for_the_engines(
 
     def note(*_: object) -> None:
         threads.append(threading.current_thread())
-        raise WeightsError("nobody is there")
+        raise WeightsError("no engine is there")
 
     size = 4 * 20_576  # bytes of the tiny model
     monkeypatch.setattr(BroadcastGroup, "wait_for_all", note)
@@ -227,7 +227,7 @@ def test_without_memory_or_if_it_is_off_the_trainer_waits_for_the_engines(
         run.publish(1)
         run.sender.finish()
     assert [each is threading.main_thread() for each in threads] == [waits]
-    assert (run.publisher.path(1) / "model.safetensors").exists()  # by whoever sent
+    assert (run.publisher.path(1) / "model.safetensors").exists()  # by the sender
     assert ("are free for it (weight_broadcast.overlap)" in caplog.text) == (
         waits and overlap == "auto"
     )

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl_embedded.testing import write_model
 from prime_rl_kernels import products
-from prime_rl_kernels.products import Linear, Packed, linear, padded_rows, replace_linears
+from prime_rl_kernels.products import Linear, Packed, linear, pad_rows, padded_rows, replace_linears
 
 SIZES = [(), (3,), (2, 5)]
 """Shapes of x before its last dimension."""
@@ -130,3 +130,10 @@ def test_few_numbers_of_rows_are_in_use() -> None:
     for count, rows in enumerate(found, 1):
         assert count <= rows <= max(2, count * 17 / 16)
     assert len({rows for rows in found if rows >= 1024}) == 3 * 16 + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_only_rows_for_onednn_are_padded(dtype: torch.dtype) -> None:
+    assert len(pad_rows(torch.ones(33, 2))) == 34
+    other = torch.ones(33, 2, dtype=dtype)
+    assert pad_rows(other) is other

@@ -41,8 +41,8 @@ def padded_rows(rows: int) -> int:
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """x [N, D], followed by ``padded_rows(N) - N`` rows of zeros."""
-    missing = padded_rows(len(x)) - len(x)
+    """x [N, D], followed by ``padded_rows(N) - N`` rows of zeros if it is for oneDNN."""
+    missing = padded_rows(len(x)) - len(x) if HAS_ONEDNN and is_plain(x) else 0
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
