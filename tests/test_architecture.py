@@ -397,3 +397,10 @@ def _reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
             seen.add(node)
             todo += edges[node]
     return seen
+
+
+@pytest.mark.parametrize(
+    "word", ["sampler", "rollout", "algorithm", "filters", "packer", "wire", "trainer", "weights"]
+)
+def test_the_loop_names_the_words_of_the_flow(word):
+    assert word in (CORE / "orchestrator/loop.py").read_text()
