@@ -108,7 +108,7 @@ def main() -> None:
     if len(sys.argv) == 2:
         orchestrate()
     from prime_rl.cli import main as prime_rl
-    from prime_rl.run import commands
+    from prime_rl_app import commands
 
     if os.environ.get("PRIME_RL_BENCH_DIRECT"):
         commands.ORCHESTRATOR = "bench.direct"

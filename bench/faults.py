@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from prime_rl_tools.rollouts import read_step
+from prime_rl_app.rollouts import read_step
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS_PER_FAULT = 2
@@ -48,7 +48,7 @@ CONFIG = [
 ]
 KINDS = {
     "orchestrator": "prime_rl.orchestrator",
-    "agent": "prime_rl_tools.agent",
+    "agent": "prime_rl_app.agent",
     "rank": "prime_rl.trainer",
     "engine": "prime_rl_embedded",
 }

@@ -50,7 +50,7 @@ from prime_rl.trainer.optim import build_optimizer, clip_gradients
 from prime_rl.trainer.publish import Publisher, published_dtypes, published_tensors
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
-from prime_rl_kernels.file_writer import FileWriter
+from prime_rl.trainer.file_writer import FileWriter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

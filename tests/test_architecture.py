@@ -48,7 +48,7 @@ FOR_RENDERINGS = {"prime_rl.env.rendering"}
 
 HAS_RENDERING = {"prime_rl_renderers"}
 
-FOR_LAUNCHERS = {"prime_rl.run.children"}
+FOR_LAUNCHERS = {"prime_rl_app.children"}
 """A further module for a plugin that starts the processes of a run."""
 
 HAS_LAUNCHER = {"prime_rl_ray"}
@@ -95,7 +95,7 @@ CALLS_THE_TRAINER = (
 """The modules of the author's kit that call its loss, and those of plan that let it take a step, in
 a process of their own."""
 
-HAS_DEFAULT = {"prime_rl_vllm": "prime_rl.run.gpus"}
+HAS_DEFAULT = {"prime_rl_vllm": "prime_rl_app.gpus"}
 """A further module for the engine that is the default of a machine with GPUs."""
 
 

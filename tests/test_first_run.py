@@ -19,7 +19,7 @@ import warm
 from safetensors.numpy import load_file
 from waiting import LIMIT, eventually
 
-from prime_rl_tools.rollouts import read_rollouts
+from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

@@ -21,7 +21,7 @@ from waiting import LIMIT
 
 from prime_rl import Rollout
 from prime_rl.rundir.launch import Launch
-from prime_rl_tools.rollouts import read_rollouts
+from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]

@@ -17,8 +17,8 @@ import pytest
 import warm
 from waiting import LIMIT, eventually
 
-from prime_rl.run.children import free_ports
-from prime_rl_tools.rollouts import read_rollouts
+from prime_rl_app.children import free_ports
+from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]

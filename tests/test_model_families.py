@@ -10,7 +10,7 @@ from family_models import FAMILIES, Family
 from family_page import PAGE, intro, row
 from transformers import AutoModelForCausalLM
 
-from prime_rl_kernels.unread import unread_model
+from prime_rl.trainer.unread import unread_model
 
 WRITE = "Run: make docs-families"
 

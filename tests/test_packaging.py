@@ -137,7 +137,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(dist, name):
     assert not [entry for entry in files if "tests/" in entry or "/test_" in entry]
     assert not [entry for entry in files if entry.endswith((".safetensors", ".bin", ".pt"))]
     if name == META:
-        assert files == ["prime_rl_defaults/defaults.toml"]
+        assert files == ["prime_rl_app/defaults.toml"]
     else:
         package = {"prime_rl_core": "prime_rl", "prime_rl_math": "math_problems"}.get(name, name)
         assert f"{package}/py.typed" in files

@@ -17,7 +17,7 @@ import warm
 from waiting import LIMIT, eventually
 
 from prime_rl.weights.versions import has_files
-from prime_rl_tools.rollouts import read_rollouts
+from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

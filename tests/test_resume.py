@@ -36,9 +36,9 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_kernel
 from prime_rl.rollout import Rollout
-from prime_rl.run.children import Child, end, free_ports, start
-from prime_rl.run.commands import engine_launch
-from prime_rl.run.resolve import build_engine
+from prime_rl_app.children import Child, end, free_ports, start
+from prime_rl_app.commands import engine_launch
+from prime_rl_app.resolve import build_engine
 from prime_rl.rundir.checkpoints import finished, whole_steps
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status
@@ -47,7 +47,7 @@ from prime_rl.trainer.model import load_model
 from prime_rl.trainer.publish import Publisher
 from prime_rl.wire import encode_batch
 from prime_rl.wire.micro_batch import decode_batch
-from prime_rl_tools.rollouts import read_rollouts
+from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

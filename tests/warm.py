@@ -38,7 +38,7 @@ IMPORTS = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("transformers", "transformers.models.qwen3.modeling_qwen3", "verifiers.v1", "matplotlib"),
     *("matplotlib.backends.backend_agg", "matplotlib.figure", "rich.live", "uvicorn"),
-    *("prime_rl.cli.app", "prime_rl.run.supervisor", "prime_rl.run.models"),
+    *("prime_rl.cli.app", "prime_rl_app.supervisor", "prime_rl_app.models"),
     *("prime_rl.orchestrator.build", "prime_rl.orchestrator.loop", "prime_rl_tools.view.live"),
     *("prime_rl.trainer.loop", "prime_rl.trainer.checkpoint", "prime_rl.trainer.parallel"),
     *("prime_rl.trainer.model", "prime_rl_embedded.loop", "prime_rl_embedded.model"),
@@ -249,7 +249,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
-        from prime_rl_tools.forks import show
+        from prime_rl_app.forks import show
 
         show(request["argv"], request["env"])
         run_here(request["argv"][1:])

@@ -11,7 +11,7 @@ from waiting import LIMIT
 from prime_rl import Monitor, PluginConfig
 from prime_rl.orchestrator.reporter import in_background
 from prime_rl.testing import make_rollout
-from prime_rl_tools.background import MAX_WAITING_ROLLOUTS, Background
+from prime_rl.orchestrator.background import MAX_WAITING_ROLLOUTS, Background
 from prime_rl_tools.metrics_file import FileConfig, FileMonitor
 
 
@@ -163,7 +163,7 @@ def test_a_slow_monitor_blocks_nothing_and_loses_lines(caplog):
 
 
 def test_a_monitor_that_hangs_does_not_block_the_end_of_the_run(monkeypatch, caplog):
-    monkeypatch.setattr("prime_rl_tools.background.CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("prime_rl.orchestrator.background.CLOSE_SECONDS", 0.05)
     recorder = Recorder()
     recorder.gate.clear()
     monitor = in_background(recorder)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from prime_rl.cli import main
 from prime_rl.cli.app import app
-from prime_rl.cli.run import split_arguments
+from prime_rl_app.run_command import split_arguments
 from prime_rl.config.run import RunConfig
 
 CONFIG = """
@@ -180,7 +180,7 @@ def test_the_help_loads_no_plugin_without_commands():
         "import sys; from prime_rl.cli.app import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
-        "sys.exit({'prime_rl_grpo', 'prime_rl.defaults'} & set(sys.modules) or 0)"
+        "sys.exit({'prime_rl_grpo', 'prime_rl_app.plugin'} & set(sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

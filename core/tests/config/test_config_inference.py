@@ -7,7 +7,7 @@ from prime_rl import ConfigError
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.plugins.manager import Hooks
-from prime_rl.run.resolve import check_engine
+from prime_rl_app.resolve import check_engine
 
 
 def test_one_url_or_several_with_or_without_v1():

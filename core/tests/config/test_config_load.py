@@ -242,7 +242,7 @@ def test_no_key_is_left_unread():
     import prime_rl_env_workers
     import prime_rl_evals
     import prime_rl_kernels
-    from prime_rl_tools import recovery
+    from prime_rl_app import recovery
 
     root = Path(prime_rl.__file__).parent
     sources = [

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from prime_rl.plugins.import_path import import_function
-from prime_rl.run.commands import PYTHON
+from prime_rl_app.commands import PYTHON
 
 
 def test_a_file_in_the_working_directory_replaces_no_module(tmp_path, monkeypatch):

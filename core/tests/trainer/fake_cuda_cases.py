@@ -55,7 +55,7 @@ from prime_rl.trainer.publish import (
 from prime_rl.weights.tensors import Piece, header_of
 from prime_rl.wire import MicroBatch
 from prime_rl_broadcast.sender import BroadcastSender
-from prime_rl_kernels.file_writer import FileWriter
+from prime_rl.trainer.file_writer import FileWriter
 from prime_rl_lora.model import add_lora
 
 VOCAB, TOKENS, LENGTHS = 512, 96, (40, 24, 24, 8)
@@ -129,7 +129,7 @@ def make_trainer(
         if (tuning := make_tuning(config.settings, hooks)) is not None:
             tuning.peft_config = add_lora(made, tuning.config)
             made.prime_rl_tuning = tuning
-    with mock.patch("prime_rl_kernels.self_check._gap", lambda *_: 0.0):  # it reads values
+    with mock.patch("prime_rl.trainer.self_check._gap", lambda *_: 0.0):  # it reads values
         trainer = Trainer(
             *(made, Components.load(config, hooks), config, 10, observers),
             kernel=make_kernel(config, hooks),
@@ -172,7 +172,7 @@ def steps(
 
 def copied(recorder: Recorder, trainer: Trainer) -> dict[str, Any]:
     """What copying the weights for a thread does, and where the copies are."""
-    with mock.patch("prime_rl_kernels.file_writer.parallel.host_group"):  # gloo, of real ranks
+    with mock.patch("prime_rl.trainer.file_writer.parallel.host_group"):  # gloo, of real ranks
         writer = FileWriter(trainer.model, Publisher(Path(), 1, "bfloat16"), print)
     writer._one_disk = True  # no rank asks the others
     recorder.clear()
@@ -184,8 +184,8 @@ def copied(recorder: Recorder, trainer: Trainer) -> dict[str, Any]:
         return empty(*given, **settings)
 
     with (
-        mock.patch("prime_rl_kernels.file_writer.torch.empty_like", made),
-        mock.patch("prime_rl_kernels.file_writer.torch.cuda.Event") as event,
+        mock.patch("prime_rl.trainer.file_writer.torch.empty_like", made),
+        mock.patch("prime_rl.trainer.file_writer.torch.cuda.Event") as event,
     ):
         done = writer.copy()
     buffers = writer._next.buffers.values() if writer._next else ()

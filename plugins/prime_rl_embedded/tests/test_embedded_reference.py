@@ -15,7 +15,7 @@ from torch import Tensor
 from prime_rl import EngineError, ReferenceModel
 from prime_rl.inference.pool import FrozenPool
 from prime_rl_embedded.testing import VOCAB_SIZE, Served
-from prime_rl_engine_kit.scorer import PromptScorer
+from prime_rl.inference.scorer import PromptScorer
 
 Score = Callable[[list[int]], Tensor]
 

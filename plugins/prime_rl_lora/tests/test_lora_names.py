@@ -13,7 +13,7 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, WeightsError
 from prime_rl.config.run import RunConfig
-from prime_rl.run.models import check_tuning
+from prime_rl_app.models import check_tuning
 
 SHAPES = {
     "model.embed_tokens.weight": [61, 8],
@@ -102,7 +102,7 @@ def test_no_torch_is_imported_for_it(folder: Path) -> None:
     code = (
         "import sys\n"
         "from prime_rl.config.run import RunConfig\n"
-        "from prime_rl.run.models import check_tuning\n"
+        "from prime_rl_app.models import check_tuning\n"
         "check_tuning(RunConfig.model_validate_json(sys.argv[1]))\n"
         "assert not {'torch', 'safetensors', 'transformers'} & sys.modules.keys()\n"
     )

@@ -36,7 +36,7 @@ def main(folder: Path) -> None:
     losses, kernel = Components.load(config, hooks), make_kernel(config, hooks)
     full = lengths_of(request["row_tokens"], request["seq_len"])
     rows = [make_row(each, table["vocab_size"], "rl", ()) for each in (SHORT, full)]
-    no_gap = mock.patch("prime_rl_kernels.self_check._gap", lambda *_: 0.0)
+    no_gap = mock.patch("prime_rl.trainer.self_check._gap", lambda *_: 0.0)
     with fake_cuda(), fake_ranks(1), no_gap:
         with torch.device("cuda"):
             architecture = with_layers(table, table["num_hidden_layers"])

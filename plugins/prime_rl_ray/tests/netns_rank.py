@@ -14,7 +14,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "agent":
         from prime_rl.rundir.launch import NODE_ADDRESS
         from prime_rl_ray.agent import interfaces
-        from prime_rl_tools import agent
+        from prime_rl_app import agent
 
         os.environ |= interfaces(os.environ[NODE_ADDRESS])  # as on a node of Ray
         agent.MODULE = "netns_rank"

@@ -14,7 +14,7 @@ import pytest
 from local_cluster import processes_with, ray_cluster, with_default_signals
 from waiting import LIMIT, eventually, exists
 
-from prime_rl_tools.rollouts import read_step
+from prime_rl_app.rollouts import read_step
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl_tools.rollouts import RolloutStore
+from prime_rl_app.rollouts import RolloutStore
 
 GROUP = 4
 

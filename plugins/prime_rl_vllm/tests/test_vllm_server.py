@@ -16,7 +16,7 @@ from waiting import LIMIT
 
 from prime_rl.inference.pool import FrozenPool
 from prime_rl_devkit.engines.checkpoints import changed
-from prime_rl_engine_kit.scorer import PromptScorer
+from prime_rl.inference.scorer import PromptScorer
 
 pytestmark = pytest.mark.vllm
 GAP = 1e-4

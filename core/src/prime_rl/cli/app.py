@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from prime_rl.cli import run
+from prime_rl_app import run_command
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.plugins.manager import (

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
 
-DEFAULTS = "prime_rl.defaults"
+DEFAULTS = "prime_rl_app.plugin"
 """Entry-point group of the TOML file with the defaults: ``package:file.toml``."""
 
 HERE, FITS = "prime_rl.machine_defaults", "prime_rl.fits"

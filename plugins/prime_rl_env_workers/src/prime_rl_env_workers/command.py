@@ -45,7 +45,7 @@ def serve_env(
     import asyncio
 
     from prime_rl.errors import ConfigError, RunError
-    from prime_rl.run.children import free_ports
+    from prime_rl_app.children import free_ports
     from prime_rl.rundir.launch import PARENT_PID
     from prime_rl.rundir.processes import exit_with_parent
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
-from prime_rl.run.models import model_path
+from prime_rl_app.models import model_path
 
 SHIPPED = files("prime_rl_plan") / "models"
 """Architectures of the recipes' models, as their public repositories have them. Variants share one:

@@ -39,7 +39,7 @@ def plan(
     """
     import json
 
-    from prime_rl.cli.run import split_arguments
+    from prime_rl_app.run_command import split_arguments
     from prime_rl_plan import devices, places, show
     from prime_rl_plan.advice import Change, advise
     from prime_rl_plan.estimate import Plan, estimate
@@ -74,7 +74,7 @@ def plan(
 def _config(given: str) -> str:
     """A config itself, or that of a run."""
     from prime_rl_tools.commands.options import OUTPUTS
-    from prime_rl_tools.runs import find_run
+    from prime_rl_app.runs import find_run
 
     if given.endswith((".toml", ".json")):
         return given

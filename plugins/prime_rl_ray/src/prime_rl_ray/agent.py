@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ray
 
-from prime_rl.run.children import Child, end, free_ports, start
+from prime_rl_app.children import Child, end, free_ports, start
 from prime_rl_env_workers.placed import give_up
 
 POLL_SECONDS = 0.1

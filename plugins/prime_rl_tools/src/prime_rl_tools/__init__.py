@@ -48,7 +48,7 @@ def register_commands(cli: typer.Typer) -> None:
 def register_observers() -> list[type[Observer]]:
     """Offer ``event_loop_lag``, ``loaded_versions`` and ``save_rollouts``."""
     from prime_rl_tools.lag import EventLoopLag
-    from prime_rl_tools.rollouts import SaveRollouts
+    from prime_rl_app.rollouts import SaveRollouts
     from prime_rl_tools.versions import Versions
 
     return [EventLoopLag, SaveRollouts, Versions]

@@ -35,8 +35,8 @@ from prime_rl.plugins.offers import (
     make,
 )
 from prime_rl.plugins.sampler import SampledEnv
-from prime_rl.run.placement import lay_out
-from prime_rl.run.resolve import build_engine, build_launcher
+from prime_rl_app.placement import lay_out
+from prime_rl_app.resolve import build_engine, build_launcher
 
 MOST_CHARACTERS = 400
 """Of the prompt that is shown."""

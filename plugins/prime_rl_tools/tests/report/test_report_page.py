@@ -20,7 +20,7 @@ from prime_rl_tools.report import data, write_report
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.source import CHUNK_TOKENS, _parts
 from prime_rl_tools.report.tokens import Pieces, columns_of, short
-from prime_rl_tools.rollouts import StoredRollout, read_step, step_files
+from prime_rl_app.rollouts import StoredRollout, read_step, step_files
 
 
 def blocks(path):

@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 
 from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.rundir.status import Status
-from prime_rl_tools.rollouts import write_rollouts
+from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.view.live import MetricsTail, TerminalView, clock, sparkline
 from prime_rl_tools.view.sampled import Sampled
 

@@ -10,7 +10,7 @@ import pytest
 from report_runs import make_run
 
 from prime_rl.errors import ConfigError
-from prime_rl_tools.rollouts import read_step, step_files
+from prime_rl_app.rollouts import read_step, step_files
 from prime_rl_tools.watch.server import Server, Watched
 
 

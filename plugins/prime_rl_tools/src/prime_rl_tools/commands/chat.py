@@ -41,7 +41,7 @@ def chat(
     ```
     """
     from prime_rl.errors import RunError
-    from prime_rl_tools.api import Run
+    from prime_rl_app.api import Run
     from prime_rl_tools.serve.chat import ChatOptions, opened
     from prime_rl_tools.terminal import Console
 

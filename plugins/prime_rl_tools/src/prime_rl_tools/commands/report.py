@@ -28,7 +28,7 @@ def report(
     ```
     """
     from prime_rl_tools.report import write_report
-    from prime_rl_tools.runs import find_run
+    from prime_rl_app.runs import find_run
 
     run_dir = find_run(run, output_dir)
 

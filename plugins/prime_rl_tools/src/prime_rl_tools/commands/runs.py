@@ -15,7 +15,7 @@ from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from prime_rl_tools.runs import RunInfo
+    from prime_rl_app.runs import RunInfo
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -39,7 +39,7 @@ def runs(output_dir: OutputDir = OUTPUTS, as_json: AsJson = False) -> None:
     prime-rl runs --output-dir outputs
     ```
     """
-    from prime_rl_tools.runs import list_runs
+    from prime_rl_app.runs import list_runs
 
     found = list_runs(output_dir, lambda error: typer.echo(f"error: {error}", err=True))
     if as_json:
@@ -77,8 +77,8 @@ def status(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
     prime-rl status latest
     ```
     """
-    from prime_rl_tools.files import reading
-    from prime_rl_tools.runs import find_run, processes, run_info
+    from prime_rl_app.files import reading
+    from prime_rl_app.runs import find_run, processes, run_info
     from prime_rl_tools.view.summary import LOG, read_restarts, restarts_text
 
     run_dir = find_run(run, output_dir)
@@ -154,8 +154,8 @@ def stop(
     ```
     """
     from prime_rl.errors import RunError
-    from prime_rl_tools.runs import find_run, state_of
-    from prime_rl_tools.runs import stop as stop_run
+    from prime_rl_app.runs import find_run, state_of
+    from prime_rl_app.runs import stop as stop_run
 
     run_dir = find_run(run, output_dir)
     if state_of(run_dir) == "running":
@@ -189,8 +189,8 @@ def scale(
     ```
     """
     from prime_rl.errors import ConfigError
-    from prime_rl_tools.runs import find_run, state_of
-    from prime_rl_tools.scaling import Wish, bare, check_wish
+    from prime_rl_app.runs import find_run, state_of
+    from prime_rl_app.scaling import Wish, bare, check_wish
 
     run_dir = find_run(run, output_dir)
     if state_of(run_dir) != "running":

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from prime_rl_tools.api import Run
+from prime_rl_app.api import Run
 from prime_rl_tools.doctor.checks import (
     clip_share,
     dead_groups,

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl import Rollout
-from prime_rl_tools.files import reading
-from prime_rl_tools.rollouts import read_rollouts, step_files
+from prime_rl_app.files import reading
+from prime_rl_app.rollouts import read_rollouts, step_files
 
 Values = npt.NDArray[np.float64]
 

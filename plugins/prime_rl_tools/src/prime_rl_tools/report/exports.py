@@ -17,7 +17,7 @@ import numpy as np
 
 from prime_rl.errors import RunError
 from prime_rl.rollout import Sample
-from prime_rl_tools.files import reading
+from prime_rl_app.files import reading
 
 SHOWN = {
     "trainer_logprobs": "trainer_logprobs",

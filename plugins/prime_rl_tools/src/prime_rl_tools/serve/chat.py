@@ -21,7 +21,7 @@ import msgspec
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.rundir.launch import Launch
-from prime_rl_tools.api import Run
+from prime_rl_app.api import Run
 from prime_rl_tools.replay.score import read_run_config
 from prime_rl_tools.serve.request import read_settings
 from prime_rl_tools.serve.server import (

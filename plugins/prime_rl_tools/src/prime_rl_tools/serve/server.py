@@ -25,8 +25,8 @@ from rich.console import Console
 
 from prime_rl import EngineLaunch
 from prime_rl.errors import RunError
-from prime_rl.run.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
-from prime_rl.run.models import model_path
+from prime_rl_app.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
+from prime_rl_app.models import model_path
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
 from prime_rl.rundir.status import read_status
 from prime_rl_tools.serve.request import build_engine, choose_port, model_context, read_key
@@ -113,7 +113,7 @@ def _start_maker(settings: ServeSettings, path: str, scratch: Path) -> Child:
         transport_host="",
         transport_ports=[],
     ).write(scratch)
-    return start("model", [sys.executable, "-P", "-m", "prime_rl.run.models", str(scratch)], {})
+    return start("model", [sys.executable, "-P", "-m", "prime_rl_app.models", str(scratch)], {})
 
 
 def _wait_for_model(child: Child, name: str, scratch: Path, console: Console) -> None:

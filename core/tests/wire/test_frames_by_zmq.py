@@ -1,0 +1,216 @@
+"""Micro batches over real sockets: strangers, and connections that break."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+from waiting import LIMIT
+
+from prime_rl import WireError
+from prime_rl_app.children import free_ports
+from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.launch import ADMIN_KEY, Launch
+from prime_rl.wire import sockets
+from prime_rl.wire.sockets import FrameReceiver, FrameSender, wire_key
+from prime_rl_broadcast.group import BroadcastGroup, opened
+
+FRAMES = [bytes([number]) * 2_000_000 for number in range(4)]
+
+
+def launch(port: int) -> Launch:
+    return Launch(
+        model_path="",
+        served_model_name="",
+        engine_urls=[],
+        transport_type="zmq",
+        transport_host="127.0.0.1",
+        transport_ports=[port],
+    )
+
+
+async def read_all(receiver: FrameReceiver) -> list[bytes]:
+    """As many frames as are sent, and a look at whether one comes twice."""
+    found: list[bytes] = []
+    while len(found) < len(FRAMES):
+        frame = await asyncio.to_thread(receiver.receive, 1.0)
+        found += [] if frame is None else [bytes(frame)]
+    assert await asyncio.to_thread(receiver.receive, 0.0) is None
+    return found
+
+
+async def send_all(sender: FrameSender) -> None:
+    for step, frame in enumerate(FRAMES, 1):
+        await sender.send(step, [frame])
+    await sender.drain()
+
+
+async def test_a_stranger_gets_no_frame_and_takes_none_away(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv(PROCESS, f"2:orchestrator:{tmp_path}")
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    monkeypatch.setenv(PROCESS, f"1:trainer:{tmp_path}")  # of an earlier attempt
+    late = wire_key()
+    monkeypatch.setenv(PROCESS, f"2:trainer:{tmp_path}")
+    monkeypatch.setenv(ADMIN_KEY, "guess")
+    wrong = wire_key()
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    sending = asyncio.create_task(send_all(sender))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        for request in ([wrong, b"0"], [late, b"9"], [wrong], [b""], [wire_key()]):
+            stranger.send_multipart(request)
+        with caplog.at_level(logging.WARNING):
+            while not caplog.records:  # the sender has seen the stranger before the rank asks
+                await asyncio.sleep(0.01)
+        receiver = FrameReceiver(launch(port), 0)
+        assert await read_all(receiver) == FRAMES
+        await sending
+        assert not stranger.poll(0)
+    receiver.close()
+    sender.close()
+    (record,) = caplog.records
+    assert f"asks for micro batches at tcp://127.0.0.1:{port}" in record.getMessage()
+
+
+@asynccontextmanager
+async def breaking(port: int, after: list[int]) -> AsyncIterator[int]:
+    """A relay to ``port`` that breaks its first connections when so many bytes have come back on
+    each."""
+    breaks, relays = iter(after), set[asyncio.Task[None] | None]()
+
+    async def pump(reader, writer, limit: float) -> None:
+        count = 0
+        while data := await reader.read(65_536):
+            count += len(data)
+            if count > limit:
+                break
+            writer.write(data)
+            await writer.drain()
+
+    async def relay(reader, writer) -> None:
+        relays.add(asyncio.current_task())
+        limit = next(breaks, float("inf"))
+        with suppress(OSError):
+            above, to = await asyncio.open_connection("127.0.0.1", port)
+            pumps = [pump(reader, to, float("inf")), pump(above, writer, limit)]
+            _, rest = await asyncio.wait(
+                map(asyncio.ensure_future, pumps), return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in rest:
+                task.cancel()
+            for each in (writer, to):
+                each.transport.abort()
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    yield server.sockets[0].getsockname()[1]
+    server.close()
+    await asyncio.gather(*filter(None, relays))
+    await asyncio.sleep(0)  # an aborted transport closes its socket in the next round
+    assert next(breaks, None) is None  # each has happened
+
+
+async def test_a_connection_that_breaks_loses_no_frame() -> None:
+    """In the handshake, within a frame, and between an answer and the next request."""
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    async with breaking(port, [40, 1_000_000, 2_500_000]) as relayed:
+        receiver = FrameReceiver(launch(relayed), 0)
+        sending = asyncio.create_task(send_all(sender))
+        assert await read_all(receiver) == FRAMES
+        await sending
+        receiver.close()
+    sender.close()
+
+
+async def test_a_request_that_is_too_long_ends_its_connection_only() -> None:
+    (port,) = free_ports(1)
+    sender, receiver = FrameSender(launch(port)), FrameReceiver(launch(port), 0)
+    sending = asyncio.create_task(send_all(sender))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://127.0.0.1:{port}")
+        stranger.send(bytes(10_000_000))
+        assert await read_all(receiver) == FRAMES
+        await sending
+    receiver.close()
+    sender.close()
+
+
+async def test_a_sender_that_cannot_answer_any_more_raises_its_error() -> None:
+    """Instead of a wait for ever: in ``send`` with no room left, and in ``drain``."""
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    for step in range(sender.hwm):
+        await sender.send(step, [b"frame"])
+    waiting = asyncio.create_task(sender.send(sender.hwm, [b"frame"]))
+    with zmq.Context() as context, context.socket(zmq.DEALER) as rank:
+        rank.linger = 0
+        rank.connect(f"tcp://127.0.0.1:{port}")
+        rank.send_multipart([wire_key(), b"two"])  # of another make: it has the key
+        for work in (waiting, sender.drain()):
+            with pytest.raises(WireError, match=f"from tcp://127.0.0.1:{port}: .*b'two'") as raised:
+                async with asyncio.timeout(LIMIT):
+                    await work
+            assert isinstance(raised.value.__cause__, ValueError)
+    sender.close()
+
+
+async def test_a_rank_that_never_reads_ends_the_wait_for_it(monkeypatch) -> None:
+    monkeypatch.setattr(frames, "DRAIN_SECONDS", 0.05)
+    (port,) = free_ports(1)
+    sender = FrameSender(launch(port))
+    await sender.send(1, [b"frame"])
+    with pytest.raises(WireError, match=r"has not read its last micro batches .* within 0\.05 s"):
+        await sender.drain()
+    sender.close()
+
+
+async def test_an_announcement_wakes_the_orchestrator(monkeypatch, caplog) -> None:
+    """It looks at the files no sooner than that; and again soon if the disk is late. A process
+    without the key wakes no one. Frames go on beside it."""
+    monkeypatch.setattr(frames, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setenv(ADMIN_KEY, "secret")
+    (port,) = free_ports(1)
+    sender, receiver = FrameSender(launch(port)), FrameReceiver(launch(port), 0)
+    sending = asyncio.create_task(send_all(sender))
+    looking = asyncio.create_task(sender.announced(6))
+    monkeypatch.setenv(ADMIN_KEY, "guess")
+    stranger = FrameReceiver(launch(port), 0)
+    with caplog.at_level(logging.WARNING):
+        stranger.announce(7)
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    assert await read_all(receiver) == FRAMES and not looking.done()
+    await asyncio.to_thread(receiver.announce, 7)  # from a thread that writes files
+    async with asyncio.timeout(60):
+        await looking
+        await sender.announced(6)  # at once: 7 is there, but did not show
+    late = asyncio.create_task(sender.announced(7))
+    receiver.announce(8)
+    async with asyncio.timeout(60):
+        await late
+        await sending
+    for each in (receiver, stranger, sender):
+        each.close()
+
+
+def test_a_group_is_seen_when_it_is_opened_though_the_name_was_absent(monkeypatch, tmp_path):
+    """A client of NFS remembers that a name was absent, and asks again if its folder is listed."""
+    group = BroadcastGroup(
+        directory="", group="", backend="gloo", rank=0, world_size=1, timeout=1.0, loopback=True
+    )
+    assert opened(tmp_path) is None
+    lookups = []
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: lookups.append(path) or read(path))
+    assert opened(tmp_path) is None and lookups == []
+    assert group.open(tmp_path)
+    assert opened(tmp_path) == group

@@ -1,0 +1,141 @@
+"""The command line and the environment of each process of a run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from prime_rl import Engine, EngineLaunch
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import ConfigError
+from prime_rl.plugins.launchers import ProcessCommand, Task
+from prime_rl.rundir.attempts import PROCESS, newest_attempt
+from prime_rl.rundir.directory import log_dir
+from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, LOCAL, NODE_ADDRESS, Launch
+from prime_rl.rundir.status import process_name
+
+PYTHON = [sys.executable, "-P", "-m"]
+"""``-P``: no file in the working directory replaces a module of Python's or a plugin."""
+MODEL, ORCHESTRATOR, TRAINER = "prime_rl_app.models", "prime_rl.orchestrator", "prime_rl.trainer"
+"""The modules that these processes run."""
+AGENTS = "prime_rl.agents"
+"""Entry points: the module of the process that starts the trainer's ranks of one node."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The run's secrets. They are passed by the environment because argument lists are public."""
+
+    admin: str
+    engine: str
+    """Key of the sampling routes; empty: they need none."""
+
+    @classmethod
+    def of_run(cls, config: RunConfig, is_remote: bool) -> Keys:
+        """Keys from the environment, else new ones. Remote launchers protect sampling too."""
+        given = os.environ.get(config.inference.admin_key_var)
+        if config.inference.base_url:
+            return cls(given or "", os.environ.get(ENGINE_KEY, ""))
+        new = secrets.token_urlsafe(24) if is_remote else ""
+        return cls(given or secrets.token_urlsafe(24), os.environ.get(ENGINE_KEY) or new)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment variables that carry the keys."""
+        return {ADMIN_KEY: self.admin} | ({ENGINE_KEY: self.engine} if self.engine else {})
+
+
+@dataclass(frozen=True)
+class Commands:
+    """How to start the processes of one launch."""
+
+    config: RunConfig
+    launch: Launch
+    run_dir: Path
+    engine: Engine
+    keys: Keys
+
+    def of(self, task: Task) -> ProcessCommand:
+        """The command of one task."""
+        log = log_dir(self.run_dir) / f"{task.name}.log"
+        module = PYTHON
+        attempt = newest_attempt(self.run_dir)
+        # The model is, or will be, a local folder.
+        env = {"HF_HUB_OFFLINE": "1", PROCESS: f"{attempt}:{task.name}:{self.run_dir.resolve()}"}
+        needs = [self.run_dir / "configs" / "launch.json"]
+        if task.part == "model":  # the only process that may access the hub
+            own = {PROCESS: env[PROCESS]}
+            return ProcessCommand([*module, MODEL, str(self.run_dir)], log, own, needs)
+        model, initial = Path(self.launch.model_path), self.launch.initial
+        # A machine must see the model's folder, or its parent until the folder exists.
+        needs.append(model.parent if self.launch.wait_for_model else model)
+        if initial != model:
+            needs.append(initial if initial.exists() else initial.parent)
+        # For engines elsewhere the user's own proxy settings apply.
+        ours = [*self.launch.engine_urls, *self.launch.reference_urls.values()]
+        engines = [] if self.config.inference.base_url else ours
+        env |= self.keys.env | unproxied(engines)
+        if task.part == "inference":
+            command = self.engine.command(
+                engine_launch(self.config, self.launch, self.run_dir, self.keys.admin, task.number)
+            )
+            return ProcessCommand(command.argv, log, env | dict(command.env), needs)
+        if task.part == "trainer":
+            env[NODE_ADDRESS] = self.launch.trainer_addresses[task.number]
+            return ProcessCommand(trainer_command(self.launch, self.run_dir), log, env, needs)
+        return ProcessCommand([*module, ORCHESTRATOR, str(self.run_dir)], log, env, needs)
+
+
+def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
+    """The argument list of one trainer node, the same on all nodes. Raises ``ConfigError``."""
+    if launch.num_ranks == 1:
+        return [*PYTHON, TRAINER, str(run_dir)]
+    if not (agents := [entry.value for entry in entry_points(group=AGENTS)]):
+        raise ConfigError("several ranks of the trainer: install prime-rl, whose agent starts them")
+    command = [*PYTHON, agents[0], str(run_dir), "--ranks", str(launch.num_ranks)]
+    if launch.trainer_nodes > 1:
+        command += ["--nodes", str(launch.trainer_nodes), "--endpoint", launch.rendezvous]
+        command += ["--id", run_dir.name]
+    return command
+
+
+def unproxied(engine_urls: Sequence[str]) -> dict[str, str]:
+    """``NO_PROXY`` with the run's engines and this machine: a site's proxy cannot reach them and
+    must not see their keys."""
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+    hosts = [*given.split(","), *LOCAL, *(urlsplit(url).hostname or "" for url in engine_urls)]
+    value = ",".join(dict.fromkeys(host.strip() for host in hosts if host.strip()))
+    return {"NO_PROXY": value, "no_proxy": value}
+
+
+def engine_launch(
+    config: RunConfig, launch: Launch, run_dir: Path, admin_key: str, number: int = 0
+) -> EngineLaunch:
+    """An engine of the policy, or one after them, which starts with its first weights."""
+    name, initial = process_name("inference", number), launch.initial
+    if lives := name in launch.engine_names:
+        url = launch.engine_urls[launch.engine_names.index(name)]
+    else:
+        url = [*launch.reference_urls.values()][number - config.inference.replicas]
+    host, _, port = url.removeprefix("http://").rpartition(":")
+    return EngineLaunch(
+        model_path=Path(launch.model_path) if lives else initial,
+        wait_for_model=launch.wait_for_model if lives else not initial.exists(),
+        served_model_name=launch.served_model_name,
+        host=host.strip("[]"),
+        port=int(port),
+        max_model_len=config.inference.max_model_len or config.seq_len,
+        seed=config.seed,
+        admin_key=admin_key,
+        status_path=run_dir / "status" / f"{name}.json",
+        weights_roots=(run_dir, initial, launch.first_weights),
+        policy_version=launch.engine_version if lives else 0,
+        python=config.inference.interpreter,
+        can_sleep=config.deployment.colocated,
+    )

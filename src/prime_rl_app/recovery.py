@@ -1,0 +1,186 @@
+"""A run goes on after the death of a process: what counts as one, and whether to start again.
+
+a process exits, is stopped, or gives no sign of life -> ``ProcessFailed``
+-> ``Recovery.allow``: start again, or end the run with the cause
+-> the supervisor ends trainer and orchestrator, and resumes the newest checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from prime_rl.config.run import RecoveryConfig, RunConfig
+from prime_rl.errors import ProcessFailed
+from prime_rl.plugins.launchers import Launcher, Process
+from prime_rl.plugins.view import RunView
+from prime_rl_app.children import Child
+from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
+from prime_rl.rundir.directory import log_dir
+from prime_rl.rundir.status import ENGINES, read_status
+from prime_rl.weights.versions import STABLE as ANNOUNCED
+from prime_rl_app.logs import LogLimit
+from prime_rl_app.restarts import SERVES, Restarts
+
+if TYPE_CHECKING:
+    from prime_rl_app.supervisor import Attempts
+
+LOG = "recoveries.jsonl"
+"""File in the run directory: one line per restart, of all attempts."""
+LONGEST_WAIT = 60.0
+LOOK_SECONDS = 1.0
+LOST_SECONDS = 10.0
+"""Weights that were announced are not there for so long."""
+MOST_SECONDS = 5.0
+"""What one look may add: the supervisor itself may have been stopped."""
+
+
+class Recovery:
+    """Counts failures, and decides whether the run goes on. Keeps its logs small."""
+
+    def __init__(
+        self, config: RunConfig, view: RunView, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._run_dir, self._tell, self._sleep = view.run_dir, view.print, sleep
+        self._config, self._max_restarts = config.recovery, config.inference.max_restarts
+        # The supervisor drops us when the processes of the run have ended.
+        weakref.finalize(self, LogLimit(view.run_dir, config.log.max_mib).close)
+        self._furthest = self._used = 0
+        self._last: tuple[str, int] | None = None
+        self._began = time.time()
+
+    def watch(self) -> Callable[[Sequence[Process]], tuple[Process, str] | None]:
+        """An attempt begins: what looks for processes that count as dead."""
+        return Liveness(self._run_dir, self._config).look
+
+    def engines(self, attempts: Attempts, launcher: Launcher) -> Restarts:
+        """What restarts the engines of the run, and lets others join and leave."""
+        limit = self._max_restarts
+        return Restarts(launcher, self._run_dir, limit, self._tell, attempts=attempts)
+
+    def allow(self, failure: ProcessFailed, first_step: int) -> None:
+        """Return after a pause if the run is to be started again. Raises ``failure`` if it came
+        before the first attempt had trained anything and the process said why, if it came twice at
+        the same step, if the restarts are used up without progress, or if the disk is full."""
+        step = last_trained(self._run_dir)
+        if step > self._furthest:
+            self._furthest, self._used = step, 0
+        begins = self._last is None and step < first_step
+        same = (failure.cause, step) == self._last
+        if (failure.reported and (begins or same)) or self._used >= self._config.max_restarts:
+            raise failure
+        self._last = failure.cause, step
+        since, where = self._began, "the start"
+        for newest in whole_steps(self._run_dir)[-1:]:
+            mark = finished(self._run_dir, newest).directory / STABLE
+            since, where = max(since, mark.stat().st_mtime), f"step {newest}"
+        lost = max(0.0, time.time() - since)
+        line = {"time": time.time(), "cause": failure.cause, "step": step, "lost_seconds": lost}
+        try:
+            with (self._run_dir / LOG).open("a") as file:
+                file.write(json.dumps({"attempt": log_dir(self._run_dir).name, **line}) + "\n")
+        except OSError as error:  # a full disk: another attempt could not write either
+            raise failure from error
+        self._tell(
+            f"{failure.cause}, after step {step}: starting again from {where} "
+            f"({self._used + 1} of {self._config.max_restarts} times; {lost:.0f} s are repeated)"
+        )
+        self._sleep(min(2.0**self._used - 1.0, LONGEST_WAIT))
+        self._used += 1
+        self._began = time.time()
+
+
+def last_trained(run_dir: Path) -> int:
+    """The last step in ``trainer.jsonl``; 0 if there is none."""
+    try:
+        lines = (run_dir / "trainer.jsonl").read_bytes().splitlines(keepends=True)
+        return max(int(json.loads(line)["step"]) for line in lines[-2:] if line.endswith(b"\n"))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+class Liveness:
+    """Finds processes that run and do nothing: stopped ones on this machine, and those whose loop
+    gives no sign of life (``Status.beat``). Time counts only while we look."""
+
+    def __init__(
+        self, run_dir: Path, config: RecoveryConfig, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run_dir, self._config, self._clock = run_dir, config, clock
+        self._looked = clock()
+        self._stopped: dict[int, float] = {}
+        self._silent: dict[str, tuple[int, float]] = {}
+        self._lost = 0.0
+
+    def look(self, processes: Sequence[Process]) -> tuple[Process, str] | None:
+        """A process that counts as dead, and why; None while all are well. Looks once a second."""
+        if (passed := self._clock() - self._looked) < LOOK_SECONDS:
+            return None
+        self._looked, passed = self._clock(), min(passed, MOST_SECONDS)
+        for process in processes:
+            why = "" if process.exit_code is not None else self._is_stopped(process, passed)
+            if (
+                why := why
+                or self._is_silent(process, passed)
+                or self._waits_in_vain(process, passed)
+            ):
+                return process, why
+        return None
+
+    def _is_stopped(self, process: Process, passed: float) -> str:
+        if not isinstance(process, Child):
+            return ""
+        with suppress(psutil.Error):
+            own = psutil.Process(process.process.pid)
+            ranks = own.children() if process.name.startswith("trainer") else []
+            for each in (own, *ranks):
+                stopped = each.status() == psutil.STATUS_STOPPED
+                self._stopped[each.pid] = (
+                    self._stopped.get(each.pid, 0.0) + passed if stopped else 0
+                )
+                if self._stopped[each.pid] > self._config.stopped_timeout:
+                    limit = f"{self._config.stopped_timeout:g} s (recovery.stopped_timeout)"
+                    return f"has been stopped for {limit}: process {each.pid}"
+        return ""
+
+    def _waits_in_vain(self, process: Process, passed: float) -> str:
+        """Trainer and orchestrator wait for each other if new weights vanish before they load."""
+        if process.name != "trainer":
+            return ""
+        trainer, engines = (
+            read_status(self._run_dir / "status" / f"{name}.json") for name in ("trainer", ENGINES)
+        )
+        states = [] if engines is None else map(str, engines.detail.values())
+        served = [int(s) for state in states if (s := state.removeprefix(SERVES)).isdecimal()]
+        waits = trainer is not None and str(trainer.waiting_for).startswith("orchestrator")
+        step = int(trainer.detail.get("step", 0)) - 1 if trainer is not None and waits else 0
+        mark = self._run_dir / "broadcasts" / f"step_{step}" / ANNOUNCED
+        lost = bool(served) and max(served) < step and not mark.exists()
+        self._lost = self._lost + passed if lost else 0.0
+        what = f"waits for the next batch, and its weights of step {step} are gone before an engine"
+        return f"{what} has loaded them: {mark.parent}" if self._lost > LOST_SECONDS else ""
+
+    def _is_silent(self, process: Process, passed: float) -> str:
+        """Engines are watched by the orchestrator."""
+        if process.name not in ("orchestrator", "trainer"):
+            return ""
+        path = self._run_dir / "status" / f"{process.name}.json"
+        try:
+            beat = path.stat().st_mtime_ns
+        except OSError:
+            return ""
+        before, silent = self._silent.get(process.name, (beat, 0.0))
+        self._silent[process.name] = beat, 0.0 if beat != before else silent + passed
+        if self._silent[process.name][1] <= self._config.hang_timeout:
+            return ""
+        report = read_status(path)
+        does = "" if report is None else f": {report.state}, waiting for {report.waiting_for}"
+        limit = f"{self._config.hang_timeout:g} s (recovery.hang_timeout)"
+        return f"has given no sign of life for {limit}{does}"

@@ -1,0 +1,129 @@
+"""Which engines are restarted, how often, and what happens after the limit."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl_app.children import Pause, ending
+from prime_rl.rundir.status import ENGINES, HUNG, STARTING, read_status
+from prime_rl_app.scaling import Placing, Scaling
+
+if TYPE_CHECKING:
+    from prime_rl_app.supervisor import Attempts
+
+REPLACE_SECONDS = 30.0
+"""Until a launcher that found no place for an engine is asked again."""
+SERVES = "version "
+"""Prefix of the state of an engine that serves; the number of the version follows."""
+
+
+class Restarts:
+    """Restarts each engine that dies or hangs, at most ``limit`` times without a newer version of
+    the weights, with growing pauses. The orchestrator reports in a status file that one hangs. One
+    that exits before it has served, and is alone, is not restarted: it would fail again."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        run_dir: Path,
+        limit: int,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+        attempts: Attempts | None = None,
+    ) -> None:
+        """``attempts``: the run, where engines may join, leave and move."""
+        self._launcher, self._run_dir, self._clock = launcher, run_dir, clock
+        self._attempts = attempts
+        self._limit, self._tell = limit, tell
+        self._engines: dict[str, tuple[Task, ProcessCommand]] = {}
+        self._used: Counter[str] = Counter()
+        self._served: dict[str, int] = {}
+        """Newest version of each engine that has served."""
+        self._handled: dict[str, str] = {}
+        """State of an engine when it was last restarted or given up."""
+        self._scaling = [Scaling(each, launcher, run_dir, tell) for each in (attempts,) if each]
+
+    def add(self, task: Task, command: ProcessCommand) -> None:
+        """How to start an engine, from now on."""
+        if task.part == "inference":
+            self._engines[task.name] = (task, command)
+
+    def restart(self, processes: list[Process]) -> None:
+        """Replace each engine in the list that has died or hangs by a new process. An engine that
+        has reached the limit is removed if another engine works; else it stays, so that the caller
+        sees its exit code or the orchestrator waits for it."""
+        states, gone = self._states(), list[Process]()
+        for place, process in [*enumerate(processes)]:
+            if process.name not in self._engines:
+                continue
+            # A frozen engine has no state there. It is restarted too; the run needs it.
+            name, state = process.name, states.get(process.name, "" if states else STARTING)
+            if isinstance(process, Pause):
+                if isinstance(process, Placing) or self._clock() >= process.until:
+                    processes[place] = self._started(process)
+                continue
+            code = process.exit_code
+            if code is None and not self._hangs(name, state):
+                continue
+            limit = self._limit
+            others = [each for each in processes if each is not process and each not in gone]
+            if state == STARTING and name not in self._served and (code or 0) > 0:
+                limit = min(limit, 1) if any(map(self._lives, others)) else 0
+            how = f"{name} {'answers nothing' if code is None else ending(code)}"
+            if self._used[name] < limit:
+                self._used[name] += 1
+                self._tell(f"{how}: starting it again ({self._used[name]} of {limit} times)")
+                if wait := 2.0 ** (self._used[name] - 1) - 1.0:
+                    self._launcher.end([process])
+                    processes[place] = Pause(process, self._clock() + wait)
+                else:
+                    processes[place] = self._started(process)
+            elif name in states and any(self._works(other, states) for other in others):
+                self._tell(f"{how}: going on without it")
+                self._launcher.end([process])  # and its remaining children
+                gone.append(process)
+            self._handled[name] = state
+        processes[:] = [each for each in processes if each not in gone]
+        for each in self._scaling:
+            each.look(processes)
+
+    def _started(self, process: Process) -> Process:
+        """The engine's next process. A remote launcher may have lost its machine, and is asked for
+        its place again, which can take long: ``Placing`` stands in for it."""
+        task, command = self._engines[process.name]
+        moves = self._attempts is not None and task in (self._attempts.engines or ())
+        if self._attempts is None or not moves or not self._launcher.is_remote:
+            return self._launcher.start(task, command)
+        if not isinstance(process, Placing):
+            return Placing(self._launcher, self._run_dir, task, self._tell)
+        if process.problem is not None:
+            self._tell(f"{task.name}: {process.problem}; asking again in {REPLACE_SECONDS:.0f} s")
+            return Pause(process, self._clock() + REPLACE_SECONDS)
+        return process if process.place is None else self._attempts.join(task, process.place)
+
+    def _states(self) -> dict[str, str]:
+        """Of the engines of the policy. One that serves a newer version may be restarted anew."""
+        report = read_status(self._run_dir / "status" / f"{ENGINES}.json")
+        states = {} if report is None else {n: str(state) for n, state in report.detail.items()}
+        for name, state in states.items():
+            version = state.removeprefix(SERVES)
+            if version.isdecimal() and int(version) > self._served.get(name, -1):
+                self._served[name], self._used[name] = int(version), 0
+        return states
+
+    def _hangs(self, name: str, state: str) -> bool:
+        return state.startswith(HUNG) and state != self._handled.get(name)
+
+    def _works(self, other: Process, states: Mapping[str, str]) -> bool:
+        """Whether the run can continue with this engine."""
+        state = states.get(other.name)
+        return state is not None and self._lives(other) and not self._hangs(other.name, state)
+
+    def _lives(self, other: Process) -> bool:
+        running = other.exit_code is None and not isinstance(other, Pause)
+        return running and other.name in self._engines

@@ -1,0 +1,163 @@
+"""``prime-rl run``."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from prime_rl.config.run import RunConfig
+    from prime_rl.plugins.manager import Hooks
+    from prime_rl.plugins.view import RunView
+    from prime_rl.rundir.checkpoints import Checkpoint
+
+NAME = "prime-rl"
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def run(
+    context: typer.Context,
+    files: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="CONFIG.toml... [--resume [latest|auto|STEP|DIR]] [--dotted.key VALUE]...",
+            help="TOML files, composed left to right, then overrides: --trainer.optim.lr 1e-4. "
+            "--resume continues from a checkpoint: the run's newest one, that of a step, or (in a "
+            "new run) that in a folder; auto starts the run where there is none.",
+        ),
+    ],
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Build everything, show what would run, start nothing."),
+    ] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --dry-run: build no environment; saves seconds.")
+    ] = False,
+    launcher: Annotated[
+        str | None,
+        typer.Option(help="The launcher that starts the processes; short for --launcher.type."),
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it in a browser too; short for --view.watch true.")
+    ] = False,
+) -> None:
+    """Train: start every process of a run, show what they do, and print a summary. Ctrl-C (or
+    SIGTERM) saves and stops the run; a second one ends it at once.
+
+    ```
+    prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
+    ```
+    """
+    from prime_rl_app.models import check_tuning
+    from prime_rl_app.resolve import check
+    from prime_rl.rundir.directory import held, make_run_dir
+
+    arguments, checkpoint = split_resume([*files, *context.args])
+    paths, overrides = split_arguments(arguments)
+    overrides += [] if launcher is None else [f"--launcher.type={launcher}"]
+    overrides += ["--view.watch=true"] if watch else []
+    config = _load(paths, overrides)
+    hooks, tuning = check(config), check_tuning(config)
+    by_path = Path(sys.argv[0]).name == NAME and shutil.which(NAME) is None
+    again = shlex.join([sys.argv[0] if by_path else NAME, "run", *paths, *overrides])
+    if checkpoint is not None:
+        from prime_rl_app.resume import begin, plan
+
+        typer.echo("\n".join((chosen := plan(config, checkpoint, tuning)).notes))
+        if not (dry_run or chosen.is_over):
+            with begin(config, chosen) as (run_dir, resumed):
+                _train(config, hooks, run_dir, again, resumed)
+    elif dry_run:
+        lines = _view(config, hooks, Path(config.output_dir)).dry_run(config, hooks, quick)
+        run_dir = make_run_dir(config, dry=True)
+        typer.echo("\n".join(lines), err=True)  # stdout has one line, for scripts
+        typer.echo(f"valid; the resolved config is {run_dir / 'configs' / 'run.json'}")
+    else:
+        with held(run_dir := make_run_dir(config)):
+            _train(config, hooks, run_dir, again, None)
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Split into files, which come first, and overrides, which start at the first ``--key``."""
+    first = next((i for i, a in enumerate(arguments) if a.startswith("--")), len(arguments))
+    return arguments[:first], arguments[first:]
+
+
+def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Extract ``--resume [WHAT]`` or ``--resume=WHAT``; ``latest`` if it has no value. Typer has no
+    options with an optional value."""
+    for index, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name != "--resume":
+            continue
+        before, after = arguments[:index], arguments[index + 1 :]
+        if equals:
+            return before + after, value
+        if after and not after[0].startswith("--") and not after[0].endswith(".toml"):
+            return before + after[1:], after[0]
+        return before + after, "latest"
+    return arguments, None
+
+
+def _load(paths: list[str], overrides: list[str]) -> RunConfig:
+    """The config, with what ``--without`` disables: remote processes need to know it too."""
+    from prime_rl.config.load import fitted, load_config
+    from prime_rl.plugins.manager import disabled_names
+
+    config = load_config([Path(path) for path in paths], overrides)
+    named = {"disabled": (*config.plugins.disabled, *disabled_names())}
+    plugins = config.plugins.model_copy(update=named)
+    config, notices = fitted(config.model_copy(update={"plugins": plugins}))
+    for notice in notices:
+        typer.echo(notice, err=True)
+    return config
+
+
+def _view(config: RunConfig, hooks: Hooks, run_dir: Path) -> RunView:
+    from prime_rl.plugins.offers import VIEW, make
+
+    chosen = VIEW, config.view.type, config.view.settings, hooks, "view"
+    return make(*chosen, run_dir, config.max_steps)
+
+
+def _train(
+    config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
+) -> None:
+    from prime_rl.errors import RunError
+
+    try:
+        train(config, hooks, run_dir, again, checkpoint)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except RunError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+def train(
+    config: RunConfig, hooks: Hooks, run_dir: Path, again: str, checkpoint: Checkpoint | None
+) -> None:
+    """Train in a run directory and show it; ``again``: the command line that ``--resume``
+    continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
+    from prime_rl.plugins.manager import wrappers
+    from prime_rl_app import supervisor
+    from prime_rl.rundir.control import Stopped, supervised
+
+    view = _view(config, hooks, run_dir)
+    try:
+        with supervised(run_dir):
+            for line in wrappers(hooks):
+                view.print(line)
+            with view:
+                supervisor.run(config, view, checkpoint)
+            view.ended()
+    except KeyboardInterrupt as interrupt:
+        stopped = interrupt if isinstance(interrupt, Stopped) else Stopped(None, trained=False)
+        named = "" if config.run.name else shlex.join(["--run.name", run_dir.name])
+        view.stopped(stopped.step, stopped.trained, f"{again} {named}".strip())
+        raise

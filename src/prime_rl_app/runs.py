@@ -1,0 +1,211 @@
+"""Runs seen from another terminal: their state, their progress, and how to stop them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from prime_rl.errors import ConfigError, PrimeRLError, RunError
+from prime_rl.rundir.control import RUNNING, Supervisor, start_of
+from prime_rl.rundir.directory import DRY
+from prime_rl.rundir.status import DONE, StatusReport, read_status
+from prime_rl_app.files import reading
+from prime_rl_tools.view.summary import REWARD
+
+DIED = "died"
+"""State of a run whose supervisor ended without writing an outcome."""
+DRY_RUN = "dry run"
+UNKNOWN = "unknown"
+"""State of a run without a supervisor's record."""
+
+LATEST = "latest"
+"""Instead of a run's name: the newest run."""
+
+TAIL_BYTES = 1 << 18
+"""How much of the end of ``metrics.jsonl`` is searched for the last batch."""
+POLL_SECONDS = 0.1
+NOTEBOOK_SECONDS = 20.0
+"""A supervisor that lives on for this long after its run is a notebook, and stays."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """One line of ``prime-rl runs``."""
+
+    name: str
+    path: str
+    state: str
+    step: int
+    max_steps: int
+    reward: float | None
+    """Sampled reward of the last batch."""
+    started: float
+    """Seconds since the epoch."""
+    updated: float
+    """When a process of the run last wrote its status."""
+
+
+def run_info(run_dir: Path) -> RunInfo:
+    """State and progress of a run. Raises ``ConfigError`` if the folder holds no run, ``RunError``
+    if one of its files is damaged."""
+    config = run_dir / "configs" / "run.json"
+    try:
+        max_steps = msgspec.json.decode(config.read_bytes(), type=_Config).max_steps
+        started = config.stat().st_mtime
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{run_dir} is no run directory: {config}: {error}") from error
+    row = last_batch(run_dir / "metrics.jsonl")
+    return RunInfo(
+        name=run_dir.name,
+        path=str(run_dir),
+        state=state_of(run_dir),
+        step=row.get("step", 0),
+        max_steps=max_steps,
+        reward=row.get(REWARD),
+        started=started,
+        updated=max([started, *(path.stat().st_mtime for path in run_dir.glob("status/*.json"))]),
+    )
+
+
+class _Config(msgspec.Struct):
+    max_steps: Annotated[int, msgspec.Meta(gt=0, le=10**12)]
+
+
+class _Batch(msgspec.Struct):
+    """What is read of a line of ``metrics.jsonl``."""
+
+    step: int = 0
+    reward: float | None = msgspec.field(name=REWARD, default=None)
+
+
+def state_of(run_dir: Path) -> str:
+    """The supervisor's last state, or one of the states above. Raises ``RunError`` if its record is
+    damaged."""
+    if (run_dir / DRY).exists():
+        return DRY_RUN
+    supervisor = Supervisor.read(run_dir)
+    if supervisor is None:
+        return DONE if (run_dir / "summary.json").exists() else UNKNOWN
+    if supervisor.state != RUNNING or supervisor.is_alive:
+        return supervisor.state
+    # This machine cannot see the processes of another one.
+    return DIED if supervisor.host == socket.gethostname() else UNKNOWN
+
+
+def last_batch(path: Path) -> dict[str, Any]:
+    """The last line of ``metrics.jsonl`` that describes a batch; empty if there is none near the
+    end. Raises ``RunError`` if it or a line after it is damaged."""
+    if not path.exists():
+        return {}
+    with reading(path):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = max(0, size - TAIL_BYTES)
+            file.seek(start)
+            *lines, _ = file.read().split(b"\n")  # the last is empty, or still being written
+        for line in reversed(lines[1:] if start else lines):  # the first is cut off by the seek
+            row = msgspec.json.decode(line, type=dict[str, Any])
+            if "progress/total_tokens" in row:
+                msgspec.convert(row, _Batch)
+                return row
+    return {}
+
+
+def list_runs(
+    output_dir: Path, damaged: Callable[[PrimeRLError], None] = lambda error: None
+) -> list[RunInfo]:
+    """Every run in a folder, the newest last, without those that only a dry run has used.
+    ``damaged`` is called with the error of each run that cannot be read."""
+    found = []
+    for path in output_dir.glob("*/configs/run.json"):
+        try:
+            if not (path.parent.parent / DRY).exists():
+                found.append(run_info(path.parent.parent))
+        except PrimeRLError as error:
+            damaged(error)
+    return sorted(found, key=lambda run: run.started)
+
+
+def find_run(run: str, output_dir: Path) -> Path:
+    """The directory of a run by its path or, in ``output_dir``, its name; ``latest``: of the newest
+    that is no dry run. Raises ``ConfigError``."""
+    if run == LATEST:
+        started = [each for each in list_runs(output_dir) if each.state != DRY_RUN]
+        if not started:
+            raise ConfigError(f"latest: there is no run in {output_dir}")
+        return Path(started[-1].path)
+    for path in (Path(run), output_dir / run):
+        if (path / "configs" / "run.json").is_file():
+            return path
+    names = [path.parent.parent.name for path in output_dir.glob("*/configs/run.json")]
+    close = difflib.get_close_matches(run, names, n=1)
+    if close:
+        way_out = f"Did you mean {close[0]!r}?"
+    elif names:
+        way_out = "`prime-rl runs` lists them."
+    else:
+        way_out = "There are no runs in there: --output-dir names another folder."
+    raise ConfigError(f"no run {run!r}: it is no run directory, nor one in {output_dir}. {way_out}")
+
+
+def processes(run_dir: Path) -> dict[str, StatusReport]:
+    """The last status of each process of a run, by name, in start order. The state of one that
+    cannot be read says so."""
+    names = [path.stem for path in run_dir.glob("status/*.json")]
+    order = ("model", "inference", "trainer", "orchestrator")
+    known = [name for name in order if name in names]
+    others = sorted(set(names) - {*order, "supervisor"})
+    paths = {name: run_dir / "status" / f"{name}.json" for name in known + others}
+    return {
+        name: read_status(path) or StatusReport(f"{path} cannot be read")
+        for name, path in paths.items()
+    }
+
+
+def stop(run_dir: Path, timeout: float) -> bool:
+    """Ask a run's supervisor to save and stop (a second request stops at once), and wait until all
+    processes of the run have ended. False: the run is not running. Raises ``RunError`` if it runs
+    on another machine, belongs to another user, or does not end in time."""
+    supervisor = Supervisor.read(run_dir)
+    if supervisor is None or supervisor.state != RUNNING:
+        return False
+    if supervisor.host != socket.gethostname():
+        raise RunError(f"the run is on another machine, {supervisor.host!r}: stop it there")
+    if not supervisor.is_alive:
+        return False
+    pids = [supervisor.pid, *(report.pid for report in processes(run_dir).values())]
+    started = {pid: start for pid in pids if pid and (start := start_of(pid)) is not None}
+    try:
+        os.kill(supervisor.pid, signal.SIGTERM)
+    except PermissionError as error:
+        raise RunError(f"process {supervisor.pid} belongs to another user: {error}") from error
+    deadline, ended = time.monotonic() + timeout, None
+    while left := [pid for pid, start in started.items() if start_of(pid) == start]:
+        if left == [supervisor.pid] and _has_ended(run_dir):
+            ended = ended or time.monotonic()
+            if time.monotonic() > ended + NOTEBOOK_SECONDS:
+                break
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"processes {', '.join(map(str, left))} have not ended within {timeout:.0f} s. "
+                f"Look into {run_dir / 'logs' / 'latest'}, wait longer with --timeout, or end the "
+                "run at once, unsaved, with another `prime-rl stop`."
+            )
+        time.sleep(POLL_SECONDS)
+    return True
+
+
+def _has_ended(run_dir: Path) -> bool:
+    """Whether the supervisor wrote an outcome. A Python process that called ``prime_rl.train``
+    lives on."""
+    supervisor = Supervisor.read(run_dir)
+    return supervisor is not None and supervisor.state != RUNNING

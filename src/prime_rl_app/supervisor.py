@@ -1,0 +1,258 @@
+"""``prime-rl run``: start every process of a run, show what they do, and end them all together.
+
+    model maker (if the model is made here)
+    inference engine      HTTP on a free loopback port; admin routes need the run's key
+    trainer               receives micro batches, publishes weights
+    orchestrator          samples, scores and packs; the run ends when it is done
+
+The launcher starts the processes and chooses their machines. An engine that dies is restarted
+(``RECOVERY``). If any other process dies, hangs or is stopped, all but the engines are ended and
+start again from the newest checkpoint, as another attempt (``Attempts``). A run that cannot go on
+ends with the name, exit code and last log lines of the process. The first Ctrl-C or SIGTERM
+stops the run gracefully (``control.py``), the second ends it at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import ProcessFailed, RunError
+from prime_rl.plugins.launchers import Launcher, Place, Process, Task
+from prime_rl.plugins.manager import load_plugins
+from prime_rl.plugins.view import RunView
+from prime_rl_app import children
+from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
+from prime_rl_app.commands import PYTHON, Commands, Keys
+from prime_rl_app.placement import engine_url, lay_out, plan
+from prime_rl_app.resolve import build_engine, build_launcher
+from prime_rl_app.resume import newest, rewind
+from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
+from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
+from prime_rl.rundir.control import STOP, Stop
+from prime_rl.rundir.directory import new_attempt, write_config
+from prime_rl.rundir.processes import raise_file_limit
+from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
+
+TICK_SECONDS = 0.25
+TRAINER_GRACE = 1800.0
+"""Seconds the trainer may take to write the final weights after the orchestrator is done."""
+RECOVERY = "prime_rl.recovery"
+"""Entry point of what decides when a process counts as dead, which engines are restarted, and
+whether the run starts again: a class like ``prime_rl_app.recovery.Recovery``. Without one, a
+failure ends the run."""
+GUARD = "guard"
+"""Name of the process that ends what outlives us."""
+
+
+def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) -> None:
+    """Train, from a checkpoint if one is given. Raises ``RunError`` when the run cannot go on,
+    ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
+    raise_file_limit()
+    launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
+    recovery = [each.load()(config, view) for each in [*entry_points(group=RECOVERY)][:1]]
+    attempts = Attempts(config, view, launcher)
+    attempts.restarts = restarts = [each.engines(attempts, launcher) for each in recovery]
+    command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
+    named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
+    guard = children.start(GUARD, command, named, Path(os.devnull))
+    with sigterm_is_ctrl_c():
+        try:
+            attempts.start(checkpoint)
+            with first_signal_asks() as asked:
+                while True:
+                    first_step = 1 if checkpoint is None else checkpoint.step + 1
+                    stop = Stop(view.run_dir, first_step, asked, view.print)
+                    look = [each.watch() for each in recovery]
+                    restart = [each.restart for each in restarts]
+                    try:
+                        _watch(attempts.processes, view, stop, *look, *restart)
+                        break
+                    except ProcessFailed as failure:
+                        if stop.is_asked or not recovery:
+                            raise
+                        recovery[0].allow(failure, first_step)
+                        checkpoint = attempts.go_back()
+                        attempts.start(checkpoint)
+            if stopped := stop.result:
+                if stop.is_asked:
+                    raise stopped
+                view.print((view.run_dir / STOP).read_text())  # the run ended itself: [stop]
+        finally:
+            with children.uninterrupted():
+                _end(launcher, attempts.processes)
+                kill_left(view.run_dir, {GUARD})
+                children.end([guard], grace=0.0)
+
+
+class Attempts:
+    """The processes of a run. Its engines serve one attempt after the other."""
+
+    def __init__(self, config: RunConfig, view: RunView, launcher: Launcher) -> None:
+        self._config, self._view, self._launcher = config, view, launcher
+        self._run_dir = view.run_dir
+        self._places: dict[str, Place] = {}
+        self._keys = Keys.of_run(config, launcher.is_remote)
+        self.restarts: Sequence[Any] = ()
+        """Learn how each engine is started."""
+        self.engines: tuple[Task, ...] | None = None
+        """The policy's, some of which have joined since the start; None before it."""
+        self.processes: list[Process] = []
+
+    def start(self, checkpoint: Checkpoint | None) -> None:
+        """Start at once all processes that do not run: they import in parallel and then wait for
+        each other. What the launcher waits for is printed, and written to its status."""
+        config, launcher, run_dir = self._config, self._launcher, self._run_dir
+        for left in (STOP, "status/orchestrator.json", "status/trainer.json"):  # of the one before
+            (run_dir / left).unlink(missing_ok=True)
+        engine = build_engine(config, load_plugins(disabled=config.plugins.disabled))
+        layout = lay_out(config, launcher, engine, checkpoint, self.engines)
+        self.engines, self.layout = layout.engines, layout
+        status = Status(run_dir / "status" / "launcher.json" if launcher.is_remote else None)
+
+        def wait_for(what: str) -> None:
+            self._view.print(f"waiting for {what}")
+            status.report("placing", waiting_for=what)
+
+        kept = {process.name for process in self.processes}
+        new = [task for task in layout.tasks if task.name not in kept]
+        self._places |= launcher.place(new, run_dir, wait_for)
+        launch = plan(config, layout, self._places, checkpoint, engines_kept=bool(kept))
+        status.report(DONE)
+        launch.write(run_dir)
+        seen = run_dir.absolute() if launcher.is_remote else run_dir
+        self.commands = Commands(config, launch, seen, engine, self._keys)
+        for task in layout.tasks:
+            command = self.commands.of(task)
+            for each in self.restarts:
+                each.add(task, command)
+            if task in new:  # one by one, so that a failure ends those that have started
+                self.processes.append(launcher.start(task, command))
+
+    def join(self, task: Task, place: Place) -> Process:
+        """Start an engine that joins the run, or returns at another place."""
+        others = [each for each in self.engines or () if each.name != task.name]
+        self.engines, self._places[task.name] = (*others, task), place
+        self.announce()
+        command = self.commands.of(task)
+        for each in self.restarts:
+            each.add(task, command)
+        return self._launcher.start(task, command)
+
+    def announce(self, elsewhere: Sequence[str] = ()) -> None:
+        """Tell the orchestrator where the policy's engines are now: the run's, else those that the
+        user runs."""
+        names = [task.name for task in self.engines or ()]
+        own = [engine_url(self._config, e, self._places[e.name]) for e in self.engines or ()]
+        launch = self.commands.launch
+        launch = replace(launch, engine_urls=[*own, *elsewhere], engine_names=names)
+        launch.write(self._run_dir)
+        self.commands = dataclasses.replace(self.commands, launch=launch)
+
+    def go_back(self) -> Checkpoint | None:
+        """End what does not serve the next attempt, and drop what followed the newest checkpoint,
+        which is returned; None: there is none."""
+        new_attempt(self._run_dir)  # from here on the old processes write nothing
+        keep = "" if self._config.deployment.colocated else "inference"
+        running = [each for each in self.processes if not isinstance(each, Pause)]
+        self._launcher.end([each for each in running if not _is_of(keep, each)])
+        self.processes[:] = [each for each in self.processes if _is_of(keep, each)]
+        kept = {GUARD, *(process.name for process in self.processes)}
+        kill_left(self._run_dir, kept)
+        checkpoint, damaged = newest(self._run_dir)
+        for line in damaged:
+            self._view.print(line)
+        rewind(self._run_dir, 0 if checkpoint is None else checkpoint.step, kept)
+        write_config(self._run_dir, self._config)
+        return checkpoint
+
+
+def _end(launcher: Launcher, processes: Sequence[Process]) -> None:
+    """End the engines last: their clients would report a failure."""
+    running = [each for each in processes if not isinstance(each, Pause)]
+    try:
+        launcher.end([each for each in running if not _is_of("inference", each)])
+        launcher.end([each for each in running if _is_of("inference", each)])
+    finally:
+        launcher.close()
+
+
+def _watch(
+    processes: list[Process],
+    view: RunView,
+    stop: Stop | None = None,
+    look: Callable[[list[Process]], tuple[Process, str] | None] = lambda processes: None,
+    restart: Callable[[list[Process]], None] = lambda processes: None,
+) -> None:
+    """Return when the orchestrator and the trainer are done. Raises ``RunError`` if a process that
+    is needed dies or hangs before, and ``restart`` does not replace it. A stop needs no engines,
+    and no trainer if no step was trained."""
+    orchestrator = next(each for each in processes if each.name == "orchestrator")
+    awaited = [each for each in processes if each is orchestrator or _is_of("trainer", each)]
+    deadline: float | None = None
+    while any(each.exit_code is None for each in awaited):
+        stopping = stop is not None and stop.is_asked
+        if found := look(processes):
+            process, why = found
+            if isinstance(process, Child):
+                process.kill()
+            if not _is_of("inference", process):
+                raise _failed(process, view.run_dir, why)
+        if not stopping:
+            restart(processes)
+        for process in awaited if stopping else processes:
+            _check_alive(process, view.run_dir)
+        if orchestrator.exit_code == 0:
+            if stop is not None and (stopped := stop.result) and not stopped.trained:
+                return
+            deadline = deadline or time.monotonic() + TRAINER_GRACE
+            if time.monotonic() > deadline:
+                why = f"the trainer is still busy {TRAINER_GRACE:.0f} s after the last step"
+                raise ProcessFailed(why, "trainer", why)
+        view.refresh()
+        time.sleep(TICK_SECONDS)
+    for process in awaited:
+        _check_alive(process, view.run_dir)
+    view.refresh()
+
+
+def _is_of(part: str, process: Process) -> bool:
+    return process.name.split("_")[0] == part
+
+
+def _check_alive(process: Process, run_dir: Path) -> None:
+    """Raises ``RunError`` if an engine has ended, ``ProcessFailed`` if another process failed."""
+    code = process.exit_code
+    # Its status may be lost, but must not say that it did something else. An engine is never done.
+    report = read_status(run_dir / "status" / f"{process.name}.json") if code == 0 else None
+    done = not _is_of("inference", process) and (report is None or report.state == DONE)
+    if code is None or (code == 0 and done):
+        return
+    how = ending(code) + (" before it was done" if code == 0 else "")
+    raise _failed(process, run_dir, how)
+
+
+def _failed(process: Process, run_dir: Path, how: str) -> RunError:
+    report = read_status(run_dir / "status" / f"{process.name}.json")
+    said = str(report.detail.get("error", "")) if report is not None else ""
+    is_fault = said.startswith("plugin ")  # the log has more, but nothing more to the point
+    lines = said.splitlines() if is_fault else process.last_lines()
+    head = "More is in its log" if is_fault else "The end of its log"
+    tail = "\n".join(f"    {line}" for line in lines)
+    steps = whole_steps(run_dir)
+    resume = f"\n--resume continues from the checkpoint of step {steps[-1]}." if steps else ""
+    text = f"{process.name} {how}. {head} ({process.log}):\n{tail}{resume}"
+    if _is_of("inference", process):
+        return RunError(text)
+    own = "" if said.startswith(RANK_GONE) else said
+    detail = own or next(reversed(lines), "") if process.exit_code == 1 else ""
+    cause = f"{process.name} {how}" + (f": {detail}" if detail else "")
+    return ProcessFailed(text, process.name, cause.splitlines()[0], reported=bool(own))

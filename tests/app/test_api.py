@@ -1,0 +1,191 @@
+"""``prime_rl.train`` and ``prime_rl.Run``."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+from report_runs import make_run
+from typer.testing import CliRunner
+
+import prime_rl
+from prime_rl import ConfigError, RunError
+from prime_rl.cli.app import app
+from prime_rl_app.api import _table
+
+ROOT = Path(__file__).resolve().parents[3]
+GRPO = ROOT / "configs" / "reverse_text" / "grpo.toml"
+REWARD = "train/agg/all/reward/mean"
+
+
+@pytest.fixture
+def run(tmp_path):
+    make_run(tmp_path / "mine", "centred")
+    (tmp_path / "mine" / "metrics.jsonl").write_text(
+        '{"step": 0, "eval/words/avg@1": 0.25}\n'
+        '{"step": 2, "loss/mean": 0.5}\n'
+        '{"step": 1, "loss/mean": 1.5, "a/b": null}\n'
+        '{"step": 2, "progress/total_tokens": 7}\n'
+        '{"step": 3, "loss/me'
+    )
+    return prime_rl.Run("mine", tmp_path)
+
+
+def test_the_names_are_found_without_torch_and_collide_with_nothing():
+    code = (
+        "import sys, prime_rl, prime_rl.run; "
+        "assert prime_rl.train.__module__ == prime_rl.Run.__module__ == 'prime_rl_app.api'; "
+        "assert prime_rl.run.__name__ == 'prime_rl.run'; "
+        "assert 'torch' not in sys.modules and not hasattr(prime_rl, 'Runn')"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_metrics_have_one_row_per_step(run):
+    table = run.metrics
+    assert table.column_names == [
+        *("step", "eval/words/avg@1", "loss/mean", "progress/total_tokens", "a/b"),
+    ]
+    assert table.to_pylist() == [
+        {name: row.get(name) for name in table.column_names}
+        for row in (
+            {"step": 0, "eval/words/avg@1": 0.25},
+            {"step": 1, "loss/mean": 1.5},
+            {"step": 2, "loss/mean": 0.5, "progress/total_tokens": 7},
+        )
+    ]
+
+
+def test_rollouts_of_a_step_or_of_all_with_or_without_the_dropped(run):
+    trained, every = list(run.rollouts(2)), list(run.rollouts(2, dropped=True))
+    assert 0 < len(trained) < len(every)
+    assert all(rollout.env == "words" for rollout in every)
+    assert len(list(run.rollouts())) > len(trained)
+    with pytest.raises(RunError, match=r"no rollouts of step 9 are saved \(saved: 1 to \d\)"):
+        list(run.rollouts(9))
+
+
+def test_weights_are_refused_before_they_are_whole(run):
+    with pytest.raises(RunError, match="no weights yet"):
+        _ = run.weights
+    (run.path / "weights").mkdir()
+    (run.path / "weights" / "config.json").write_text("{}")
+    assert run.weights == run.path / "weights"
+
+
+def test_a_run_shows_itself_in_a_notebook(run):
+    assert repr(run) == f"Run({str(run.path)!r})"
+    (run.path / "learning_curve.png").write_bytes(b"\x89PNG")
+    assert "<b>mine</b>: unknown, step 2/" in run._repr_html_()
+    assert 'src="data:image/png;base64,iVBORw=="' in run._repr_html_()
+
+
+def test_overrides_lie_over_files_and_tables(tmp_path):
+    above = {"max_steps": 4, "trainer": {"optim": {"lr": 1.0}}, "trainer.loss.type": "cispo"}
+    table = _table(GRPO, {**above, "output_dir": tmp_path})
+    assert (table["max_steps"], table["output_dir"]) == (4, str(tmp_path))
+    assert table["trainer"]["optim"] == {"lr": 1.0, "beta2": 0.99, "weight_decay": 0.0}
+    assert table["trainer"]["loss"] == {"type": "cispo"}
+    given = {"trainer": {"optim": {"lr": 1.0}}}
+    assert _table(given, {"trainer.optim.lr": 2.0}) == {"trainer": {"optim": {"lr": 2.0}}}
+    assert given == {"trainer": {"optim": {"lr": 1.0}}}
+
+
+def test_faults_are_found_before_anything_starts(tmp_path):
+    with pytest.raises(ConfigError, match="did you mean 'max_steps'"):
+        prime_rl.train(GRPO, max_step=1, output_dir=tmp_path)
+    found = []
+
+    def elsewhere():
+        try:
+            prime_rl.train(GRPO, output_dir=tmp_path)
+        except RunError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found == ["train: call it in the main thread, which alone sees an interrupt"]
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_from_python_trains_resumes_and_is_talked_with(
+    model_cache, tmp_path, monkeypatch, capsys
+):
+    """Both examples of docs/python.md, three steps of them, in a folder with our ``configs``."""
+    monkeypatch.setenv("PRIME_RL_CACHE", str(model_cache))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    small = {
+        "model.warmup_exact": 0.0,
+        "orchestrator": {"batch_size": 8, "group_size": 4, "eval": {"env": []}},
+        "orchestrator.pre_batch_filters": [],  # an untrained policy: groups may all be equal
+        "orchestrator.post_batch_filters": [],
+        "trainer.scheduler": {"type": "constant", "warmup_steps": 0},
+    }
+    train = prime_rl.train
+    smaller = lambda config, **given: train(config, **small, **given)  # noqa: E731
+    monkeypatch.setattr(prime_rl, "train", smaller, raising=False)
+    text = (ROOT / "docs/python.md").read_text()
+    example, resumes = re.findall(r"^```py\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(example.replace("40", "2"), names)
+    run = names["run"]
+    assert (run.state, run.step) == ("done", 2) and run.config["trainer"]["optim"]["lr"] == 3e-4
+    rewards = [sum(r.reward for r in found) / len(found) for found in _by_step(run)]
+    assert run.metrics.column(REWARD).to_pylist() == pytest.approx(rewards)
+    assert json.loads((run.weights / "config.json").read_text())["model_type"] == "qwen3"
+    out = capsys.readouterr().out
+    assert "Run directory" in out and "Turn(" in out
+    latest = prime_rl.Run("latest")
+    assert latest.path.samefile(run.path)
+
+    asked = ["chat", "latest", "--prompt", "abc", "--prompt", "/new", "--prompt", "de"]
+    said = CliRunner().invoke(app, [*asked, "--max-tokens", "8"])
+    assert said.exit_code == 0, said.output
+    assert said.stdout.count("before") == said.stdout.count("after step 2") == 2
+    assert [line.strip() for line in said.stdout.splitlines() if line[:1] in "ad"] == ["abc", "de"]
+    children = psutil.Process().children()  # one that has just ended is a zombie without arguments
+    alive = [each for each in children if each.status() != psutil.STATUS_ZOMBIE]
+    assert not [each for each in alive if "serve" in each.cmdline()]
+
+    monkeypatch.setattr(prime_rl, "train", train, raising=False)
+    assert resumes == 'prime_rl.Run("latest").resume()\n'
+    again = eval(resumes.replace("()", "(max_steps=3)"), {"prime_rl": prime_rl})
+    assert again.path.samefile(run.path) and (again.state, again.step) == ("done", 3)
+
+
+@pytest.mark.slow
+def test_the_example_script_trains_and_looks(model_cache, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    script = [sys.executable, str(ROOT / "docs/examples/train_and_look.py"), "2"]
+    env = os.environ | {"PRIME_RL_CACHE": str(model_cache)}
+    done = subprocess.run(script, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    run = prime_rl.Run("latest", tmp_path / "outputs")
+    rewards = [found["reward"] for found in run.evals]
+    rollouts = sorted(each.reward for each in run.rollouts(step=2))
+    for line in (
+        f"reward at step 2: {run.metrics.column(REWARD).to_pylist()[-1]:.3f}",
+        f"held-out reward of version 0: {rewards[0]:.3f}",
+        f"held-out reward of version 2: {rewards[-1]:.3f}",
+        "outputs/reverse-text--tiny-reverse--1/weights: 364,288 parameters",
+        f"reward {rollouts[-1]:.2f}, credit +",
+        f"reward {rollouts[0]:.2f}, credit -",
+    ):
+        assert line in done.stdout, done.stdout
+
+
+def test_chat_needs_the_weights_of_a_run_that_has_ended(run):
+    said = CliRunner().invoke(app, ["chat", "mine", "--output-dir", str(run.path.parent)])
+    assert said.exit_code == 1 and "mine" in said.output and "error: " in said.output
+
+
+def _by_step(run):
+    return [list(run.rollouts(step, dropped=True)) for step in (1, 2)]

@@ -1,0 +1,65 @@
+"""A log that is too long keeps its beginning and its end, while processes go on writing."""
+
+import sys
+
+import pytest
+
+from prime_rl_app.children import end, start
+from prime_rl.rundir.directory import log_dir, new_attempt
+from prime_rl_app.logs import MIB, LogLimit
+
+FLOOD = """
+import os, subprocess, sys
+print("the first line", flush=True)
+for number in range(300_000):
+    print(f"line {number} " + "x" * 80)
+sys.stdout.flush()
+os.write(2, b"y" * (3 << 20))  # no line at all
+subprocess.run([sys.executable, "-c", "print('of a grandchild\\\\n' * 200_000)"])
+print("the last line", flush=True)
+"""
+
+
+@pytest.fixture
+def flood(tmp_path):
+    """A child that writes 35 MiB to its log."""
+    new_attempt(tmp_path)
+    child = start("orchestrator", [sys.executable, "-c", FLOOD], {}, log_dir(tmp_path) / "a.log")
+    yield child
+    end([child], grace=0)
+
+
+def test_a_flood_of_prints_ends_in_a_log_with_its_first_and_last_lines(flood, tmp_path):
+    limit = LogLimit(tmp_path, max_mib=1)
+    assert flood.process.wait(120) == 0
+    limit.close()
+    text = flood.log.read_text()
+    assert len(text) <= MIB
+    lines = text.splitlines()
+    assert lines[0] == "the first line" and lines[1].startswith("line 0 ")
+    assert [line for line in lines if line][-1] == "the last line"
+    (note,) = (line for line in lines if line.startswith("[prime-rl]"))
+    left = float(note.split()[1])
+    assert note == (
+        f"[prime-rl] {left:.1f} MiB are left out here: a log has 1 MiB at most (log.max_mib)"
+    )
+
+
+def test_bytes_that_are_left_out_are_counted_over_all_cuts(tmp_path):
+    new_attempt(tmp_path)
+    log, limit = log_dir(tmp_path) / "trainer.log", LogLimit(tmp_path, max_mib=1)
+    limit.close()  # no thread: the test looks
+    for _ in range(5):
+        with log.open("ab") as file:
+            file.write(b"z" * 1023 + b"\n" + (b"w" * 1023 + b"\n") * 1023)
+        limit.look()
+    with log.open("ab") as file:
+        file.write(b"short\n")
+    limit.look()  # not too long: unchanged
+    *_, last = (lines := log.read_text().splitlines())
+    assert last == "short" and lines[0][0] == "z"
+    (note,) = (line for line in lines if line.startswith("[prime-rl]"))
+    assert len(log.read_bytes()) < MIB
+    # 5 MiB were written; a quarter stays at each end, and what came after the last cut.
+    kept = (len(log.read_bytes()) - len(note) - 1 - len("short\n")) / MIB
+    assert float(note.split()[1]) == pytest.approx(5 - kept, abs=0.06)

@@ -1,0 +1,375 @@
+"""What can be known to fail before a process starts, fails before a process starts."""
+
+import pytest
+
+from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
+from prime_rl.config.load import build_config
+from prime_rl.plugins.components import installed_losses
+from prime_rl.plugins.manager import Hooks
+from prime_rl_app.env_checks import check_algorithms, check_envs
+from prime_rl_app.resolve import (
+    build_engine,
+    build_model_maker,
+    check,
+    check_filters,
+)
+
+
+def config(orchestrator=None, **tables):
+    given = {"train": {"env": [{"id": "reverse-text", "name": "a"}]}} | (orchestrator or {})
+    tables = {"model": {"name": "owner/model"}, "max_steps": 1} | tables
+    return build_config({"orchestrator": given, **tables})
+
+
+def refusal(*args, **kwargs):
+    with pytest.raises(ConfigError) as caught:
+        check(config(*args, **kwargs))
+    return str(caught.value)
+
+
+def test_a_sound_config_passes():
+    assert check(config()).has_plugin("core")
+
+
+def test_no_training_env():
+    assert refusal({"train": {}}) == (
+        "orchestrator.train.env: the run has no training environment. Add a table "
+        "[[orchestrator.train.env]] with an id."
+    )
+
+
+def test_everything_that_is_wrong_with_plugins_is_reported_at_once():
+    lines = refusal(
+        {"sampler": {"type": "difficulty_pool"}, "algo": {"type": "grpo", "nope": 1}},
+        trainer={"optim": {"type": "adamx"}},
+        view={"type": "terminal", "nope": 1},
+        ckpt={"best": "eval/a/x"},
+    ).splitlines()
+    starts = ("env 'a'", "orchestrator.sampler", "ckpt.best", "view", "trainer.optim.type")
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True)), lines
+
+
+def test_a_batch_that_groups_do_not_divide():
+    assert refusal({"batch_size": 12, "group_size": 8}) == (
+        "env 'a': group_size 8 does not divide orchestrator.batch_size 12. Make the batch a "
+        "multiple of every group size."
+    )
+    envs = {"train": {"env": [{"id": "reverse-text", "name": "a"}, {"id": "b", "group_size": 5}]}}
+    assert refusal(envs).startswith("env 'b': group_size 5 does not divide")
+
+
+def test_more_minibatches_than_a_batch_has_groups():
+    assert refusal({"batch_size": 32, "group_size": 8}, trainer={"minibatches": 5}) == (
+        "trainer.minibatches: a batch of 32 rollouts has at most 4 groups, which are not split, "
+        "so it cannot have 5 minibatches. Lower it, or raise orchestrator.batch_size."
+    )
+    check(config({"batch_size": 32, "group_size": 8}, trainer={"minibatches": 4}))
+    source = {"type": "sft", "sampling": {"source": {"type": "dataset", "path": "rollouts.jsonl"}}}
+    envs = {"train": {"env": [{"id": "reverse-text", "algo": source}]}}
+    check_envs(config({"batch_size": 32, **envs}, trainer={"minibatches": 32}))  # of one rollout
+
+
+def test_a_group_of_one_under_a_group_relative_algorithm():
+    assert refusal({"group_size": 1}) == (
+        "env 'a': algorithm 'grpo' credits a rollout relative to its siblings, so with "
+        "group_size = 1 every advantage is zero and nothing is learned. Set group_size to 2 or "
+        "more."
+    )
+    envs = {
+        "train": {
+            "env": [
+                {"id": "reverse-text", "name": "a", "group_size": 1, "algo": {"type": "max_rl"}}
+            ]
+        }
+    }
+    assert refusal(envs).startswith("env 'a': algorithm 'max_rl' credits")
+
+
+def test_two_envs_of_one_name():
+    twice = [{"id": "reverse-text", "name": "a"}, {"id": "reverse-text", "name": "a"}]
+    assert refusal({"train": {"env": twice}}) == (
+        "orchestrator.train.env: 2 envs are called 'a'. Give each its own name."
+    )
+    assert refusal(
+        {
+            "eval": {
+                "env": [{"id": "reverse-text", "name": "a"}, {"id": "reverse-text", "name": "a"}]
+            }
+        }
+    ).startswith("orchestrator.eval.env")
+
+
+def test_a_training_env_and_a_held_out_one_may_share_a_name():
+    check(config({"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}))
+
+
+@pytest.mark.parametrize("name", ["agg", "all", "effective"])
+def test_names_that_metrics_use(name):
+    envs = {"train": {"env": [{"id": "reverse-text", "name": name}]}}
+    assert refusal(envs) == f"orchestrator.train.env: the name {name!r} is taken by metrics"
+
+
+def test_an_unknown_algorithm_names_the_installed_ones_and_the_package():
+    message = refusal({"algo": {"type": "next_one"}})
+    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'next_one'")
+    assert "max_rl, mt_grpo, online_dpo" in message
+    assert message.endswith("(by convention prime-rl-next-one).")
+
+
+def test_an_unknown_key_of_the_algorithm():
+    assert refusal({"algo": {"type": "grpo", "beta": 0.1}}) == (
+        "env 'a': algo (algorithm 'grpo').beta: unknown key; known here: length_penalty"
+    )
+
+
+def test_an_envs_own_algorithm_counts():
+    envs = {
+        "train": {
+            "env": [
+                {"id": "reverse-text", "name": "a"},
+                {"id": "reverse-text", "name": "b", "algo": {"type": "grpoo"}},
+            ]
+        }
+    }
+    assert refusal(envs).endswith("Did you mean 'grpo'?")
+
+
+def test_filters_by_slot():
+    slot = {"pre_batch_filters": [{"type": "gibberish", "vocab": 3}]}
+    assert refusal(slot) == (
+        "orchestrator.pre_batch_filters (filter 'gibberish').vocab: unknown key; did you mean "
+        "'vocab_size'?"
+    )
+    unknown = {"post_batch_filters": [{"type": "giberish"}]}
+    assert refusal(unknown).startswith(
+        "orchestrator.post_batch_filters: no installed plugin offers the filter 'giberish'"
+    )
+    twice = {"post_batch_filters": [{"type": "gibberish"}, {"type": "gibberish"}]}
+    assert refusal(twice) == (
+        "orchestrator.post_batch_filters: filter 'gibberish' is listed 2 times"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tables", "starts"),
+    [
+        ({"orchestrator": {"sampler": {"type": "x"}}},
+         "orchestrator.sampler.type: no installed plugin offers the sampler 'x'"),
+        ({"orchestrator": {"renderer": {"name": "x!"}}},
+         "orchestrator.renderer.name: no installed plugin offers the renderer 'x!'"),
+        ({"view": {"type": "x"}}, "view: no installed plugin offers the view 'x'"),
+        ({"view": {"width": 3}}, "view (view 'terminal').width: unknown key"),
+        ({"monitors": {"x": {}}}, "monitors.x: no installed plugin offers the monitor 'x'"),
+        ({"observers": {"x": {}}}, "observers.x: no installed plugin offers the observer 'x'"),
+        ({"observers": {"evals": {"x": 1}}}, "observers.evals (observer 'evals').x: unknown key"),
+        ({"monitors": {"file": {"x": 1}}}, "monitors.file (monitor 'file').x: unknown key"),
+        ({"inference": {"engine": "x"}}, "inference.engine: no installed plugin offers the engine"),
+        ({"trainer": {"loss": {"type": "x"}}}, "trainer.loss: no installed plugin offers the loss"),
+        ({"trainer": {"loss": {"zz": 1}}}, "trainer.loss (loss 'default').zz: unknown key"),
+        ({"trainer": {"optm": {}}}, "trainer.optm: unknown key; did you mean 'optim'?"),
+        ({"trainer": {"token_exprot": {}}},
+         "trainer.token_exprot: no installed plugin offers the trainer_observer 'token_exprot' "
+         "(installed: bad_steps, console, device_usage, disk, loss_checks, slow_steps, step_file, "
+         "token_export). Did you"),
+        ({"trainer": {"token_export": {"zz": 1}}},
+         "trainer.token_export (trainer_observer 'token_export').zz: unknown key"),
+        ({"trainer": {"token_export": {"enabled": True}},
+          "plugins": {"disabled": ["observers"]}},
+         "trainer.token_export: no installed plugin offers the trainer_observer 'token_export' "
+         "(installed: none). Install the package that brings it: pip install prime-rl-observers"),
+        ({"trainer": {"lora": {"zz": 1}}}, "trainer.lora (tuning 'lora').zz: unknown key"),
+        ({"trainer": {"lora": {}}, "plugins": {"disabled": ["lora"]}},
+         "trainer.lora: no installed plugin offers the tuning 'lora' (installed: bad_steps, "
+         "console, device_usage, disk, loss_checks, slow_steps, step_file, token_export). "
+         "Install the "
+         "package"),
+        ({"inference": {"portt": 1}},
+         "inference.portt: unknown key; the engine's own settings go into [inference.embedded]"),
+        ({"inference": {"embedded": {"zz": 1}}}, "inference.embedded (engine 'embedded').zz: unkn"),
+        ({"inference": {"vllm": {"zz": 1}}}, "inference.vllm: unknown key; the engine's own"),
+        ({"inference": {"embedded": 3}}, "inference.embedded: expected a table, got 3"),
+        ({"model": {"name": "owner/model", "zz": 1}}, "model.zz: unknown key of a checkpoint"),
+        ({"model": {"name": "tiny-reverse", "zz": 1}}, "model (model 'tiny-reverse').zz: unknown"),
+    ],
+)  # fmt: skip
+def test_names_and_settings_of_every_other_plugin(tables, starts):
+    assert refusal(tables.pop("orchestrator", None), **tables).startswith(starts)
+
+
+@pytest.mark.parametrize(
+    ("way", "tables", "where"),
+    [
+        ("gloo", {"trainer": {"lora": {}}}, "trainer.lora"),
+        ("nccl", {"deployment": {"colocated": True}}, "deployment.colocated"),
+        ("nccl", {"trainer": {"device": "cpu"}}, "trainer.device"),
+    ],
+)
+def test_weights_that_cannot_go_from_memory_to_memory(way, tables, where):
+    message = refusal(weight_broadcast={"type": way}, **tables)
+    assert message.startswith(f"weight_broadcast.type is '{way}', which does not go with {where}: ")
+
+
+def test_weights_are_not_rounded_for_an_engine_that_would_not_round_them():
+    rounded = {"publish_dtype": "bfloat16"}
+    assert refusal(trainer=rounded).startswith(
+        "trainer.publish_dtype is 'bfloat16', and inference.embedded.dtype is 'float32': "
+    )
+    in_both = config(trainer=rounded, inference={"embedded": {"dtype": "bfloat16"}})
+    assert check(in_both).has_plugin("core")
+
+
+@pytest.mark.parametrize(
+    "name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "tiny-revers", "outputs/nope/weights"]
+)
+def test_no_such_model(name):
+    message = refusal(model={"name": name})
+    assert message.startswith(
+        f"model.name: {name!r} is no folder, no hub id (owner/name), and no model that an "
+        "installed plugin makes (those are: "
+    )
+    assert "tiny-reverse" in message
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    assert refusal({"renderer": {"name": "qwen3"}}, model={"name": str(tmp_path)}) == (
+        f"model.name: {tmp_path} has no config.json; expected a Hugging Face folder"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    assert build_model_maker(config(model={"name": str(tmp_path)}), Hooks()) is None
+
+
+def test_a_disabled_plugin_offers_nothing():
+    message = refusal(plugins={"disabled": ["grpo"]})
+    assert message.startswith("env 'a': algo: no installed plugin offers the algorithm 'grpo'")
+
+
+# -- with plugins of our own ------------------------------------------------------------------
+
+
+class Lone(Algorithm):
+    name = "lone"
+
+
+class Level(PluginConfig):
+    level: int = 0
+
+
+class Noisy(Filter):
+    name = "noisy"
+    config_class = Level
+
+
+class Brings:
+    @hookimpl
+    def register_algorithms(self):
+        return [Lone]
+
+    @hookimpl
+    def register_filters(self):
+        return [Noisy]
+
+
+@pytest.fixture
+def hooks():
+    hooks = Hooks()
+    hooks.register(Brings(), "brings")
+    return hooks
+
+
+def test_a_group_of_one_is_fine_where_credit_is_not_relative(hooks):
+    check_algorithms(config({"group_size": 1, "algo": {"type": "lone"}}), hooks, installed_losses())
+
+
+def test_enforce_is_cores_and_the_rest_the_filters(hooks):
+    slots = {"pre_batch_filters": [{"type": "noisy", "enforce": False, "level": 3}]}
+    check_filters(config(slots | {"post_batch_filters": []}), hooks)
+
+
+def test_an_engine_that_is_not_installed(hooks):
+    with pytest.raises(ConfigError, match=r"the engine 'embedded' \(installed: none\)"):
+        build_engine(config(), hooks)
+
+
+def test_a_row_that_cannot_hold_a_sample():
+    assert refusal(trainer={"micro_batch_tokens": 100}, seq_len=128) == (
+        "trainer.micro_batch_tokens: a row of 100 tokens cannot hold a sample of seq_len = 128. "
+        "Raise it to seq_len or more, or leave it out."
+    )
+
+
+def test_a_bound_that_cannot_hold_a_group():
+    assert refusal({"max_inflight_rollouts": 4}) == (
+        "orchestrator.max_inflight_rollouts: 4 cannot hold one group of 8. Raise it, or lower "
+        "group_size."
+    )
+
+
+def test_a_key_that_asks_for_an_observer_names_its_package():
+    without = {"plugins": {"disabled": ["evals", "tools"]}, "view": {"type": "lines"}}
+    held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
+    assert refusal(held_out, **without) == (
+        "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
+        "engine_metrics, hook_watch, watchdog). Install the package that brings one: "
+        "pip install prime-rl-evals"
+    )
+    message = refusal({"save_rollouts": True}, **without)
+    assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")
+    assert message.endswith("pip install prime-rl-tools")
+    check(config(**without))
+    without["plugins"] = {"disabled": ["observers"]}
+    message = refusal({"weights_timeout": 9.0}, **without)
+    assert message.startswith("orchestrator.weights_timeout: no installed observer reads it")
+    assert message.endswith("pip install prime-rl-observers")
+
+
+def test_a_disabled_plugin_that_is_not_there():
+    message = refusal(plugins={"disabled": ["cor"]})
+    assert message.startswith("plugins.disabled: no installed plugin is called 'cor' (installed: ")
+    assert "core" in message
+
+
+@pytest.mark.parametrize("key", ["top_k", "top_p", "min_p", "seed", "max_tokens", "logit_bias"])
+def test_training_samples_the_whole_distribution(key):
+    with pytest.raises(ValueError, match=f"{key} would shape or replace the distribution"):
+        config(
+            {
+                "train": {
+                    "env": [{"id": "reverse-text", "name": "a"}],
+                    "sampling": {"extra_body": {key: 1}},
+                }
+            }
+        )
+
+
+def test_a_taskset_that_is_not_there_is_named_with_the_nearest():
+    assert refusal({"train": {"env": [{"id": "reverse-txt"}]}}) == (
+        "orchestrator.train.env.0.id: no taskset 'reverse-txt': there is no module 'reverse_txt'. "
+        "Did you mean 'reverse-text'?"
+    )
+    assert refusal({"train": {"env": [{"id": "nope"}]}}).endswith("Install its package.")
+
+
+def test_a_run_name_is_no_path():
+    with pytest.raises(ValueError, match=r"run\.name"):
+        config(run={"name": "../elsewhere"})
+
+
+def seated(*agents, id="propose-solve", **env):
+    algo = {"type": "hierarchical_grpo", "episode_agents": agents}
+    return {"train": {"env": [{"id": id, "name": "a", "algo": algo} | env]}}
+
+
+def test_an_agent_that_the_env_lacks():
+    assert refusal(seated("solver", id="reverse-text")) == (
+        "env 'a': algo 'hierarchical_grpo': episode_agents names 'solver', and the env has "
+        "'agent'. Name agents of the env, or use grpo if it has only one."
+    )
+    fixed = {"solver": {"model": "other"}}
+    assert "and the env has 'proposer'." in refusal(seated("solver", args=fixed))
+    assert check(config(seated("proposer", "solver"))).has_plugin("core")
+
+
+def test_algorithms_that_check_no_agents_import_no_taskset(monkeypatch):
+    monkeypatch.setattr("prime_rl_app.env_checks.find_agents", pytest.fail)
+    check(config())

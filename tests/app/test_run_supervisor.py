@@ -1,0 +1,196 @@
+"""The supervisor: which deaths end a run, the error, a stop, and the clean-up."""
+
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+from prime_rl import RunError
+from prime_rl.config.run import RunConfig
+from prime_rl_app import supervisor
+from prime_rl_app.supervisor import _watch
+from prime_rl.rundir.checkpoints import STABLE, finished
+from prime_rl.rundir.control import STOP, Stop
+from prime_rl.rundir.directory import new_attempt
+from prime_rl.rundir.status import DONE, Status
+
+FOREVER = "import time; time.sleep(600)"
+
+
+@pytest.fixture
+def view(tmp_path):
+    """Stands in for the live view; every process named here has reported that it is done."""
+    (tmp_path / "status").mkdir()
+    for name in ("model", "trainer", "orchestrator"):
+        Status(tmp_path / "status" / f"{name}.json").report(DONE)
+    return SimpleNamespace(refresh=lambda: None, run_dir=tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(supervisor, "TICK_SECONDS", 0.02)
+
+
+def test_a_run_is_over_when_orchestrator_and_trainer_are(spawn, view):
+    children = [spawn("pass", "model"), spawn(FOREVER, "inference")]
+    children += [spawn("pass", "trainer"), spawn("import time; time.sleep(0.3)", "orchestrator")]
+    _watch(children, view)
+    assert children[1].exit_code is None  # the engine is ended by the supervisor
+
+
+@pytest.mark.parametrize("name", ["model", "inference", "trainer", "orchestrator"])
+def test_a_child_that_dies_ends_the_run_with_name_code_and_last_lines(spawn, view, name):
+    dying = "import sys; print('loading'); sys.exit('the reason')"
+    names = ("model", "inference", "trainer", "orchestrator")
+    children = [spawn(dying if each == name else FOREVER, each) for each in names]
+    with pytest.raises(RunError) as caught:
+        _watch(children, view)
+    log = children[names.index(name)].log
+    message = str(caught.value)
+    assert message.splitlines()[0] == f"{name} exited with code 1. The end of its log ({log}):"
+    assert sorted(message.splitlines()[1:]) == ["    loading", "    the reason"]
+
+
+def test_the_error_names_the_signal_that_killed_a_child(spawn, view):
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn(FOREVER, name) for name in names]
+    os.kill(children[1].process.pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"^trainer was ended by SIGKILL\. The end of its log"):
+        _watch(children, view)
+
+
+def test_the_error_names_the_checkpoint_to_resume_from(spawn, view):
+    for step, whole in ((2, True), (10, True), (12, False)):
+        folder = finished(view.run_dir, step).directory
+        folder.mkdir(parents=True)
+        if whole:
+            (folder / STABLE).touch()
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("raise SystemExit(1)" if n == "trainer" else FOREVER, n) for n in names]
+    with pytest.raises(RunError, match=r"\n--resume continues from the checkpoint of step 10\.$"):
+        _watch(children, view)
+
+
+def test_an_engine_that_exits_with_code_0_ends_the_run(spawn, view):
+    children = [
+        spawn("pass", "inference"),
+        spawn(FOREVER, "trainer"),
+        spawn(FOREVER, "orchestrator"),
+    ]
+    with pytest.raises(RunError, match=r"^inference exited with code 0 before it was done\."):
+        _watch(children, view)
+
+
+@pytest.mark.parametrize("name", ["trainer", "orchestrator"])
+def test_a_lost_status_file_makes_no_failure_of_a_success(spawn, view, name):
+    (view.run_dir / "status" / f"{name}.json").unlink()
+    _watch([spawn("pass", each) for each in ("trainer", "orchestrator")], view)
+
+
+@pytest.mark.parametrize("name", ["trainer", "orchestrator"])
+def test_a_process_that_exits_without_reporting_done_ends_the_run(spawn, view, name):
+    Status(view.run_dir / "status" / f"{name}.json").report("training")
+    names = ("inference", "trainer", "orchestrator")
+    children = [spawn("pass" if each == name else FOREVER, each) for each in names]
+    with pytest.raises(RunError, match=f"^{name} exited with code 0 before it was done"):
+        _watch(children, view)
+
+
+def test_a_trainer_that_never_ends_is_named(spawn, view, monkeypatch):
+    monkeypatch.setattr(supervisor, "TRAINER_GRACE", 0.2)
+    children = [
+        spawn(FOREVER, "inference"),
+        spawn(FOREVER, "trainer"),
+        spawn("pass", "orchestrator"),
+    ]
+    with pytest.raises(RunError, match="the trainer is still busy 0 s after the last step"):
+        _watch(children, view)
+
+
+def test_the_view_is_refreshed_while_the_run_goes_on(spawn, view):
+    """The run ends at its third refresh, and not before."""
+    refreshed, enough = [], view.run_dir / "enough"
+
+    def refresh():
+        refreshed.append(None)
+        if len(refreshed) == 3:
+            enough.touch()
+
+    view.refresh = refresh
+    until = f"import os, time\nwhile not os.path.exists({str(enough)!r}): time.sleep(0.02)"
+    _watch(
+        [spawn(FOREVER, "inference"), spawn("pass", "trainer"), spawn(until, "orchestrator")], view
+    )
+    assert len(refreshed) >= 3
+
+
+def test_engines_end_last_so_that_their_end_does_not_look_like_a_failure():
+    names = ("model", "inference", "inference_1", "trainer_1", "orchestrator")
+    ended = []
+    launcher = SimpleNamespace(
+        end=lambda processes: ended.append([each.name for each in processes]),
+        close=lambda: ended.append("closed"),
+    )
+    supervisor._end(launcher, [SimpleNamespace(name=name) for name in names])
+    assert ended == [
+        *(["model", "trainer_1", "orchestrator"], ["inference", "inference_1"], "closed"),
+    ]
+
+
+# -- a stop -------------------------------------------------------------------------------
+
+
+def stop_of(run_dir, said, first_step=1):
+    return Stop(run_dir, first_step, lambda: True, said.append)
+
+
+def test_a_stop_is_requested_once_and_needs_no_engine(spawn, view):
+    said, report = [], Status(view.run_dir / "status" / "orchestrator.json")
+    report.report(DONE, last_step=7)
+    waiting = f"while not os.path.exists({str(view.run_dir / STOP)!r}): time.sleep(0.01)"
+    asked = f"import os, time\n{waiting}"
+    children = [spawn("raise SystemExit(1)", "inference"), spawn(asked, "trainer")]
+    stop = stop_of(view.run_dir, said)
+    _watch([*children, spawn(asked, "orchestrator")], view, stop=stop)
+    assert said == ["stopping: saving weights (again: now)"]
+    assert (stop.result.step, stop.result.trained) == (7, True)
+
+
+def test_a_trainer_that_was_sent_nothing_is_not_waited_for(spawn, view):
+    Status(view.run_dir / "status" / "orchestrator.json").report(DONE, last_step=7)
+    children = [spawn(FOREVER, "trainer"), spawn("pass", "orchestrator")]
+    stop = stop_of(view.run_dir, [], first_step=8)
+    _watch(children, view, stop=stop)
+    assert children[0].exit_code is None and not stop.result.trained
+
+
+def test_a_trainer_that_dies_while_it_saves_is_named(spawn, view):
+    children = [spawn("raise SystemExit(1)", "trainer"), spawn(FOREVER, "orchestrator")]
+    with pytest.raises(RunError, match=r"^trainer exited with code 1"):
+        _watch(children, view, stop=stop_of(view.run_dir, []))
+
+
+def test_a_run_that_finished_every_step_was_not_stopped(view):
+    assert stop_of(view.run_dir, []).result is None
+
+
+def test_processes_started_before_a_failing_start_are_ended(monkeypatch, tmp_path, spawn):
+    """The supervisor must hold each child as soon as it runs."""
+
+    def starting(attempts, checkpoint):
+        attempts.processes.append(spawn(FOREVER, "model"))
+        raise RuntimeError("the engine plugin failed")
+
+    ended = []
+    new_attempt(tmp_path)
+    launcher = SimpleNamespace(
+        end=ended.extend, close=lambda: ended.append("closed"), is_remote=False
+    )
+    monkeypatch.setattr(supervisor, "build_launcher", lambda *_: launcher)
+    monkeypatch.setattr(supervisor.Attempts, "start", starting)
+    config = RunConfig(model={"name": "m"}, max_steps=1)
+    view = SimpleNamespace(print=print, run_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="the engine plugin failed"):
+        supervisor.run(config, view)
+    assert [getattr(each, "name", each) for each in ended] == ["model", "closed"]
