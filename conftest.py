@@ -73,8 +73,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
 @pytest.fixture(scope="session")
 def tiny_reverse(model_cache: Path) -> Path:
     """The default model of seed 0, as whole runs find it in the cache."""
-    from prime_rl_app.models import cached_path, make
     from prime_rl.rundir.launch import READY
+    from prime_rl_app.models import cached_path, make
     from prime_rl_environments.tiny import TinyReverse, TinyReverseConfig
 
     maker = TinyReverse(TinyReverseConfig())

@@ -25,8 +25,8 @@ import numpy as np
 
 from prime_rl import Rollout, Sample
 from prime_rl.config.load import build_config, read_toml
-from prime_rl_tools.report import write_report
 from prime_rl_app.rollouts import write_rollouts
+from prime_rl_tools.report import write_report
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "plugins/prime_rl_tools/tests/report")]

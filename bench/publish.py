@@ -46,11 +46,11 @@ from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
 from prime_rl.rundir.launch import STORE
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import Precision
+from prime_rl.trainer.file_writer import FileWriter
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
-from prime_rl.trainer.publish import Publisher, published_dtypes, published_tensors
+from prime_rl.trainer.published import Publisher, published_dtypes, published_tensors
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.tensor_file import lay_out, write_shared, write_stream
-from prime_rl.trainer.file_writer import FileWriter
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {

@@ -84,8 +84,8 @@ LONGEST = max(shape.prompt + shape.new for shape in SHAPES) + 8
 
 def model_folder() -> Path:
     """The converted model, in the cache."""
-    from prime_rl_app.models import cache_dir, cached_path, make
     from prime_rl.rundir.launch import READY
+    from prime_rl_app.models import cache_dir, cached_path, make
     from prime_rl_smollm2 import SmolLM2
 
     maker = SmolLM2(PluginConfig())

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from bench.publish import cpu_seconds, make_model, timed
-from prime_rl.trainer.publish import Publisher, published_dtypes, published_tensors
+from prime_rl.trainer.published import Publisher, published_dtypes, published_tensors
 from prime_rl_broadcast.connection import Member, header_of
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_embedded.weights import apply_weights, read_weights, receive_weights

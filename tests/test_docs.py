@@ -46,9 +46,9 @@ from prime_rl.config.run import RunConfig
 from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
-from prime_rl_app.resolve import check
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
+from prime_rl_app.resolve import check
 from prime_rl_broadcast.connection import Member, header_of
 from prime_rl_broadcast.group import BroadcastGroup
 from prime_rl_devkit.verdicts import promise_of

@@ -22,7 +22,7 @@ import torch
 import warm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prime_rl_app.children import free_ports
+from prime_rl.rundir.machine import free_ports
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

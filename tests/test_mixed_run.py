@@ -17,7 +17,7 @@ import pytest
 import warm
 from waiting import LIMIT, eventually
 
-from prime_rl_app.children import free_ports
+from prime_rl.rundir.machine import free_ports
 from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.published import Publisher
 from prime_rl_embedded.weights import apply_weights, read_weights
 
 

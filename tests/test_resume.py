@@ -36,17 +36,18 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_kernel
 from prime_rl.rollout import Rollout
-from prime_rl_app.children import Child, end, free_ports, start
-from prime_rl_app.commands import engine_launch
-from prime_rl_app.resolve import build_engine
 from prime_rl.rundir.checkpoints import finished, whole_steps
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
+from prime_rl.rundir.machine import free_ports
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.publish import Publisher
+from prime_rl.trainer.published import Publisher
 from prime_rl.wire import encode_batch
 from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_app.children import Child, end, start
+from prime_rl_app.commands import engine_launch
+from prime_rl_app.resolve import build_engine
 from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -9,9 +9,9 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import Monitor, PluginConfig
+from prime_rl.orchestrator.background import MAX_WAITING_ROLLOUTS, Background
 from prime_rl.orchestrator.reporter import in_background
 from prime_rl.testing import make_rollout
-from prime_rl.orchestrator.background import MAX_WAITING_ROLLOUTS, Background
 from prime_rl_tools.metrics_file import FileConfig, FileMonitor
 
 

@@ -12,9 +12,9 @@ from waiting import LIMIT, until
 from prime_rl import EngineError
 from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.inference.pool import GivenUp
+from prime_rl.inference.scorer import PromptScorer
 from prime_rl.orchestrator.engines import EngineRouter, report_engines
 from prime_rl.rundir.status import Status
-from prime_rl.inference.scorer import PromptScorer
 
 GOOD = RolloutResult(ok=True, reward=1.0)
 AWAY = RolloutResult(ok=False, error_type="ProviderError", error="away", status_code=503)

@@ -4,23 +4,21 @@ the launcher ``local``, whose processes are children of this one."""
 from __future__ import annotations
 
 import os
-import random
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType
 from typing import ClassVar, cast
 
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.launchers import Launcher, Place, Process, ProcessCommand, Task
-from prime_rl_app.gpus import VISIBLE, visible_gpus
 from prime_rl.rundir.launch import PARENT_PID
+from prime_rl.rundir.machine import VISIBLE, free_ports, visible_gpus
+from prime_rl_app.forks import Forks
 
 QUIET_CPU = {
     # One thread per process: spinning OpenMP threads of several processes on few cores cost up to
@@ -34,13 +32,6 @@ QUIET_CPU = {
     "PYTHONUNBUFFERED": "1",
 }
 """Defaults of every child's environment. The user's environment overrides them."""
-
-FIRST_PORT = 20000
-"""Lowest port that a run chooses, above the ports of well-known services."""
-TRIES = 100
-"""Random ports to try before the kernel chooses."""
-STARTERS = "prime_rl.starters"
-"""Entry points: a class whose objects are called as ``subprocess.Popen`` is."""
 
 GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -117,29 +108,6 @@ def end(children: Sequence[Child], grace: float = GRACE_SECONDS) -> None:
         child.process.wait()
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Distinct ports without a listener.
-
-    The caller binds them seconds later. They are therefore outside the kernel's ephemeral range,
-    and random, so that two runs hardly choose the same.
-    """
-    try:
-        last = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError):  # not Linux
-        last = 32768
-    numbers = range(FIRST_PORT, last)
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            for number in random.SystemRandom().sample(numbers, min(TRIES, len(numbers))):
-                with suppress(OSError):
-                    each.bind((host, number))
-                    break
-            else:
-                each.bind((host, 0))  # any port; or raise why none can be bound
-        return [each.getsockname()[1] for each in sockets]
-
-
 def sigterm_is_ctrl_c() -> AbstractContextManager[None]:
     """Treat SIGTERM like Ctrl-C, so that the clean-up runs."""
     return _handled_by(signal.default_int_handler, signal.SIGTERM)
@@ -190,8 +158,7 @@ class LocalLauncher(Launcher):
     def __init__(self, config: PluginConfig) -> None:
         super().__init__(config)
         self._children: dict[str, Child] = {}
-        starters = (each.load()() for each in entry_points(group=STARTERS))
-        self._popen = next(starters, None)
+        self._popen = Forks()
 
     def num_gpus(self) -> int:
         return len(visible_gpus())

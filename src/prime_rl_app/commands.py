@@ -7,13 +7,11 @@ import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from prime_rl import Engine, EngineLaunch
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import ProcessCommand, Task
 from prime_rl.rundir.attempts import PROCESS, newest_attempt
 from prime_rl.rundir.directory import log_dir
@@ -24,8 +22,8 @@ PYTHON = [sys.executable, "-P", "-m"]
 """``-P``: no file in the working directory replaces a module of Python's or a plugin."""
 MODEL, ORCHESTRATOR, TRAINER = "prime_rl_app.models", "prime_rl.orchestrator", "prime_rl.trainer"
 """The modules that these processes run."""
-AGENTS = "prime_rl.agents"
-"""Entry points: the module of the process that starts the trainer's ranks of one node."""
+AGENT = "prime_rl_app.agent"
+"""The module of the process that starts the trainer's ranks of one node."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,10 @@ class Commands:
 
 
 def trainer_command(launch: Launch, run_dir: Path) -> list[str]:
-    """The argument list of one trainer node, the same on all nodes. Raises ``ConfigError``."""
+    """The argument list of one trainer node, the same on all nodes."""
     if launch.num_ranks == 1:
         return [*PYTHON, TRAINER, str(run_dir)]
-    if not (agents := [entry.value for entry in entry_points(group=AGENTS)]):
-        raise ConfigError("several ranks of the trainer: install prime-rl, whose agent starts them")
-    command = [*PYTHON, agents[0], str(run_dir), "--ranks", str(launch.num_ranks)]
+    command = [*PYTHON, AGENT, str(run_dir), "--ranks", str(launch.num_ranks)]
     if launch.trainer_nodes > 1:
         command += ["--nodes", str(launch.trainer_nodes), "--endpoint", launch.rendezvous]
         command += ["--id", run_dir.name]

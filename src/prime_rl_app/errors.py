@@ -175,8 +175,8 @@ def explained(message: str, arguments: Sequence[str]) -> str:
 def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
     """What the installed plugins refuse in a config of which the schema refuses some keys: those
     are left out. Nothing if one of them is required."""
-    from prime_rl_app.run_command import split_arguments
     from prime_rl_app.resolve import check
+    from prime_rl_app.run_command import split_arguments
 
     try:
         files, overrides = split_arguments(list(arguments))

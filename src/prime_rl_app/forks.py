@@ -36,8 +36,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
-from prime_rl_app.gpus import visible_gpus
 from prime_rl.rundir.attempts import PROCESS
+from prime_rl.rundir.machine import visible_gpus
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 
 GROUP = "prime_rl.forks"

@@ -4,42 +4,16 @@ torch, which would hold a CUDA context in the supervisor."""
 from __future__ import annotations
 
 import os
-import subprocess
 from dataclasses import dataclass
-from functools import cache
 
 from prime_rl.config.run import DeploymentConfig, RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.launchers import Launcher
+from prime_rl.rundir.machine import VISIBLE
 from prime_rl_app.env_checks import readers_of_earlier
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-ASK = ("nvidia-smi", "--query-gpu=index", "--format=csv,noheader")
-ASK_SECONDS = 30.0
 
 Gpus = tuple[int, ...]
 """Indices into the visible GPUs."""
-
-
-def visible_gpus() -> list[str]:
-    """CUDA's names of the GPUs that this process may use, in CUDA's order: those of
-    ``CUDA_VISIBLE_DEVICES``, else all that ``nvidia-smi`` lists. Empty: none."""
-    given = os.environ.get(VISIBLE)
-    if given is None:
-        return list(_counted(os.environ.get("PATH", "")))
-    names = [name.strip() for name in given.split(",") if name.strip()]
-    # CUDA stops at the first invalid entry: -1 hides all that follow.
-    return names[: names.index("-1")] if "-1" in names else names
-
-
-@cache
-def _counted(path: str) -> tuple[str, ...]:
-    """Cached for each search path, because the driver takes a second to answer."""
-    try:
-        done = subprocess.run(ASK, capture_output=True, text=True, timeout=ASK_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip().isdecimal())
 
 
 @dataclass(frozen=True)

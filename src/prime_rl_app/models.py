@@ -23,10 +23,10 @@ from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import MODEL, collect, make_tuning
-from prime_rl_app.resolve import build_model_maker
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.processes import exit_with_parent
 from prime_rl.rundir.status import DONE, Status
+from prime_rl_app.resolve import build_model_maker
 
 log = logging.getLogger("prime_rl.models")
 

@@ -12,12 +12,12 @@ from pathlib import Path
 from prime_rl import Engine
 from prime_rl.config.run import FILES, RunConfig
 from prime_rl.plugins.launchers import Launcher, Part, Place, Task
-from prime_rl_app.env_checks import readers_of_earlier
-from prime_rl_app.gpus import GpuPlan, gpus_of, num_engines, num_ranks
-from prime_rl_app.models import model_path
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import process_name
+from prime_rl_app.env_checks import readers_of_earlier
+from prime_rl_app.gpus import GpuPlan, gpus_of, num_engines, num_ranks
+from prime_rl_app.models import model_path
 
 LOOPBACK = "127.0.0.1"
 MODELS = ".models"

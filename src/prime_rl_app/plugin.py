@@ -1,18 +1,48 @@
-"""Core's own plugin: launcher ``local``, view ``lines``."""
+"""What the application offers by the hooks: the command ``run``, the launcher ``local``, the view
+``lines`` and the observer that saves rollouts."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prime_rl.plugins.hookspecs import hookimpl
-from prime_rl.plugins.launchers import Launcher
-from prime_rl.plugins.view import RunView
-from prime_rl_app.children import LocalLauncher
+
+if TYPE_CHECKING:
+    import typer
+
+    from prime_rl.plugins.launchers import Launcher
+    from prime_rl.plugins.observer import Observer
+    from prime_rl.plugins.view import RunView
+
+
+@hookimpl
+def register_commands(cli: typer.Typer) -> None:
+    """Add ``prime-rl run``."""
+    from prime_rl_app import run_command
+
+    add = cli.command("run", context_settings=run_command.CONTEXT, rich_help_panel="Train")
+    add(run_command.run)
 
 
 @hookimpl
 def register_launchers() -> list[type[Launcher]]:
+    """Offer ``local``."""
+    from prime_rl_app.children import LocalLauncher
+
     return [LocalLauncher]
 
 
 @hookimpl
+def register_observers() -> list[type[Observer]]:
+    """Offer ``save_rollouts``."""
+    from prime_rl_app.rollouts import SaveRollouts
+
+    return [SaveRollouts]
+
+
+@hookimpl
 def register_views() -> list[type[RunView]]:
+    """Offer ``lines``."""
+    from prime_rl.plugins.view import RunView
+
     return [RunView]

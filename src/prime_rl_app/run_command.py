@@ -53,9 +53,9 @@ def run(
     prime-rl run my.toml --max-steps 20 --trainer.optim.lr 1e-4
     ```
     """
+    from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app.models import check_tuning
     from prime_rl_app.resolve import check
-    from prime_rl.rundir.directory import held, make_run_dir
 
     arguments, checkpoint = split_resume([*files, *context.args])
     paths, overrides = split_arguments(arguments)
@@ -145,8 +145,8 @@ def train(
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
     continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
     from prime_rl.plugins.manager import wrappers
-    from prime_rl_app import supervisor
     from prime_rl.rundir.control import Stopped, supervised
+    from prime_rl_app import supervisor
 
     view = _view(config, hooks, run_dir)
     try:

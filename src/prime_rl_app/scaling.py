@@ -17,9 +17,9 @@ import msgspec
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
-from prime_rl_app.children import Pause
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import process_name, replace_text
+from prime_rl_app.children import Pause
 
 if TYPE_CHECKING:
     from prime_rl_app.supervisor import Attempts

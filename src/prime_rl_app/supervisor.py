@@ -6,7 +6,7 @@
     orchestrator          samples, scores and packs; the run ends when it is done
 
 The launcher starts the processes and chooses their machines. An engine that dies is restarted
-(``RECOVERY``). If any other process dies, hangs or is stopped, all but the engines are ended and
+(``restarts.py``). If any other process dies, hangs or is stopped, all but the engines are ended and
 start again from the newest checkpoint, as another attempt (``Attempts``). A run that cannot go on
 ends with the name, exit code and last log lines of the process. The first Ctrl-C or SIGTERM
 stops the run gracefully (``control.py``), the second ends it at once.
@@ -18,9 +18,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -29,26 +27,24 @@ from prime_rl.errors import ProcessFailed, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
-from prime_rl_app import children
-from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
-from prime_rl_app.commands import PYTHON, Commands, Keys
-from prime_rl_app.placement import engine_url, lay_out, plan
-from prime_rl_app.resolve import build_engine, build_launcher
-from prime_rl_app.resume import newest, rewind
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
 from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
+from prime_rl_app import children
+from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
+from prime_rl_app.commands import PYTHON, Commands, Keys
+from prime_rl_app.placement import engine_url, lay_out, plan
+from prime_rl_app.recovery import Recovery
+from prime_rl_app.resolve import build_engine, build_launcher
+from prime_rl_app.restarts import Restarts
+from prime_rl_app.resume import newest, rewind
 
 TICK_SECONDS = 0.25
 TRAINER_GRACE = 1800.0
 """Seconds the trainer may take to write the final weights after the orchestrator is done."""
-RECOVERY = "prime_rl.recovery"
-"""Entry point of what decides when a process counts as dead, which engines are restarted, and
-whether the run starts again: a class like ``prime_rl_app.recovery.Recovery``. Without one, a
-failure ends the run."""
 GUARD = "guard"
 """Name of the process that ends what outlives us."""
 
@@ -58,9 +54,10 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
     ``Stopped`` when the user stops the run, ``KeyboardInterrupt`` when it ends at once."""
     raise_file_limit()
     launcher = build_launcher(config, load_plugins(disabled=config.plugins.disabled))
-    recovery = [each.load()(config, view) for each in [*entry_points(group=RECOVERY)][:1]]
+    recovery = Recovery(config, view)
     attempts = Attempts(config, view, launcher)
-    attempts.restarts = restarts = [each.engines(attempts, launcher) for each in recovery]
+    restarts = recovery.engines(attempts, launcher)
+    attempts.restarts = restarts
     command = [*PYTHON, "prime_rl.rundir.attempts", str(view.run_dir)]
     named = {PROCESS: f"{newest_attempt(view.run_dir)}:{GUARD}:{view.run_dir.resolve()}"}
     guard = children.start(GUARD, command, named, Path(os.devnull))
@@ -71,15 +68,14 @@ def run(config: RunConfig, view: RunView, checkpoint: Checkpoint | None = None) 
                 while True:
                     first_step = 1 if checkpoint is None else checkpoint.step + 1
                     stop = Stop(view.run_dir, first_step, asked, view.print)
-                    look = [each.watch() for each in recovery]
-                    restart = [each.restart for each in restarts]
+                    look = recovery.watch()
                     try:
-                        _watch(attempts.processes, view, stop, *look, *restart)
+                        _watch(attempts.processes, view, stop, look, restarts.restart)
                         break
                     except ProcessFailed as failure:
-                        if stop.is_asked or not recovery:
+                        if stop.is_asked:
                             raise
-                        recovery[0].allow(failure, first_step)
+                        recovery.allow(failure, first_step)
                         checkpoint = attempts.go_back()
                         attempts.start(checkpoint)
             if stopped := stop.result:
@@ -101,8 +97,8 @@ class Attempts:
         self._run_dir = view.run_dir
         self._places: dict[str, Place] = {}
         self._keys = Keys.of_run(config, launcher.is_remote)
-        self.restarts: Sequence[Any] = ()
-        """Learn how each engine is started."""
+        self.restarts: Restarts | None = None
+        """Learns how each engine is started."""
         self.engines: tuple[Task, ...] | None = None
         """The policy's, some of which have joined since the start; None before it."""
         self.processes: list[Process] = []
@@ -132,8 +128,8 @@ class Attempts:
         self.commands = Commands(config, launch, seen, engine, self._keys)
         for task in layout.tasks:
             command = self.commands.of(task)
-            for each in self.restarts:
-                each.add(task, command)
+            if self.restarts is not None:
+                self.restarts.add(task, command)
             if task in new:  # one by one, so that a failure ends those that have started
                 self.processes.append(launcher.start(task, command))
 
@@ -143,8 +139,8 @@ class Attempts:
         self.engines, self._places[task.name] = (*others, task), place
         self.announce()
         command = self.commands.of(task)
-        for each in self.restarts:
-            each.add(task, command)
+        if self.restarts is not None:
+            self.restarts.add(task, command)
         return self._launcher.start(task, command)
 
     def announce(self, elsewhere: Sequence[str] = ()) -> None:

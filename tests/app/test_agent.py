@@ -20,10 +20,10 @@ import warm
 from waiting import LIMIT, eventually, exists
 
 from prime_rl import ConfigError
-from prime_rl_app.commands import trainer_command
 from prime_rl.rundir.launch import STORE, Launch
 from prime_rl.trainer.rank import Rank
 from prime_rl_app import agent
+from prime_rl_app.commands import trainer_command
 
 RANK = """
 import os, pathlib, signal, sys, time

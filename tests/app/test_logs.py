@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from prime_rl_app.children import end, start
 from prime_rl.rundir.directory import log_dir, new_attempt
+from prime_rl_app.children import end, start
 from prime_rl_app.logs import MIB, LogLimit
 
 FLOOD = """

@@ -12,11 +12,11 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, ModelMaker, PluginConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.rundir.launch import READY, Launch, wait_for_model
+from prime_rl.rundir.status import Status, read_status
 from prime_rl_app import models
 from prime_rl_app.models import cache_dir, cached_path, fetch, make, model_path
 from prime_rl_app.supervisor import _failed
-from prime_rl.rundir.launch import READY, Launch, wait_for_model
-from prime_rl.rundir.status import Status, read_status
 
 
 class Settings(PluginConfig):

@@ -11,13 +11,13 @@ from prime_rl import ConfigError, Launcher, Place, PluginConfig
 from prime_rl.cli.app import app
 from prime_rl.config.load import load_config
 from prime_rl.plugins.components import installed_losses
+from prime_rl.rundir.checkpoints import Checkpoint
+from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.status import DONE, read_status
 from prime_rl_app import supervisor
 from prime_rl_app.children import LocalLauncher
 from prime_rl_app.commands import Keys
 from prime_rl_app.placement import lay_out, plan
-from prime_rl.rundir.checkpoints import Checkpoint
-from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import DONE, read_status
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"

@@ -8,12 +8,12 @@ import pytest
 
 from prime_rl import RunError
 from prime_rl.config.run import RunConfig
-from prime_rl_app import supervisor
-from prime_rl_app.supervisor import _watch
 from prime_rl.rundir.checkpoints import STABLE, finished
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt
 from prime_rl.rundir.status import DONE, Status
+from prime_rl_app import supervisor
+from prime_rl_app.supervisor import _watch
 
 FOREVER = "import time; time.sleep(600)"
 

@@ -17,8 +17,8 @@ from prime_rl.cli.app import app
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.status import Status
 from prime_rl_app import runs
-from prime_rl_tools.commands.runs import age
 from prime_rl_app.runs import find_run, last_batch, list_runs, run_info, state_of, stop
+from prime_rl_tools.commands.runs import age
 
 REWARD = "train/agg/all/reward/mean"
 TOKENS = "progress/total_tokens"

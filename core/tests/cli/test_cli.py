@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from prime_rl.cli import main
 from prime_rl.cli.app import app
-from prime_rl_app.run_command import split_arguments
 from prime_rl.config.run import RunConfig
+from prime_rl_app.run_command import split_arguments
 
 CONFIG = """
 max_steps = 3

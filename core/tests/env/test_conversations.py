@@ -4,9 +4,9 @@ import pytest
 from renderers import Qwen3RendererConfig, config_from_name
 
 from prime_rl import ConfigError
+from prime_rl.env.conversations import Rendering
 from prime_rl.rollout import ROLES
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
-from prime_rl.env.conversations import Rendering
 
 CHAT = [
     {"role": "user", "content": "ab"},

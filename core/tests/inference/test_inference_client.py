@@ -14,7 +14,7 @@ from prime_rl.errors import EngineGone
 from prime_rl.inference import client, timing
 from prime_rl.inference.client import EngineClient, NoAnswer
 from prime_rl.inference.timing import RetryPolicy
-from prime_rl_app.children import free_ports
+from prime_rl.rundir.machine import free_ports
 from prime_rl.weights.versions import Weights
 
 QUICK = RetryPolicy(first_wait=0.01, longest_wait=0.02)

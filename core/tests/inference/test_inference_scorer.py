@@ -24,8 +24,8 @@ from prime_rl import (
 from prime_rl.inference import engine as engine_module
 from prime_rl.inference import pool as pool_module
 from prime_rl.inference.pool import FrozenPool
-from prime_rl_app.children import free_ports
 from prime_rl.inference.scorer import PromptScorer
+from prime_rl.rundir.machine import free_ports
 
 WHERE = "env 'a': teacher"
 MODEL = "big"

@@ -20,8 +20,8 @@ from prime_rl.orchestrator.packer import (
     pack_ranks,
     plan_rows,
 )
-from prime_rl.wire import decode_batch, encode_batch
 from prime_rl.orchestrator.rank_balance import imbalance, plan_ranks
+from prime_rl.wire import decode_batch, encode_batch
 
 LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 

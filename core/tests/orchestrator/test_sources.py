@@ -35,7 +35,7 @@ from prime_rl.orchestrator.sources import (
     SampledFrozen,
 )
 from prime_rl.plugins.manager import Hooks, scope
-from prime_rl_app.children import free_ports
+from prime_rl.rundir.machine import free_ports
 from prime_rl.testing import FakeHost, make_rollout
 
 

@@ -14,7 +14,8 @@ import pytest
 from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.rundir.control import STOP, stop_asked
 from prime_rl.rundir.launch import READY, wait_for_model
-from prime_rl.trainer.publish import Broadcaster, Publisher
+from prime_rl.trainer.publish import Broadcaster
+from prime_rl.trainer.published import Publisher
 from prime_rl.weights.versions import FILES_WANTED, MEMORY, STABLE, Weights, wait_for_files
 
 

@@ -44,9 +44,10 @@ from prime_rl.plugins.offers import (
     make_tuning,
 )
 from prime_rl.streams import COMPUTED, STREAMS, TOP_IDS
+from prime_rl.trainer.file_writer import FileWriter
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.parallel import stream_to_main
-from prime_rl.trainer.publish import (
+from prime_rl.trainer.published import (
     Publisher,
     published_dtypes,
     published_pieces,
@@ -55,7 +56,6 @@ from prime_rl.trainer.publish import (
 from prime_rl.weights.tensors import Piece, header_of
 from prime_rl.wire import MicroBatch
 from prime_rl_broadcast.sender import BroadcastSender
-from prime_rl.trainer.file_writer import FileWriter
 from prime_rl_lora.model import add_lora
 
 VOCAB, TOKENS, LENGTHS = 512, 96, (40, 24, 24, 8)

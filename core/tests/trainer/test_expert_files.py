@@ -25,7 +25,8 @@ from transformers import (
 
 from prime_rl import Header, WeightSender
 from prime_rl.rundir.status import Status
-from prime_rl.trainer.publish import Broadcaster, Publisher
+from prime_rl.trainer.publish import Broadcaster
+from prime_rl.trainer.published import Publisher
 from prime_rl_kernels.experts import grouped_mm
 
 SIZES = {

@@ -15,9 +15,10 @@ from waiting import eventually
 from prime_rl import WeightsError
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import publish
-from prime_rl.trainer.publish import Broadcaster, Publisher
-from prime_rl.weights.versions import newest_version
 from prime_rl.trainer.file_writer import FileWriter
+from prime_rl.trainer.publish import Broadcaster
+from prime_rl.trainer.published import Publisher
+from prime_rl.weights.versions import newest_version
 
 
 class Disk:

@@ -26,7 +26,8 @@ from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.publish import Publisher, export
+from prime_rl.trainer.publish import export
+from prime_rl.trainer.published import Publisher
 from prime_rl.trainer.update import BatchUpdate
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
 from prime_rl_lora.tuning import Lora, LoraConfig

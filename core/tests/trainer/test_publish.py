@@ -17,7 +17,8 @@ from prime_rl.rundir.chat_template import ChatTemplate, write_chat_template
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import publish
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.publish import Broadcaster, Publisher, export
+from prime_rl.trainer.publish import Broadcaster, export
+from prime_rl.trainer.published import Publisher
 from prime_rl.weights.versions import FILES_WANTED, MEMORY, has_files
 
 MakeModel = Callable[..., PreTrainedModel]

@@ -22,10 +22,10 @@ from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import Policy, load_model
 from prime_rl.trainer.packed_row import PackedRow, make_row
 from prime_rl.trainer.packing import Packing, batch_sizes
+from prime_rl.trainer.self_check import find_packing
 from prime_rl_kernels.attention import register
 from prime_rl_kernels.blocks import prepare_blocks
 from prime_rl_kernels.kernels import Auto, KernelConfig
-from prime_rl.trainer.self_check import find_packing
 from prime_rl_lora.tuning import Lora, LoraConfig
 
 CPU = torch.device("cpu")

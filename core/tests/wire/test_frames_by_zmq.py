@@ -13,9 +13,9 @@ import zmq
 from waiting import LIMIT
 
 from prime_rl import WireError
-from prime_rl_app.children import free_ports
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
+from prime_rl.rundir.machine import free_ports
 from prime_rl.wire import sockets
 from prime_rl.wire.sockets import FrameReceiver, FrameSender, wire_key
 from prime_rl_broadcast.group import BroadcastGroup, opened
@@ -164,7 +164,7 @@ async def test_a_sender_that_cannot_answer_any_more_raises_its_error() -> None:
 
 
 async def test_a_rank_that_never_reads_ends_the_wait_for_it(monkeypatch) -> None:
-    monkeypatch.setattr(frames, "DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(sockets, "DRAIN_SECONDS", 0.05)
     (port,) = free_ports(1)
     sender = FrameSender(launch(port))
     await sender.send(1, [b"frame"])
@@ -176,7 +176,7 @@ async def test_a_rank_that_never_reads_ends_the_wait_for_it(monkeypatch) -> None
 async def test_an_announcement_wakes_the_orchestrator(monkeypatch, caplog) -> None:
     """It looks at the files no sooner than that; and again soon if the disk is late. A process
     without the key wakes no one. Frames go on beside it."""
-    monkeypatch.setattr(frames, "LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(sockets, "LOOK_SECONDS", 3600.0)
     monkeypatch.setenv(ADMIN_KEY, "secret")
     (port,) = free_ports(1)
     sender, receiver = FrameSender(launch(port)), FrameReceiver(launch(port), 0)

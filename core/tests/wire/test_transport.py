@@ -12,8 +12,8 @@ from waiting import LIMIT, until
 
 from prime_rl import ConfigError, WireError
 from prime_rl.config.run import TransportConfig
-from prime_rl_app.children import free_ports
 from prime_rl.rundir.launch import Launch
+from prime_rl.rundir.machine import free_ports
 from prime_rl.wire.transport import (
     Receiver,
     Sender,

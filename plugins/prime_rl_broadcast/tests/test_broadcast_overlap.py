@@ -26,7 +26,8 @@ from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.publish import Broadcaster, Publisher
+from prime_rl.trainer.publish import Broadcaster
+from prime_rl.trainer.published import Publisher
 from prime_rl.wire import MicroBatch
 from prime_rl_broadcast import connection as connection_module
 from prime_rl_broadcast import sender as sender_module

@@ -22,8 +22,8 @@ from prime_rl import (
     hookimpl,
     log_metric,
 )
-from prime_rl_app.children import LocalLauncher
 from prime_rl.testing import make_rollout
+from prime_rl_app.children import LocalLauncher
 from prime_rl_devkit.kinds import BY_KIND, builds, check_offer
 from prime_rl_devkit.verdicts import run
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from prime_rl import EngineError, ReferenceModel
 from prime_rl.inference.pool import FrozenPool
-from prime_rl_embedded.testing import VOCAB_SIZE, Served
 from prime_rl.inference.scorer import PromptScorer
+from prime_rl_embedded.testing import VOCAB_SIZE, Served
 
 Score = Callable[[list[int]], Tensor]
 

@@ -20,7 +20,7 @@ from waiting import LIMIT
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
-from prime_rl_app.children import free_ports
+from prime_rl.rundir.machine import free_ports
 from prime_rl_env_workers import pool as pools
 from prime_rl_env_workers.environment import (
     WorkerEnvironment,

@@ -17,8 +17,8 @@ from prime_rl.env.episode import ModelEndpoint, RolloutResult
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.records import decode_rollouts
-from prime_rl_app.resume import rewind
 from prime_rl.rundir.checkpoints import retain, whole_steps
+from prime_rl_app.resume import rewind
 from prime_rl_evals.evaluation import EvalLog, Evaluation, free_slots
 from prime_rl_evals.figures import EvalResult
 

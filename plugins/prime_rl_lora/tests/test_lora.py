@@ -25,7 +25,8 @@ from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row
-from prime_rl.trainer.publish import Publisher, export
+from prime_rl.trainer.publish import export
+from prime_rl.trainer.published import Publisher
 from prime_rl.wire import MicroBatch
 from prime_rl_engine_kit.adapter import is_adapter, merged_tensors
 from prime_rl_engine_kit.model_files import ModelFiles

@@ -28,7 +28,8 @@ from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore
 from prime_rl.trainer.loop import Trainer, train
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.publish import Publisher, export
+from prime_rl.trainer.publish import export
+from prime_rl.trainer.published import Publisher
 from prime_rl.wire import MicroBatch
 from prime_rl_embedded.weights import apply_weights, read_weights
 from prime_rl_engine_kit.adapter import STACKS, merged_tensors

@@ -13,10 +13,10 @@ from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import make_optimizer
-from prime_rl_app.models import model_path
-from prime_rl_app.resume import check_optimizer, check_tuning
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
+from prime_rl_app.models import model_path
+from prime_rl_app.resume import check_optimizer, check_tuning
 from prime_rl_lora.tuning import Lora, LoraConfig
 
 LORA: dict[str, Any] = {"rank": 16, "alpha": 32, "target_modules": None, "modules_to_save": []}

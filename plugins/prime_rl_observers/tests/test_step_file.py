@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from prime_rl import PluginConfig
-from prime_rl_app.resume import _cut
 from prime_rl.rundir.status import Tail
 from prime_rl.trainer.metrics import append_metrics
-from prime_rl_observers.step_file import NEWEST, StepFile
 from prime_rl_app.recovery import last_trained
+from prime_rl_app.resume import _cut
+from prime_rl_observers.step_file import NEWEST, StepFile
 
 METRICS = {"loss/mean": 1.0, "loss/p90": 2.0, "time/step": 3.0, "optim/lr": float("nan")}
 MEANS = {"loss/mean": 1.0, "time/step": 3.0, "optim/lr": None}

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from prime_rl import ConfigError
 from prime_rl.cli.app import app
 from prime_rl.config.run import WeightBroadcastConfig
-from prime_rl_app.gpus import VISIBLE
+from prime_rl.rundir.machine import VISIBLE
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, Machines, parse

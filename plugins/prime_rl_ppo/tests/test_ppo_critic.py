@@ -23,11 +23,11 @@ from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import load_plugins
-from prime_rl_app.resolve import check
 from prime_rl.testing import check_algorithm, make_group, score
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_app.resolve import check
 from prime_rl_ppo import PPO
 from prime_rl_ppo.critic import ValueHead, ValueHeadConfig, ValueLoss, ValueLossConfig, gae
 

@@ -13,8 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":
     if sys.argv[1] == "agent":
         from prime_rl.rundir.launch import NODE_ADDRESS
-        from prime_rl_ray.agent import interfaces
         from prime_rl_app import agent
+        from prime_rl_ray.agent import interfaces
 
         os.environ |= interfaces(os.environ[NODE_ADDRESS])  # as on a node of Ray
         agent.MODULE = "netns_rank"

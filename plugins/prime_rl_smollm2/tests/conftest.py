@@ -15,8 +15,8 @@ from prime_rl_smollm2.convert import INSTALL, PACKAGE
 @pytest.fixture(scope="session")
 def smollm2(model_cache: Path) -> Path:
     """The folder as a run finds it in the model cache."""
-    from prime_rl_app.models import cached_path, make
     from prime_rl.rundir.launch import READY
+    from prime_rl_app.models import cached_path, make
 
     try:
         version(PACKAGE)

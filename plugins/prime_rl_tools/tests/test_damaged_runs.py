@@ -21,8 +21,8 @@ from prime_rl.orchestrator.packer import pack
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.status import Status
 from prime_rl.wire import encode_batch
-from prime_rl_tools.replay import score
 from prime_rl_app.rollouts import read_step
+from prime_rl_tools.replay import score
 
 DEEP = b"[" * 100_000
 WRONG = [None, "x", -1, 1e999, 10**400, [], {}, [[]], "\ud800", True]

@@ -17,9 +17,9 @@ from prime_rl.cli.app import app
 from prime_rl.errors import ProcessFailed, printable
 from prime_rl.rundir.control import supervised
 from prime_rl.rundir.status import Status
+from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.commands.chat import _say
 from prime_rl_tools.replay import score
-from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.live import TerminalView
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from prime_rl import WeightsError
-from prime_rl.trainer.publish import Publisher, published_pieces, published_tensors
+from prime_rl.trainer.published import Publisher, published_pieces, published_tensors
 from prime_rl.weights.tensors import header_of
 from prime_rl_engine_kit.model_files import ModelFiles
 from prime_rl_vllm.checkpoint import Announced, Staged, check_layout

@@ -15,8 +15,8 @@ import torch
 from waiting import LIMIT
 
 from prime_rl.inference.pool import FrozenPool
-from prime_rl_devkit.engines.checkpoints import changed
 from prime_rl.inference.scorer import PromptScorer
+from prime_rl_devkit.engines.checkpoints import changed
 
 pytestmark = pytest.mark.vllm
 GAP = 1e-4

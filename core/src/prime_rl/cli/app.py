@@ -1,4 +1,4 @@
-"""The command tree: ``run`` is core's, every other command is a plugin's.
+"""The frame of the command line: installed distributions add the commands.
 
 The help loads only the plugins of the entry-point group ``prime_rl.commands``, because loading all
 plugins takes longer than everything else. A command that none of them registers is looked for in
@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from prime_rl_app import run_command
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
 from prime_rl.plugins.manager import (
@@ -105,7 +104,6 @@ def _missing(broken: list[PluginError]) -> str:
     return f"Commands of these plugins are missing: {' '.join(map(str, broken))}"
 
 
-app.command("run", context_settings=run.CONTEXT, rich_help_panel="Train")(run.run)
 app.add_typer(plugins, name="plugins", cls=Commands, rich_help_panel="Extend")
 if errors := add_commands(COMMANDS):
     app.info.epilog = _missing(errors)

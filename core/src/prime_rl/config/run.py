@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,8 +19,6 @@ from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.trainer import TrainerConfig
 
 FILES = "filesystem"
-TRANSPORTS = "prime_rl.transports"
-"""Entry points: a module with ``FrameSender(launch)`` and ``FrameReceiver(launch, rank)``."""
 
 GpuList = Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)]
 
@@ -36,23 +33,15 @@ class ModelConfig(PluginTable):
 class TransportConfig(Settings):
     """``[rollout_transport]``: how micro batches reach the trainer."""
 
-    type: str = FILES
-    """``filesystem``: as files in the run directory. Or an installed transport: ``zmq`` (sockets),
-    the default of ``prime-rl``."""
+    type: Literal["zmq", "filesystem"] = "filesystem"
+    """``filesystem``: as files in the run directory. ``zmq``: over sockets, the default of
+    ``prime-rl``."""
     host: str = "127.0.0.1"
     """Address the orchestrator binds and the trainer connects to."""
     port: int | None = Field(default=None, ge=1, le=65535)
     """None: a free port is chosen."""
     hwm: PositiveInt = 4
     """Batches that may wait for the trainer before the orchestrator waits."""
-
-    @field_validator("type")
-    @classmethod
-    def _is_installed(cls, name: str) -> str:
-        names = sorted({FILES, *entry_points(group=TRANSPORTS).names})
-        if name not in names:
-            raise ValueError(f"expected one of {', '.join(names)}")
-        return name
 
 
 class WeightBroadcastConfig(PluginTable):

@@ -21,9 +21,9 @@ from prime_rl import Completion, EngineError, OverlongError
 from prime_rl.inference.client import EngineRefused
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
+from prime_rl.inference.replies import Reply, read_completions, read_scores, read_top
 from prime_rl.plugins.algorithm import Tokens
 from prime_rl.streams import FloatColumn, IntColumn
-from prime_rl_engine_kit.replies import Reply, read_completions, read_scores, read_top
 
 ROUTE = "/inference/v1/generate"
 SCORING = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from prime_rl import Monitor, Rollout
-from prime_rl.orchestrator.reporter import Failures
 
 log = logging.getLogger(__name__)
 
@@ -92,3 +91,20 @@ class Background(Monitor):
         for name, count in self._failures.counts.items():
             if count > 1:
                 log.warning("monitor %r failed %d times in all", name, count)
+
+
+class Failures:
+    """Failures of monitors: logs the first of each with its traceback, and counts the others."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def guard(self, name: str, when: str, call: Callable[[], None]) -> None:
+        """Call; a failure is recorded, never raised."""
+        try:
+            call()
+        except Exception as error:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            if self.counts[name] == 1:
+                found = f"{type(error).__name__}: {error}"
+                log.exception("monitor %r failed at %s; the run goes on: %s", name, when, found)

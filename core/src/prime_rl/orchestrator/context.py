@@ -116,13 +116,17 @@ class Shared:
 
 
 def scorer_over(pool: EnginePool, model: str, **settings: Any) -> Any:
-    """A ``ReferenceModel`` over a pool. Raises ``ConfigError`` if no distribution brings one."""
-    return installed("prime_rl.scorers", "prime-rl-engine-kit")(pool, model, **settings)
+    """A ``ReferenceModel`` over a pool."""
+    from prime_rl.inference.scorer import PromptScorer
+
+    return PromptScorer(pool, model, **settings)
 
 
 def rendering_of(tokenizer_path: Path, renderer: Any) -> Any:
-    """The run's renderer over its tokenizer. Raises as ``scorer_over``."""
-    return installed("prime_rl.renderings", "prime-rl-renderers")(tokenizer_path, renderer)
+    """The run's renderer over its tokenizer."""
+    from prime_rl.env.conversations import Rendering
+
+    return Rendering(tokenizer_path, renderer)
 
 
 def installed(group: str, package: str) -> Any:

@@ -5,7 +5,7 @@ whole: one sample, the samples of a rollout or those of a group (``Loss.scope``)
 of algorithms share a row: a stream that some samples carry is filled for the others
 (``streams.concatenate``).
 
-An installed plan (``BALANCES``) spreads the bundles over several ranks, of equally many rows each.
+``rank_balance`` spreads the bundles over several ranks, of equally many rows each.
 
 Shapes: T = tokens of a row, S = its sequences.
 """
@@ -16,16 +16,15 @@ import logging
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 import numpy as np
 
 from prime_rl.config.run import RunConfig
-from prime_rl.errors import ConfigError, StreamError
+from prime_rl.errors import StreamError
 from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
+from prime_rl.orchestrator.rank_balance import plan_ranks
 from prime_rl.plugins.components import Components
 from prime_rl.plugins.loss import SCOPES
 from prime_rl.plugins.manager import Hooks
@@ -42,10 +41,6 @@ from prime_rl.streams import (
 from prime_rl.wire import MicroBatch, encode_batch
 
 log = logging.getLogger(__name__)
-
-BALANCES = "prime_rl.balances"
-"""Entry points: a function from the samples in the fewest rows, lengths, the rows' capacity, the
-number of ranks and the samples' costs to the rows of each rank. What starts ranks brings one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +150,11 @@ def pack_ranks(
     if num_ranks > 1:
         costs = sample_costs([len(piece.sample) for piece in pieces], attention_flops)
         totals = np.array([costs[bundle].sum() for bundle in bundles])
-        ranks = _plan()(rows, lengths, capacity, num_ranks, totals)
+        ranks = plan_ranks(rows, lengths, capacity, num_ranks, totals)
     return [
         [_row(packing, [i for bundle in row for i in bundles[bundle]]) for row in own]
         for own in ranks
     ]
-
-
-@cache
-def _plan() -> Any:
-    for entry in entry_points(group=BALANCES):
-        return entry.load()
-    raise ConfigError("several ranks of the trainer: install prime-rl, which divides the batches")
 
 
 def _row(packing: Packing, chosen: Sequence[int]) -> MicroBatch:

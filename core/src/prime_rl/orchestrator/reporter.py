@@ -5,13 +5,12 @@ broken, the loop does not fail."""
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import entry_points
 
+from prime_rl.orchestrator.background import Background, Failures
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.calls import ReadOnly, logged_metrics, take_logged, weighted_means
 from prime_rl.plugins.manager import Hooks
@@ -77,33 +76,6 @@ def _log_rollouts(monitor: Monitor, batch: Batch) -> None:
         monitor.log_rollouts(batch.step, batch.seen, dropped)
 
 
-log = logging.getLogger(__name__)
-
-BACKGROUND = "prime_rl.backgrounds"
-"""Entry-point group of what puts a monitor behind a queue, as another monitor. Without one, the
-loop waits for each."""
-
-
 def in_background(monitor: Monitor) -> Monitor:
     """Put a monitor behind a queue, unless it opts out (``Monitor.in_background``)."""
-    for entry in entry_points(group=BACKGROUND) if monitor.in_background else ():
-        behind: Monitor = entry.load()(monitor)
-        return behind
-    return monitor
-
-
-class Failures:
-    """Failures of monitors: logs the first of each with its traceback, and counts the others."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-
-    def guard(self, name: str, when: str, call: Callable[[], None]) -> None:
-        """Call; a failure is recorded, never raised."""
-        try:
-            call()
-        except Exception as error:
-            self.counts[name] = self.counts.get(name, 0) + 1
-            if self.counts[name] == 1:
-                found = f"{type(error).__name__}: {error}"
-                log.exception("monitor %r failed at %s; the run goes on: %s", name, when, found)
+    return Background(monitor) if monitor.in_background else monitor

@@ -43,7 +43,8 @@ from prime_rl.rundir.checkpoints import (
 )
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
-from prime_rl.trainer.publish import copy_model_files, retry
+from prime_rl.trainer.publish import copy_model_files
+from prime_rl.trainer.published import retry
 from prime_rl.trainer.tensor_file import write_stream
 from prime_rl.weights.versions import MEETING, MEMORY, STABLE
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from prime_rl.trainer import parallel
-from prime_rl.trainer.publish import (
+from prime_rl.trainer.published import (
     WEIGHTS,
     Publisher,
     published_dtypes,

@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import torch
@@ -40,12 +39,14 @@ from prime_rl.trainer.checkpoint import Checkpointer
 from prime_rl.trainer.device import HOST, Offload, choose_device, compute_dtype
 from prime_rl.trainer.heads import make_optimizers
 from prime_rl.trainer.metrics import append_metrics
-from prime_rl.trainer.model import Policy, make_policy
+from prime_rl.trainer.model import make_policy
 from prime_rl.trainer.optim import build_optimizer, make_schedule
 from prime_rl.trainer.packed_row import PackedRow, make_row
-from prime_rl.trainer.publish import Broadcaster, Publisher, export, retry
+from prime_rl.trainer.publish import Broadcaster, export
+from prime_rl.trainer.published import Publisher, retry
 from prime_rl.trainer.rank import Rank
 from prime_rl.trainer.references import References
+from prime_rl.trainer.self_check import find_packing
 from prime_rl.trainer.update import BatchUpdate
 from prime_rl.weights.versions import AVERAGES
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch
@@ -107,7 +108,8 @@ class Trainer:
             # Blocks are compiled for the rows of the run, not for those of the check.
             plain = torch.compiler.set_stance("force_eager") if self.config.compile else None
             with plain or nullcontext():
-                find_packing(self.policy, self.device, self.half)
+                packings = self.policy.packings(self.device)
+                find_packing(self.policy, packings, self.device, half=self.half)
             self.checked = True
 
     def train_step(
@@ -155,21 +157,6 @@ class Trainer:
             computed["top_logprobs"] = logprobs[:, 1:]
             logprobs = logprobs[:, 0]
         return row, logprobs, entropies, computed
-
-
-def find_packing(policy: Policy, device: torch.device, half: bool) -> None:
-    """Have the policy compute rows in the first of its ways that the installed check finds exact;
-    in the last, core's own, if none is installed. Raises ``ConfigError`` if no way is exact."""
-    packings = policy.packings(device)
-    for entry in entry_points(group="prime_rl.self_checks"):
-        entry.load()(policy, packings, device, half)
-        return
-    logger.warning(
-        "rows go through the model %s, and nothing compares log π with that of transformers. "
-        "pip install prime-rl-kernels, which does, and finds faster ways",
-        packings[-1],
-    )
-    policy.use(packings[-1])
 
 
 def train(

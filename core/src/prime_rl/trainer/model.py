@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,6 +27,7 @@ from prime_rl.trainer.heads import HeadModule
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.packed_row import APART, PackedRow
 from prime_rl.trainer.packing import Packing, use_attention
+from prime_rl.trainer.unread import unread_model
 
 POLL_SECONDS = 0.02
 
@@ -164,8 +164,8 @@ def load_model(
     in_shards = parallel.several_ranks() or in_half(config, device)
     model, missing = cast(Any, None), list[str]()
     try:
-        for entry in entry_points(group="prime_rl.weight_readers") if in_shards else ():
-            model = entry.load()(model_path)
+        if in_shards:
+            model = unread_model(model_path)
         if whole := model is None:
             model, report = AutoModelForCausalLM.from_pretrained(
                 *(model_path,),

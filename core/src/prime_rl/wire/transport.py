@@ -15,12 +15,11 @@ import time
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol
 
-from prime_rl.config.run import FILES, TRANSPORTS
-from prime_rl.errors import ConfigError, WireError
+from prime_rl.config.run import FILES
+from prime_rl.errors import WireError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
 
@@ -60,17 +59,21 @@ class Receiver(Protocol):
 
 
 def make_sender(launch: Launch, run_dir: Path) -> Sender:
-    """The orchestrator's end. Raises ``ConfigError`` on an unknown transport."""
+    """The orchestrator's end."""
     if launch.transport_type == FILES:
         return FileSender(wire_dir(run_dir), launch.num_ranks, launch.transport_hwm)
-    return cast(Sender, _installed(launch).FrameSender(launch))
+    from prime_rl.wire.sockets import FrameSender
+
+    return FrameSender(launch)
 
 
 def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
-    """One rank's end. Raises ``ConfigError`` on an unknown transport."""
+    """One rank's end."""
     if launch.transport_type == FILES:
         return FileReceiver(wire_dir(run_dir), rank)
-    return cast(Receiver, _installed(launch).FrameReceiver(launch, rank))
+    from prime_rl.wire.sockets import FrameReceiver
+
+    return FrameReceiver(launch, rank)
 
 
 def sealed(frame: bytes) -> bytes:
@@ -92,13 +95,6 @@ def unsealed(data: bytes | memoryview) -> memoryview:
 def wire_dir(run_dir: Path) -> Path:
     """The folder of the file transport's unread frames."""
     return run_dir / "rollouts_wire"
-
-
-def _installed(launch: Launch) -> Any:
-    """The module of the transport that the launch names."""
-    for entry in entry_points(group=TRANSPORTS, name=launch.transport_type):
-        return entry.load()
-    raise ConfigError(f"rollout_transport.type {launch.transport_type!r} is not installed here")
 
 
 def check_num_frames(step: int, frames: Sequence[bytes], num_ranks: int) -> None:

@@ -45,8 +45,8 @@ def serve_env(
     import asyncio
 
     from prime_rl.errors import ConfigError, RunError
-    from prime_rl_app.children import free_ports
     from prime_rl.rundir.launch import PARENT_PID
+    from prime_rl.rundir.machine import free_ports
     from prime_rl.rundir.processes import exit_with_parent
 
     if PARENT_PID in os.environ:

@@ -73,8 +73,8 @@ def plan(
 
 def _config(given: str) -> str:
     """A config itself, or that of a run."""
-    from prime_rl_tools.commands.options import OUTPUTS
     from prime_rl_app.runs import find_run
+    from prime_rl_tools.commands.options import OUTPUTS
 
     if given.endswith((".toml", ".json")):
         return given

@@ -30,7 +30,7 @@ from prime_rl.trainer import logprobs, optim, update
 from prime_rl.trainer import model as policy_module
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
-from prime_rl.trainer.publish import published_tensors
+from prime_rl.trainer.published import published_tensors
 from prime_rl.wire.micro_batch import MicroBatch
 from prime_rl_plan.fake import BLOCK, fake_ranks, fake_tensors, model_from
 from prime_rl_plan.ledger import OUTSIDE, Ledger, owners

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import ray
 
-from prime_rl_app.children import Child, end, free_ports, start
+from prime_rl.rundir.machine import free_ports
+from prime_rl_app.children import Child, end, start
 from prime_rl_env_workers.placed import give_up
 
 POLL_SECONDS = 0.1

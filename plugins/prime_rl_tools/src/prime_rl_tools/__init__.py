@@ -46,12 +46,11 @@ def register_commands(cli: typer.Typer) -> None:
 
 @hookimpl
 def register_observers() -> list[type[Observer]]:
-    """Offer ``event_loop_lag``, ``loaded_versions`` and ``save_rollouts``."""
+    """Offer ``event_loop_lag`` and ``loaded_versions``."""
     from prime_rl_tools.lag import EventLoopLag
-    from prime_rl_app.rollouts import SaveRollouts
     from prime_rl_tools.versions import Versions
 
-    return [EventLoopLag, SaveRollouts, Versions]
+    return [EventLoopLag, Versions]
 
 
 @hookimpl

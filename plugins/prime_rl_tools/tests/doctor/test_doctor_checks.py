@@ -20,9 +20,9 @@ from waiting import LIMIT
 
 from prime_rl import PluginConfig, Rollout, Sample
 from prime_rl.cli.app import app
+from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.doctor import History, diagnose
 from prime_rl_tools.doctor.history import OF_ALL
-from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.view import findings
 from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.live import TerminalView

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from prime_rl.cli.app import app
 from prime_rl_app import children
+from prime_rl_app.rollouts import read_step, step_files
 from prime_rl_tools.report import write_report
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.source import eval_files
-from prime_rl_app.rollouts import read_step, step_files
 
 CONFIG = Path(__file__).parents[4] / "configs" / "reverse_text" / "grpo.toml"
 

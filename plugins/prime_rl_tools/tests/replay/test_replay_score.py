@@ -16,11 +16,11 @@ from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, RunError
+from prime_rl_app.rollouts import read_step, step_files, write_rollouts
 from prime_rl_tools.replay import score
 from prime_rl_tools.replay.compare import change_of, credit, most_changed
 from prime_rl_tools.replay.host import NotRecorded, ReplayHost
 from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps, replay
-from prime_rl_app.rollouts import read_step, step_files, write_rollouts
 
 ALL = ["centred", "counted", "taught", "hinted", "observing", "whitened", "asking"]
 

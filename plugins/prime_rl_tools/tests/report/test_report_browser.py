@@ -12,10 +12,10 @@ from report_runs import make_run, offering
 
 from prime_rl import Rollout, Sample
 from prime_rl.config.orchestrator import AlgoConfig
+from prime_rl_app.rollouts import read_step, step_files, write_rollouts
 from prime_rl_tools.replay import score
 from prime_rl_tools.replay.score import read_run_config, read_steps, replay
 from prime_rl_tools.report import write_report
-from prime_rl_app.rollouts import read_step, step_files, write_rollouts
 
 pytestmark = [
     pytest.mark.slow,  # a Chromium for the file, beside everything else

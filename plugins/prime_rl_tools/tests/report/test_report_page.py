@@ -16,11 +16,11 @@ from prime_rl import Rollout, Sample
 from prime_rl.cli.app import app
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl_app.rollouts import StoredRollout, read_step, step_files
 from prime_rl_tools.report import data, write_report
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.source import CHUNK_TOKENS, _parts
 from prime_rl_tools.report.tokens import Pieces, columns_of, short
-from prime_rl_app.rollouts import StoredRollout, read_step, step_files
 
 
 def blocks(path):

@@ -12,8 +12,8 @@ from report_runs import make_run
 
 from prime_rl import Rollout, Sample
 from prime_rl.orchestrator.records import encode_rollouts
-from prime_rl_tools.report import write_report
 from prime_rl_app.rollouts import write_rollouts
+from prime_rl_tools.report import write_report
 from prime_rl_tools.watch.server import Server, Watched
 
 pytestmark = [

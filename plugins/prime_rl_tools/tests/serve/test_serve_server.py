@@ -18,7 +18,7 @@ from rich.console import Console
 from waiting import LIMIT, eventually, exists
 
 from prime_rl import ConfigError, EngineCommand, RunError
-from prime_rl_app.children import free_ports
+from prime_rl.rundir.machine import free_ports
 from prime_rl_tools.serve import server as serving
 from prime_rl_tools.serve.request import choose_port, read_settings
 

@@ -6,7 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from prime_rl_app.gpus import visible_gpus
+from prime_rl.rundir.machine import visible_gpus
 
 
 def on_gpus() -> dict[str, Any]:

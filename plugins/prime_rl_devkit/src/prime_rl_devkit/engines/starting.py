@@ -14,8 +14,8 @@ import httpx
 
 from prime_rl.errors import EngineError
 from prime_rl.plugins.launchers import Engine, EngineCommand, EngineLaunch
-from prime_rl_app.children import free_ports
 from prime_rl.rundir.launch import ENGINE_KEY, PARENT_PID
+from prime_rl.rundir.machine import free_ports
 from prime_rl_devkit.engines.models import MAX_MODEL_LEN, write_tiny_model
 from prime_rl_devkit.engines.subject import TOLERANCE, EngineSubject
 

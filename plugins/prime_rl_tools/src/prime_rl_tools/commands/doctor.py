@@ -29,8 +29,8 @@ def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
     ```
     """
     from prime_rl.errors import printable
-    from prime_rl_tools.doctor import MIN_STEPS, History, diagnose
     from prime_rl_app.runs import find_run
+    from prime_rl_tools.doctor import MIN_STEPS, History, diagnose
 
     history = History(find_run(run, output_dir))
     verdicts, steps = diagnose(history), history.steps

@@ -31,8 +31,8 @@ def inspect(
     prime-rl inspect outputs/mine/rollouts/step_3.msgpack
     ```
     """
-    from prime_rl_tools.replay.inspect import facts_of, print_facts
     from prime_rl_app.runs import find_run
+    from prime_rl_tools.replay.inspect import facts_of, print_facts
 
     if not path.exists() and path.name == str(path) and not path.suffix:  # a name, not a path
         path = find_run(str(path), output_dir)

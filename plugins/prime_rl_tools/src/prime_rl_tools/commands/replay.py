@@ -45,10 +45,10 @@ def replay(
     """
     import asyncio
 
+    from prime_rl_app.runs import find_run
     from prime_rl_tools.replay.compare import change_of
     from prime_rl_tools.replay.score import algorithms_of, read_run_config, read_steps
     from prime_rl_tools.replay.score import replay as score_again
-    from prime_rl_app.runs import find_run
 
     run_dir = find_run(run, output_dir)
     run_config = read_run_config(run_dir)

@@ -27,8 +27,8 @@ def report(
     prime-rl report mine --beside yours
     ```
     """
-    from prime_rl_tools.report import write_report
     from prime_rl_app.runs import find_run
+    from prime_rl_tools.report import write_report
 
     run_dir = find_run(run, output_dir)
 

@@ -30,10 +30,10 @@ from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.launch import Launch
+from prime_rl_app.runs import LATEST, find_run
 from prime_rl_tools.commands.options import AnySettings, validated
 from prime_rl_tools.eval.settings import EvalSettings
 from prime_rl_tools.replay.score import read_run_config
-from prime_rl_app.runs import LATEST, find_run
 from prime_rl_tools.serve.request import read_key
 
 PROBE_SECONDS = 10.0

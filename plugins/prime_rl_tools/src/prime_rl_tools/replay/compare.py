@@ -11,9 +11,9 @@ from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import FloatColumn, stream, stream_names
+from prime_rl_app.rollouts import FrameDigest, StoredStep
 from prime_rl_tools.replay.host import losses_of
 from prime_rl_tools.replay.score import Replayed, Scored
-from prime_rl_app.rollouts import FrameDigest, StoredStep
 
 
 def frames_of(

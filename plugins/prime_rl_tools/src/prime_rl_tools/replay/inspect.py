@@ -23,9 +23,9 @@ from prime_rl.wire import MicroBatch, decode_batch
 from prime_rl.wire.micro_batch import MAGIC
 from prime_rl.wire.transport import unsealed
 from prime_rl_app.files import reading
-from prime_rl_tools.replay.compare import credit
 from prime_rl_app.rollouts import StoredRollout, read_step
 from prime_rl_app.runs import run_info
+from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.terminal import Console
 
 Facts = dict[str, Any]

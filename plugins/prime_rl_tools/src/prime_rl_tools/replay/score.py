@@ -29,8 +29,8 @@ from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
 from prime_rl.rollout import Rollout
 from prime_rl.streams import STREAMS, stream_names
-from prime_rl_tools.replay.host import NotRecorded, ReplayHost, losses_of
 from prime_rl_app.rollouts import Place, StoredRollout, StoredStep, read_step, step_files
+from prime_rl_tools.replay.host import NotRecorded, ReplayHost, losses_of
 
 Algorithms = Mapping[str, AlgoConfig]
 """By env."""

@@ -19,11 +19,11 @@ from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.rollout import Rollout
 from prime_rl_app.files import reading
+from prime_rl_app.rollouts import StoredRollout
 from prime_rl_tools.replay.compare import credit
 from prime_rl_tools.replay.score import Scored
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.tokens import DIGITS, columns_of, short
-from prime_rl_app.rollouts import StoredRollout
 
 TEXT_LIMIT = 2000
 """Most characters shown of a value in ``info`` or ``task``."""

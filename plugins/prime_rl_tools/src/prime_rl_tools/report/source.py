@@ -18,14 +18,14 @@ import msgspec
 
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import PrimeRLError
-from prime_rl_tools.doctor import EVERY, diagnose
 from prime_rl_app.files import reading
+from prime_rl_app.rollouts import StoredRollout, StoredStep, numbered, read_step, step_files
+from prime_rl_app.runs import run_info
+from prime_rl_tools.doctor import EVERY, diagnose
 from prime_rl_tools.replay.score import Replayed, algorithms_of, read_run_config
 from prime_rl_tools.report import data
 from prime_rl_tools.report.exports import StepExports
 from prime_rl_tools.report.tokens import Pieces, prompt_ids, reply_ids
-from prime_rl_app.rollouts import StoredRollout, StoredStep, numbered, read_step, step_files
-from prime_rl_app.runs import run_info
 
 CHUNK_TOKENS = 20_000
 """Approximate tokens of one chunk, which is unpacked when a rollout is shown."""

@@ -18,10 +18,10 @@ import msgspec
 
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import RunError
+from prime_rl_app.rollouts import StoredStep, read_step, step_files
 from prime_rl_tools.replay.score import Replayed
 from prime_rl_tools.report.data import differences
 from prime_rl_tools.report.source import RunSource, eval_files
-from prime_rl_app.rollouts import StoredStep, read_step, step_files
 
 SCRIPTS = ("dom", "data", "curves", "tokens", "table", "detail", "tree", "heldout", "main")
 """The page's script, in order: one file per idea."""

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from prime_rl.errors import PrimeRLError
 from prime_rl.rollout import Rollout
+from prime_rl_app.rollouts import read_step, step_files
 from prime_rl_tools.report.source import tokenizer_folders
 from prime_rl_tools.report.tokens import one_line, prompt_ids, reply_ids
-from prime_rl_app.rollouts import read_step, step_files
 
 SECONDS = 4.0
 """How long each is shown."""
