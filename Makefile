@@ -4,10 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL = .ci/quietly $(BIN)/python -m pip install --no-input --progress-bar off --disable-pip-version-check -c constraints.txt
 VLLM := .venv-vllm
-PACKAGES := core plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_evals plugins/prime_rl_env_workers plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_ppo plugins/prime_rl_baselines plugins/prime_rl_preference plugins/prime_rl_credit plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast plugins/prime_rl_observers plugins/prime_rl_lora plugins/prime_rl_kernels plugins/prime_rl_optimizers plugins/prime_rl_reasoning_gym plugins/prime_rl_math plugins/prime_rl_smollm2 plugins/prime_rl_plan prime_rl_grpo prime_rl_echo prime_rl_distill
+PACKAGES := core app plugins/prime_rl_filters plugins/prime_rl_losses plugins/prime_rl_renderers plugins/prime_rl_embedded plugins/prime_rl_environments plugins/prime_rl_evals plugins/prime_rl_env_workers plugins/prime_rl_samplers plugins/prime_rl_clip_losses plugins/prime_rl_ppo plugins/prime_rl_baselines plugins/prime_rl_preference plugins/prime_rl_credit plugins/prime_rl_wandb plugins/prime_rl_tensorboard plugins/prime_rl_ray plugins/prime_rl_prometheus plugins/prime_rl_vllm plugins/prime_rl_tools plugins/prime_rl_devkit plugins/prime_rl_engine_kit plugins/prime_rl_broadcast plugins/prime_rl_observers plugins/prime_rl_lora plugins/prime_rl_kernels plugins/prime_rl_optimizers plugins/prime_rl_reasoning_gym plugins/prime_rl_math plugins/prime_rl_smollm2 plugins/prime_rl_plan prime_rl_grpo prime_rl_echo prime_rl_distill
 # pip compiles with one process: a minute. This takes all cores, and leaves out what few runs import.
 RARE := /tests?/|/testing/|/transformers/models/
-SOURCES := core/src src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
+SOURCES := core/src app/src $(wildcard prime_rl_*/src) $(wildcard plugins/*/src)
 # One thread a process: spinning OpenMP threads on few cores cost up to 30x.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE

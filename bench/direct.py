@@ -107,8 +107,8 @@ def main() -> None:
     """With one argument (from the supervisor), the orchestrator; else ``prime-rl``."""
     if len(sys.argv) == 2:
         orchestrate()
-    from prime_rl.cli import main as prime_rl
     from prime_rl_app import commands
+    from prime_rl_app.cli import main as prime_rl
 
     if os.environ.get("PRIME_RL_BENCH_DIRECT"):
         commands.ORCHESTRATOR = "bench.direct"

@@ -36,7 +36,7 @@ LIMIT = 600.0
 STEP_LIMIT = 60.0
 """Seconds that a step may take beyond that, restarts included."""
 
-COMMAND = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
+COMMAND = [sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run"]
 CONFIG = [
     *(str(ROOT / "configs" / "reverse_text" / "grpo.toml"), "--model.warmup_exact", "0.15"),
     *("--orchestrator.batch_size", "8", "--orchestrator.group_size", "4"),

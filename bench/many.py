@@ -32,10 +32,10 @@ from typing import Any
 import psutil
 
 from bench.env_workers import TASKSETS
-from prime_rl.config.load import load_config
 from prime_rl.rundir.directory import make_run_dir
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.processes import raise_file_limit
+from prime_rl_app.config import load_config
 
 STEPS, MEDIAN, SIGMA, LONGEST, TOKEN_SECONDS = 3, 64, 1.2, 2048, 0.01
 END, FIRST, LAST = 2, 12, 268

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl import Rollout, Sample
-from prime_rl.config.load import build_config, read_toml
+from prime_rl_app.config import build_config, read_toml
 from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.report import write_report
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 CORE = ROOT / "core/src/prime_rl"
+APPLICATION = ROOT / "app/src/prime_rl_app"
 PLUGINS = sorted([*(ROOT / "plugins").glob("prime_rl_*"), *ROOT.glob("prime_rl_*")])
 PLUGINS = [folder for folder in PLUGINS if (folder / "pyproject.toml").exists()]
 
@@ -62,7 +63,7 @@ def _imported(node: ast.AST, file: Path) -> Iterator[tuple[str, tuple[str, ...]]
         assert node.level == 0, f"{file}:{node.lineno}: relative import"
         module = node.module or ""
         names = tuple(alias.name for alias in node.names)
-        submodules = [n for n in names if _is_core_module(f"{module}.{n}")]
+        submodules = [n for n in names if _is_our_module(f"{module}.{n}")]
         for name in submodules:
             yield f"{module}.{name}", ()
         if rest := tuple(name for name in names if name not in submodules):
@@ -73,9 +74,9 @@ def _imported(node: ast.AST, file: Path) -> Iterator[tuple[str, tuple[str, ...]]
                 yield str(argument.value), ()
 
 
-def _is_core_module(name: str) -> bool:
-    path = CORE.parent / name.replace(".", "/")
-    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+def _is_our_module(name: str) -> bool:
+    paths = [floor.parent / name.replace(".", "/") for floor in (CORE, APPLICATION)]
+    return any(p.with_suffix(".py").exists() or (p / "__init__.py").exists() for p in paths)
 
 
 def files(*folders: str) -> list[Path]:

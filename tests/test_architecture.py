@@ -6,11 +6,12 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from source_imports import (
+    APPLICATION,
     CORE,
     PLUGINS,
     ROOT,
@@ -29,62 +30,49 @@ from prime_rl.plugins.offers import KINDS, collect
 PUBLIC = {"prime_rl", "prime_rl.testing"}
 """Modules of core that every plugin may import."""
 
-FOR_SERVERS = {
-    *("prime_rl.rundir.launch", "prime_rl.rundir.processes", "prime_rl.rundir.status"),
-    "prime_rl.errors",
-}
-"""Further modules for a plugin with a process of its own: how a child of a run behaves."""
-
-FOR_SCORERS = {
-    *("prime_rl.inference.client", "prime_rl.inference.engine", "prime_rl.inference.pool"),
-    *("prime_rl.plugins.algorithm", "prime_rl.streams"),
-}
-"""Further modules for what asks the engines of a pool for logprobs and completions."""
-
-HAS_SCORER = {"prime_rl_engine_kit"}
-
-FOR_RENDERINGS = {"prime_rl.env.rendering"}
-"""A further module for what turns conversations into tokens: the run's tokenizer."""
-
-HAS_RENDERING = {"prime_rl_renderers"}
-
-FOR_LAUNCHERS = {"prime_rl_app.children"}
-"""A further module for a plugin that starts the processes of a run."""
-
-HAS_LAUNCHER = {"prime_rl_ray"}
-
-FOR_TRANSPORTS = {
-    *(
+EXEMPT = {
+    # An engine's or a worker's process is a child of a run: it reports its state and ends with it.
+    ("prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"): (
+        "prime_rl.errors",
+        "prime_rl.rundir.launch",
+        "prime_rl.rundir.machine",
+        "prime_rl.rundir.processes",
+        "prime_rl.rundir.status",
+    ),
+    # A weight transport reads and writes the versions that core announces.
+    ("prime_rl_broadcast",): (
         "prime_rl.plugins.weight_transports",
+        "prime_rl.rundir.attempts",
+        "prime_rl.rundir.launch",
+        "prime_rl.rundir.status",
         "prime_rl.weights.tensors",
         "prime_rl.weights.versions",
     ),
-    *("prime_rl.rundir.launch", "prime_rl.rundir.status"),
-    *("prime_rl.rundir.attempts", "prime_rl.wire.transport"),
+    # A launcher starts and ends processes as the application does.
+    ("prime_rl_ray",): ("prime_rl.rundir.machine", "prime_rl_app.children"),
+    # Kernels, adapters and observers of the trainer see its rows and tensors.
+    ("prime_rl_kernels", "prime_rl_lora", "prime_rl_observers"): (
+        "prime_rl.env.traces",
+        "prime_rl.orchestrator.buffer",
+        "prime_rl.plugins.calls",
+        "prime_rl.plugins.components",
+        "prime_rl.rollout",
+        "prime_rl.streams",
+        "prime_rl.trainer",
+        "prime_rl.weights",
+        "prime_rl.wire.micro_batch",
+    ),
+    # Tools are a floor above the application: they read all of both but the trainer.
+    (
+        "prime_rl_devkit",
+        "prime_rl_env_workers",
+        "prime_rl_evals",
+        "prime_rl_plan",
+        "prime_rl_tools",
+    ): ("prime_rl", "prime_rl_app"),
 }
-"""Further modules for transports: the contract of weights, versions on disk and addresses; of micro
-batches, the attempt that they belong to and their seal."""
-
-HAS_TRANSPORT = {"prime_rl_broadcast"}
-
-FOR_THE_TRAINER = {
-    *("prime_rl.rollout", "prime_rl.streams", "prime_rl.trainer", "prime_rl.weights.versions"),
-    *("prime_rl.wire.micro_batch", "prime_rl.plugins.components", "prime_rl.weights.tensors"),
-    *("prime_rl.plugins.calls", "prime_rl.plugins.calls"),
-    *("prime_rl.env.traces", "prime_rl.orchestrator.buffer"),
-}
-"""Further modules and folders for observers, tunings and kernels that are released with core."""
-
-OF_THE_TRAINER = {"prime_rl_kernels", "prime_rl_lora", "prime_rl_observers"}
-
-HAS_SERVER = {"prime_rl_embedded", "prime_rl_engine_kit", "prime_rl_environments", "prime_rl_vllm"}
-
-OF_CORE = {
-    *("prime_rl_devkit", "prime_rl_env_workers", "prime_rl_evals", "prime_rl_plan"),
-    "prime_rl_tools",
-}
-"""Commands, observers and environments that read core itself and are released with it. They may
-import all of it except the trainer."""
+"""Modules of core and of the application that packages released with them import beside the public
+names."""
 
 CALLS_THE_TRAINER = (
     "prime_rl_devkit/algorithms/gradient.py",
@@ -95,17 +83,24 @@ CALLS_THE_TRAINER = (
 """The modules of the author's kit that call its loss, and those of plan that let it take a step, in
 a process of their own."""
 
-HAS_DEFAULT = {"prime_rl_vllm": "prime_rl_app.gpus"}
-"""A further module for the engine that is the default of a machine with GPUs."""
+
+# -- 1: contract <- core <- application <- tools; a plugin sees public names -----------------------
 
 
-# -- 1: core imports no plugin -------------------------------------------------------------------
+def plugin_names() -> list[str]:
+    return [name for folder in PLUGINS for name in import_names(folder)]
 
 
-def test_core_imports_no_plugin() -> None:
-    names = [name for folder in PLUGINS for name in import_names(folder)]
+def test_core_imports_no_plugin_and_nothing_of_the_application() -> None:
+    names = plugin_names()
     assert {"prime_rl_grpo", "prime_rl_embedded", "reverse_text", "in_process"} <= set(names)
-    assert forbidden(files(), *names, typing_too=True) == []
+    assert forbidden(files(), *names, "prime_rl_app", typing_too=True) == []
+
+
+def test_the_application_imports_no_plugin() -> None:
+    application = sorted(APPLICATION.rglob("*.py"))
+    assert application
+    assert forbidden(application, *plugin_names(), typing_too=True) == []
 
 
 def test_core_names_no_algorithm() -> None:
@@ -125,10 +120,7 @@ SHARED = ("wire", "config", "rollout.py", "plugins", *TORCH_FREE)
 ORCHESTRATOR_SIDE = (
     "orchestrator",
     "inference",
-    "run",
-    "cli",
     "testing",
-    "defaults.py",
 )
 
 
@@ -141,7 +133,7 @@ def test_the_orchestrator_side_imports_neither_trainer_nor_torch() -> None:
 
 
 def test_the_trainer_side_imports_no_orchestrator_no_environment_and_no_inference() -> None:
-    others = ("orchestrator", "inference", "run", "env", "cli", "testing", "defaults")
+    others = ("orchestrator", "inference", "env", "testing")
     names = [f"prime_rl.{other}" for other in others]
     assert forbidden(files("trainer"), *names, "verifiers", "renderers") == []
 
@@ -152,11 +144,6 @@ def test_the_trainer_uses_no_scoring_hook_and_no_algorithm() -> None:
     for file in files("trainer"):
         for each in imports(file):
             assert not foreign & set(each.names), f"{each}: {each.names}"
-
-
-def test_the_processes_of_a_run_import_nothing_of_their_supervisor() -> None:
-    sides = files(*SHARED, "env", "inference", "orchestrator", "rundir", "trainer")
-    assert forbidden(sides, "prime_rl.run", "prime_rl.cli") == []
 
 
 def test_what_both_sides_share_imports_neither_side() -> None:
@@ -200,24 +187,18 @@ def test_losses_heads_transports_observers_tunings_and_kernels_are_offered_to_th
 
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
 def test_a_plugin_imports_of_core_what_is_public(folder: Path) -> None:
-    allowed = PUBLIC | (FOR_SERVERS if folder.name in HAS_SERVER else set())
-    allowed |= FOR_SCORERS if folder.name in HAS_SCORER else set()
-    allowed |= FOR_RENDERINGS if folder.name in HAS_RENDERING else set()
-    allowed |= FOR_LAUNCHERS if folder.name in HAS_LAUNCHER else set()
-    allowed |= FOR_TRANSPORTS if folder.name in HAS_TRANSPORT else set()
-    allowed |= {HAS_DEFAULT[folder.name]} if folder.name in HAS_DEFAULT else set()
+    exempt = next((modules for names, modules in EXEMPT.items() if folder.name in names), ())
+    is_tool = "prime_rl_app" in exempt
     for file in sorted((folder / "src").rglob("*.py")):
+        may_train = not is_tool or file.as_posix().endswith(CALLS_THE_TRAINER)
         for each in imports(file):
-            if folder.name in OF_CORE:
-                may = file.as_posix().endswith(CALLS_THE_TRAINER)
-                assert may or not each.inside("prime_rl.trainer"), str(each)
-            elif folder.name in OF_THE_TRAINER and each.inside(*FOR_THE_TRAINER):
+            if not each.inside("prime_rl", "prime_rl_app"):
                 continue
-            elif each.inside("prime_rl"):
-                assert each.module in allowed, str(each)
-                if each.module == "prime_rl":
-                    unknown = [name for name in each.names if not hasattr(prime_rl, name)]
-                    assert unknown == [], str(each)
+            assert may_train or not each.inside("prime_rl.trainer"), str(each)
+            assert each.module in PUBLIC or each.inside(*exempt), str(each)
+            if each.module == "prime_rl":
+                unknown = [name for name in each.names if not hasattr(prime_rl, name)]
+                assert unknown == [], str(each)
 
 
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
@@ -228,9 +209,10 @@ def test_a_plugin_imports_of_others_what_its_pyproject_declares(folder: Path) ->
             assert each.module.partition(".")[0] in known, str(each)
 
 
-def test_core_imports_of_others_what_its_pyproject_declares() -> None:
-    known = declared(ROOT / "core") | {"prime_rl"} | sys.stdlib_module_names
-    for file in files():
+@pytest.mark.parametrize(("folder", "source"), [(ROOT / "core", CORE), (ROOT / "app", APPLICATION)])
+def test_a_floor_imports_of_others_what_its_pyproject_declares(folder: Path, source: Path) -> None:
+    known = {source.name, "prime_rl"} | declared(folder) | sys.stdlib_module_names
+    for file in sorted(source.rglob("*.py")):
         for each in imports(file):
             assert each.module.partition(".")[0] in known, str(each)
 
@@ -309,7 +291,7 @@ def test_a_quick_command_imports_nothing_heavy(
         f"""
 import sys
 sys.argv = ["prime-rl", *{arguments!r}]
-from prime_rl.cli import main
+from prime_rl_app.cli import main
 try:
     main()
 except SystemExit as end:
@@ -344,6 +326,10 @@ def test_no_import_circle_between_files_of_core() -> None:
     assert circles(edges_between(_module_name)) == []
 
 
+def test_no_import_circle_between_files_of_the_application() -> None:
+    assert circles(edges_between(_module_name, sorted(APPLICATION.rglob("*.py")))) == []
+
+
 def test_no_import_circle_between_folders_of_core() -> None:
     """A module beside the folders (``rollout.py``) counts as a folder of its own."""
     assert circles(edges_between(_folder_name)) == []
@@ -354,12 +340,15 @@ def test_a_circle_is_found() -> None:
     assert circles(edges) == [["b", "c"]]
 
 
-def edges_between(name: Callable[[Path], str]) -> dict[str, set[str]]:
-    """The imports of core's files, with the files merged by name. Typing-only imports are left
-    out."""
-    by_module = {_module_name(file): file for file in files()}
-    edges: dict[str, set[str]] = {name(file): set() for file in files()}
-    for file in files():
+def edges_between(
+    name: Callable[[Path], str], sources: Sequence[Path] | None = None
+) -> dict[str, set[str]]:
+    """The imports of core's files, or of ``sources``, with the files merged by name. Typing-only
+    imports are left out."""
+    sources = files() if sources is None else sources
+    by_module = {_module_name(file): file for file in sources}
+    edges: dict[str, set[str]] = {name(file): set() for file in sources}
+    for file in sources:
         for each in imports(file):
             if each.module in by_module and not each.typing_only:
                 edges[name(file)] |= {name(by_module[each.module])} - {name(file)}
@@ -367,7 +356,8 @@ def edges_between(name: Callable[[Path], str]) -> dict[str, set[str]]:
 
 
 def _module_name(file: Path) -> str:
-    path = file.relative_to(CORE.parent).with_suffix("")
+    floor = CORE if file.is_relative_to(CORE) else APPLICATION
+    path = file.relative_to(floor.parent).with_suffix("")
     return ".".join(path.parent.parts if path.name == "__init__" else path.parts)
 
 

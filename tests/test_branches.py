@@ -20,7 +20,7 @@ from prime_rl.testing import FakeHost, FakeReference, check_algorithm, make_roll
 from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
-CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
+CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
 ENVS = """
 [[orchestrator.train.env]]
 id = "reverse-text"

@@ -40,14 +40,14 @@ from prime_rl import (
     Rollout,
     hookimpl,
 )
-from prime_rl.cli.app import app
-from prime_rl.config.load import build_config, fitted, load_config, merge, read_toml
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.checks import SPECS
 from prime_rl.plugins.manager import Hooks
 from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
+from prime_rl_app.cli.app import app
+from prime_rl_app.config import build_config, fitted, load_config, merge, read_toml
 from prime_rl_app.resolve import check
 from prime_rl_broadcast.connection import Member, header_of
 from prime_rl_broadcast.group import BroadcastGroup

@@ -39,7 +39,12 @@ def prime_rl(model_cache: Path) -> Callable[..., subprocess.Popen[str]]:
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         return warm.Popen(
-            [sys.executable, "-c", "from prime_rl.cli import main; main()", *map(str, arguments)],
+            [
+                sys.executable,
+                "-c",
+                "from prime_rl_app.cli import main; main()",
+                *map(str, arguments),
+            ],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -49,7 +49,7 @@ def starting(cache: Path, folder: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def run(name: str, *overrides: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
+        command = [sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), "--run.name", name]
         process = warm.Popen(
             [*command, *overrides],

@@ -54,7 +54,7 @@ def test_whitened_credit_has_mean_0_and_deviation_1_over_each_batch_on_the_wire(
 
 
 def replay(run_dir: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "replay"]
+    command = [sys.executable, "-c", "from prime_rl_app.cli import main; main()", "replay"]
     done = warm.run([*command, str(run_dir), "--json"])
     assert done.returncode == 0, done.stderr
     steps: list[dict[str, Any]] = json.loads(done.stdout)

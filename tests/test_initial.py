@@ -24,7 +24,7 @@ from prime_rl.rundir.launch import Launch
 from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
-CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
+CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
 MODEL = ("--model.warmup_exact", "0.3")
 PLUGIN = """
 import numpy as np

@@ -18,7 +18,7 @@ from waiting import LIMIT
 from prime_rl_app.rollouts import read_step, step_files
 
 ROOT = Path(__file__).resolve().parents[1]
-CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
+CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
 
 SMALL = [

@@ -21,7 +21,7 @@ from prime_rl.rundir.machine import free_ports
 from prime_rl_app.rollouts import read_rollouts
 
 ROOT = Path(__file__).resolve().parents[1]
-CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
+CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
 HALF = ("--model.lessons", '["lookup"]', "--model.warmup_exact", "0.05")
 """A policy that knows how to call its tool, made in seconds; it knows nothing else."""
 TRAINS = {

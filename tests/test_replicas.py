@@ -43,7 +43,7 @@ def start(model_cache: Path) -> Iterator[Start]:
 
     def command(*words: str) -> subprocess.Popen[str]:
         process = warm.Popen(
-            [sys.executable, "-c", "from prime_rl.cli import main; main()", *words],
+            [sys.executable, "-c", "from prime_rl_app.cli import main; main()", *words],
             env=os.environ | {"PRIME_RL_CACHE": str(model_cache), "PRIME_RL_ADMIN_KEY": KEY},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -82,7 +82,7 @@ def starting(cache: Path, folder: Path) -> Iterator[Run]:
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
+        command = [sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run"]
         command += [str(CONFIG), *SMALL, "--output_dir", str(folder), *arguments]
         process = warm.Popen(
             command,

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from prime_rl.cli.app import app
+from prime_rl_app.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "docs" / "examples" / "cluster" / "slurm.sh"

@@ -23,7 +23,7 @@ from prime_rl.rundir.checkpoints import whole_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
-CLI = [sys.executable, "-c", "from prime_rl.cli import main; main()"]
+CLI = [sys.executable, "-c", "from prime_rl_app.cli import main; main()"]
 
 pytestmark = pytest.mark.slow
 

@@ -33,7 +33,7 @@ TABLE = ", one table"
 SCRIPTS = {
     "pip": "import sys; from pip._internal.cli.main import main; sys.exit(main())",
     "pytest": "import sys; import pytest; sys.exit(pytest.console_main())",
-    "prime-rl": "from prime_rl.cli import main; main()",
+    "prime-rl": "from prime_rl_app.cli import main; main()",
 }
 
 

@@ -38,7 +38,7 @@ IMPORTS = (
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"),
     *("transformers", "transformers.models.qwen3.modeling_qwen3", "verifiers.v1", "matplotlib"),
     *("matplotlib.backends.backend_agg", "matplotlib.figure", "rich.live", "uvicorn"),
-    *("prime_rl.cli.app", "prime_rl_app.supervisor", "prime_rl_app.models"),
+    *("prime_rl_app.cli.app", "prime_rl_app.supervisor", "prime_rl_app.models"),
     *("prime_rl.orchestrator.build", "prime_rl.orchestrator.loop", "prime_rl_tools.view.live"),
     *("prime_rl.trainer.loop", "prime_rl.trainer.checkpoint", "prime_rl.trainer.parallel"),
     *("prime_rl.trainer.model", "prime_rl_embedded.loop", "prime_rl_embedded.model"),

@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import BaseModel
 from tools.docs.markdown import GENERATED, one_line, plain, table
 
-from prime_rl.config.load import installed_defaults
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.manager import GROUPS, load_plugins
 from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
+from prime_rl_app.config import installed_defaults
 from prime_rl_devkit.facts import Schema, toml, type_name
 
 META = "prime-rl"

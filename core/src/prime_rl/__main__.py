@@ -1,6 +1,6 @@
-"""``python -m prime_rl``: the command ``prime-rl``."""
+"""``python -m prime_rl`` is the installed command ``prime-rl``."""
 
-from prime_rl.cli import main
+from importlib.metadata import entry_points
 
-if __name__ == "__main__":
-    main()
+for command in entry_points(group="console_scripts", name="prime-rl"):
+    command.load()()

@@ -3,8 +3,8 @@
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
+from prime_rl_app.config import build_config
 
 LEAST = {"model": {"name": "m/m"}, "max_steps": 3}
 

@@ -122,7 +122,7 @@ def test_the_contract_is_torch_free(tmp_path):
     import sys
 
     code = (
-        "import sys, prime_rl, prime_rl.testing, prime_rl.cli.app, prime_rl_app.resolve\n"
+        "import sys, prime_rl, prime_rl.testing, prime_rl_app.cli.app, prime_rl_app.resolve\n"
         "from prime_rl.plugins.manager import GROUPS, load_plugins\n"
         "from prime_rl.plugins.offers import KINDS, collect\n"
         "assert [collect(load_plugins(g), kind) for g in GROUPS for kind in KINDS]\n"

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 from prime_rl import Filter, Observer, PluginConfig, hookimpl
-from prime_rl.config.load import build_config
 from prime_rl.config.orchestrator import FilterConfig, SamplingConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.build import (
@@ -13,6 +12,7 @@ from prime_rl.orchestrator.build import (
 )
 from prime_rl.orchestrator.sources import train_sampling
 from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl_app.config import build_config
 
 
 def test_training_sends_the_whole_distribution():

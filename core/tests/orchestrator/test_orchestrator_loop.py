@@ -25,7 +25,6 @@ from prime_rl import (
     RunError,
     hookimpl,
 )
-from prime_rl.config.load import build_config
 from prime_rl.orchestrator.buffer import Batch, Buffer, FilterSlot
 from prime_rl.orchestrator.context import Engines, Outages, RunContext
 from prime_rl.orchestrator.dispatcher import Dispatcher
@@ -41,6 +40,7 @@ from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.testing import make_rollout
 from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_app.config import build_config
 from prime_rl_observers import watchdog
 from prime_rl_samplers.standard import StandardSampler
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
-from prime_rl.config.load import build_config
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.packer import Packer, alone, batch_frames, pack, plan_rows
 from prime_rl.plugins.components import installed_losses
@@ -17,6 +16,7 @@ from prime_rl.plugins.manager import Hooks
 from prime_rl.streams import STREAMS
 from prime_rl.testing import make_rollout
 from prime_rl.wire import decode_batch
+from prime_rl_app.config import build_config
 
 FILLS = {"advantages": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0,
          "ref_logprobs": np.nan}  # fmt: skip

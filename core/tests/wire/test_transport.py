@@ -14,15 +14,8 @@ from prime_rl import ConfigError, WireError
 from prime_rl.config.run import TransportConfig
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.machine import free_ports
-from prime_rl.wire.transport import (
-    Receiver,
-    Sender,
-    make_receiver,
-    make_sender,
-    sealed,
-    unsealed,
-    wire_dir,
-)
+from prime_rl.wire.sealing import sealed, unsealed
+from prime_rl.wire.transport import Receiver, Sender, make_receiver, make_sender, wire_dir
 
 
 def free_port() -> int:

@@ -10,7 +10,7 @@ import pytest
 from commandline import prime_rl
 from typer.testing import CliRunner
 
-from prime_rl.cli.app import app
+from prime_rl_app.cli.app import app
 from prime_rl_devkit import limits
 
 BIN = Path(sys.executable).with_name("prime-rl")

@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl import Algorithm, Loss, LossOutputs, PluginConfig, hookimpl
-from prime_rl.cli.app import app
 from prime_rl.errors import PluginError
 from prime_rl.testing import prove
+from prime_rl_app.cli.app import app
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from waiting import LIMIT
 
 from prime_rl import ConfigError
-from prime_rl.cli.app import app
 from prime_rl.plugins.manager import GROUPS
 from prime_rl.plugins.offers import KINDS as OFFER_KINDS
+from prime_rl_app.cli.app import app
 from prime_rl_devkit.scaffold import KINDS, write_package
 from prime_rl_devkit.scaffold.names import core_range, names_for
 from prime_rl_devkit.scaffold.write import WITHOUT_A_RUN
@@ -311,7 +311,7 @@ def test_its_own_tests_pass_at_once_without_torch(kind, bare, tmp_path):
 def test_it_passes_the_check_before_it_is_installed(kind, bare, tmp_path):
     folder = tmp_path / "new"
     write_package(f"plum-{kind}", kind, folder)
-    code = "import sys; from prime_rl.cli import main; sys.argv[0] = 'prime-rl'; main()"
+    code = "import sys; from prime_rl_app.cli import main; sys.argv[0] = 'prime-rl'; main()"
     done = in_bare(bare, "-c", code, "plugins", "check", str(folder), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"plugin plum_{kind}" in done.stdout and "failed" not in done.stdout.split()
@@ -352,7 +352,7 @@ def test_a_wheel_of_it_is_found_by_its_entry_point(bare, tmp_path):
         timeout=LIMIT,
     )
     code = (
-        "import sys; from prime_rl.cli import main; "
+        "import sys; from prime_rl_app.cli import main; "
         "sys.argv = ['prime-rl', 'plugins', 'show', 'plum_tree']; main()"
     )
     done = in_bare(bare, "-c", code, cwd=tmp_path, path=site)

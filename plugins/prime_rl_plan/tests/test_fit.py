@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.config.load import load_config
+from prime_rl_app.config import load_config
 from prime_rl_plan.devices import parse
 from prime_rl_plan.fit import fit
 from prime_rl_plan.places import read

@@ -17,9 +17,9 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError
-from prime_rl.cli.app import app
 from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.rundir.machine import VISIBLE
+from prime_rl_app.cli.app import app
 from prime_rl_plan.advice import advise
 from prime_rl_plan.architecture import active_share, kv_bytes
 from prime_rl_plan.devices import GIB, ON_HOST, Machines, parse
@@ -122,7 +122,7 @@ def test_the_copy_that_nccl_sends_counts_where_the_trainer_makes_it(
 
 
 def test_advice_adds_changes_until_it_fits() -> None:
-    from prime_rl.config.load import load_config
+    from prime_rl_app.config import load_config
 
     config = load_config([], ["--model.name", "o/m", "--max_steps", "1", "--seq-len", "100"])
     trainer = config.trainer.model_copy(update={"micro_batch_tokens": 400})

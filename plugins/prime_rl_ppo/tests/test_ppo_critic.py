@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import ConfigError, HeadInputs, LossInputs, PluginConfig, Rollout, Sample
-from prime_rl.config.load import load_config
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.plugins.components import Components
@@ -27,6 +26,7 @@ from prime_rl.testing import check_algorithm, make_group, score
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.wire.micro_batch import decode_batch
+from prime_rl_app.config import load_config
 from prime_rl_app.resolve import check
 from prime_rl_ppo import PPO
 from prime_rl_ppo.critic import ValueHead, ValueHeadConfig, ValueLoss, ValueLossConfig, gae

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 def run_dir(model_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 steps, of which a checkpoint keeps the last."""
     folder = tmp_path_factory.mktemp("ppo")
-    command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
+    command = [sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run"]
     command += [str(ROOT / "configs/reverse_text/ppo.toml"), "--max_steps", "30"]
     command += ["--trainer.scheduler.type", "constant", "--ckpt.interval", "30"]
     command += ["--output_dir", str(folder), "--run.name", "ppo"]

@@ -38,7 +38,7 @@ def cluster():
 
 def start(folder: Path, name: str, *words: str) -> subprocess.Popen[Any]:
     """Start a run; its output goes to a file."""
-    command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run", *WORDS]
+    command = [sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run", *WORDS]
     with (folder / f"{name}.log").open("a") as log:
         return subprocess.Popen(
             [*command, "--output_dir", str(folder), "--run.name", name, *words],

@@ -209,7 +209,13 @@ def test_the_error_about_missing_room_lists_the_resources(address, tmp_path):
 
 
 def start_run(address: str, folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", "from prime_rl.cli import main; main()", "run", str(CONFIG)]
+    command = [
+        sys.executable,
+        "-c",
+        "from prime_rl_app.cli import main; main()",
+        "run",
+        str(CONFIG),
+    ]
     command += [*SMALL, "--max_steps", "100000", "--output_dir", str(folder), "--run.name", "ray"]
     with (folder / "output").open("wb") as output:
         return subprocess.Popen(

@@ -128,7 +128,7 @@ def test_a_run_on_two_machines_starts_by_ray_and_publishes_weights_by_gloo(
     """Each machine has four cores, one of which is a rank's, so both have some of the four engines:
     rank 0 sends across."""
     config = ROOT / "configs" / "reverse_text" / "grpo.toml"
-    command = [*hosts[0], sys.executable, "-c", "from prime_rl.cli import main; main()", "run"]
+    command = [*hosts[0], sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run"]
     command += [str(config), *TWO_STEPS, "--output_dir", str(tmp_path), "--run.name", "ray"]
     command += ["--launcher", "ray", "--launcher.address", cluster]
     with (tmp_path / "output").open("wb") as output:

@@ -16,11 +16,11 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from prime_rl import PrimeRLError
-from prime_rl.cli.app import app
 from prime_rl.orchestrator.packer import pack
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.status import Status
 from prime_rl.wire import encode_batch
+from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import read_step
 from prime_rl_tools.replay import score
 

@@ -13,10 +13,10 @@ from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from prime_rl import PluginConfig, Rollout, RunError, RunView, Sample
-from prime_rl.cli.app import app
 from prime_rl.errors import ProcessFailed, printable
 from prime_rl.rundir.control import supervised
 from prime_rl.rundir.status import Status
+from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.commands.chat import _say
 from prime_rl_tools.replay import score

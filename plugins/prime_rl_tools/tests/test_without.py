@@ -10,10 +10,10 @@ import pytest
 from report_runs import make_run
 from typer.main import get_group
 
-import prime_rl.cli.app
-from prime_rl.cli import main
+import prime_rl_app.cli.app
 from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.manager import DISABLE
+from prime_rl_app.cli import main
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
 GROUPS = ("prime_rl", "prime_rl.trainer", "prime_rl.commands")
@@ -59,10 +59,10 @@ def call(tmp_path, monkeypatch, capsys) -> Iterator[Callable[..., str]]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(prime_rl.cli, "app", prime_rl.cli.app)  # restored, as the next one is
+    monkeypatch.setattr(prime_rl_app.cli, "app", prime_rl_app.cli.app)  # restored, as the next one is
 
     def call(words: str, disabled: str = "") -> str:
-        monkeypatch.delitem(sys.modules, "prime_rl.cli.app")
+        monkeypatch.delitem(sys.modules, "prime_rl_app.cli.app")
         monkeypatch.setenv(DISABLE, disabled)
         monkeypatch.setattr(sys, "argv", ["prime-rl", *words.replace("{}", str(tmp_path)).split()])
         installed_losses.cache_clear()
@@ -77,7 +77,7 @@ def call(tmp_path, monkeypatch, capsys) -> Iterator[Callable[..., str]]:
 
 
 def test_the_table_has_every_command():
-    tree = get_group(prime_rl.cli.app.app)
+    tree = get_group(prime_rl_app.cli.app.app)
     assert {name.partition(" ")[0] for name in COMMANDS} == {*tree.commands}
     assert {f"plugins {name}" for name in tree.commands["plugins"].commands} <= {*COMMANDS}
 

@@ -20,7 +20,7 @@ from prime_rl_devkit.engines.checkpoints import changed
 
 pytestmark = pytest.mark.vllm
 GAP = 1e-4
-MAIN = "from prime_rl.cli import main; main()"
+MAIN = "from prime_rl_app.cli import main; main()"
 CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "opd.toml"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from prime_rl.config.base import Settings
-from prime_rl.config.load import explain
+from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import (
     AlgoConfig,
     FilterConfig,

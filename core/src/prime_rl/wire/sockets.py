@@ -26,7 +26,7 @@ import zmq.asyncio
 from prime_rl import WireError
 from prime_rl.rundir.attempts import identity
 from prime_rl.rundir.launch import ADMIN_KEY, Launch
-from prime_rl.wire.transport import check_num_frames, sealed, unsealed
+from prime_rl.wire.sealing import check_num_frames, sealed, unsealed
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ from prime_rl.config.run import FILES
 from prime_rl.errors import WireError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
+from prime_rl.wire.sealing import check_num_frames, sealed, unsealed
 
 POLL_SECONDS = 0.01
 """Between two looks of the file transport."""
@@ -76,32 +76,9 @@ def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
     return FrameReceiver(launch, rank)
 
 
-def sealed(frame: bytes) -> bytes:
-    """A frame and its CRC-32, little-endian."""
-    return frame + zlib.crc32(frame).to_bytes(4, "little")
-
-
-def unsealed(data: bytes | memoryview) -> memoryview:
-    """The frame of what ``sealed`` made. Raises ``WireError`` if a byte has changed since."""
-    frame, checksum = memoryview(data)[:-4], memoryview(data)[-4:]
-    if len(checksum) < 4 or zlib.crc32(frame) != int.from_bytes(checksum, "little"):
-        raise WireError(
-            f"a micro batch frame of {len(frame)} bytes was damaged on the way: its checksum "
-            "differs. Go on with --resume."
-        )
-    return frame
-
-
 def wire_dir(run_dir: Path) -> Path:
     """The folder of the file transport's unread frames."""
     return run_dir / "rollouts_wire"
-
-
-def check_num_frames(step: int, frames: Sequence[bytes], num_ranks: int) -> None:
-    if len(frames) != num_ranks:
-        raise WireError(
-            f"step {step}: got {len(frames)} frames, expected one for each of {num_ranks} ranks"
-        )
 
 
 class FileSender:

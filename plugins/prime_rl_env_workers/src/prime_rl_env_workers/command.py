@@ -63,9 +63,9 @@ def serve_env(
 
 
 def _environment(configs: list[Path], label: str, addresses: list[str]) -> WorkerEnvironment:
-    from prime_rl.config.load import load_config
     from prime_rl.env.episode import EnvSettings
     from prime_rl.errors import ConfigError
+    from prime_rl_app.config import load_config
     from prime_rl_env_workers.environment import Shared, WorkerEnvironment
     from prime_rl_env_workers.placed import key_of
 

@@ -39,7 +39,7 @@ def plan(
     """
     import json
 
-    from prime_rl_app.run_command import split_arguments
+    from prime_rl_app.cli.run import split_arguments
     from prime_rl_plan import devices, places, show
     from prime_rl_plan.advice import Change, advise
     from prime_rl_plan.estimate import Plan, estimate

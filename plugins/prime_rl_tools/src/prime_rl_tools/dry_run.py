@@ -12,7 +12,6 @@ from typing import Any
 
 from pluggy import HookImpl
 
-from prime_rl.config.load import installed_defaults, merge
 from prime_rl.config.orchestrator import EnvConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
@@ -35,6 +34,7 @@ from prime_rl.plugins.offers import (
     make,
 )
 from prime_rl.plugins.sampler import SampledEnv
+from prime_rl_app.config import installed_defaults, merge
 from prime_rl_app.placement import lay_out
 from prime_rl_app.resolve import build_engine, build_launcher
 

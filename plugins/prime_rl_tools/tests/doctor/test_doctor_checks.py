@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from waiting import LIMIT
 
 from prime_rl import PluginConfig, Rollout, Sample
-from prime_rl.cli.app import app
+from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import write_rollouts
 from prime_rl_tools.doctor import History, diagnose
 from prime_rl_tools.doctor.history import OF_ALL

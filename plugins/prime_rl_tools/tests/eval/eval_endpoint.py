@@ -8,10 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from typer.testing import CliRunner
 
-from prime_rl.cli.app import app
-from prime_rl.config.load import build_config
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.launch import Launch
+from prime_rl_app.cli.app import app
+from prime_rl_app.config import build_config
 from prime_rl_environments.tiny.tokenizer import build_tokenizer
 
 

@@ -11,10 +11,10 @@ from report_runs import make_run
 from typer.testing import CliRunner
 
 from prime_rl import Sample
-from prime_rl.cli.app import app
 from prime_rl.errors import RunError
 from prime_rl.orchestrator.packer import pack
 from prime_rl.wire import encode_batch
+from prime_rl_app.cli.app import app
 from prime_rl_tools.replay.inspect import facts_of
 
 

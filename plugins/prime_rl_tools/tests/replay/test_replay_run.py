@@ -9,8 +9,8 @@ import pytest
 import warm
 from typer.testing import CliRunner
 
-from prime_rl.cli.app import app
 from prime_rl_app import children
+from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import read_step, step_files
 from prime_rl_tools.report import write_report
 from prime_rl_tools.report.exports import StepExports

@@ -11,11 +11,11 @@ from report_runs import GROUP, config_of, make_run, offering
 from typer.testing import CliRunner
 
 from prime_rl import hookimpl
-from prime_rl.cli.app import app
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, RunError
+from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import read_step, step_files, write_rollouts
 from prime_rl_tools.replay import score
 from prime_rl_tools.replay.compare import change_of, credit, most_changed

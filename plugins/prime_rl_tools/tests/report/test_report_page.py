@@ -13,9 +13,9 @@ from report_runs import make_run
 from typer.testing import CliRunner
 
 from prime_rl import Rollout, Sample
-from prime_rl.cli.app import app
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl_app.cli.app import app
 from prime_rl_app.rollouts import StoredRollout, read_step, step_files
 from prime_rl_tools.report import data, write_report
 from prime_rl_tools.report.exports import StepExports

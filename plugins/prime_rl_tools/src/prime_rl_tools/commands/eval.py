@@ -30,7 +30,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """As ``later.evaluate`` says."""
-    from prime_rl_app.run_command import split_arguments
+    from prime_rl_app.cli.run import split_arguments
     from prime_rl_tools.eval.request import read_request
 
     files = map(str, options.get("config", ()))

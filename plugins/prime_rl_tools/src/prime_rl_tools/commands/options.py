@@ -74,7 +74,7 @@ def validated(model: type[AnySettings], table: Mapping[str, Any]) -> AnySettings
     try:
         return model.model_validate(table)
     except ValidationError as error:
-        from prime_rl.config.load import explain
+        from prime_rl.config.explain import explain
 
         problems = (line.partition(":") for line in explain(error, model).splitlines())
         said = (f"--{place.replace('_', '-')}:{problem}" for place, _, problem in problems)

@@ -49,7 +49,7 @@ def race(
     ```
     """
     from prime_rl.errors import ConfigError, RunError
-    from prime_rl_app.run_command import split_arguments
+    from prime_rl_app.cli.run import split_arguments
     from prime_rl_tools.race.runs import Budget, read_entries
     from prime_rl_tools.race.show import as_json as shown
     from prime_rl_tools.race.show import draw_race, print_race

@@ -76,9 +76,9 @@ def replay(
 
 def chosen_algorithms(config: RunConfig, algo: str | None, files: list[Path]) -> Algorithms:
     """Algorithms by env, by default the run's own. Raises ``ConfigError``."""
-    from prime_rl.config.load import load_config
     from prime_rl.config.orchestrator import AlgoConfig
     from prime_rl.errors import ConfigError
+    from prime_rl_app.config import load_config
     from prime_rl_tools.replay.score import algorithms_of
 
     if algo is not None and files:

@@ -15,14 +15,7 @@ import httpx
 import msgspec
 from pydantic import ValidationError
 
-from prime_rl.config.load import (
-    explain,
-    installed_defaults,
-    merge,
-    parse_overrides,
-    read_toml,
-    set_at,
-)
+from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import EvalConfig, OrchestratorConfig
 from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
@@ -30,6 +23,7 @@ from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.rundir.launch import Launch
+from prime_rl_app.config import installed_defaults, merge, parse_overrides, read_toml, set_at
 from prime_rl_app.runs import LATEST, find_run
 from prime_rl_tools.commands.options import AnySettings, validated
 from prime_rl_tools.eval.settings import EvalSettings

@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from prime_rl.config.load import load_config
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
+from prime_rl_app.config import load_config
 
 RECORD = "race.json"
 """In the directory of a run whose result counts."""
@@ -164,7 +164,7 @@ def _train(entry: Entry, seed: int, budget: Budget, run_dir: Path) -> list[Point
     log = run_dir.parent / f"{run_dir.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        *(sys.executable, "-c", "from prime_rl.cli import main; main()", "run"),
+        *(sys.executable, "-c", "from prime_rl_app.cli import main; main()", "run"),
         *(*map(str, entry.files), *entry.overrides, f"--seed={seed}"),
         *(f"--run.name={run_dir.name}", f"--output_dir={run_dir.parent}"),
     ]

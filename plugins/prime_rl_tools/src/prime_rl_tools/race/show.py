@@ -12,9 +12,10 @@ from statistics import fmean, stdev
 from rich.console import Console
 from rich.table import Table
 
+from prime_rl_app.runs import REWARD
 from prime_rl_tools.race.compare import LEVEL, Pair, compare
 from prime_rl_tools.race.runs import Point
-from prime_rl_tools.view.summary import REWARD, read_curve, running_mean
+from prime_rl_tools.view.summary import read_curve, running_mean
 
 Results = Mapping[str, Mapping[int, Point]]
 """Of each config by name: the result of each seed."""

@@ -21,7 +21,7 @@ from prime_rl.rundir.checkpoints import whole_steps
 from prime_rl.streams import stream_names
 from prime_rl.wire import MicroBatch, decode_batch
 from prime_rl.wire.micro_batch import MAGIC
-from prime_rl.wire.transport import unsealed
+from prime_rl.wire.sealing import unsealed
 from prime_rl_app.files import reading
 from prime_rl_app.rollouts import StoredRollout, read_step
 from prime_rl_app.runs import run_info

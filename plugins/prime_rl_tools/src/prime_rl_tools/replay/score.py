@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.load import explain, without_replaced
+from prime_rl.config.explain import explain
 from prime_rl.config.orchestrator import AlgoConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
@@ -29,6 +29,7 @@ from prime_rl.plugins.manager import Hooks, load_plugins, scope
 from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
 from prime_rl.rollout import Rollout
 from prime_rl.streams import STREAMS, stream_names
+from prime_rl_app.config import without_replaced
 from prime_rl_app.rollouts import Place, StoredRollout, StoredStep, read_step, step_files
 from prime_rl_tools.replay.host import NotRecorded, ReplayHost, losses_of
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl import Engine
-from prime_rl.config.load import installed_defaults, parse_overrides, set_at
 from prime_rl.errors import ConfigError
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import ENGINE, collect, select, settings_of
 from prime_rl.rundir.machine import free_ports
 from prime_rl_app.api import Run
+from prime_rl_app.config import installed_defaults, parse_overrides, set_at
 from prime_rl_app.resolve import build_model_maker
 from prime_rl_app.runs import LATEST, find_run
 from prime_rl_tools.commands.options import OUTPUTS, validated

@@ -25,12 +25,13 @@ from rich.text import Text
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
 from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
+from prime_rl_app.runs import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
 from prime_rl_tools.view.ending import print_findings, print_next, print_stop, print_summary
 from prime_rl_tools.view.findings import Findings
 from prime_rl_tools.view.sampled import Sampled
-from prime_rl_tools.view.summary import REWARD, summarize, write_summary
+from prime_rl_tools.view.summary import summarize, write_summary
 
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_rl_app.runs import REWARD
+
 LOG = "recoveries.jsonl"
-REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
 PLOT = "learning_curve.png"

@@ -19,7 +19,9 @@ from prime_rl.rundir.control import RUNNING, Supervisor, start_of
 from prime_rl.rundir.directory import DRY
 from prime_rl.rundir.status import DONE, StatusReport, read_status
 from prime_rl_app.files import reading
-from prime_rl_tools.view.summary import REWARD
+
+REWARD = "train/agg/all/reward/mean"
+"""Of ``metrics.jsonl``: the mean reward of the rollouts of a batch."""
 
 DIED = "died"
 """State of a run whose supervisor ended without writing an outcome."""

@@ -5,7 +5,9 @@ import tomllib
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.config.load import (
+from prime_rl.config.run import RunConfig
+from prime_rl.config.trainer import TrainerConfig
+from prime_rl_app.config import (
     build_config,
     load_config,
     merge,
@@ -13,8 +15,6 @@ from prime_rl.config.load import (
     parse_value,
     set_at,
 )
-from prime_rl.config.run import RunConfig
-from prime_rl.config.trainer import TrainerConfig
 
 LEAST = "max_steps = 3\n[model]\nname = 'm/m'\n"
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from prime_rl import Algorithm
 from prime_rl.config.inference import FrozenModel
-from prime_rl.config.load import installed_defaults
 from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import EnvSettings
@@ -19,6 +18,7 @@ from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.manager import Hooks, load_plugins
 from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, make, select
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
+from prime_rl_app.config import installed_defaults
 
 RESERVED_LABELS = ("agg", "all", "effective")
 """Labels that metrics use for all envs together."""

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import prime_rl
 from prime_rl import ConfigError, RunError
-from prime_rl.cli.app import app
 from prime_rl_app.api import _table
+from prime_rl_app.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[3]
 GRPO = ROOT / "configs" / "reverse_text" / "grpo.toml"

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from waiting import LIMIT, Clock, eventually, exists
 
 from prime_rl import ConfigError, RunError
-from prime_rl.cli.app import app
 from prime_rl.rundir.control import Supervisor
 from prime_rl.rundir.status import Status
 from prime_rl_app import runs
+from prime_rl_app.cli.app import app
 from prime_rl_app.runs import find_run, last_batch, list_runs, run_info, state_of, stop
 from prime_rl_tools.commands.runs import age
 

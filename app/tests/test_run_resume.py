@@ -11,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError
-from prime_rl.cli.app import app
-from prime_rl.config.load import build_config
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import NoCheckpoint, RunHeld
 from prime_rl.plugins.manager import installed_versions
 from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
 from prime_rl.rundir.control import supervised
 from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of
+from prime_rl_app.cli.app import app
+from prime_rl_app.cli.run import split_resume
+from prime_rl_app.config import build_config
 from prime_rl_app.resume import begin, config_drift, plan, rewind, version_drift
-from prime_rl_app.run_command import split_resume
 
 
 def config(parent: Path, **changes: Any) -> RunConfig:

@@ -13,10 +13,10 @@ from commandline import prime_rl
 from typer.main import get_group
 from typer.testing import CliRunner
 
-from prime_rl.cli import main
-from prime_rl.cli.app import app
 from prime_rl.config.run import RunConfig
-from prime_rl_app.run_command import split_arguments
+from prime_rl_app.cli import main
+from prime_rl_app.cli.app import app
+from prime_rl_app.cli.run import split_arguments
 
 CONFIG = """
 max_steps = 3
@@ -164,7 +164,7 @@ def test_help_shows_the_commands():
 
 def test_core_alone_has_the_command_run_and_no_other(tmp_path):
     alone = "import importlib.metadata as m; m.entry_points = lambda **_: ()"
-    code = f"{alone}; import sys; from prime_rl.cli import main; main()"
+    code = f"{alone}; import sys; from prime_rl_app.cli import main; main()"
 
     def typed(*words):
         command = [sys.executable, "-c", code, *words]
@@ -177,7 +177,7 @@ def test_core_alone_has_the_command_run_and_no_other(tmp_path):
 
 def test_the_help_loads_no_plugin_without_commands():
     code = (
-        "import sys; from prime_rl.cli.app import app\n"
+        "import sys; from prime_rl_app.cli.app import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit({'prime_rl_grpo', 'prime_rl_app.plugin'} & set(sys.modules) or 0)"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @hookimpl
 def register_commands(cli: typer.Typer) -> None:
     """Add ``prime-rl run``."""
-    from prime_rl_app import run_command
+    from prime_rl_app.cli import run as run_command
 
     add = cli.command("run", context_settings=run_command.CONTEXT, rich_help_panel="Train")
     add(run_command.run)

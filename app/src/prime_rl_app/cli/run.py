@@ -106,8 +106,8 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
 
 def _load(paths: list[str], overrides: list[str]) -> RunConfig:
     """The config, with what ``--without`` disables: remote processes need to know it too."""
-    from prime_rl.config.load import fitted, load_config
     from prime_rl.plugins.manager import disabled_names
+    from prime_rl_app.config import fitted, load_config
 
     config = load_config([Path(path) for path in paths], overrides)
     named = {"disabled": (*config.plugins.disabled, *disabled_names())}

@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.load import (
-    TAGS,
+from prime_rl.config.explain import TAGS
+from prime_rl.config.run import RunConfig
+from prime_rl.errors import PrimeRLError
+from prime_rl_app.config import (
     fitted,
     installed_defaults,
     merge,
@@ -23,8 +25,6 @@ from prime_rl.config.load import (
     set_at,
     without_replaced,
 )
-from prime_rl.config.run import RunConfig
-from prime_rl.errors import PrimeRLError
 
 NAMES_ELSEWHERE = {
     "learning_rate": "trainer.optim.lr",
@@ -175,8 +175,8 @@ def explained(message: str, arguments: Sequence[str]) -> str:
 def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
     """What the installed plugins refuse in a config of which the schema refuses some keys: those
     are left out. Nothing if one of them is required."""
+    from prime_rl_app.cli.run import split_arguments
     from prime_rl_app.resolve import check
-    from prime_rl_app.run_command import split_arguments
 
     try:
         files, overrides = split_arguments(list(arguments))

@@ -6,11 +6,11 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
-from prime_rl.config.load import load_config
 from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.offers import ALGORITHM, collect
 from prime_rl.rundir.machine import visible_gpus
 from prime_rl_app.children import LocalLauncher
+from prime_rl_app.config import load_config
 from prime_rl_app.gpus import NOTHING, GpuPlan, check_shares, gpus_of, num_ranks
 from prime_rl_app.placement import _engine_tasks, _trainer_tasks
 

@@ -8,15 +8,15 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError, Launcher, Place, PluginConfig
-from prime_rl.cli.app import app
-from prime_rl.config.load import load_config
 from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE, read_status
 from prime_rl_app import supervisor
 from prime_rl_app.children import LocalLauncher
+from prime_rl_app.cli.app import app
 from prime_rl_app.commands import Keys
+from prime_rl_app.config import load_config
 from prime_rl_app.placement import lay_out, plan
 
 ROOT = Path(__file__).parents[3]

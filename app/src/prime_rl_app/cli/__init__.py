@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from importlib.metadata import entry_points
 
 
 def main() -> None:
@@ -15,13 +14,13 @@ def main() -> None:
 
     try:
         _disable_plugins()
-        from prime_rl.cli.app import app
+        from prime_rl_app.cli.app import app
 
         app()
     except PrimeRLError as error:
-        message = str(error)
-        for entry in entry_points(group="prime_rl.errors"):  # say where in which file
-            message = entry.load()(message, sys.argv[1:])
+        from prime_rl_app.errors import explained
+
+        message = explained(str(error), sys.argv[1:])  # says where in which file
         print(f"error: {message}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:

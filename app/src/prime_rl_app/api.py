@@ -37,12 +37,12 @@ def train(config: Config, *, resume: str | int | None = None, **overrides: Any) 
     at once. Raises ``ConfigError`` before anything starts, ``RunError`` if a process dies or if
     this is not the main thread, which alone sees interrupts.
     """
-    from prime_rl.config.load import build_config, fitted
     from prime_rl.rundir.directory import held, make_run_dir
     from prime_rl_app import resume as resuming
+    from prime_rl_app.cli.run import train as train_in
+    from prime_rl_app.config import build_config, fitted
     from prime_rl_app.models import check_tuning
     from prime_rl_app.resolve import check
-    from prime_rl_app.run_command import train as train_in
 
     if threading.current_thread() is not threading.main_thread():
         raise RunError("train: call it in the main thread, which alone sees an interrupt")
@@ -70,7 +70,7 @@ def _again(run_dir: Path) -> str:
 
 def _table(config: Config, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The config as one table, with the overrides laid over it."""
-    from prime_rl.config.load import merge, read_toml, set_at
+    from prime_rl_app.config import merge, read_toml, set_at
 
     if isinstance(config, Mapping):
         table: dict[str, Any] = copy.deepcopy(dict(config))

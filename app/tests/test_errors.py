@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from prime_rl import AdamWConfig
-from prime_rl.cli import main
-from prime_rl.config.load import _fields_at
+from prime_rl.config.explain import _fields_at
 from prime_rl.config.run import RunConfig
+from prime_rl_app.cli import main
 from prime_rl_app.errors import KEYS_OF_PLUGINS, NAMES_ELSEWHERE, explained, lines_of_keys
 
 CONFIG_PAGE = Path(__file__).parents[3] / "docs" / "config.md"

@@ -1,0 +1,63 @@
+"""What pydantic refuses, in the words of the user's TOML."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+TAGS = ("policy", "frozen", "plugin")
+"""Union tags that pydantic puts into a path."""
+
+EXPECTED = dict.fromkeys(("tuple_type", "list_type"), "expected a list")
+EXPECTED |= dict.fromkeys(("dict_type", "model_type"), "expected a table of keys")
+"""In the words of TOML instead of Python."""
+
+
+def explain(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
+    """One line per problem: ``orchestrator.bach_size: unknown key; did you mean 'batch_size'?``"""
+    problems = error.errors()
+
+    def follows(problem: Any) -> bool:
+        """pydantic also calls a list too short if it refused its entries."""
+        place = problem["loc"]
+        deeper = [p for p in problems if p["loc"][: len(place)] == place != p["loc"]]
+        return problem["type"] == "too_short" and bool(deeper)
+
+    return "\n".join(_line(each, model, where) for each in problems if not follows(each))
+
+
+def _line(problem: Any, model: type[BaseModel], where: str) -> str:
+    location = tuple(part for part in problem["loc"] if part not in TAGS)
+    place = ".".join(map(str, (where, *location) if where else location)) or "configuration"
+    known = sorted(_fields_at(model, location[:-1]))
+    is_value = problem["type"] == "dict_type"  # where unknown keys must be tables of plugins
+    if problem["type"] == "extra_forbidden" or (is_value and known and location[-1] not in known):
+        close = difflib.get_close_matches(str(location[-1]), known, n=1)
+        here = f"known here: {', '.join(known) or 'none'}{', tables of plugins' * is_value}"
+        return f"{place}: unknown key; " + (f"did you mean {close[0]!r}?" if close else here)
+    if problem["type"] == "missing":
+        return f"{place}: required, and nothing was given"
+    said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    found = f" (got {problem['input']!r})"
+    if isinstance(problem["input"], dict):
+        is_list = said == EXPECTED["list_type"] and _fields_at(model, location)
+        found = f", got a table. Write [[{place}]]" if is_list else ""
+    return f"{place}: {said}{found}"
+
+
+def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:
+    current: type[BaseModel] | None = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        info = current.model_fields.get(part) if current else None
+        current = _model_in(info.annotation) if info else None
+    return set(current.model_fields) if current else set()
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for arg in get_args(annotation) if (found := _model_in(arg))), None)
