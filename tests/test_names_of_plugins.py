@@ -14,7 +14,6 @@ OTHER_MEANINGS = {
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
     ("plugins/offers.py", "auto"),
-    ("run/resume.py", "auto"),  # --resume auto
     ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
     ("trainer/parallel.py", "gloo"),  # the process group of torch
 }
@@ -28,7 +27,7 @@ def names_of_plugins():
         for group in GROUPS
         for kind in KINDS
         for name, each in collect(load_plugins(group), kind).items()
-        if each.source.distribution != "prime-rl-core"
+        if each.source.distribution not in ("prime-rl-core", "prime-rl-app")
     }
     known = (entry.name.split(".", 1) for entry in entry_points(group="prime_rl.known"))
     return offered | {name for kind, name in known if kind not in ("command", "key")}

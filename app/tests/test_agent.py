@@ -36,7 +36,7 @@ path.with_suffix(".new").rename(path)
 while not pathlib.Path(sys.argv[1], "done").exists():
     time.sleep(0.02)
 """
-START = "import sys; from prime_rl_tools import agent; agent.MODULE = 'prime_rl_waiting_rank'; " \
+START = "import sys; from prime_rl_app import agent; agent.MODULE = 'prime_rl_waiting_rank'; " \
     "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from prime_rl import ConfigError, RunError
 from prime_rl_app.api import _table
 from prime_rl_app.cli.app import app
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 GRPO = ROOT / "configs" / "reverse_text" / "grpo.toml"
 REWARD = "train/agg/all/reward/mean"
 

@@ -239,10 +239,10 @@ def test_no_key_is_left_unread():
     from pydantic import BaseModel
 
     import prime_rl
+    import prime_rl_app
     import prime_rl_env_workers
     import prime_rl_evals
     import prime_rl_kernels
-    from prime_rl_app import recovery
 
     root = Path(prime_rl.__file__).parent
     sources = [
@@ -251,7 +251,7 @@ def test_no_key_is_left_unread():
     # [orchestrator.workers], [orchestrator.eval], trainer.share_prompts
     for plugin in (prime_rl_env_workers, prime_rl_evals, prime_rl_kernels):
         sources += Path(plugin.__file__).parent.glob("*.py")
-    sources.append(Path(recovery.__file__))  # [recovery]
+    sources += Path(prime_rl_app.__file__).parent.rglob("*.py")
     text = "\n".join(path.read_text() for path in sources)
     own = "\n".join(path.read_text() for path in (root / "config").glob("*.py"))
 

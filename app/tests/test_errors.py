@@ -11,7 +11,7 @@ from prime_rl.config.run import RunConfig
 from prime_rl_app.cli import main
 from prime_rl_app.errors import KEYS_OF_PLUGINS, NAMES_ELSEWHERE, explained, lines_of_keys
 
-CONFIG_PAGE = Path(__file__).parents[3] / "docs" / "config.md"
+CONFIG_PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 TOML = '''# a comment = 1
 max_steps = 3
@@ -189,7 +189,7 @@ def test_a_schedule_that_max_steps_shortens_is_no_error_beside_an_unknown_key(
     key, capsys, monkeypatch
 ):
     """``warmup_steps`` of that config is 10."""
-    config = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"
+    config = Path(__file__).parents[2] / "configs" / "reverse_text" / "grpo.toml"
     words = ["prime-rl", "run", str(config), "--nonsense", "3", key, "2", "--dry-run"]
     monkeypatch.setattr("sys.argv", words)
     with pytest.raises(SystemExit):

@@ -19,7 +19,7 @@ from prime_rl_app.commands import Keys
 from prime_rl_app.config import load_config
 from prime_rl_app.placement import lay_out, plan
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs" / "reverse_text" / "grpo.toml"
 KEYS = ("PRIME_RL_ADMIN_KEY", "PRIME_RL_ENGINE_API_KEY")
 

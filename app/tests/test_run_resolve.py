@@ -28,7 +28,7 @@ def refusal(*args, **kwargs):
 
 
 def test_a_sound_config_passes():
-    assert check(config()).has_plugin("core")
+    assert check(config()).has_plugin("app")
 
 
 def test_no_training_env():
@@ -216,7 +216,7 @@ def test_weights_are_not_rounded_for_an_engine_that_would_not_round_them():
         "trainer.publish_dtype is 'bfloat16', and inference.embedded.dtype is 'float32': "
     )
     in_both = config(trainer=rounded, inference={"embedded": {"dtype": "bfloat16"}})
-    assert check(in_both).has_plugin("core")
+    assert check(in_both).has_plugin("app")
 
 
 @pytest.mark.parametrize(
@@ -310,12 +310,9 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
     held_out = {"eval": {"env": [{"id": "reverse-text", "name": "a"}]}}
     assert refusal(held_out, **without) == (
         "orchestrator.eval.env: no installed observer reads it (installed: batch_metrics, "
-        "engine_metrics, hook_watch, watchdog). Install the package that brings one: "
-        "pip install prime-rl-evals"
+        "engine_metrics, hook_watch, save_rollouts, watchdog). Install the package that brings "
+        "one: pip install prime-rl-evals"
     )
-    message = refusal({"save_rollouts": True}, **without)
-    assert message.startswith("orchestrator.save_rollouts: no installed observer reads it")
-    assert message.endswith("pip install prime-rl-tools")
     check(config(**without))
     without["plugins"] = {"disabled": ["observers"]}
     message = refusal({"weights_timeout": 9.0}, **without)
@@ -326,7 +323,7 @@ def test_a_key_that_asks_for_an_observer_names_its_package():
 def test_a_disabled_plugin_that_is_not_there():
     message = refusal(plugins={"disabled": ["cor"]})
     assert message.startswith("plugins.disabled: no installed plugin is called 'cor' (installed: ")
-    assert "core" in message
+    assert "app" in message
 
 
 @pytest.mark.parametrize("key", ["top_k", "top_p", "min_p", "seed", "max_tokens", "logit_bias"])
@@ -367,7 +364,7 @@ def test_an_agent_that_the_env_lacks():
     )
     fixed = {"solver": {"model": "other"}}
     assert "and the env has 'proposer'." in refusal(seated("solver", args=fixed))
-    assert check(config(seated("proposer", "solver"))).has_plugin("core")
+    assert check(config(seated("proposer", "solver"))).has_plugin("app")
 
 
 def test_algorithms_that_check_no_agents_import_no_taskset(monkeypatch):

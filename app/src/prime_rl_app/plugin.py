@@ -1,5 +1,5 @@
-"""What the application offers by the hooks: the command ``run``, the launcher ``local``, the view
-``lines`` and the observer that saves rollouts."""
+"""What the application offers by the hooks: the launcher ``local``, the view ``lines`` and the
+observer that saves rollouts."""
 
 from __future__ import annotations
 
@@ -8,20 +8,9 @@ from typing import TYPE_CHECKING
 from prime_rl.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    import typer
-
     from prime_rl.plugins.launchers import Launcher
     from prime_rl.plugins.observer import Observer
     from prime_rl.plugins.view import RunView
-
-
-@hookimpl
-def register_commands(cli: typer.Typer) -> None:
-    """Add ``prime-rl run``."""
-    from prime_rl_app.cli import run as run_command
-
-    add = cli.command("run", context_settings=run_command.CONTEXT, rich_help_panel="Train")
-    add(run_command.run)
 
 
 @hookimpl

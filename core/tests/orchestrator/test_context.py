@@ -6,8 +6,7 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
-from prime_rl.orchestrator import context
-from prime_rl.orchestrator.context import EnvHost, rendering_of, scorer_over
+from prime_rl.orchestrator.context import EnvHost
 
 
 @pytest.mark.parametrize(("takes", "fits"), [(8, False), (16, True), (None, True)])
@@ -47,11 +46,3 @@ def test_what_the_host_lends_of_the_run(tmp_path):
     assert (one.seq_len, one.seed, one.step) == (64, 5, 3)
     assert one.folder.is_dir() and one.folder != other.folder and tmp_path in one.folder.parents
     assert one.logger.name.endswith(".a")
-
-
-def test_what_nothing_installed_can_lend_names_the_package(monkeypatch, tmp_path):
-    monkeypatch.setattr(context, "entry_points", lambda **group: [])
-    with pytest.raises(ConfigError, match=r"prime_rl\.scorers .* pip install prime-rl-engine-kit"):
-        scorer_over(None, "m")
-    with pytest.raises(ConfigError, match=r"pip install prime-rl-renderers"):
-        rendering_of(tmp_path, None)

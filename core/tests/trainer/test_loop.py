@@ -31,15 +31,13 @@ from prime_rl import (
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.components import installed_losses
 from prime_rl.rundir.status import Status
-from prime_rl.trainer import loop, parallel
+from prime_rl.trainer import parallel
 from prime_rl.trainer.logprobs import token_logprobs
-from prime_rl.trainer.loop import Trainer, find_packing, train, wait_for_batch
+from prime_rl.trainer.loop import Trainer, train, wait_for_batch
 from prime_rl.trainer.metrics import append_metrics
-from prime_rl.trainer.model import Policy
-from prime_rl.trainer.packed_row import APART, make_row
+from prime_rl.trainer.packed_row import make_row
 from prime_rl.trainer.packing import use_attention
 from prime_rl.wire import MicroBatch, encode_batch
-from prime_rl_kernels.kernels import Auto, KernelConfig
 
 CPU = torch.device("cpu")
 
@@ -58,19 +56,6 @@ def on_policy(model: PreTrainedModel, micro_batch: MicroBatch, by: float = 0.0) 
         logprobs = token_logprobs(model, make_row(micro_batch, CPU))[0].numpy() - by
     micro_batch.inference_logprobs = np.where(micro_batch.loss_mask, logprobs, 0).astype("f4")
     return micro_batch
-
-
-def test_without_an_installed_check_every_document_is_computed_alone(
-    make_model: Callable[..., PreTrainedModel],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    policy = Policy(make_model(), TrainerConfig(device="cpu"), kernel=Auto(KernelConfig()))
-    assert policy.packing.name != "apart"
-    monkeypatch.setattr(loop, "entry_points", lambda **group: [])
-    find_packing(policy, CPU, half=False)
-    assert policy.packing == APART
-    assert "pip install prime-rl-kernels" in caplog.text
 
 
 def test_metrics_of_packed_data_are_right(

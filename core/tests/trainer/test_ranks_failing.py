@@ -46,7 +46,7 @@ def run(path, status, rank):
 trainer.run = run
 sys.exit(trainer.main(sys.argv[1:]))
 """
-START = "import sys; from prime_rl_tools import agent; agent.MODULE = 'prime_rl_failing_rank'; " \
+START = "import sys; from prime_rl_app import agent; agent.MODULE = 'prime_rl_failing_rank'; " \
     "sys.exit(agent.main(sys.argv[1:]))"  # fmt: skip
 
 Start = Callable[[str], tuple[Path, subprocess.Popen[str]]]

@@ -56,8 +56,9 @@ def test_the_inventory_as_json_through_the_real_command(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = {row["plugin"]: row for row in json.loads(done.stdout)}
-    assert rows["core"]["offers"] == {
+    assert rows["app"]["offers"] == {
         "launchers": ["local"],
+        "observers": ["save_rollouts"],
         "views": ["lines"],
     }
     assert rows["grpo"]["distribution"] == "prime-rl-grpo"

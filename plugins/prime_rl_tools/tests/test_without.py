@@ -59,7 +59,9 @@ def call(tmp_path, monkeypatch, capsys) -> Iterator[Callable[..., str]]:
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
-    monkeypatch.setattr(prime_rl_app.cli, "app", prime_rl_app.cli.app)  # restored, as the next one is
+    monkeypatch.setattr(
+        prime_rl_app.cli, "app", prime_rl_app.cli.app
+    )  # restored, as the next one is
 
     def call(words: str, disabled: str = "") -> str:
         monkeypatch.delitem(sys.modules, "prime_rl_app.cli.app")

@@ -1,4 +1,4 @@
-"""The frame of the command line: installed distributions add the commands.
+"""The command tree: ``run`` is the application's, every other command is a plugin's.
 
 The help loads only the plugins of the entry-point group ``prime_rl.commands``, because loading all
 plugins takes longer than everything else. A command that none of them registers is looked for in
@@ -23,6 +23,7 @@ from prime_rl.plugins.manager import (
     names_of,
     source_of,
 )
+from prime_rl_app.cli import run
 
 COMMANDS = "prime_rl.commands"
 """Entry-point group of the plugins whose commands the help shows."""
@@ -104,6 +105,7 @@ def _missing(broken: list[PluginError]) -> str:
     return f"Commands of these plugins are missing: {' '.join(map(str, broken))}"
 
 
+app.command("run", context_settings=run.CONTEXT, rich_help_panel="Train")(run.run)
 app.add_typer(plugins, name="plugins", cls=Commands, rich_help_panel="Extend")
 if errors := add_commands(COMMANDS):
     app.info.epilog = _missing(errors)

@@ -18,17 +18,18 @@ from pathlib import Path
 from typing import Protocol
 
 from prime_rl.config.run import FILES
-from prime_rl.errors import WireError
+from prime_rl.errors import ConfigError, WireError
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.launch import Launch
 from prime_rl.wire.sealing import check_num_frames, sealed, unsealed
 
+SOCKETS = "zmq"
 POLL_SECONDS = 0.01
 """Between two looks of the file transport."""
 
 
 class Sender(Protocol):
-    """The orchestrator's end."""
+    """The orchestrator's end. Raises ``ConfigError`` on an unknown transport."""
 
     async def send(self, step: int, frames: Sequence[bytes]) -> None:
         """Send one frame per rank; waits while ``hwm`` batches are unread. Raises ``WireError`` if
@@ -59,21 +60,31 @@ class Receiver(Protocol):
 
 
 def make_sender(launch: Launch, run_dir: Path) -> Sender:
-    """The orchestrator's end."""
+    """The orchestrator's end. Raises ``ConfigError`` on an unknown transport."""
     if launch.transport_type == FILES:
         return FileSender(wire_dir(run_dir), launch.num_ranks, launch.transport_hwm)
+    _check_known(launch)
     from prime_rl.wire.sockets import FrameSender
 
     return FrameSender(launch)
 
 
 def make_receiver(launch: Launch, run_dir: Path, rank: int = 0) -> Receiver:
-    """One rank's end."""
+    """One rank's end. Raises ``ConfigError`` on an unknown transport."""
     if launch.transport_type == FILES:
         return FileReceiver(wire_dir(run_dir), rank)
+    _check_known(launch)
     from prime_rl.wire.sockets import FrameReceiver
 
     return FrameReceiver(launch, rank)
+
+
+def _check_known(launch: Launch) -> None:
+    if launch.transport_type != SOCKETS:
+        raise ConfigError(
+            f"rollout_transport.type {launch.transport_type!r} is unknown: expected {FILES!r} or "
+            f"{SOCKETS!r}"
+        )
 
 
 def wire_dir(run_dir: Path) -> Path:
