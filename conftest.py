@@ -87,7 +87,7 @@ def tiny_reverse(model_cache: Path) -> Path:
 @pytest.fixture(autouse=True)
 def plugins_are_loaded_anew() -> None:
     """A test may register plugins of its own."""
-    if manager := sys.modules.get("prime_rl.plugins.manager"):
+    if manager := sys.modules.get("prime_rl.registry.manager"):
         manager._load.cache_clear()
 
 

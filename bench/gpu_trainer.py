@@ -28,10 +28,10 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from bench.train_step import PolicyGradient
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel
 from prime_rl.trainer.device import choose_device
 from prime_rl.trainer.loop import Trainer
 from prime_rl.wire import MicroBatch

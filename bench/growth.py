@@ -28,7 +28,7 @@ from prime_rl.inference.client import EngineClient
 from prime_rl.inference.engine import Engine
 from prime_rl.inference.pool import EnginePool
 from prime_rl.orchestrator.packer import batch_frames, packing_of
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.wire import decode_batch
 from prime_rl_embedded.model import load_model

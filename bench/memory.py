@@ -29,11 +29,11 @@ import torch
 from bench.train_step import Documents, PolicyGradient, make_model, micro_batch
 from prime_rl import PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel
 from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
 

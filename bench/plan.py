@@ -116,10 +116,10 @@ def real(name: str) -> float:
 
     from bench.memory import memory
     from prime_rl.config.trainer import TrainerConfig
-    from prime_rl.plugins.components import Components
     from prime_rl.plugins.hookspecs import TRAINER_GROUP
-    from prime_rl.plugins.manager import load_plugins
-    from prime_rl.plugins.offers import make_kernel
+    from prime_rl.registry.components import Components
+    from prime_rl.registry.manager import load_plugins
+    from prime_rl.registry.offers import make_kernel
     from prime_rl.trainer.loop import Trainer
     from prime_rl_plan.measure import SHORT, lengths_of, make_row, with_layers
 

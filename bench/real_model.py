@@ -149,10 +149,10 @@ def train(kind: str) -> dict[str, float]:
 
     from bench.train_step import PolicyGradient
     from prime_rl.config.trainer import TrainerConfig
-    from prime_rl.plugins.components import installed_losses
     from prime_rl.plugins.hookspecs import TRAINER_GROUP
-    from prime_rl.plugins.manager import load_plugins
-    from prime_rl.plugins.offers import make_kernel
+    from prime_rl.registry.components import installed_losses
+    from prime_rl.registry.manager import load_plugins
+    from prime_rl.registry.offers import make_kernel
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.model import load_model
     from prime_rl_kernels.products import linear

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.trainer import AdamWConfig, AdamWMaker
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.optim import build_optimizer, clip_gradients
 from prime_rl.wire import MicroBatch

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import PrimeRLError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model
 from prime_rl.trainer.packed_row import make_row

@@ -11,9 +11,9 @@ from prime_rl import Algorithm, Rollout, Sample
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire.micro_batch import decode_batch

@@ -14,8 +14,8 @@ from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
-from prime_rl.plugins.components import installed_losses
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl_app.config import build_config
 from prime_rl_app.rollouts import RolloutStore
 

@@ -24,8 +24,8 @@ from source_imports import (
 )
 
 import prime_rl
-from prime_rl.plugins.manager import GROUPS, load_plugins
-from prime_rl.plugins.offers import KINDS, collect
+from prime_rl.registry.manager import GROUPS, load_plugins
+from prime_rl.registry.offers import KINDS, collect
 
 PUBLIC = {"prime_rl", "prime_rl.testing"}
 """Modules of core that every plugin may import."""
@@ -54,8 +54,8 @@ EXEMPT = {
     ("prime_rl_kernels", "prime_rl_lora", "prime_rl_observers"): (
         "prime_rl.env.traces",
         "prime_rl.orchestrator.buffer",
-        "prime_rl.plugins.calls",
-        "prime_rl.plugins.components",
+        "prime_rl.registry.calls",
+        "prime_rl.registry.components",
         "prime_rl.rollout",
         "prime_rl.streams",
         "prime_rl.trainer",

@@ -8,8 +8,8 @@ from prime_rl import Algorithm, PluginConfig, Rollout
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.components import installed_losses
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import Hooks
 from prime_rl.testing import make_group, score
 from prime_rl.trainer.loss import Counts, count_members
 from prime_rl.wire import decode_batch

@@ -41,9 +41,9 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.checks import SPECS
-from prime_rl.plugins.manager import Hooks
-from prime_rl.plugins.offers import ALGORITHM, KINDS, collect
+from prime_rl.registry.checks import SPECS
+from prime_rl.registry.manager import Hooks
+from prime_rl.registry.offers import ALGORITHM, KINDS, collect
 from prime_rl.rundir.directory import SUBFOLDERS
 from prime_rl.testing import CHECKS, FakeHost, make_group, score
 from prime_rl_app.cli.app import app

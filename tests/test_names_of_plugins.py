@@ -4,8 +4,8 @@ import ast
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from prime_rl.plugins.manager import GROUPS, load_plugins
-from prime_rl.plugins.offers import KINDS, OBSERVER, collect
+from prime_rl.registry.manager import GROUPS, load_plugins
+from prime_rl.registry.offers import KINDS, OBSERVER, collect
 
 CORE = Path(__file__).parents[1] / "core/src/prime_rl"
 
@@ -13,7 +13,7 @@ OTHER_MEANINGS = {
     ("config/orchestrator.py", "auto"),  # env_workers
     ("config/trainer.py", "auto"),  # attention, device, fused_lm_head
     ("trainer/device.py", "auto"),
-    ("plugins/offers.py", "auto"),
+    ("registry/offers.py", "auto"),
     ("trainer/metrics.py", "values"),  # one of the ways in which a metric is reduced
     ("trainer/parallel.py", "gloo"),  # the process group of torch
 }

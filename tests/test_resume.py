@@ -31,10 +31,10 @@ from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import pack
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import RolloutRequest
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel
 from prime_rl.rollout import Rollout
 from prime_rl.rundir.checkpoints import finished, whole_steps
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch

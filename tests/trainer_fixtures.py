@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from prime_rl import Kernel, Loss, LossInputs, LossOutputs, OptimizerMaker
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel, make_optimizer
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel, make_optimizer
 from prime_rl.wire import MicroBatch
 from prime_rl_kernels.attention import NAMES, register
 

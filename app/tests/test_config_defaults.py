@@ -6,8 +6,8 @@ import pytest
 
 from prime_rl import ConfigError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import ALGORITHM, ENGINE, LOSS, RENDERER, SAMPLER, collect
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import ALGORITHM, ENGINE, LOSS, RENDERER, SAMPLER, collect
 from prime_rl_app import config as load
 from prime_rl_app.config import build_config, installed_defaults, load_config, without_replaced
 from prime_rl_app.resolve import check

@@ -4,9 +4,9 @@ import pytest
 
 from prime_rl import Algorithm, ConfigError, Loss, PluginConfig, RendererOffer, Source, hookimpl
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl_app.env_checks import check_algorithms
 
 TEACHER = {"name": "teacher", "base_url": "http://127.0.0.1:1/v1"}

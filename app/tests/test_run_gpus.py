@@ -6,8 +6,8 @@ import pytest
 from waiting import LIMIT
 
 from prime_rl import ConfigError, PluginConfig, ProcessCommand, Task
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import ALGORITHM, collect
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl.rundir.machine import visible_gpus
 from prime_rl_app.children import LocalLauncher
 from prime_rl_app.config import load_config

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError, Launcher, Place, PluginConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import DONE, read_status

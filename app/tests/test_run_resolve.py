@@ -3,8 +3,8 @@
 import pytest
 
 from prime_rl import Algorithm, ConfigError, Filter, PluginConfig, hookimpl
-from prime_rl.plugins.components import installed_losses
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import Hooks
 from prime_rl_app.config import build_config
 from prime_rl_app.env_checks import check_algorithms, check_envs
 from prime_rl_app.resolve import (

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import NoCheckpoint, RunHeld
-from prime_rl.plugins.manager import installed_versions
+from prime_rl.registry.manager import installed_versions
 from prime_rl.rundir.checkpoints import Checkpoint, complete, finished, unfinished, whole_steps
 from prime_rl.rundir.control import supervised
 from prime_rl.rundir.directory import held, log_dir, make_run_dir, runs_of

@@ -8,7 +8,7 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, FrozenModel
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.testing import FakeHost, FakeReference, check_algorithm, make_rollout, score
 from prime_rl_distill import OPD, SFT

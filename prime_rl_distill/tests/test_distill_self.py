@@ -12,7 +12,7 @@ from loss_path import load_losses, loss_and_slopes, rollouts_of
 
 from prime_rl import ConfigError, OverlongError
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.testing import FakeHost, FakeReference, check_algorithm, score
 from prime_rl_distill import SDFT, SDPO

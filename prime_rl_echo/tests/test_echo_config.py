@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prime_rl import ConfigError, Sample, StreamError
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import make_rollout, score
 from prime_rl_echo import Echo
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import ConfigError
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import FakeHost, check_algorithm, make_rollout, score
 from prime_rl_grpo import RAE, HierarchicalGRPO, HierarchicalGRPOConfig, RAEConfig
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from tools.docs.markdown import GENERATED, one_line, plain, table
 
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.manager import GROUPS, load_plugins
-from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
+from prime_rl.registry.manager import GROUPS, load_plugins
+from prime_rl.registry.offers import KINDS, Kind, Offered, collect
 from prime_rl_app.config import installed_defaults
 from prime_rl_devkit.facts import Schema, toml, type_name
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import ALGORITHM, collect
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl_devkit.facts import toml
 from prime_rl_devkit.lab.problem import shipped
 from prime_rl_devkit.lab.proof import Estimate, Proof

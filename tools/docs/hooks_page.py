@@ -12,9 +12,9 @@ from typing import Any
 from tools.docs.markdown import GENERATED, one_line, plain, table
 
 from prime_rl.plugins import hookspecs
-from prime_rl.plugins.checks import ASYNC_HOOKS, SHARED_HOOKS, SPECS, TRAINER_HOOKS
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.offers import KINDS
+from prime_rl.registry.checks import ASYNC_HOOKS, SHARED_HOOKS, SPECS, TRAINER_HOOKS
+from prime_rl.registry.offers import KINDS
 
 IMPLEMENTERS = {
     "registration": "a module or object that an entry point names",

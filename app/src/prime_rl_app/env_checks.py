@@ -12,11 +12,11 @@ from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import EnvSettings
 from prime_rl.env.loading import check_taskset, find_agents
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.checks import marked_hooks
-from prime_rl.plugins.components import Component, Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, make, select
+from prime_rl.registry.checks import marked_hooks
+from prime_rl.registry.components import Component, Components
+from prime_rl.registry.manager import Hooks, load_plugins
+from prime_rl.registry.offers import ALGORITHM, RENDERER, SOURCE, choose, collect, make, select
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 from prime_rl_app.config import installed_defaults
 

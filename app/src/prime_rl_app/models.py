@@ -21,8 +21,8 @@ from prime_rl import ModelMaker, Tuning
 from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError, PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import MODEL, collect, make_tuning
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import MODEL, collect, make_tuning
 from prime_rl.rundir.launch import READY, Launch
 from prime_rl.rundir.processes import exit_with_parent
 from prime_rl.rundir.status import DONE, Status

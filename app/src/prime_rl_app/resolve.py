@@ -12,11 +12,11 @@ from typing import Any
 from prime_rl import Engine, ModelMaker, PluginConfig
 from prime_rl.config.run import ModelSource, RunConfig
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
-from prime_rl.plugins.manager import Hooks, installed_entries, load_plugins, names_of
-from prime_rl.plugins.offers import (
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import Hooks, installed_entries, load_plugins, names_of
+from prime_rl.registry.offers import (
     ENGINE,
     FILTER,
     LAUNCHER,

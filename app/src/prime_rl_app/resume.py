@@ -24,9 +24,9 @@ from typing import Any
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, NoCheckpoint
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import installed_versions, load_plugins
-from prime_rl.plugins.offers import TUNING, make_optimizer, settings_of
 from prime_rl.plugins.trainer import OptimizerMaker, Tuning
+from prime_rl.registry.manager import installed_versions, load_plugins
+from prime_rl.registry.offers import TUNING, make_optimizer, settings_of
 from prime_rl.rundir.attempts import kill_left
 from prime_rl.rundir.checkpoints import Checkpoint, checkpoints_dir, copy, finished, whole_steps
 from prime_rl.rundir.control import Supervisor

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ProcessFailed, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
-from prime_rl.plugins.manager import load_plugins
 from prime_rl.plugins.view import RunView
+from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
 from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop

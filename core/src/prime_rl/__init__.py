@@ -24,10 +24,10 @@ if _typing.TYPE_CHECKING:
     from prime_rl.errors import PrimeRLError, RunError, StreamError, WeightsError, WireError
     from prime_rl.plugins.algorithm import Algorithm, Completion, Filter, Host, ReferenceModel
     from prime_rl.plugins.base import PluginConfig
-    from prime_rl.plugins.calls import log_metric
-    from prime_rl.plugins.checks import CONTRACT_VERSION
+    from prime_rl.registry.calls import log_metric
+    from prime_rl.registry.checks import CONTRACT_VERSION
     from prime_rl.plugins.hookspecs import hookimpl
-    from prime_rl.plugins.import_path import import_function
+    from prime_rl.registry.import_path import import_function
     from prime_rl.plugins.launchers import Engine, EngineCommand, EngineLaunch, Launcher, Part
     from prime_rl.plugins.launchers import Place, Process, ProcessCommand, Task
     from prime_rl.plugins.loss import Head, HeadInputs, Loss, LossInputs, LossOutputs, TokenMetric

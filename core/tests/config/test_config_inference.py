@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from prime_rl import ConfigError
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.run import DeploymentConfig, RunConfig
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.manager import Hooks
 from prime_rl_app.resolve import check_engine
 
 

@@ -6,8 +6,8 @@ import pytest
 from pydantic import PositiveFloat
 
 from prime_rl import Algorithm, ConfigError, PluginConfig
-from prime_rl.plugins.manager import Origin
-from prime_rl.plugins.offers import ALGORITHM, KINDS, Offered, select, settings_of
+from prime_rl.registry.manager import Origin
+from prime_rl.registry.offers import ALGORITHM, KINDS, Offered, select, settings_of
 
 
 class RlooConfig(PluginConfig):
@@ -110,7 +110,7 @@ def test_every_kind_has_a_hook_of_its_own():
 
 
 def test_every_registration_hook_has_a_kind():
-    from prime_rl.plugins.checks import SPECS
+    from prime_rl.registry.checks import SPECS
 
     registering = {name for name in SPECS if name.startswith("register_")}
     assert {kind.hook for kind in KINDS} == registering - {"register_commands"}
@@ -123,8 +123,8 @@ def test_the_contract_is_torch_free(tmp_path):
 
     code = (
         "import sys, prime_rl, prime_rl.testing, prime_rl_app.cli.app, prime_rl_app.resolve\n"
-        "from prime_rl.plugins.manager import GROUPS, load_plugins\n"
-        "from prime_rl.plugins.offers import KINDS, collect\n"
+        "from prime_rl.registry.manager import GROUPS, load_plugins\n"
+        "from prime_rl.registry.offers import KINDS, collect\n"
         "assert [collect(load_plugins(g), kind) for g in GROUPS for kind in KINDS]\n"
         "heavy = {'torch', 'transformers', 'verifiers', 'renderers', 'matplotlib', 'zmq'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"

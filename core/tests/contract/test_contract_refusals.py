@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from prime_rl import PluginError, hookimpl
-from prime_rl.plugins.manager import Hooks, load_plugins, scope
-from prime_rl.plugins.offers import ALGORITHM, FILTER, LOSS, collect
+from prime_rl.registry.manager import Hooks, load_plugins, scope
+from prime_rl.registry.offers import ALGORITHM, FILTER, LOSS, collect
 from prime_rl.testing import make_sample
 
 WHO = "plugin 'demo' (demo-plugin 1.2)"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from prime_rl import Algorithm, PluginConfig, PluginError, Rollout, hookimpl
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.testing import make_group, make_rollout, score
 
 
@@ -91,7 +91,7 @@ def test_two_envs_of_one_algorithm_keep_their_settings_apart():
 
 
 def test_a_scope_keeps_the_sources_of_the_shared_plugins(install):
-    from prime_rl.plugins.manager import load_plugins
+    from prime_rl.registry.manager import load_plugins
 
     install()
     assert scope("env", load_plugins(), []).sources["demo"].distribution == "demo-plugin"

@@ -7,7 +7,7 @@ import pytest
 
 from prime_rl import StreamError, hookimpl
 from prime_rl.orchestrator.scoring import score_batch, score_rollout, stamp
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.manager import Hooks
 from prime_rl.testing import make_rollout
 
 

@@ -18,8 +18,8 @@ from pluggy import HookimplMarker
 import prime_rl
 import prime_rl.testing
 from prime_rl.plugins.base import Offer
-from prime_rl.plugins.checks import CONTRACT_VERSION, SPECS
-from prime_rl.plugins.manager import GROUPS
+from prime_rl.registry.checks import CONTRACT_VERSION, SPECS
+from prime_rl.registry.manager import GROUPS
 
 GOLDEN = Path(__file__).with_name("contract.txt")
 
@@ -27,7 +27,7 @@ WAY_OUT = f"""
 The public contract differs from {GOLDEN.name}. Lines with + alone are additions (a new hook, an
 optional argument of a hook, a field with a default): rewrite the file and note it in the
 CHANGELOG. A line with - is a plugin that stops working: deprecate first
-(prime_rl.plugins.checks.DEPRECATED), remove with the next CONTRACT_VERSION. To write the file:
+(prime_rl.registry.checks.DEPRECATED), remove with the next CONTRACT_VERSION. To write the file:
 
     python core/tests/contract/test_contract_signatures.py
 """

@@ -11,7 +11,7 @@ from waiting import Clock, skipping
 from prime_rl import Algorithm, FrozenModel, PluginConfig, PluginError, StreamError, hookimpl
 from prime_rl.plugins import hookspecs
 from prime_rl.plugins.hookspecs import PROJECT
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.testing import FakeHost, FakeReference, check_algorithm, make_group, score
 
 

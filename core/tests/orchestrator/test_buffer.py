@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from prime_rl import Filter, PluginConfig, RunError, hookimpl
 from prime_rl.orchestrator.buffer import Buffer, FilterSlot
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.manager import Hooks
 from prime_rl.testing import make_rollout
 
 

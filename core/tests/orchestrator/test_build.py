@@ -11,7 +11,7 @@ from prime_rl.orchestrator.build import (
     build_observers,
 )
 from prime_rl.orchestrator.sources import train_sampling
-from prime_rl.plugins.manager import Hooks, load_plugins
+from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl_app.config import build_config
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from prime_rl import Filter, PluginConfig, PluginError, hookimpl
 from prime_rl.orchestrator.buffer import FilterSlot
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.manager import Hooks
 from prime_rl.testing import make_rollout
 
 

@@ -34,8 +34,8 @@ from prime_rl.orchestrator.policy import Policy, WeightWatcher
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import RolloutRequest
-from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.sampler import SampledEnv
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.testing import make_rollout

@@ -34,7 +34,7 @@ from prime_rl.orchestrator.sources import (
     Sampled,
     SampledFrozen,
 )
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rundir.machine import free_ports
 from prime_rl.testing import FakeHost, make_rollout
 

@@ -11,10 +11,10 @@ import pytest
 
 from prime_rl import Algorithm, PluginConfig, PluginError, hookimpl
 from prime_rl.orchestrator.scoring import score_group, score_rollout
-from prime_rl.plugins import calls
-from prime_rl.plugins.calls import RUNNING, ReadOnly, fault
-from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.sampler import RolloutPlan
+from prime_rl.registry import calls
+from prime_rl.registry.calls import RUNNING, ReadOnly, fault
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.testing import make_group, make_sample
 
 

@@ -22,7 +22,7 @@ from prime_rl import (
 from prime_rl.orchestrator.buffer import Batch, FilterSlot
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.testing import logged_metrics, make_group, make_rollout, score
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from prime_rl.plugins.import_path import import_function
+from prime_rl.registry.import_path import import_function
 from prime_rl_app.commands import PYTHON
 
 

@@ -31,10 +31,10 @@ from transformers import (
 )
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import (
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import (
     HEAD,
     LOSS,
     collect,

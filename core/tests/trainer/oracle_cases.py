@@ -23,9 +23,9 @@ from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, Rollout, Sampl
 from prime_rl.config.trainer import LossTable
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.components import Components, installed_losses
-from prime_rl.plugins.manager import Origin
-from prime_rl.plugins.offers import Offered
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.manager import Origin
+from prime_rl.registry.offers import Offered
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.update import BatchUpdate
 from prime_rl.wire.micro_batch import decode_batch

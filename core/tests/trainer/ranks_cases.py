@@ -24,10 +24,10 @@ from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, RunError, Samp
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import alone, batch_frames
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel, make_observers, make_optimizer, make_tuning
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel, make_observers, make_optimizer, make_tuning
 from prime_rl.rundir.checkpoints import Checkpoint, unfinished
 from prime_rl.rundir.launch import STORE
 from prime_rl.rundir.status import Status

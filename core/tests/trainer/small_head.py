@@ -9,8 +9,8 @@ import numpy as np
 
 from prime_rl import Head, HeadInputs, Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
 from prime_rl.config.trainer import LossTable
-from prime_rl.plugins.components import Components, installed_losses
-from prime_rl.plugins.offers import Offered
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.offers import Offered
 
 
 class Scores(Head):

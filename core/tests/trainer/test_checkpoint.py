@@ -18,7 +18,7 @@ from waiting import LIMIT
 from prime_rl import ConfigError, PluginConfig, WeightsError
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished, whole_steps
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import checkpoint, publish

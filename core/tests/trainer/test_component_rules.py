@@ -14,10 +14,10 @@ from prime_rl.config.trainer import LossTable, TrainerConfig
 from prime_rl.errors import ConfigError, PluginError, StreamError
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins import components
-from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry import components
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.manager import load_plugins
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire.micro_batch import MicroBatch, decode_batch

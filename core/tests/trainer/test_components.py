@@ -16,7 +16,7 @@ from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, Rollout, Sampl
 from prime_rl.config.trainer import LossTable
 from prime_rl.errors import ConfigError, StreamError
 from prime_rl.orchestrator.packer import batch_frames, packing_of
-from prime_rl.plugins.components import Component, Components, installed_losses
+from prime_rl.registry.components import Component, Components, installed_losses
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire.micro_batch import decode_batch

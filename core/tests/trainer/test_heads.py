@@ -21,7 +21,7 @@ from prime_rl import HeadInputs, PluginConfig, PluginError, Rollout, Sample, Str
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.components import Components
+from prime_rl.registry.components import Components
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.loop import Trainer

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import LossTable, NormalizeBy
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row

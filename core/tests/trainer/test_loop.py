@@ -29,7 +29,7 @@ from prime_rl import (
     log_metric,
 )
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.logprobs import token_logprobs

@@ -25,7 +25,7 @@ from prime_rl import (
     TokenMetric,
 )
 from prime_rl.config.trainer import LossTable
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer import parallel
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loss import count_members, row_loss

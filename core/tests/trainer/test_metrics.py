@@ -23,8 +23,8 @@ from prime_rl import (
     TokenMetric,
     log_metric,
 )
-from prime_rl.plugins.calls import running
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.calls import running
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.loss import Counts, count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics, statistics
 from prime_rl.trainer.packed_row import make_row, ratio_tokens

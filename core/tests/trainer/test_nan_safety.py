@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl import LossInputs, PluginConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.loss import row_loss
 from prime_rl_losses.distill import CrossEntropy, ReferenceKL
 

@@ -11,10 +11,10 @@ import torch
 
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_optimizer
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_optimizer
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.trainer.checkpoint import restore, snapshot, write_shard
 from prime_rl.trainer.loop import Trainer

@@ -10,9 +10,9 @@ from trainer_fixtures import kernel_of
 from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
 from prime_rl.trainer.loop import Trainer
 
 SHARED, APART, FUSED = (True, False), (False, False), (True, True)

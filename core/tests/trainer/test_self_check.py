@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from prime_rl import ConfigError, Kernel, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import Policy, load_model
 from prime_rl.trainer.packed_row import PackedRow, make_row

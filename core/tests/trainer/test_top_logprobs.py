@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import StreamError
-from prime_rl.plugins.components import Component, installed_losses
+from prime_rl.registry.components import Component, installed_losses
 from prime_rl.trainer.logprobs import LogprobAndEntropy, token_logprobs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.packed_row import make_row

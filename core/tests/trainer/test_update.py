@@ -24,7 +24,7 @@ from prime_rl import (
     TrainerObserver,
 )
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.update import plan_updates

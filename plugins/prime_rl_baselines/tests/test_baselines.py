@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prime_rl import ConfigError, Rollout
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import check_algorithm, make_rollout, score
 from prime_rl_baselines import DAPO, OPO, RLOO, Baseline, DrGRPO, GRPOStd, Reinforce
 

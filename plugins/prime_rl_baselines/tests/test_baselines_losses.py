@@ -11,7 +11,7 @@ import pytest
 from loss_path import load_losses, loss_and_slopes, rollouts_of
 
 from prime_rl import ConfigError, Loss, Rollout
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import score
 from prime_rl_baselines import DAPO, Baseline, DrGRPO, GRPOStd
 from prime_rl_baselines.losses import DAPOLoss, DrGRPOLoss, GRPOStdLoss

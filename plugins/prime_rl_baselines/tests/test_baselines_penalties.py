@@ -11,7 +11,7 @@ import torch
 from loss_path import load_losses, loss_and_slopes, rollouts_of
 
 from prime_rl import ConfigError, Loss, LossInputs, StreamError
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import check_algorithm, logged_metrics, score
 from prime_rl_baselines import RLOO, Reinforce
 from prime_rl_baselines.penalties import EntropyBonusLoss, KLToInitialConfig, KLToInitialLoss

@@ -22,7 +22,7 @@ from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError, PluginConfig, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model

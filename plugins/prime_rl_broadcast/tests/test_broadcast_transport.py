@@ -10,8 +10,8 @@ import torch
 from prime_rl import ConfigError, PluginConfig, WeightsError
 from prime_rl.config.run import WeightBroadcastConfig
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_transport
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_transport
 from prime_rl_broadcast import group as group_module
 from prime_rl_broadcast.group import BroadcastGroup, opened
 from prime_rl_broadcast.sender import BroadcastSender

@@ -15,7 +15,7 @@ import torch
 from loss_path import load_losses, loss_and_slopes, rollouts_of
 
 from prime_rl import ConfigError, Loss, LossInputs
-from prime_rl.plugins.offers import LOSS, settings_of
+from prime_rl.registry.offers import LOSS, settings_of
 from prime_rl_clip_losses import LOSSES
 from prime_rl_devkit.kinds import check_offer
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import prime_rl_clip_losses
 from prime_rl import ConfigError, Loss, LossInputs, LossOutputs, TokenMetric
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import LOSS, collect, settings_of
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import LOSS, collect, settings_of
 from prime_rl_clip_losses.cispo import CISPOLoss
 from prime_rl_clip_losses.ppo_clip import PPOClipLoss
 

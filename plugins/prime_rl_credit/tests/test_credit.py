@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from prime_rl import Algorithm, ConfigError, Rollout, Sample
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import (
     FakeHost,
     FakeReference,

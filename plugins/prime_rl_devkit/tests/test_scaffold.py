@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from waiting import LIMIT
 
 from prime_rl import ConfigError
-from prime_rl.plugins.manager import GROUPS
-from prime_rl.plugins.offers import KINDS as OFFER_KINDS
+from prime_rl.registry.manager import GROUPS
+from prime_rl.registry.offers import KINDS as OFFER_KINDS
 from prime_rl_app.cli.app import app
 from prime_rl_devkit.scaffold import KINDS, write_package
 from prime_rl_devkit.scaffold.names import core_range, names_for

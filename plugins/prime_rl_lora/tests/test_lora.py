@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl import ConfigError, PluginConfig
 from prime_rl.config.run import CkptConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.checkpoints import finished, unfinished
 from prime_rl.rundir.status import Status
 from prime_rl.trainer.checkpoint import Checkpointer, restore

@@ -11,8 +11,8 @@ from prime_rl import ConfigError
 from prime_rl.config.run import RunConfig
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_optimizer
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_optimizer
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
 from prime_rl_app.models import model_path

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from prime_rl import ConfigError, LossInputs, LossOutputs, PluginError
-from prime_rl.plugins.components import installed_losses
-from prime_rl.plugins.offers import LOSS, settings_of
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.offers import LOSS, settings_of
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.metrics import StepMetrics
 from prime_rl.trainer.packed_row import make_row

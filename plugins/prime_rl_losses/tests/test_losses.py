@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import prime_rl_losses
 from prime_rl import ConfigError, LossInputs, LossOutputs, TokenMetric
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import LOSS, collect, settings_of
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import LOSS, collect, settings_of
 from prime_rl.trainer.loss import count_members, row_loss
 from prime_rl.trainer.packed_row import make_row
 from prime_rl.wire import MicroBatch

@@ -17,10 +17,10 @@ from prime_rl import ConfigError, LossInputs, LossOutputs, Rollout, Sample, Stre
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
 from prime_rl.orchestrator.scoring import stamp
-from prime_rl.plugins.components import Components, installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import LOSS, settings_of
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import LOSS, settings_of
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.update import BatchUpdate
 from prime_rl.wire.micro_batch import decode_batch

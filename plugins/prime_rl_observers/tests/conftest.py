@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from prime_rl import Loss, PluginConfig
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_observers
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_observers
 from prime_rl.trainer.loop import Trainer
 
 

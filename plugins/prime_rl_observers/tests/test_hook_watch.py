@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prime_rl import Algorithm, PluginConfig, hookimpl
-from prime_rl.plugins.calls import RUNNING
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.calls import RUNNING
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rundir.status import Status
 from prime_rl.testing import make_group
 from prime_rl_observers.hooks import HookWatch, HookWatchConfig

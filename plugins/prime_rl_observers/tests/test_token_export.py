@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig, TokenMetric
-from prime_rl.plugins.components import installed_losses
+from prime_rl.registry.components import installed_losses
 from prime_rl.trainer.logprobs import token_logprobs
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.loss import count_members, row_loss

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from prime_rl import AdamWConfig, ConfigError, OptimizerMaker, PluginConfig
 from prime_rl.config.trainer import OptimConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_optimizer
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_optimizer
 from prime_rl_optimizers.makers import (
     MuonConfig,
     MuonMaker,

@@ -19,10 +19,10 @@ from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from prime_rl.config.trainer import TrainerConfig  # noqa: E402
-from prime_rl.plugins.components import Components  # noqa: E402
 from prime_rl.plugins.hookspecs import TRAINER_GROUP  # noqa: E402
-from prime_rl.plugins.manager import load_plugins  # noqa: E402
-from prime_rl.plugins.offers import make_kernel  # noqa: E402
+from prime_rl.registry.components import Components  # noqa: E402
+from prime_rl.registry.manager import load_plugins  # noqa: E402
+from prime_rl.registry.offers import make_kernel  # noqa: E402
 from prime_rl.trainer.loop import Trainer  # noqa: E402
 from prime_rl_plan.measure import SHORT, lengths_of, make_row, with_layers  # noqa: E402
 

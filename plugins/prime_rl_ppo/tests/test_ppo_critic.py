@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from prime_rl import ConfigError, HeadInputs, LossInputs, PluginConfig, Rollout, Sample
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.orchestrator.packer import batch_frames, packing_of
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
 from prime_rl.testing import check_algorithm, make_group, score
 from prime_rl.trainer.loop import Trainer
 from prime_rl.trainer.model import load_model

@@ -11,7 +11,7 @@ import pytest
 from loss_path import load_losses, loss_and_slopes, rollouts_of
 
 from prime_rl import PluginConfig, Rollout
-from prime_rl.plugins.offers import ALGORITHM, settings_of
+from prime_rl.registry.offers import ALGORITHM, settings_of
 from prime_rl.testing import check_algorithm, score
 from prime_rl_devkit.kinds import check_offer
 from prime_rl_preference import RAFT, OnlineDPO

@@ -236,7 +236,7 @@ import importlib.util
 from verifiers.v1.utils.loaders import taskset_class
 own = taskset_class("reasoning-gym-tasks")
 assert importlib.util.find_spec("verifiers.v1.tasksets.reasoning_gym") is None
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.manager import load_plugins
 load_plugins()
 assert taskset_class("reasoning-gym") is own
 """

@@ -75,7 +75,7 @@ def trainer_logprobs(folder: Path, documents: list[list[int]], starts: list[int]
     import torch
 
     from prime_rl.config.trainer import TrainerConfig
-    from prime_rl.plugins.components import installed_losses
+    from prime_rl.registry.components import installed_losses
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.model import load_model
     from prime_rl.trainer.packed_row import make_row

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from prime_rl import ConfigError, Group, Monitor, PluginError, hookimpl
-from prime_rl.plugins.manager import Hooks, load_plugins, wrappers
+from prime_rl.registry.manager import Hooks, load_plugins, wrappers
 from prime_rl_app.config import build_config
 from prime_rl_tools import dry_run
 from prime_rl_tools.dry_run import build_parts, call_orders, changed_keys, describe

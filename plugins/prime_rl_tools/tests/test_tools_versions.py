@@ -2,7 +2,7 @@
 
 import json
 
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.manager import load_plugins
 from prime_rl_tools.versions import write_versions
 
 

@@ -11,8 +11,8 @@ from report_runs import make_run
 from typer.main import get_group
 
 import prime_rl_app.cli.app
-from prime_rl.plugins.components import installed_losses
-from prime_rl.plugins.manager import DISABLE
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import DISABLE
 from prime_rl_app.cli import main
 
 CONFIG = Path(__file__).parents[3] / "configs" / "reverse_text" / "grpo.toml"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl import ConfigError, EngineLaunch
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import ENGINE, collect, settings_of
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import ENGINE, collect, settings_of
 from prime_rl_vllm import Vllm, VllmConfig
 from prime_rl_vllm.arguments import OWNED, to_flags
 from prime_rl_vllm.cpu_start import cpu_settings

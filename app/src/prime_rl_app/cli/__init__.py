@@ -33,7 +33,7 @@ def main() -> None:
 def _disable_plugins() -> None:
     """Move each ``--without NAME`` to the environment, for this process and those it starts."""
     from prime_rl.errors import ConfigError
-    from prime_rl.plugins.manager import DISABLE
+    from prime_rl.registry.manager import DISABLE
 
     kept, names, rest = [], [os.environ.get(DISABLE, "")], iter(sys.argv)
     for word in rest:

@@ -15,7 +15,7 @@ from typer.main import get_group
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins.hookspecs import PROJECT
-from prime_rl.plugins.manager import (
+from prime_rl.registry.manager import (
     Hooks,
     add_entry,
     disabled_names,
@@ -39,7 +39,7 @@ class Commands(TyperGroup):
         name = args[0] if args else ""
         if name and not name.startswith("-") and name not in self.commands:
             broken = add_commands(PROJECT)
-            from prime_rl.plugins.offers import bringer
+            from prime_rl.registry.offers import bringer
 
             here, path = (app, name) if ctx.parent is None else (plugins, f"plugins.{name}")
             self.commands.update(get_group(here).commands)

@@ -12,8 +12,8 @@ import typer
 
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
-    from prime_rl.plugins.manager import Hooks
     from prime_rl.plugins.view import RunView
+    from prime_rl.registry.manager import Hooks
     from prime_rl.rundir.checkpoints import Checkpoint
 
 NAME = "prime-rl"
@@ -106,7 +106,7 @@ def split_resume(arguments: list[str]) -> tuple[list[str], str | None]:
 
 def _load(paths: list[str], overrides: list[str]) -> RunConfig:
     """The config, with what ``--without`` disables: remote processes need to know it too."""
-    from prime_rl.plugins.manager import disabled_names
+    from prime_rl.registry.manager import disabled_names
     from prime_rl_app.config import fitted, load_config
 
     config = load_config([Path(path) for path in paths], overrides)
@@ -119,7 +119,7 @@ def _load(paths: list[str], overrides: list[str]) -> RunConfig:
 
 
 def _view(config: RunConfig, hooks: Hooks, run_dir: Path) -> RunView:
-    from prime_rl.plugins.offers import VIEW, make
+    from prime_rl.registry.offers import VIEW, make
 
     chosen = VIEW, config.view.type, config.view.settings, hooks, "view"
     return make(*chosen, run_dir, config.max_steps)
@@ -144,7 +144,7 @@ def train(
 ) -> None:
     """Train in a run directory and show it; ``again``: the command line that ``--resume``
     continues. Raises ``RunError`` if a process dies, ``KeyboardInterrupt`` after a stop."""
-    from prime_rl.plugins.manager import wrappers
+    from prime_rl.registry.manager import wrappers
     from prime_rl.rundir.control import Stopped, supervised
     from prime_rl_app import supervisor
 

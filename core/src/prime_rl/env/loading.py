@@ -19,7 +19,7 @@ from typing import Any
 
 from prime_rl.env.episode import EnvSettings
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.offers import bringer
+from prime_rl.registry.offers import bringer
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports
 

@@ -20,10 +20,10 @@ from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
 from prime_rl.orchestrator.sources import ExternalSource, SampledFrozen
-from prime_rl.plugins.calls import fault
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.calls import fault
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.control import stop_asked
 from prime_rl.rundir.launch import Launch, wait_for_model

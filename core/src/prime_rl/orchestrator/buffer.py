@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from prime_rl.errors import PluginError, RunError
 from prime_rl.plugins.algorithm import Filter
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rollout import Group, Rollout
 
 STALE, FAILED, REJECTED, LEFT_OUT = "stale", "failed", "sampler", "left out by its algorithm"

@@ -42,10 +42,11 @@ from prime_rl.orchestrator.reporter import Reporter, in_background
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import ExternalSource, RolloutSource, Sampled, SampledFrozen
 from prime_rl.plugins.algorithm import Filter
-from prime_rl.plugins.manager import Hooks, scope
 from prime_rl.plugins.model import RendererOffer
 from prime_rl.plugins.observer import Monitor, Observer, ObserverHost
-from prime_rl.plugins.offers import (
+from prime_rl.plugins.sampler import SampledEnv, Sampler
+from prime_rl.registry.manager import Hooks, scope
+from prime_rl.registry.offers import (
     ALGORITHM,
     FILTER,
     MONITOR,
@@ -57,7 +58,6 @@ from prime_rl.plugins.offers import (
     make,
     make_transport,
 )
-from prime_rl.plugins.sampler import SampledEnv, Sampler
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY
 from prime_rl.rundir.status import ENGINES, Status
 from prime_rl.weights.versions import AVERAGES, Weights

@@ -23,8 +23,8 @@ from prime_rl.orchestrator.engines import EngineRouter
 from prime_rl.orchestrator.policy import Policy
 from prime_rl.orchestrator.sources import RolloutSource
 from prime_rl.plugins.algorithm import Algorithm, Completion, ReferenceModel, Tokens
-from prime_rl.plugins.components import Components, installed_losses
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Sample
 from prime_rl.rundir.launch import ENGINE_KEY, Launch
 from prime_rl.rundir.status import Status

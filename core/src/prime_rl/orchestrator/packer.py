@@ -25,9 +25,9 @@ from prime_rl.errors import StreamError
 from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.rank_balance import plan_ranks
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.loss import SCOPES
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import (
     STREAMS,

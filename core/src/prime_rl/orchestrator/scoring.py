@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from prime_rl.errors import ConfigError, StreamError
-from prime_rl.plugins.components import Component, Components, installed_losses
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.components import Component, Components, installed_losses
+from prime_rl.registry.manager import Hooks
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import WEIGHTS, LossComponent, components, members, stream
 

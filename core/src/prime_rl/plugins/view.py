@@ -12,7 +12,7 @@ from prime_rl.rundir.status import StatusReport, read_status
 
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
-    from prime_rl.plugins.manager import Hooks
+    from prime_rl.registry.manager import Hooks
 
 
 class RunView(Offer):

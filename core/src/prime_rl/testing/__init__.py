@@ -1,6 +1,6 @@
 """The author's test kit: small rollouts, real hook calls, conformance checks of algorithms."""
 
-from prime_rl.plugins.calls import logged_metrics as logged_metrics
+from prime_rl.registry.calls import logged_metrics as logged_metrics
 from prime_rl.testing.conformance import CHECKS as CHECKS
 from prime_rl.testing.conformance import Outcome as Outcome
 from prime_rl.testing.conformance import Report as Report

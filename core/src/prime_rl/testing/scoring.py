@@ -9,7 +9,7 @@ import numpy as np
 
 from prime_rl.orchestrator.scoring import score_group, score_rollout
 from prime_rl.plugins.algorithm import Algorithm, Host
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rollout import ROLES, Group, Rollout, Sample
 from prime_rl.testing.host import FakeHost
 

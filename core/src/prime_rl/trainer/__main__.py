@@ -26,19 +26,19 @@ from urllib.parse import urlsplit
 
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
-from prime_rl.plugins.calls import fault
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import (
+from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
+from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.registry.calls import fault
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import (
     make_kernel,
     make_observers,
     make_optimizer,
     make_transport,
     make_tuning,
 )
-from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
-from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
 from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status

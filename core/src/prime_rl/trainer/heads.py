@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import HeadTable, OptimConfig
 from prime_rl.errors import PluginError, StreamError
-from prime_rl.plugins.calls import running
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.loss import Head, HeadInputs
 from prime_rl.plugins.trainer import OptimizerMaker
+from prime_rl.registry.calls import running
+from prime_rl.registry.components import Components
 from prime_rl.streams import STREAMS, absent_value, as_stream, components, members, stream
 from prime_rl.trainer.loss import unit_ids
 from prime_rl.trainer.optim import adamw

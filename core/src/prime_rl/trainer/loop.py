@@ -28,11 +28,11 @@ from transformers import PreTrainedModel
 
 from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import StreamError, WireError
-from prime_rl.plugins.components import Components
-from prime_rl.plugins.manager import Hooks
-from prime_rl.plugins.offers import make_optimizer
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver
 from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import Hooks
+from prime_rl.registry.offers import make_optimizer
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.checkpoint import Checkpointer

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import PluginError, StreamError
-from prime_rl.plugins.calls import running
-from prime_rl.plugins.components import Component, Components
 from prime_rl.plugins.loss import LossInputs, LossOutputs
+from prime_rl.registry.calls import running
+from prime_rl.registry.components import Component, Components
 from prime_rl.streams import LossComponent, components, members
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device

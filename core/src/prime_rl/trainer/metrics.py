@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import RunError
-from prime_rl.plugins.calls import take_logged, weighted_means
+from prime_rl.registry.calls import take_logged, weighted_means
 from prime_rl.rundir.attempts import check_current
 from prime_rl.trainer import parallel
 from prime_rl.trainer.device import to_device

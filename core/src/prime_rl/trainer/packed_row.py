@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from prime_rl.plugins.components import Components
+from prime_rl.registry.components import Components
 from prime_rl.streams import (
     TOP_IDS,
     WEIGHTS,

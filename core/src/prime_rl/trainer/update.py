@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import RunError
-from prime_rl.plugins.calls import running
+from prime_rl.registry.calls import running
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import parallel
 from prime_rl.trainer.heads import write_streams

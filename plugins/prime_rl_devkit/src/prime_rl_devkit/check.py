@@ -20,10 +20,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import PROJECT
-from prime_rl.plugins.manager import DISABLE, GROUPS, Origin
-from prime_rl.plugins.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
+from prime_rl.registry.components import installed_losses
+from prime_rl.registry.manager import DISABLE, GROUPS, Origin
+from prime_rl.registry.offers import ALGORITHM, ENGINE, Kind, Offered, settings_of
 from prime_rl.testing.conformance import Outcome, Report, Status, conformance
 from prime_rl_devkit.facts import Plugin, described, installed, load
 from prime_rl_devkit.hooks import check_hooks
@@ -217,7 +217,7 @@ IMPORT_SECONDS = 5.0
 def _light(value: str) -> Outcome:
     promise = "Importing it is quick and imports nothing heavy: plugins list answers at once."
     code = (
-        "import importlib, json, sys, prime_rl, prime_rl.plugins.offers\n"
+        "import importlib, json, sys, prime_rl, prime_rl.registry.offers\n"
         "from prime_rl_devkit.limits import OwnTime\n"
         "clock = OwnTime()\n"
         f"importlib.import_module({value.partition(':')[0]!r})\n"

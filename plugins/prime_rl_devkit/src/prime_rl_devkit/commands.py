@@ -137,8 +137,8 @@ def prove(
     prime-rl plugins prove grpo
     ```
     """
-    from prime_rl.plugins.manager import load_plugins
-    from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
+    from prime_rl.registry.manager import load_plugins
+    from prime_rl.registry.offers import ALGORITHM, collect, select, settings_of
     from prime_rl_devkit.lab.prove import prove as run_proof
     from prime_rl_devkit.lab.show import picture, print_proof
 

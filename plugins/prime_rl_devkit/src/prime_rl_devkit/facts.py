@@ -12,9 +12,9 @@ from typing import Any
 
 from prime_rl import Loss
 from prime_rl.errors import ConfigError, PluginError
-from prime_rl.plugins.checks import CONTRACT_VERSION, marked_hooks
-from prime_rl.plugins.components import Component
-from prime_rl.plugins.manager import (
+from prime_rl.registry.checks import CONTRACT_VERSION, marked_hooks
+from prime_rl.registry.components import Component
+from prime_rl.registry.manager import (
     GROUPS,
     Hooks,
     Origin,
@@ -25,7 +25,7 @@ from prime_rl.plugins.manager import (
     names_of,
     source_of,
 )
-from prime_rl.plugins.offers import KINDS, Kind, Offered, collect
+from prime_rl.registry.offers import KINDS, Kind, Offered, collect
 from prime_rl_devkit.limits import SECONDS, time_limit
 
 Row = dict[str, Any]

@@ -9,8 +9,8 @@ from types import MappingProxyType
 import numpy as np
 
 from prime_rl import Algorithm, Group, Host, PluginConfig, Rollout, RolloutPlan, hookimpl
-from prime_rl.plugins.manager import Hooks, scope
-from prime_rl.plugins.offers import SCORING
+from prime_rl.registry.manager import Hooks, scope
+from prime_rl.registry.offers import SCORING
 from prime_rl.testing import conformance_group, logged_metrics
 from prime_rl.testing.conformance import Report
 from prime_rl.testing.host import conformance_host

@@ -12,7 +12,7 @@ import numpy as np
 
 from prime_rl import Filter, Head, HeadInputs, Monitor, PluginConfig, SampledEnv, Sampler
 from prime_rl.plugins.base import Offer
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.testing import conformance_group, logged_metrics
 from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit import losses, services

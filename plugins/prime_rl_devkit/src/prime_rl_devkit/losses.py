@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from prime_rl import Loss, LossInputs, LossOutputs, PluginConfig
-from prime_rl.plugins.components import Component
+from prime_rl.registry.components import Component
 from prime_rl.streams import TOP_IDS
 from prime_rl_devkit.verdicts import Broken, NotApplicable
 

@@ -22,7 +22,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from prime_rl.plugins.manager import GROUPS
+from prime_rl.registry.manager import GROUPS
 
 Rows = list[dict[str, Any]]
 OF_SHELLS = frozenset({"_", "PWD", "OLDPWD", "SHLVL", "COLUMNS", "LINES"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from prime_rl import RolloutPlan
 from prime_rl.orchestrator.sources import train_sampling
-from prime_rl.plugins.manager import Hooks
+from prime_rl.registry.manager import Hooks
 from prime_rl_devkit.verdicts import Broken
 
 PROMPTS: tuple[Any, ...] = (

@@ -69,7 +69,7 @@ def _items(session: pytest.Session, name: str, pairs: list[str]) -> Iterator[pyt
 
 def subjects_named(name: str, settings: dict[str, Any]) -> list[Any]:
     """The algorithms of a name, with their settings. Raises ``ConfigError``."""
-    from prime_rl.plugins.offers import ALGORITHM, settings_of
+    from prime_rl.registry.offers import ALGORITHM, settings_of
     from prime_rl.testing.host import conformance_host
     from prime_rl.testing.scoring import conformance_group
     from prime_rl_devkit.algorithms.subject import Subject
@@ -87,7 +87,7 @@ def subjects_named(name: str, settings: dict[str, Any]) -> list[Any]:
 
 def engines_named(name: str, settings: dict[str, Any]) -> list[Any]:
     """The engines of a name, not started yet. Raises ``ConfigError``."""
-    from prime_rl.plugins.offers import ENGINE
+    from prime_rl.registry.offers import ENGINE
     from prime_rl_devkit.engines.bench import Bench
 
     return [Bench(offered.cls, settings, "--prime-rl-set") for offered in _offered(ENGINE, name)]
@@ -96,8 +96,8 @@ def engines_named(name: str, settings: dict[str, Any]) -> list[Any]:
 def _offered(kind: Any, name: str) -> list[Any]:
     """Classes of one kind with that name, else those that a plugin or distribution of that name
     offers."""
-    from prime_rl.plugins.manager import load_plugins
-    from prime_rl.plugins.offers import collect
+    from prime_rl.registry.manager import load_plugins
+    from prime_rl.registry.offers import collect
 
     offers = collect(load_plugins(), kind)
     names = {name, name.replace("-", "_")}
@@ -111,8 +111,8 @@ def _offered(kind: Any, name: str) -> list[Any]:
 
 def _no_offer() -> Exception:
     from prime_rl.errors import ConfigError
-    from prime_rl.plugins.manager import load_plugins
-    from prime_rl.plugins.offers import ALGORITHM, ENGINE, collect
+    from prime_rl.registry.manager import load_plugins
+    from prime_rl.registry.offers import ALGORITHM, ENGINE, collect
 
     hooks = load_plugins()
     names = [*collect(hooks, ALGORITHM), *collect(hooks, ENGINE)]

@@ -24,8 +24,8 @@ from prime_rl import (
     SourceRequest,
 )
 from prime_rl.errors import ConfigError, RunError
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.launchers import ProcessCommand, Task
+from prime_rl.registry.components import installed_losses
 from prime_rl.streams import OBSERVATION_WEIGHTS, WEIGHTS
 from prime_rl.testing import FakeHost, conformance_group
 from prime_rl.testing.scoring import TASK

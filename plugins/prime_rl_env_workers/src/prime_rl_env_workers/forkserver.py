@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.attempts import PROCESS
 from prime_rl.rundir.processes import lasting_imports, raise_file_limit
 

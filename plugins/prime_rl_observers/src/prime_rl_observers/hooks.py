@@ -14,7 +14,7 @@ from functools import partial
 from pydantic import PositiveFloat
 
 from prime_rl import Observer, ObserverHost, PluginConfig
-from prime_rl.plugins.calls import RUNNING, Call
+from prime_rl.registry.calls import RUNNING, Call
 
 log = logging.getLogger("prime_rl.orchestrator.hooks")
 

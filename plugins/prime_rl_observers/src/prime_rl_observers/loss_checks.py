@@ -18,13 +18,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from prime_rl import PluginError, TrainerObserver
-from prime_rl.plugins.calls import Call as PluginCall
-from prime_rl.plugins.calls import running
+from prime_rl.registry.calls import Call as PluginCall
+from prime_rl.registry.calls import running
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prime_rl.plugins.components import Component, Components
+    from prime_rl.registry.components import Component, Components
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.loss import RowLoss
     from prime_rl.trainer.loss_metrics import Call

@@ -35,7 +35,7 @@ from prime_rl.wire.micro_batch import MicroBatch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from prime_rl.plugins.components import Components
+    from prime_rl.registry.components import Components
     from prime_rl.trainer.loop import Trainer
     from prime_rl.trainer.loss_metrics import Call
     from prime_rl.trainer.packed_row import PackedRow

@@ -18,8 +18,8 @@ from typing import Any
 
 from prime_rl import ConfigError, Engine
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.manager import Hooks
-from prime_rl.plugins.offers import ALGORITHM, make
+from prime_rl.registry.manager import Hooks
+from prime_rl.registry.offers import ALGORITHM, make
 from prime_rl_app.gpus import num_engines
 from prime_rl_plan.architecture import active_share, architecture, kv_bytes
 from prime_rl_plan.devices import GIB, NETWORK, ON_HOST, Machines

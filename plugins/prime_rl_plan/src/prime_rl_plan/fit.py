@@ -14,8 +14,8 @@ from prime_rl import ConfigError, Engine
 from prime_rl.config.run import RunConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.launchers import Launcher
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_tuning
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_tuning
 from prime_rl_app.gpus import NOTHING, GpuPlan, gpus_of, num_engines
 from prime_rl_app.resolve import build_engine, build_launcher
 from prime_rl_plan.architecture import architecture

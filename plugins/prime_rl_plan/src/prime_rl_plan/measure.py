@@ -21,10 +21,10 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import make_kernel, make_optimizer, make_tuning
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import make_kernel, make_optimizer, make_tuning
 from prime_rl.streams import STREAMS, TOP_IDS
 from prime_rl.trainer import logprobs, optim, update
 from prime_rl.trainer import model as policy_module

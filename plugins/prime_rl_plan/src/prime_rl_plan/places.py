@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prime_rl import ConfigError, Engine
 from prime_rl.config.run import RunConfig
-from prime_rl.plugins.manager import Hooks, disabled_names, load_plugins
+from prime_rl.registry.manager import Hooks, disabled_names, load_plugins
 from prime_rl.rundir.machine import VISIBLE
 from prime_rl_app.config import fitted, load_config
 from prime_rl_app.gpus import gpus_of, num_engines, num_ranks

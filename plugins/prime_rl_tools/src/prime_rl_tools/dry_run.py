@@ -19,11 +19,12 @@ from prime_rl.env.episode import EnvSettings
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_filters, build_renderer
 from prime_rl.orchestrator.context import rendering_of
-from prime_rl.plugins.checks import SPECS
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, load_plugins, scope, wrappers
-from prime_rl.plugins.offers import (
+from prime_rl.plugins.sampler import SampledEnv
+from prime_rl.registry.checks import SPECS
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import Hooks, load_plugins, scope, wrappers
+from prime_rl.registry.offers import (
     ALGORITHM,
     FILTER,
     LAUNCHER,
@@ -33,7 +34,6 @@ from prime_rl.plugins.offers import (
     construct,
     make,
 )
-from prime_rl.plugins.sampler import SampledEnv
 from prime_rl_app.config import installed_defaults, merge
 from prime_rl_app.placement import lay_out
 from prime_rl_app.resolve import build_engine, build_launcher

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from prime_rl import Observer
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import Hooks, disabled_names, installed_entries, source_of
+from prime_rl.registry.manager import Hooks, disabled_names, installed_entries, source_of
 
 PACKAGES = ("prime-rl-core", "torch", "transformers", "verifiers", "renderers", "numpy")
 """Distributions whose version may decide what a run does."""

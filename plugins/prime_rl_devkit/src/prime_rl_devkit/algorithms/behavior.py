@@ -12,9 +12,9 @@ import numpy as np
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 from prime_rl.plugins.algorithm import Algorithm
 from prime_rl.plugins.base import PluginConfig
-from prime_rl.plugins.checks import marked_hooks
 from prime_rl.plugins.hookspecs import hookimpl
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.checks import marked_hooks
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.rollout import COLUMNS, Group, Rollout
 from prime_rl.streams import STREAMS
 from prime_rl.testing.host import FakeHost

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.plugins.base import PluginConfig
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.loss import Loss, LossInputs, LossOutputs
+from prime_rl.registry.components import installed_losses
 from prime_rl.rollout import Group, Sample
 from prime_rl.streams import components, members, stream
 from prime_rl_devkit.algorithms.subject import MIXED, Subject

@@ -9,8 +9,8 @@ from collections.abc import Generator, Iterator, Sequence
 import numpy as np
 
 from prime_rl.errors import StreamError
-from prime_rl.plugins.components import installed_losses
 from prime_rl.plugins.hookspecs import hookimpl
+from prime_rl.registry.components import installed_losses
 from prime_rl.rollout import Group, Rollout, Sample
 from prime_rl.streams import components, members, stream, stream_names
 from prime_rl_devkit.algorithms.subject import MIXED, Subject, different, streams

@@ -10,7 +10,7 @@ from typing import Any
 
 from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.launchers import Engine
-from prime_rl.plugins.offers import ENGINE, construct, settings_of
+from prime_rl.registry.offers import ENGINE, construct, settings_of
 from prime_rl.testing.conformance import Outcome, Report
 from prime_rl_devkit.engines.starting import started
 from prime_rl_devkit.engines.subject import EngineSubject

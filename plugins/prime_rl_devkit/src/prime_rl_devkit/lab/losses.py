@@ -6,8 +6,8 @@ from typing import Any
 
 from prime_rl import Algorithm, ConfigError, Loss, LossInputs, LossOutputs, PluginConfig
 from prime_rl.config.trainer import LossTable
-from prime_rl.plugins.components import Components, installed_losses
-from prime_rl.plugins.offers import LOSS, select
+from prime_rl.registry.components import Components, installed_losses
+from prime_rl.registry.offers import LOSS, select
 
 DEFAULT = "default"
 """The loss of ``[trainer.loss]`` where no config sets one; without it, ``Ratio``."""

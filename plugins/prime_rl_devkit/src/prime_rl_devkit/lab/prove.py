@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 
 from prime_rl import Algorithm, ConfigError, Loss, PluginConfig
-from prime_rl.plugins.checks import marked_hooks
+from prime_rl.registry.checks import marked_hooks
 from prime_rl_devkit.lab.estimate import Part, estimate
 from prime_rl_devkit.lab.host import lab_host, reference_logits
 from prime_rl_devkit.lab.losses import NoRatio, Ratio, components

@@ -27,10 +27,10 @@ from prime_rl.errors import PrimeRLError
 from prime_rl.orchestrator.packer import pack_ranks, packing_of
 from prime_rl.orchestrator.scoring import score_group, score_rollout, stamp
 from prime_rl.plugins.algorithm import Host
-from prime_rl.plugins.calls import logged_metrics
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.loss import TokenMetric
-from prime_rl.plugins.manager import Hooks, scope
+from prime_rl.registry.calls import logged_metrics
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import Hooks, scope
 from prime_rl.streams import members
 from prime_rl.trainer.loss import Counts, RowLoss, count_members, row_loss
 from prime_rl.trainer.packed_row import PackedRow, make_row

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import prime_rl
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.checks import CONTRACT_VERSION
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.registry.checks import CONTRACT_VERSION
 from prime_rl_devkit.facts import installed
 
 KINDS: Mapping[str, str] = {

@@ -21,7 +21,7 @@ from prime_rl.env.episode import ModelEndpoint
 from prime_rl.env.loading import check_taskset
 from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.launch import Launch
 from prime_rl_app.config import installed_defaults, merge, parse_overrides, read_toml, set_at
 from prime_rl_app.runs import LATEST, find_run

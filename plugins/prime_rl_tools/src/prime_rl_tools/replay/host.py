@@ -15,9 +15,9 @@ from prime_rl import Completion
 from prime_rl.config.inference import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
-from prime_rl.plugins.components import Components
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
-from prime_rl.plugins.manager import load_plugins
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import load_plugins
 from prime_rl.rollout import Rollout, Sample
 from prime_rl.streams import FloatColumn, IntColumn
 

@@ -24,9 +24,9 @@ from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError, RunError
 from prime_rl.orchestrator.scoring import FACTS, score_batch, score_group, score_rollout, stamp
 from prime_rl.plugins.algorithm import Algorithm
-from prime_rl.plugins.components import Components
-from prime_rl.plugins.manager import Hooks, load_plugins, scope
-from prime_rl.plugins.offers import ALGORITHM, collect, select, settings_of
+from prime_rl.registry.components import Components
+from prime_rl.registry.manager import Hooks, load_plugins, scope
+from prime_rl.registry.offers import ALGORITHM, collect, select, settings_of
 from prime_rl.rollout import Rollout
 from prime_rl.streams import STREAMS, stream_names
 from prime_rl_app.config import without_replaced

@@ -12,8 +12,8 @@ from typing import Any
 
 from prime_rl import Engine
 from prime_rl.errors import ConfigError
-from prime_rl.plugins.manager import load_plugins
-from prime_rl.plugins.offers import ENGINE, collect, select, settings_of
+from prime_rl.registry.manager import load_plugins
+from prime_rl.registry.offers import ENGINE, collect, select, settings_of
 from prime_rl.rundir.machine import free_ports
 from prime_rl_app.api import Run
 from prime_rl_app.config import installed_defaults, parse_overrides, set_at

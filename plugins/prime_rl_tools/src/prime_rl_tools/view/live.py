@@ -35,7 +35,7 @@ from prime_rl_tools.view.summary import summarize, write_summary
 
 if TYPE_CHECKING:
     from prime_rl.config.run import RunConfig
-    from prime_rl.plugins.manager import Hooks
+    from prime_rl.registry.manager import Hooks
     from prime_rl_tools.watch.server import Server
 
 SLOW_SECONDS = 2.0

@@ -21,9 +21,9 @@ import pluggy
 
 from prime_rl.errors import PluginError
 from prime_rl.plugins import hookspecs
-from prime_rl.plugins.calls import run_as, running
-from prime_rl.plugins.checks import ASYNC_HOOKS, SPECS, check_plugin
 from prime_rl.plugins.hookspecs import PROJECT, TRAINER_GROUP
+from prime_rl.registry.calls import run_as, running
+from prime_rl.registry.checks import ASYNC_HOOKS, SPECS, check_plugin
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,17 +26,17 @@ from prime_rl.config.trainer import HeadTable, LossConfig, OptimConfig, TrainerC
 from prime_rl.errors import ConfigError, PluginError, PrimeRLError
 from prime_rl.plugins.algorithm import Algorithm, Filter
 from prime_rl.plugins.base import Offer, PluginConfig
-from prime_rl.plugins.calls import Call, blame, fault
-from prime_rl.plugins.checks import check_plugin, marked_hooks
 from prime_rl.plugins.launchers import Engine, Launcher
 from prime_rl.plugins.loss import Head, Loss
-from prime_rl.plugins.manager import Hooks, Origin
 from prime_rl.plugins.model import ModelMaker, RendererOffer
 from prime_rl.plugins.observer import Monitor, Observer
 from prime_rl.plugins.sampler import Sampler, Source
 from prime_rl.plugins.trainer import AdamWMaker, Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.view import RunView
 from prime_rl.plugins.weight_transports import WeightTransport
+from prime_rl.registry.calls import Call, blame, fault
+from prime_rl.registry.checks import check_plugin, marked_hooks
+from prime_rl.registry.manager import Hooks, Origin
 
 AnyOffer = TypeVar("AnyOffer", bound=Offer)
 

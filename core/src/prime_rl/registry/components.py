@@ -16,8 +16,8 @@ from prime_rl.errors import ConfigError, PluginError
 from prime_rl.plugins.base import PluginConfig
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
 from prime_rl.plugins.loss import SCOPES, Head, Loss, Scope, Unit
-from prime_rl.plugins.manager import Hooks, load_plugins
-from prime_rl.plugins.offers import HEAD, LOSS, Offered, collect, select, settings_of
+from prime_rl.registry.manager import Hooks, load_plugins
+from prime_rl.registry.offers import HEAD, LOSS, Offered, collect, select, settings_of
 from prime_rl.streams import (
     COMPUTED,
     RESERVED,

@@ -1,0 +1,1 @@
+"""Finds plugins, checks them, and makes what a config selects."""
