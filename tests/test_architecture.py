@@ -87,6 +87,41 @@ a process of their own."""
 # -- 1: contract <- core <- application <- tools; a plugin sees public names -----------------------
 
 
+CONTRACT = (
+    "config/base.py",
+    "config/contract.py",
+    "errors.py",
+    "plugins",
+    "rollout.py",
+    "streams.py",
+)
+"""The floor that a newcomer reads first, alone."""
+
+
+def test_the_contract_imports_nothing_of_the_machine_not_for_types_either() -> None:
+    allowed = [f"prime_rl.{path.removesuffix('.py').replace('/', '.')}" for path in CONTRACT]
+    found = [
+        str(each)
+        for file in files(*CONTRACT)
+        for each in imports(file)
+        if each.inside("prime_rl") and not each.inside(*allowed)
+    ]
+    assert found == []
+
+
+def test_no_import_circle_in_the_contract_with_types_counted() -> None:
+    edges = edges_between(_module_name, files(*CONTRACT), typing_too=True)
+    assert circles(edges) == []
+
+
+def test_the_public_names_are_those_that_a_type_checker_sees() -> None:
+    named = dict(prime_rl._MODULES)
+    typed = [each for each in imports(CORE / "__init__.py") if each.typing_only]
+    seen = {name: each.module for each in typed for name in each.names}
+    assert named == seen
+    assert sorted(prime_rl.__all__) == sorted(named)
+
+
 def plugin_names() -> list[str]:
     return [name for folder in PLUGINS for name in import_names(folder)]
 
@@ -116,7 +151,7 @@ def test_core_names_no_algorithm() -> None:
 # -- 2: the two sides ----------------------------------------------------------------------------
 
 TORCH_FREE = ("weights/__init__.py", "weights/versions.py")
-SHARED = ("wire", "config", "rollout.py", "plugins", *TORCH_FREE)
+SHARED = ("wire", "config", "rollout.py", "plugins", "registry", *TORCH_FREE)
 ORCHESTRATOR_SIDE = (
     "orchestrator",
     "inference",
@@ -151,8 +186,9 @@ def test_what_both_sides_share_imports_neither_side() -> None:
     assert forbidden(files(*SHARED), *both, "verifiers", "renderers") == []
 
 
-def test_the_run_directory_is_the_lowest_floor() -> None:
-    allowed = ("prime_rl.config", "prime_rl.errors", "prime_rl.rundir")
+def test_the_run_directory_imports_config_and_contract_only() -> None:
+    contract = ("prime_rl.errors", "prime_rl.plugins")
+    allowed = ("prime_rl.config", "prime_rl.rundir", *contract)
     for file in files("rundir"):
         for each in imports(file):
             assert not each.inside("prime_rl") or each.inside(*allowed), str(each)
@@ -341,16 +377,16 @@ def test_a_circle_is_found() -> None:
 
 
 def edges_between(
-    name: Callable[[Path], str], sources: Sequence[Path] | None = None
+    name: Callable[[Path], str], sources: Sequence[Path] | None = None, typing_too: bool = False
 ) -> dict[str, set[str]]:
     """The imports of core's files, or of ``sources``, with the files merged by name. Typing-only
-    imports are left out."""
+    imports are left out unless ``typing_too``."""
     sources = files() if sources is None else sources
     by_module = {_module_name(file): file for file in sources}
     edges: dict[str, set[str]] = {name(file): set() for file in sources}
     for file in sources:
         for each in imports(file):
-            if each.module in by_module and not each.typing_only:
+            if each.module in by_module and (typing_too or not each.typing_only):
                 edges[name(file)] |= {name(by_module[each.module])} - {name(file)}
     return edges
 

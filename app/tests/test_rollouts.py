@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from prime_rl import PluginConfig, Rollout, Sample
-from prime_rl.orchestrator.buffer import Batch
+from prime_rl.rollout import Batch
 from prime_rl_app.rollouts import (
     RolloutStore,
     SaveConfig,

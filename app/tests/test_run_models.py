@@ -12,8 +12,9 @@ from waiting import LIMIT
 
 from prime_rl import ConfigError, ModelMaker, PluginConfig
 from prime_rl.config.run import RunConfig
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.launch import READY, Launch, wait_for_model
-from prime_rl.rundir.status import Status, read_status
+from prime_rl.rundir.status import Status
 from prime_rl_app import models
 from prime_rl_app.models import cache_dir, cached_path, fetch, make, model_path
 from prime_rl_app.supervisor import _failed

@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from prime_rl import ConfigError, Launcher, Place, PluginConfig
+from prime_rl.plugins.status import read_status
 from prime_rl.registry.components import installed_losses
 from prime_rl.rundir.checkpoints import Checkpoint
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import DONE, read_status
+from prime_rl.rundir.status import DONE
 from prime_rl_app import supervisor
 from prime_rl_app.children import LocalLauncher
 from prime_rl_app.cli.app import app

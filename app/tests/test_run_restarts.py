@@ -15,8 +15,9 @@ from prime_rl.inference.engine import EngineState
 from prime_rl.inference.fleet import Fleet, FleetOptions
 from prime_rl.orchestrator.engines import report_engines
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.machine import free_ports
-from prime_rl.rundir.status import Status, read_status
+from prime_rl.rundir.status import Status
 from prime_rl.weights.versions import Weights
 from prime_rl_app.children import LocalLauncher, Pause, end
 from prime_rl_app.restarts import Restarts

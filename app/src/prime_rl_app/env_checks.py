@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from prime_rl import Algorithm
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel
 from prime_rl.config.orchestrator import AlgoConfig, EnvConfig, SourceTable
 from prime_rl.config.run import RunConfig
 from prime_rl.env.episode import EnvSettings

@@ -20,10 +20,11 @@ import psutil
 from prime_rl.config.run import RecoveryConfig, RunConfig
 from prime_rl.errors import ProcessFailed
 from prime_rl.plugins.launchers import Launcher, Process
+from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
 from prime_rl.rundir.checkpoints import STABLE, finished, whole_steps
 from prime_rl.rundir.directory import log_dir
-from prime_rl.rundir.status import ENGINES, read_status
+from prime_rl.rundir.status import ENGINES
 from prime_rl.weights.versions import STABLE as ANNOUNCED
 from prime_rl_app.children import Child
 from prime_rl_app.logs import LogLimit

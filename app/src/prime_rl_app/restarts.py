@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.plugins.launchers import Launcher, Process, ProcessCommand, Task
-from prime_rl.rundir.status import ENGINES, HUNG, STARTING, read_status
+from prime_rl.plugins.status import STARTING, read_status
+from prime_rl.rundir.status import ENGINES, HUNG
 from prime_rl_app.children import Pause, ending
 from prime_rl_app.scaling import Placing, Scaling
 

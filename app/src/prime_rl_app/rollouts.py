@@ -25,7 +25,7 @@ from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
 from prime_rl_app.files import reading
 
 if TYPE_CHECKING:
-    from prime_rl.orchestrator.buffer import Batch
+    from prime_rl.rollout import Batch
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,10 @@ from typing import Annotated, Any
 import msgspec
 
 from prime_rl.errors import ConfigError, PrimeRLError, RunError
+from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.control import RUNNING, Supervisor, start_of
 from prime_rl.rundir.directory import DRY
-from prime_rl.rundir.status import DONE, StatusReport, read_status
+from prime_rl.rundir.status import DONE
 from prime_rl_app.files import reading
 
 REWARD = "train/agg/all/reward/mean"

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ProcessFailed, RunError
 from prime_rl.plugins.launchers import Launcher, Place, Process, Task
+from prime_rl.plugins.status import read_status
 from prime_rl.plugins.view import RunView
 from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.attempts import PROCESS, kill_left, newest_attempt
@@ -32,7 +33,7 @@ from prime_rl.rundir.checkpoints import Checkpoint, whole_steps
 from prime_rl.rundir.control import STOP, Stop
 from prime_rl.rundir.directory import new_attempt, write_config
 from prime_rl.rundir.processes import raise_file_limit
-from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status
 from prime_rl_app import children
 from prime_rl_app.children import Child, Pause, ending, first_signal_asks, sigterm_is_ctrl_c
 from prime_rl_app.commands import PYTHON, Commands, Keys

@@ -1,74 +1,233 @@
-# ruff: noqa: I001, RUF022 - several names on a line
-# fmt: off
 """The names a plugin author imports, and ``train`` and ``Run``, the Python API of an installed
 package. Each is imported at its first use: all take half a CPU second. None needs torch."""
 
 import typing as _typing
-
-__all__ = [
-    "AdamWConfig", "Algorithm", "CONTRACT_VERSION", "ChatTemplate", "Completion", "ConfigError",
-    "Engine", "EngineCommand", "EngineError", "EngineGone", "EngineLaunch", "Filter", "FrozenModel",
-    "Group", "Head", "HeadInputs", "Header", "Host", "Kernel", "Launcher", "Loss", "LossComponent",
-    "LossInputs", "LossOutputs", "ModelMaker", "Monitor", "Observer", "ObserverHost",
-    "OptimizerMaker", "OverlongError", "Part", "Place", "PluginConfig", "PluginError",
-    "PrimeRLError", "Process", "ProcessCommand", "ROLES", "ReceivingEngine", "ReferenceModel",
-    "RendererOffer", "Rollout", "RolloutPlan", "RunError", "RunView", "Sample", "SampledEnv",
-    "Sampler", "Source", "SourceRequest", "StreamError", "Task", "TensorInfo", "TokenMetric",
-    "TrainerObserver", "Tuning", "Turn", "WeightDelivery", "WeightSender", "WeightTransport",
-    "Weights", "WeightsError", "WireError", "hookimpl", "import_function", "log_metric",
-]
+from importlib import import_module as _import_module
+from importlib.metadata import entry_points as _entry_points
+from importlib.util import find_spec as _find_spec
 
 if _typing.TYPE_CHECKING:
-    from prime_rl.config.inference import FrozenModel
-    from prime_rl.errors import ConfigError, EngineError, EngineGone, OverlongError, PluginError
-    from prime_rl.errors import PrimeRLError, RunError, StreamError, WeightsError, WireError
+    from prime_rl.config.contract import FrozenModel
+    from prime_rl.errors import (
+        ConfigError,
+        EngineError,
+        EngineGone,
+        OverlongError,
+        PluginError,
+        PrimeRLError,
+        RunError,
+        StreamError,
+        WeightsError,
+        WireError,
+    )
     from prime_rl.plugins.algorithm import Algorithm, Completion, Filter, Host, ReferenceModel
     from prime_rl.plugins.base import PluginConfig
-    from prime_rl.registry.calls import log_metric
-    from prime_rl.registry.checks import CONTRACT_VERSION
     from prime_rl.plugins.hookspecs import hookimpl
-    from prime_rl.registry.import_path import import_function
-    from prime_rl.plugins.launchers import Engine, EngineCommand, EngineLaunch, Launcher, Part
-    from prime_rl.plugins.launchers import Place, Process, ProcessCommand, Task
+    from prime_rl.plugins.launchers import (
+        Engine,
+        EngineCommand,
+        EngineLaunch,
+        Launcher,
+        Part,
+        Place,
+        Process,
+        ProcessCommand,
+        Task,
+    )
     from prime_rl.plugins.loss import Head, HeadInputs, Loss, LossInputs, LossOutputs, TokenMetric
-    from prime_rl.plugins.model import ModelMaker, RendererOffer
+    from prime_rl.plugins.model import ChatTemplate, ModelMaker, RendererOffer
     from prime_rl.plugins.observer import Monitor, Observer, ObserverHost
     from prime_rl.plugins.sampler import RolloutPlan, SampledEnv, Sampler, Source, SourceRequest
-    from prime_rl.plugins.trainer import AdamWConfig, Kernel, OptimizerMaker, TrainerObserver
-    from prime_rl.plugins.trainer import Tuning
+    from prime_rl.plugins.trainer import (
+        AdamWConfig,
+        Kernel,
+        LossCall,
+        OptimizerMaker,
+        RowView,
+        TrainerObserver,
+        TrainerView,
+        Tuning,
+    )
     from prime_rl.plugins.view import RunView
-    from prime_rl.plugins.weight_transports import Header, ReceivingEngine, TensorInfo
-    from prime_rl.plugins.weight_transports import WeightDelivery, Weights, WeightSender
-    from prime_rl.plugins.weight_transports import WeightTransport
+    from prime_rl.plugins.weight_transports import (
+        Header,
+        ReceivingEngine,
+        TensorInfo,
+        WeightDelivery,
+        Weights,
+        WeightSender,
+        WeightTransport,
+    )
+    from prime_rl.registry.calls import log_metric
+    from prime_rl.registry.checks import CONTRACT_VERSION
+    from prime_rl.registry.import_path import import_function
     from prime_rl.rollout import ROLES, Group, Rollout, Sample, Turn
-    from prime_rl.rundir.chat_template import ChatTemplate
     from prime_rl.streams import LossComponent
 
     train: _typing.Callable[..., _typing.Any]
     Run: type[_typing.Any]
-else:
-    import re as _re
-    from importlib import import_module as _import
 
-    _source = __loader__.get_data(__file__).decode()  # the imports above say where each name is
-    _MODULES = {
-        name: module
-        for module, names in _re.findall(r"^    from (prime_rl\S+) import (.+)$", _source, _re.M)
-        for name in names.split(", ")
-    }
+_MODULES = {
+    "FrozenModel": "prime_rl.config.contract",
+    "ConfigError": "prime_rl.errors",
+    "EngineError": "prime_rl.errors",
+    "EngineGone": "prime_rl.errors",
+    "OverlongError": "prime_rl.errors",
+    "PluginError": "prime_rl.errors",
+    "PrimeRLError": "prime_rl.errors",
+    "RunError": "prime_rl.errors",
+    "StreamError": "prime_rl.errors",
+    "WeightsError": "prime_rl.errors",
+    "WireError": "prime_rl.errors",
+    "Algorithm": "prime_rl.plugins.algorithm",
+    "Completion": "prime_rl.plugins.algorithm",
+    "Filter": "prime_rl.plugins.algorithm",
+    "Host": "prime_rl.plugins.algorithm",
+    "ReferenceModel": "prime_rl.plugins.algorithm",
+    "PluginConfig": "prime_rl.plugins.base",
+    "hookimpl": "prime_rl.plugins.hookspecs",
+    "Engine": "prime_rl.plugins.launchers",
+    "EngineCommand": "prime_rl.plugins.launchers",
+    "EngineLaunch": "prime_rl.plugins.launchers",
+    "Launcher": "prime_rl.plugins.launchers",
+    "Part": "prime_rl.plugins.launchers",
+    "Place": "prime_rl.plugins.launchers",
+    "Process": "prime_rl.plugins.launchers",
+    "ProcessCommand": "prime_rl.plugins.launchers",
+    "Task": "prime_rl.plugins.launchers",
+    "Head": "prime_rl.plugins.loss",
+    "HeadInputs": "prime_rl.plugins.loss",
+    "Loss": "prime_rl.plugins.loss",
+    "LossInputs": "prime_rl.plugins.loss",
+    "LossOutputs": "prime_rl.plugins.loss",
+    "TokenMetric": "prime_rl.plugins.loss",
+    "ChatTemplate": "prime_rl.plugins.model",
+    "ModelMaker": "prime_rl.plugins.model",
+    "RendererOffer": "prime_rl.plugins.model",
+    "Monitor": "prime_rl.plugins.observer",
+    "Observer": "prime_rl.plugins.observer",
+    "ObserverHost": "prime_rl.plugins.observer",
+    "RolloutPlan": "prime_rl.plugins.sampler",
+    "SampledEnv": "prime_rl.plugins.sampler",
+    "Sampler": "prime_rl.plugins.sampler",
+    "Source": "prime_rl.plugins.sampler",
+    "SourceRequest": "prime_rl.plugins.sampler",
+    "AdamWConfig": "prime_rl.plugins.trainer",
+    "Kernel": "prime_rl.plugins.trainer",
+    "LossCall": "prime_rl.plugins.trainer",
+    "OptimizerMaker": "prime_rl.plugins.trainer",
+    "RowView": "prime_rl.plugins.trainer",
+    "TrainerObserver": "prime_rl.plugins.trainer",
+    "TrainerView": "prime_rl.plugins.trainer",
+    "Tuning": "prime_rl.plugins.trainer",
+    "RunView": "prime_rl.plugins.view",
+    "Header": "prime_rl.plugins.weight_transports",
+    "ReceivingEngine": "prime_rl.plugins.weight_transports",
+    "TensorInfo": "prime_rl.plugins.weight_transports",
+    "WeightDelivery": "prime_rl.plugins.weight_transports",
+    "WeightSender": "prime_rl.plugins.weight_transports",
+    "WeightTransport": "prime_rl.plugins.weight_transports",
+    "Weights": "prime_rl.plugins.weight_transports",
+    "log_metric": "prime_rl.registry.calls",
+    "CONTRACT_VERSION": "prime_rl.registry.checks",
+    "import_function": "prime_rl.registry.import_path",
+    "Group": "prime_rl.rollout",
+    "ROLES": "prime_rl.rollout",
+    "Rollout": "prime_rl.rollout",
+    "Sample": "prime_rl.rollout",
+    "Turn": "prime_rl.rollout",
+    "LossComponent": "prime_rl.streams",
+}
+"""The module of each public name. A type checker reads the imports above; a test compares both."""
 
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES})
+__all__ = [
+    "CONTRACT_VERSION",
+    "ROLES",
+    "AdamWConfig",
+    "Algorithm",
+    "ChatTemplate",
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "EngineCommand",
+    "EngineError",
+    "EngineGone",
+    "EngineLaunch",
+    "Filter",
+    "FrozenModel",
+    "Group",
+    "Head",
+    "HeadInputs",
+    "Header",
+    "Host",
+    "Kernel",
+    "Launcher",
+    "Loss",
+    "LossCall",
+    "LossComponent",
+    "LossInputs",
+    "LossOutputs",
+    "ModelMaker",
+    "Monitor",
+    "Observer",
+    "ObserverHost",
+    "OptimizerMaker",
+    "OverlongError",
+    "Part",
+    "Place",
+    "PluginConfig",
+    "PluginError",
+    "PrimeRLError",
+    "Process",
+    "ProcessCommand",
+    "ReceivingEngine",
+    "ReferenceModel",
+    "RendererOffer",
+    "Rollout",
+    "RolloutPlan",
+    "RowView",
+    "RunError",
+    "RunView",
+    "Sample",
+    "SampledEnv",
+    "Sampler",
+    "Source",
+    "SourceRequest",
+    "StreamError",
+    "Task",
+    "TensorInfo",
+    "TokenMetric",
+    "TrainerObserver",
+    "TrainerView",
+    "Tuning",
+    "Turn",
+    "WeightDelivery",
+    "WeightSender",
+    "WeightTransport",
+    "Weights",
+    "WeightsError",
+    "WireError",
+    "hookimpl",
+    "import_function",
+    "log_metric",
+]
 
-    def __getattr__(name: str) -> object:
-        if name in _MODULES:
-            globals()[name] = found = getattr(_import(_MODULES[name]), name)
-            return found
-        from importlib.metadata import entry_points
-        from importlib.util import find_spec
 
-        if find_spec(f"prime_rl.{name}"):
-            return _import(f"prime_rl.{name}")
-        for entry in entry_points(group="prime_rl.api", name=name):
-            return entry.load()
-        raise AttributeError(f"module 'prime_rl' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        value = getattr(_import_module(_MODULES[name]), name)
+        globals()[name] = value
+        return value
+
+    if _find_spec(f"prime_rl.{name}"):
+        return _import_module(f"prime_rl.{name}")
+
+    # The application adds ``train`` and ``Run``.
+    for entry in _entry_points(group="prime_rl.api", name=name):
+        return entry.load()
+
+    raise AttributeError(f"module 'prime_rl' has no attribute {name!r}")

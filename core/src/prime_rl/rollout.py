@@ -338,3 +338,16 @@ class Rollout:
 
 Group: TypeAlias = Sequence[Rollout]
 """Sibling rollouts of one example: the cohort a group-relative baseline needs."""
+
+
+@dataclass
+class Batch:
+    """The rollouts of one optimizer step, and those that were dropped on the way to it."""
+
+    step: int
+    kept: list[Rollout] = field(default_factory=list)
+    """What trains."""
+    seen: list[Rollout] = field(default_factory=list)
+    """What trains and what was dropped, in the order of the decisions."""
+    dropped: dict[int, str] = field(default_factory=dict)
+    """The reason by ``id()`` of the rollout: the slot that objected, or one of the words above."""

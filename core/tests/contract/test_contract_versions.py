@@ -14,8 +14,8 @@ import pytest
 import prime_rl
 from prime_rl import CONTRACT_VERSION, Algorithm, PluginConfig, PluginError, hookimpl
 from prime_rl.plugins import hookspecs
-from prime_rl.registry import checks, manager
 from prime_rl.plugins.hookspecs import hookspec
+from prime_rl.registry import checks, manager
 from prime_rl.registry.manager import Hooks, load_plugins
 from prime_rl.registry.offers import ALGORITHM, collect
 from prime_rl.testing import check_algorithm, make_group, score

@@ -3,7 +3,8 @@
 from types import SimpleNamespace
 
 from prime_rl import Filter, Observer, PluginConfig, hookimpl
-from prime_rl.config.orchestrator import FilterConfig, SamplingConfig
+from prime_rl.config.contract import SamplingConfig
+from prime_rl.config.orchestrator import FilterConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.orchestrator.build import (
     build_filters,

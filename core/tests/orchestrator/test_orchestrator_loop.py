@@ -25,7 +25,7 @@ from prime_rl import (
     RunError,
     hookimpl,
 )
-from prime_rl.orchestrator.buffer import Batch, Buffer, FilterSlot
+from prime_rl.orchestrator.buffer import Buffer, FilterSlot
 from prime_rl.orchestrator.context import Engines, Outages, RunContext
 from prime_rl.orchestrator.dispatcher import Dispatcher
 from prime_rl.orchestrator.loop import Orchestrator
@@ -36,6 +36,7 @@ from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.orchestrator.sources import RolloutRequest
 from prime_rl.plugins.sampler import SampledEnv
 from prime_rl.registry.manager import Hooks, scope
+from prime_rl.rollout import Batch
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.status import Status
 from prime_rl.testing import make_rollout

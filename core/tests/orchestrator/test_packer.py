@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Sample, StreamError
-from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.packer import Packer, alone, batch_frames, pack, plan_rows
 from prime_rl.registry.components import installed_losses
 from prime_rl.registry.manager import Hooks
+from prime_rl.rollout import Batch
 from prime_rl.streams import STREAMS
 from prime_rl.testing import make_rollout
 from prime_rl.wire import decode_batch

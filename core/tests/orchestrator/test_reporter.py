@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from prime_rl import Monitor, PluginConfig, hookimpl
-from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.registry.manager import Hooks
+from prime_rl.rollout import Batch
 from prime_rl.testing import make_rollout
 
 

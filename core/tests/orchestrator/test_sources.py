@@ -22,7 +22,7 @@ from prime_rl import (
     Source,
     hookimpl,
 )
-from prime_rl.config.orchestrator import SamplingConfig
+from prime_rl.config.contract import SamplingConfig
 from prime_rl.env.episode import BranchTokens, ModelEndpoint, RolloutResult
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.context import Outages

@@ -19,10 +19,11 @@ from prime_rl import (
     hookimpl,
     log_metric,
 )
-from prime_rl.orchestrator.buffer import Batch, FilterSlot
+from prime_rl.orchestrator.buffer import FilterSlot
 from prime_rl.orchestrator.reporter import Reporter
 from prime_rl.orchestrator.scoring import score_group, score_rollout
 from prime_rl.registry.manager import Hooks, scope
+from prime_rl.rollout import Batch
 from prime_rl.testing import logged_metrics, make_group, make_rollout, score
 
 

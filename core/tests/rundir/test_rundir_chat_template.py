@@ -9,12 +9,8 @@ from rich.console import Console
 
 from prime_rl import PluginConfig, RendererOffer
 from prime_rl.orchestrator import __main__ as orchestrator
-from prime_rl.rundir.chat_template import (
-    ChatTemplate,
-    put_chat_template,
-    read_chat_template,
-    write_chat_template,
-)
+from prime_rl.plugins.model import ChatTemplate
+from prime_rl.rundir.chat_template import put_chat_template, read_chat_template, write_chat_template
 from prime_rl_tools.view.ending import print_summary
 
 

@@ -7,14 +7,8 @@ from resource import RLIMIT_FSIZE, getrlimit, setrlimit
 
 import pytest
 
-from prime_rl.rundir.status import (
-    Status,
-    StatusReport,
-    Tail,
-    process_name,
-    read_status,
-    replace_text,
-)
+from prime_rl.plugins.status import StatusReport, read_status
+from prime_rl.rundir.status import Status, Tail, process_name, replace_text
 
 
 def test_a_status_reads_back(tmp_path):

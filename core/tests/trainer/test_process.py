@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from waiting import LIMIT, eventually
 
+from prime_rl.plugins.status import StatusReport, read_status
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import StatusReport, read_status
 from prime_rl.wire import MicroBatch, encode_batch
 from prime_rl.wire.transport import make_sender
 from prime_rl_app.config import build_config

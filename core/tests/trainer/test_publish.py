@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl import Header, TensorInfo, WeightSender, WeightsError
 from prime_rl.config.trainer import TrainerConfig
-from prime_rl.rundir.chat_template import ChatTemplate, write_chat_template
+from prime_rl.plugins.model import ChatTemplate
+from prime_rl.rundir.chat_template import write_chat_template
 from prime_rl.rundir.status import Status
 from prime_rl.trainer import publish
 from prime_rl.trainer.model import load_model

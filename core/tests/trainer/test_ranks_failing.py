@@ -19,7 +19,8 @@ import warm
 from waiting import LIMIT, eventually
 
 from prime_rl import ConfigError
-from prime_rl.rundir.status import Status, read_status
+from prime_rl.plugins.status import read_status
+from prime_rl.rundir.status import Status
 from prime_rl.trainer.__main__ import GONE, report_failure
 from prime_rl.trainer.rank import FAILED, FOLLOWED, Rank
 

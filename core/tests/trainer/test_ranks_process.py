@@ -16,9 +16,9 @@ import pytest
 import warm
 from safetensors.torch import load_file
 
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.launch import Launch
 from prime_rl.rundir.machine import free_ports
-from prime_rl.rundir.status import read_status
 from prime_rl.wire import encode_batch
 from prime_rl.wire.transport import make_sender
 from prime_rl_app.commands import trainer_command

@@ -7,7 +7,8 @@ import pytest
 
 from prime_rl import PluginConfig
 from prime_rl.env.episode import RolloutResult
-from prime_rl.orchestrator.buffer import STALE, Batch
+from prime_rl.orchestrator.buffer import STALE
+from prime_rl.rollout import Batch
 from prime_rl.testing import make_rollout
 from prime_rl_observers.batches import BatchMetrics, Console
 

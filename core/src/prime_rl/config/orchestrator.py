@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from prime_rl.config.base import PluginTable, Settings
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel, SamplingConfig
 
 
 class SourceTable(PluginTable):
@@ -77,38 +77,6 @@ class FilterConfig(PluginTable):
     """Name of an installed filter."""
     enforce: bool = True
     """False: only count what it would drop."""
-
-
-SHAPING_KEYS = {
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "max_completion_tokens"),
-    *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"),
-    *("n", "best_of", "min_tokens", "bad_words", "allowed_token_ids", "typical_p"),
-    *("stop", "stop_token_ids", "logits_processors", "structured_outputs", "guided_json"),
-    *("guided_regex", "guided_choice", "guided_grammar", "use_beam_search", "logprobs"),
-}
-"""Sampling parameters that training sets itself or must not allow."""
-
-
-class SamplingConfig(Settings):
-    """How rollouts are sampled. Training needs the whole distribution: no top_p, top_k or min_p."""
-
-    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
-    """Divides the logits, in the engine and in the trainer."""
-    max_completion_tokens: PositiveInt | None = None
-    """None: up to the end of the context."""
-    extra_body: dict[str, Any] = {}
-    """More sampling parameters of the engine, except those that change the distribution."""
-
-    @field_validator("extra_body")
-    @classmethod
-    def _leaves_the_distribution_alone(cls, value: dict[str, Any]) -> dict[str, Any]:
-        shaping = sorted(set(value) & SHAPING_KEYS)
-        if shaping:
-            raise ValueError(
-                f"{', '.join(shaping)} would shape or replace the distribution that the trainer "
-                "has to reproduce; set temperature and max_completion_tokens by their own keys"
-            )
-        return value
 
 
 class EvalSamplingConfig(Settings):

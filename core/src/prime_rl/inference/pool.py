@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel
 from prime_rl.errors import ConfigError, EngineError, EngineGone
 from prime_rl.inference import timing
 from prime_rl.inference.client import EngineClient, EngineFailed, EngineRefused, Health

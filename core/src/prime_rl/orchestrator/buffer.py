@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from prime_rl.errors import PluginError, RunError
 from prime_rl.plugins.algorithm import Filter
 from prime_rl.registry.manager import Hooks, scope
-from prime_rl.rollout import Group, Rollout
+from prime_rl.rollout import Batch, Group, Rollout
 
 STALE, FAILED, REJECTED, LEFT_OUT = "stale", "failed", "sampler", "left out by its algorithm"
 
@@ -23,19 +22,6 @@ WHY_DROPPED = (
 
 class NothingToTrain(RunError):
     """No rollout of several batches may train."""
-
-
-@dataclass
-class Batch:
-    """The rollouts of one optimizer step, and those that were dropped on the way to it."""
-
-    step: int
-    kept: list[Rollout] = field(default_factory=list)
-    """What trains."""
-    seen: list[Rollout] = field(default_factory=list)
-    """What trains and what was dropped, in the order of the decisions."""
-    dropped: dict[int, str] = field(default_factory=dict)
-    """The reason by ``id()`` of the rollout: the slot that objected, or one of the words above."""
 
 
 class Buffer:

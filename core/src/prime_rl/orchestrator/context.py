@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment
 from prime_rl.errors import ConfigError

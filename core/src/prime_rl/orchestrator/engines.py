@@ -15,8 +15,9 @@ from prime_rl.inference.engine import Engine, EngineState
 from prime_rl.inference.fleet import Fleet
 from prime_rl.inference.pool import EnginePool, GivenUp
 from prime_rl.plugins.observer import Observer
+from prime_rl.plugins.status import STARTING
 from prime_rl.rundir.launch import Launch
-from prime_rl.rundir.status import HUNG, STARTING, Status
+from prime_rl.rundir.status import HUNG, Status
 from prime_rl.weights.versions import AVERAGES
 
 if TYPE_CHECKING:

@@ -25,12 +25,13 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from prime_rl.orchestrator.buffer import Batch, Buffer, NothingToTrain
+from prime_rl.orchestrator.buffer import Buffer, NothingToTrain
 from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import Packer
 from prime_rl.orchestrator.policy import WeightWatcher
 from prime_rl.orchestrator.sampling import Sampling
 from prime_rl.plugins.observer import Observer
+from prime_rl.rollout import Batch
 from prime_rl.wire.micro_batch import encode_batch
 from prime_rl.wire.transport import Sender
 

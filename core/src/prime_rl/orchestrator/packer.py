@@ -23,12 +23,11 @@ import numpy as np
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import StreamError
 from prime_rl.orchestrator.balance import sample_costs, split_groups
-from prime_rl.orchestrator.buffer import Batch
 from prime_rl.orchestrator.rank_balance import plan_ranks
 from prime_rl.plugins.loss import SCOPES
 from prime_rl.registry.components import Components
 from prime_rl.registry.manager import Hooks
-from prime_rl.rollout import Rollout, Sample
+from prime_rl.rollout import Batch, Rollout, Sample
 from prime_rl.streams import (
     STREAMS,
     IntColumn,

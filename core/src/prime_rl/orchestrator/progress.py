@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 
 from prime_rl.errors import ConfigError
-from prime_rl.orchestrator.buffer import Batch, Buffer
+from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, Requested
 from prime_rl.orchestrator.records import decode_rollouts, encode_rollouts
@@ -35,6 +35,7 @@ from prime_rl.orchestrator.sources import ExternalSource
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import Sampler
 from prime_rl.registry.manager import installed_versions
+from prime_rl.rollout import Batch
 from prime_rl.rundir.attempts import check_current
 from prime_rl.rundir.checkpoints import PROGRESS, finished, unfinished
 

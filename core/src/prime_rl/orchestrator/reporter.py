@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from prime_rl.orchestrator.background import Background, Failures
-from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.observer import Monitor, Observer
 from prime_rl.registry.calls import ReadOnly, logged_metrics, take_logged, weighted_means
 from prime_rl.registry.manager import Hooks
+from prime_rl.rollout import Batch
 
 
 class Reporter(Observer):

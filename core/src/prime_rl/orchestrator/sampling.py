@@ -11,14 +11,14 @@ from statistics import fmean
 from typing import Any
 
 from prime_rl.errors import PluginError
-from prime_rl.orchestrator.buffer import Batch, Buffer
+from prime_rl.orchestrator.buffer import Buffer
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.dispatcher import Dispatcher, OpenGroup
 from prime_rl.orchestrator.scoring import score_batch, score_group, score_rollout, stamp
 from prime_rl.orchestrator.sources import ExternalSource, RolloutFailed, RolloutRequest
 from prime_rl.plugins.observer import Observer
 from prime_rl.plugins.sampler import RolloutPlan, Sampler
-from prime_rl.rollout import Rollout
+from prime_rl.rollout import Batch, Rollout
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.config.inference import FrozenModel
-from prime_rl.config.orchestrator import SamplingConfig
+from prime_rl.config.contract import FrozenModel, SamplingConfig
 from prime_rl.env.environment import Environment, SamplingSettings
 from prime_rl.env.episode import RolloutResult
 from prime_rl.env.traces import build_rollout

@@ -20,7 +20,7 @@ from prime_rl.streams import FloatColumn, IntColumn, LossComponent
 if TYPE_CHECKING:
     import logging
 
-    from prime_rl.config.inference import FrozenModel
+    from prime_rl.config.contract import FrozenModel
 
 GREEDY = 1e-5
 """Temperatures below are greedy to an engine."""

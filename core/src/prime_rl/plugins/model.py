@@ -6,11 +6,32 @@ Orchestrator side: entry-point group ``prime_rl``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from prime_rl.plugins.base import Offer
-from prime_rl.rundir.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The template of a run's model folders."""
+
+    text: str | None
+    """None: keep the model's own template."""
+    difference: str | None
+    """The first difference from the renderer's output; None if they agree."""
+
+    @property
+    def warning(self) -> str | None:
+        """A warning for users of the run's model folders; None if the template is exact."""
+        if self.difference is None:
+            return None
+        return (
+            "no chat template renders what the run's renderer renders: chat/completions and "
+            "apply_chat_template prompt the model folders of this run differently from the run. "
+            f"{self.difference}. `prime-rl eval RUN` prompts as the run does"
+        )
 
 
 class ModelMaker(Offer):

@@ -6,31 +6,67 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:
-    from prime_rl.config.orchestrator import SourceConfig
-    from prime_rl.config.run import RunConfig
-    from prime_rl.env.environment import Environment
-    from prime_rl.orchestrator.buffer import Batch
-    from prime_rl.orchestrator.context import Shared
-    from prime_rl.rollout import Group, Rollout
+    from prime_rl.rollout import Batch, Group, Rollout
+
+
+class RunFacts(Protocol):
+    """One attempt at one run."""
+
+    @property
+    def config(self) -> Any:
+        """The resolved config: ``docs/config.md`` lists its keys."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+
+    @property
+    def launch(self) -> Any:
+        """Where its processes run, and its first step."""
+
+    @property
+    def hooks(self) -> Any:
+        """The loaded plugins."""
+
+    @property
+    def status(self) -> Any:
+        """What the orchestrator's process says of itself: ``status.report(state)``."""
+
+
+class SharedParts(Protocol):
+    """What every part of a run's orchestrator shares."""
+
+    @property
+    def run(self) -> RunFacts:
+        """The run: its config, its folder, its status."""
+
+    @property
+    def engines(self) -> Any:
+        """The policy's engines: ``engines.policy.version`` is the version that they serve."""
+
+    @property
+    def router(self) -> Any:
+        """Samples from the policy's engines."""
 
 
 @dataclass(frozen=True, eq=False)
 class ObserverHost:
     """What core lends to an observer that a plugin brought."""
 
-    shared: Shared
-    """Config, engines, renderer, hooks and status of the run."""
+    shared: SharedParts
+    """Config, engines and status of the run."""
     log: Callable[[int, Mapping[str, float]], None]
     """Passes metrics of a step to every monitor."""
     num_inflight: Callable[[], int]
     """Rollouts in flight for training."""
-    environment: Callable[[SourceConfig, dict[str, Any] | None], Environment]
-    """The environment of a config; the harness is for where the env and its taskset have none."""
+    environment: Callable[..., Any]
+    """``environment(table, harness)``: the environment of a table ``[[orchestrator.eval.env]]``;
+    the harness is for where the env and its taskset have none."""
     is_scoring: Callable[[], bool] = lambda: False
     """Whether an algorithm is scoring a group: it may wait for a teacher."""
     num_waiting: Callable[[], int] = lambda: 0
@@ -52,8 +88,9 @@ class Observer(Offer):
         self.host = host
 
     @staticmethod
-    def check(config: RunConfig) -> None:
-        """Raise ``ConfigError`` if the run's config does not fit, before anything starts."""
+    def check(config: Any) -> None:
+        """Raise ``ConfigError`` if the run's resolved config does not fit, before anything
+        starts."""
 
     async def setup(self) -> None:
         """Prepare, while the engines start."""

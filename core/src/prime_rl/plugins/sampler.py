@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict, PositiveInt
 
-from prime_rl.config.orchestrator import SamplingConfig
+from prime_rl.config.contract import SamplingConfig
 from prime_rl.plugins.base import Offer, PluginConfig
 
 if TYPE_CHECKING:

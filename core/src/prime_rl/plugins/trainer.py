@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field, PositiveFloat
 
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from prime_rl.trainer.loop import Trainer
-    from prime_rl.trainer.loss_metrics import Call
-    from prime_rl.trainer.packed_row import PackedRow
-    from prime_rl.trainer.packing import Packing
-    from prime_rl.wire.micro_batch import MicroBatch
+    from prime_rl.plugins.loss import LossOutputs
 
 
 class OptimizerMaker(Offer):
@@ -125,9 +121,10 @@ class Kernel(Offer):
             keys = "trainer.activation_checkpointing and trainer.compile"
             raise ConfigError(f"{keys} need a kernel that has them. pip install prime-rl-kernels")
 
-    def packings(self, device: torch.device) -> Sequence[Packing]:
-        """The ways, the fastest first. The trainer takes the first one whose log π is that of
-        transformers, or its own way if none is (entry-point group ``prime_rl.self_checks``)."""
+    def packings(self, device: torch.device) -> Sequence[Any]:
+        """The ways, the fastest first, as objects of ``prime_rl.trainer.packing.Packing``. The
+        trainer takes the first one whose log π is that of transformers, or its own way if none
+        is."""
         return ()
 
     def logprobs(
@@ -144,17 +141,89 @@ class Kernel(Offer):
         return None
 
 
+class LossCall(Protocol):
+    """One call of a loss function."""
+
+    @property
+    def outputs(self) -> LossOutputs:
+        """What it returned."""
+
+    @property
+    def tokens(self) -> Any:
+        """Where in the row the tokens lie that it saw: a slice or indices."""
+
+    @property
+    def sequence(self) -> int | None:
+        """The sequence it saw, or the first of several; None: the whole row."""
+
+
+class RowView(Protocol):
+    """One packed row on the device. Shapes: T = its tokens, S = its sequences, N = its targets."""
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """[S] tokens of each sequence."""
+
+    @property
+    def token_ids(self) -> Tensor:
+        """[T] int64"""
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[T] int64: the sequence of each token."""
+
+    @property
+    def targets(self) -> Tensor:
+        """[N] int64: the tokens that train, in any component."""
+
+    @property
+    def inference_logprobs(self) -> Tensor:
+        """[T]"""
+
+    @property
+    def streams(self) -> Mapping[str, Tensor]:
+        """[T] or [T, k]: every stream but the weights of components."""
+
+    @property
+    def origins(self) -> Any:
+        """[T] on the host: position of each token in the micro batch."""
+
+
+class TrainerView(Protocol):
+    """The trainer, as an observer sees it."""
+
+    @property
+    def model(self) -> Any:
+        """The policy: a transformers model, whose parameters may be shards."""
+
+    @property
+    def config(self) -> Any:
+        """The table ``[trainer]``."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the computation."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the computation: ``float32`` or ``bfloat16``."""
+
+    @property
+    def max_steps(self) -> int:
+        """Of the run."""
+
+
 class TrainerObserver(Offer):
     """Watches the trainer and changes nothing. Keep ``import torch`` inside the methods.
 
     Every installed observer is active; ``[trainer.<name>]`` has its settings. All ranks make the
     same calls, in the same order, so that a method may use collectives. Log to a child of
-    ``prime_rl.trainer``: then only rank 0 shows it. The trainer's own types may change without
-    notice.
+    ``prime_rl.trainer``: then only rank 0 shows it. What the protocols above do not name of the
+    trainer, a row or a call may change without notice.
     """
 
-    def started(self, trainer: Trainer, run_dir: Path) -> None:
-        """Before the first step."""
+    def started(self, trainer: Any, run_dir: Path) -> None:
+        """Before the first step. ``trainer``: see ``TrainerView``."""
 
     def waiting(self, step: int, seconds: float) -> None:
         """The batch of ``step`` is not there yet; called about once per second."""
@@ -163,22 +232,23 @@ class TrainerObserver(Offer):
         self,
         step: int,
         *,
-        micro_batch: MicroBatch,
-        row: PackedRow,
+        micro_batch: Any,
+        row: Any,
         logprobs: Tensor,
         entropies: Tensor,
-        calls: Sequence[Call],
+        calls: Sequence[Any],
     ) -> None:
-        """A micro batch went forward and backward. ``logprobs``, ``entropies``: [T], tokens of
-        ``row``, without gradient. ``calls``: of loss functions. With ``trainer.epochs`` each epoch
-        calls this again, with the same ``micro_batch`` object."""
+        """A micro batch went forward and backward. ``row``: see ``RowView``. ``logprobs``,
+        ``entropies``: [T], tokens of ``row``, without gradient. ``calls``: of loss functions, see
+        ``LossCall``. With ``trainer.epochs`` each epoch calls this again, with the same
+        ``micro_batch`` object."""
 
     def step_trained(self, step: int, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """All rows of the batch are done; its last optimizer step follows. Returns further metrics:
         rank 0's are recorded."""
         return {}
 
-    def bad_step(self, step: int, micro_batches: Sequence[MicroBatch]) -> str:
+    def bad_step(self, step: int, micro_batches: Sequence[Any]) -> str:
         """The optimizer step of these micro batches, a minibatch, is skipped: its loss or gradient
         is not finite. Returns sentences for the log, the same on every rank."""
         return ""

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from prime_rl.errors import printable
 from prime_rl.plugins.base import Offer, PluginConfig
-from prime_rl.rundir.status import StatusReport, read_status
-
-if TYPE_CHECKING:
-    from prime_rl.config.run import RunConfig
-    from prime_rl.registry.manager import Hooks
+from prime_rl.plugins.status import StatusReport, read_status
 
 
 class RunView(Offer):
@@ -50,8 +46,9 @@ class RunView(Offer):
         """Show a line of text: a restart, a wait, a stop."""
         print(printable(line), flush=True)
 
-    def dry_run(self, config: RunConfig, hooks: Hooks, quick: bool) -> Sequence[str]:
-        """Lines about a run that ``--dry-run`` has checked; ``quick``: without its environments.
+    def dry_run(self, config: Any, hooks: Any, quick: bool) -> Sequence[str]:
+        """Lines about a run that ``--dry-run`` has checked. ``config``: the resolved config
+        (``docs/config.md``). ``hooks``: the loaded plugins. ``quick``: without its environments.
         Raises ``ConfigError``. The base class has none."""
         return ()
 

@@ -7,34 +7,14 @@ writes a folder with a tokenizer calls ``put_chat_template``.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
+from prime_rl.plugins.model import ChatTemplate
 from prime_rl.rundir.status import replace_text
 
 CHOICE = "configs/chat_template.json"
 """Path in the run directory."""
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """The template of a run's model folders."""
-
-    text: str | None
-    """None: keep the model's own template."""
-    difference: str | None
-    """The first difference from the renderer's output; None if they agree."""
-
-    @property
-    def warning(self) -> str | None:
-        """A warning for users of the run's model folders; None if the template is exact."""
-        if self.difference is None:
-            return None
-        return (
-            "no chat template renders what the run's renderer renders: chat/completions and "
-            "apply_chat_template prompt the model folders of this run differently from the run. "
-            f"{self.difference}. `prime-rl eval RUN` prompts as the run does"
-        )
 
 
 def write_chat_template(run_dir: Path, chosen: ChatTemplate) -> None:

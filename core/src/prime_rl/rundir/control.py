@@ -29,7 +29,8 @@ import msgspec
 import psutil
 
 from prime_rl.errors import RunError
-from prime_rl.rundir.status import DONE, names_in, read_status, replace_text
+from prime_rl.plugins.status import read_status
+from prime_rl.rundir.status import DONE, names_in, replace_text
 
 RECORD = "status/supervisor.json"
 RUNNING, FAILED, STOPPED = "running", "failed", "stopped"

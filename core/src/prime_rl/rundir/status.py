@@ -10,12 +10,11 @@ import json
 import os
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
-import msgspec
-
 from prime_rl.errors import RunError
+from prime_rl.plugins.status import StatusReport
 from prime_rl.rundir.attempts import check_current
 
 DONE = "done"
@@ -26,8 +25,6 @@ RANK_GONE = "another rank has ended"
 
 ENGINES = "engines"
 """Name of the status with the orchestrator's state of each engine."""
-STARTING = "starting"
-"""State of an engine that has not served yet."""
 HUNG = "hung"
 """Prefix of the state of an engine that accepts connections and does not answer. A count follows,
 so that each hang is handled once."""
@@ -36,23 +33,6 @@ so that each hang is handled once."""
 def process_name(part: str, number: int) -> str:
     """Name of a process, its log and its status: ``inference``, then ``inference_1``."""
     return f"{part}_{number}" if number else part
-
-
-@dataclass(frozen=True)
-class StatusReport:
-    """One line of the live view."""
-
-    state: str = STARTING
-    """What the process does now, in a few words: ``loading weights``."""
-    progress: float | None = None
-    """Share done, 0 to 1, of something that takes more than two seconds."""
-    waiting_for: str | None = None
-    """What the process waits for, if it waits: ``trainer (weights of step 7)``."""
-    detail: dict[str, float | str] = field(default_factory=dict)
-    """Numbers to show beside the state."""
-    pid: int = 0
-    time: float = 0.0
-    """Seconds since the epoch at which this was written."""
 
 
 class Status:
@@ -102,16 +82,6 @@ def names_in(folder: Path) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
-
-
-def read_status(path: Path) -> StatusReport | None:
-    """The last report in ``path``; None if there is none yet or it cannot be read now (on NFS a
-    file that is being replaced may vanish under the reader)."""
-    try:
-        found = StatusReport(**json.loads(path.read_bytes()))
-        return msgspec.convert(asdict(found), StatusReport)  # with values of the right types
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
 
 
 class Tail:

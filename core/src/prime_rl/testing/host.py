@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel
 from prime_rl.plugins.algorithm import Completion, Tokens
 from prime_rl.rollout import ROLES, Sample
 from prime_rl.streams import FloatColumn, IntColumn

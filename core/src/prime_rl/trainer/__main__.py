@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import PrimeRLError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP
+from prime_rl.plugins.status import read_status
 from prime_rl.plugins.trainer import Kernel, OptimizerMaker, TrainerObserver, Tuning
 from prime_rl.plugins.weight_transports import WeightTransport
 from prime_rl.registry.calls import fault
@@ -41,7 +42,7 @@ from prime_rl.registry.offers import (
 )
 from prime_rl.rundir.launch import LOCAL, PARENT_PID, Launch
 from prime_rl.rundir.processes import exit_with_parent, lasting_imports
-from prime_rl.rundir.status import DONE, RANK_GONE, Status, read_status
+from prime_rl.rundir.status import DONE, RANK_GONE, Status
 from prime_rl.trainer.rank import ENDED, FAILED, FOLLOWED, Rank
 
 logger = logging.getLogger("prime_rl.trainer")

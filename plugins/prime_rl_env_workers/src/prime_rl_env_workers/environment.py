@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic_core import to_jsonable_python
 
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel
 from prime_rl.config.orchestrator import EnvConfig, SourceConfig
 from prime_rl.config.run import RunConfig
 from prime_rl.env.environment import Environment

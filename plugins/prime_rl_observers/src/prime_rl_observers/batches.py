@@ -26,7 +26,7 @@ from prime_rl_observers.rollouts import (
 )
 
 if TYPE_CHECKING:
-    from prime_rl.orchestrator.buffer import Batch
+    from prime_rl.rollout import Batch
 
 log = logging.getLogger("prime_rl.orchestrator.reporter")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from prime_rl import Completion
-from prime_rl.config.inference import FrozenModel
+from prime_rl.config.contract import FrozenModel
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import RunError
 from prime_rl.plugins.hookspecs import TRAINER_GROUP

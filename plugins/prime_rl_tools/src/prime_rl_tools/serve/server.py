@@ -25,8 +25,8 @@ from rich.console import Console
 
 from prime_rl import EngineLaunch
 from prime_rl.errors import RunError
+from prime_rl.plugins.status import read_status
 from prime_rl.rundir.launch import ADMIN_KEY, ENGINE_KEY, Launch
-from prime_rl.rundir.status import read_status
 from prime_rl_app.children import Child, end, sigterm_is_ctrl_c, start, uninterrupted
 from prime_rl_app.models import model_path
 from prime_rl_tools.serve.request import build_engine, choose_port, model_context, read_key

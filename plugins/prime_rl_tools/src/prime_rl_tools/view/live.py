@@ -24,7 +24,8 @@ from rich.text import Text
 
 from prime_rl import PluginConfig, RunView
 from prime_rl.errors import printable
-from prime_rl.rundir.status import DONE, ENGINES, StatusReport, Tail, read_status
+from prime_rl.plugins.status import StatusReport, read_status
+from prime_rl.rundir.status import DONE, ENGINES, Tail
 from prime_rl_app.runs import REWARD
 from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
