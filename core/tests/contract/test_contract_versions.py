@@ -163,19 +163,19 @@ def test_an_algorithm_with_a_deprecated_hook_warns_and_works(deprecate):
 
 
 def test_taking_a_deprecated_argument_warns(deprecate):
-    deprecate("step_finished.step", "the metrics' own 'step'")
+    deprecate("filter_rollout.group", "the group of 'score_group'")
 
     class Takes:
         @hookimpl
-        def step_finished(self, step): ...
+        def filter_rollout(self, group): ...
 
     class Leaves:
         @hookimpl
-        def step_finished(self, metrics): ...
+        def filter_rollout(self, rollout): ...
 
     assert warned(lambda: Hooks().register(Takes(), "takes")) == [
-        "plugin 'takes': 'step_finished.step' goes with contract version 3; use the metrics' own "
-        "'step'. Upgrade the plugin, or report it to its author."
+        "plugin 'takes': 'filter_rollout.group' goes with contract version 3; use the group of "
+        "'score_group'. Upgrade the plugin, or report it to its author."
     ]
     assert warned(lambda: Hooks().register(Leaves(), "leaves")) == []
 

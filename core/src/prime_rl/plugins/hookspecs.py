@@ -228,19 +228,28 @@ def filter_rollout(rollout: Rollout, group: Group) -> str | None:
     """
 
 
-# -- observation: called once per step; answers are ignored ---------------------------------
+# -- observation, deprecated: override the methods of an ``Observer`` instead ------------------------
 
 
 @hookspec
 def batch_packed(step: int, samples: Sequence[Sample]) -> None:
-    """A batch is about to leave for the trainer. It is frozen: read only."""
+    """A batch is about to leave for the trainer. It is frozen: read only.
+
+    Deprecated: use ``Observer.batch_sent``.
+    """
 
 
 @hookspec
 def step_finished(step: int, metrics: Mapping[str, float]) -> None:
-    """The trainer took optimizer step ``step``; these are its metrics."""
+    """The trainer took optimizer step ``step``; these are its metrics.
+
+    Deprecated: use ``Observer.step_trained``.
+    """
 
 
 @hookspec
 def weights_published(version: int) -> None:
-    """Inference samples from policy ``version`` from now on."""
+    """Inference samples from policy ``version`` from now on.
+
+    Deprecated: use ``Observer.version_served``.
+    """

@@ -28,7 +28,11 @@ TRAINER_HOOKS = {
 SHARED_HOOKS = {"register_weight_transports"}
 """Hooks of both entry-point groups."""
 
-DEPRECATED: dict[str, tuple[str, int]] = {}
+DEPRECATED: dict[str, tuple[str, int]] = {
+    "batch_packed": ("the method batch_sent of an Observer (register_observers)", 4),
+    "step_finished": ("the method step_trained of an Observer (register_observers)", 4),
+    "weights_published": ("the method version_served of an Observer (register_observers)", 4),
+}
 """What a later contract version removes: a hook (``score_group``), an argument of one
 (``step_finished.step``) or a method of a base class (``Algorithm.close``); with each, what to use
 instead, and the first version without it."""
