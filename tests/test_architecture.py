@@ -430,3 +430,17 @@ def _reached(start: str, edges: Mapping[str, set[str]]) -> set[str]:
 )
 def test_the_loop_names_the_words_of_the_flow(word):
     assert word in (CORE / "orchestrator/loop.py").read_text()
+
+
+@pytest.mark.parametrize("page", ["map.md", "tour.md"])
+def test_every_file_that_the_map_and_the_tour_name_exists(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    named = re.findall(r"`((?:app|plugins|[a-z_]+)/[\w/]+\.py)`", text)
+    assert len(named) > 20
+
+    def exists(path: str) -> bool:
+        if path.startswith("app/"):
+            return (APPLICATION / path.removeprefix("app/")).exists()
+        return (CORE / path).exists() or (ROOT / path).exists()
+
+    assert [path for path in named if not exists(path)] == []

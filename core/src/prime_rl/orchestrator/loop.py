@@ -14,7 +14,8 @@
     weights    ``policy``: the watcher loads each new version into the engines while rollouts go on
 
 While step n trains, batch n + 1 is sampled. Nothing here asks which algorithm it runs. Evaluation,
-checkpoints and reports are observers (``plugins.observer``).
+checkpoints and reports are observers (``plugins.observer``). ``docs/map.md`` shows the processes
+around this one, and where each thing is decided.
 """
 
 from __future__ import annotations
