@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,8 @@ class FakeEnvironment:
     rewards: list[float]
     calls: list[tuple] = field(default_factory=list)
     gate: asyncio.Event | None = None
+    error: BaseException | None = None
+    """Raised instead of a result: not a failed rollout but a bug."""
     inflight: int = 0
     most: int = 0
 
@@ -59,6 +62,8 @@ class FakeEnvironment:
             await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
         finally:
             self.inflight -= 1
+        if self.error is not None:
+            raise self.error
         reward = self.rewards[example]
         if reward < 0:
             return [RolloutResult(ok=False, reward=9.0, error="broke", error_type="TaskError")]
@@ -278,17 +283,59 @@ async def test_an_evaluation_that_ends_as_its_time_is_up_does_not_cut_the_next(
         gate = world.environment.gate = asyncio.Event()
         await world.serve(2)
 
-        async def late(idle, timeout):
+        @asynccontextmanager
+        async def late(timeout):
             gate.set()
-            await idle
+            yield
             raise TimeoutError
 
         with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "wait_for", late)
+            patch.setattr(asyncio, "timeout", late)
             await world.evaluation.version_pending(3)
         await world.serve(4)
         await until(lambda: len(world.during) == 2)
         assert [result.num_rollouts for result in world.during] == [2, 2]
+
+
+async def test_an_evaluation_that_raises_ends_the_run_while_a_version_waits_for_it(tmp_path):
+    """As in the loop: the watcher and the evaluation are tasks of one group."""
+    world = World(tmp_path, [1.0, 0.0])
+    gate = world.environment.gate = asyncio.Event()
+
+    async def loop():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.evaluation.run())
+            world.evaluation.version_served(2)
+            await until(lambda: world.environment.inflight == 2)
+            waiting = tasks.create_task(forever(world.evaluation))
+            await settle()
+            world.environment.error = ZeroDivisionError("a bug")
+            gate.set()
+            await asyncio.wait([waiting])
+
+    async def forever(evaluation):
+        await evaluation.version_pending(3)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(loop())
+    await asyncio.wait([task], timeout=LIMIT)
+    assert task.done()
+    failed = task.exception()
+    assert isinstance(failed, ExceptionGroup)
+    assert failed.exceptions == (world.environment.error,)
+
+
+async def test_a_rollout_that_its_environment_cancels_fails_and_the_evaluation_goes_on(tmp_path):
+    async with World(tmp_path, [1.0, 0.0]) as world:
+        world.environment.error = asyncio.CancelledError()
+        await world.serve(2)
+        await world.serve(3)
+        world.environment.error = None
+        await world.serve(4)
+        await world.serve(5)
+        assert [(result.num_failed, result.reward) for result in world.during] == [
+            (2, 0.0), (0, 0.5)
+        ]  # fmt: skip
 
 
 async def test_an_evaluation_before_training_shows_before_its_first_rollout_ends(tmp_path):

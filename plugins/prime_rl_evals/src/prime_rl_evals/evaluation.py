@@ -25,6 +25,7 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl.env.episode import RolloutResult
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
@@ -179,7 +180,10 @@ class Evaluation(Observer):
             return
         started = time.perf_counter()
         try:
-            await asyncio.wait_for(self._idle.wait(), self.settings.max_hold_seconds)
+            # Not ``wait_for``: before Python 3.12 it swallows a cancellation that comes in the tick
+            # in which a failing evaluation ends, and the run would never end.
+            async with asyncio.timeout(self.settings.max_hold_seconds):
+                await self._idle.wait()
         except TimeoutError:
             if not self._idle.is_set():  # else it has just ended, and the next one would be cut
                 self._cut.set()
@@ -246,6 +250,13 @@ class Evaluation(Observer):
                     seed=seed,
                 ),
             )
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # It comes out of the environment. Passed on, it would end ``run`` without a word.
+            text = "cancelled from inside its environment"
+            results = [RolloutResult(ok=False, error_type=type(error).__name__, error=text)]
         finally:
             self.inflight -= 1
         finished[job] = Finished(job.example, of_the_policy(results), results)
