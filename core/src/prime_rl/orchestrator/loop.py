@@ -171,7 +171,7 @@ async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
         if task is not None and task.cancelling():
             raise
         raise RunError(
-            f"{work.__qualname__} was cancelled from inside: code of an environment or a plugin "
+            f"{getattr(work, '__qualname__', work)} was cancelled from inside: code of an environment or a plugin "
             "raised CancelledError, or cancelled a task that is not its own. The traceback is in "
             "logs/latest/orchestrator.log."
         ) from error

@@ -205,6 +205,9 @@ class Evaluation(Observer):
             for env in envs:
                 own = [job for job in finished if job.env is env]
                 own.sort(key=lambda job: (job.example, job.member))
+                if not own:
+                    self._nothing_finished(env, version)
+                    continue
                 self._add(when, summarize(env, version, [finished[job] for job in own]))
                 if self.context.config.orchestrator.save_rollouts:
                     answered = {job: finished[job] for job in own}
@@ -279,6 +282,12 @@ class Evaluation(Observer):
         )
 
     # -- reports ----------------------------------------------------------------------------------
+
+    def _nothing_finished(self, env: EvalEnv, version: int) -> None:
+        """An evaluation without a rollout has no reward; it is not one of reward 0."""
+        text = "eval %s at version %d: no rollout finished, so nothing is measured"
+        log.warning(text, env.name, version)
+        self.host.log(version, {f"eval/{env.name}/cancelled": float(env.num_rollouts)})
 
     def _add(self, when: str, result: EvalResult) -> None:
         at = f"at version {result.policy_version}" if when == DURING else f"{when} training"
