@@ -170,8 +170,9 @@ async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
+        name = getattr(work, "__qualname__", work)
         raise RunError(
-            f"{getattr(work, '__qualname__', work)} was cancelled from inside: code of an environment or a plugin "
+            f"{name} was cancelled from inside: code of an environment or a plugin "
             "raised CancelledError, or cancelled a task that is not its own. The traceback is in "
             "logs/latest/orchestrator.log."
         ) from error
