@@ -62,7 +62,7 @@ class EvalLog:
         self.results: dict[str, list[EvalResult]] = {BEFORE: [], DURING: [], AFTER: []}
         """In the order of measurement, by when they were measured."""
         names = [each.name for each in fields(EvalResult)]
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+        for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else []:
             row = json.loads(line)
             result = EvalResult(**{name: row[name] for name in names})
             self.results[BEFORE if row["when"] == BEFORE else DURING].append(result)
@@ -324,4 +324,4 @@ def began_with(run_dir: Path, first_step: int) -> int:
     if not attempts:
         return first_step - 1
     first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
-    return int(json.loads(first.read_text()).get("first_step", 1)) - 1
+    return int(json.loads(first.read_text("utf-8")).get("first_step", 1)) - 1

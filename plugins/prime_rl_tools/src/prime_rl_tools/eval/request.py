@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from prime_rl.config.load import (
     explain,
     installed_defaults,
+    keep_texts,
     merge,
     parse_overrides,
     read_toml,
@@ -171,6 +172,7 @@ def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSetti
         )
     for path, value in pairs:
         set_at(table, path, value)
+    keep_texts(table, overrides)
     whole = merge(installed_defaults(), table).get("orchestrator")
     evaluation = _validated(OrchestratorConfig, whole, "orchestrator").eval
     if not evaluation.env:
