@@ -18,6 +18,7 @@ import math
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import PositiveInt, model_validator
@@ -101,7 +102,7 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
         end = None if config.num_examples is None else config.first + config.num_examples
         return itertools.islice(rows, config.first, end)
 
-    def task_of(self, file: Path, row: dict[str, object]) -> MathProblemsTask:
+    def task_of(self, file: Path, row: dict[str, Any]) -> MathProblemsTask:
         """One task. Raises ``ConfigError`` if the row lacks a column, or has a cell of another
         type, or an answer that no reply equals."""
         config = self.config
@@ -118,12 +119,15 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
                 f"{_shown(question)}. Set args.question."
             )
         is_number = isinstance(cell, int | float | Decimal) and not isinstance(cell, bool)
-        if not isinstance(cell, str) and not (is_number and math.isfinite(cell)):
+        if isinstance(cell, str):
+            answer = cell
+        elif is_number and math.isfinite(cell):
+            answer = _written(cell)
+        else:
             raise ConfigError(
                 f"{file}: column {config.answer!r}: expected a text or a number, the answer; found "
                 f"{_shown(cell)}. Set args.answer."
             )
-        answer = cell if isinstance(cell, str) else _written(cell)
         if not is_answer(answer):
             raise ConfigError(
                 f"{file}: column {config.answer!r}: math-verify reads no answer in "

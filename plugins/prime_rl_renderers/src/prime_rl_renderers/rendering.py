@@ -170,7 +170,8 @@ class Rendering:
             raise ConfigError(
                 f"message {index} of a demonstration could not be sampled in a rollout: the "
                 f"renderer {self._config.name!r} renders it in another way than its prompt begins. "
-                "Does it have a thought, and thinking is off in [orchestrator.renderer]?"
+                "A thought needs a renderer that thinks ([orchestrator.renderer]); a prompt that "
+                "opens a thought needs a message with one (reasoning_content)"
             )
         mask = [False] * len(prompt) + list(whole.sampled_mask[len(prompt) :])
         end = 1 + max((place for place, own in enumerate(mask) if own), default=len(prompt) - 1)
