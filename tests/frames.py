@@ -30,7 +30,7 @@ from scripted_engine import scripted_engine  # noqa: E402
 from prime_rl.rundir.directory import make_run_dir  # noqa: E402
 from prime_rl.rundir.launch import Launch  # noqa: E402
 from prime_rl.wire.micro_batch import decode_batch  # noqa: E402
-from prime_rl.wire.transport import unsealed  # noqa: E402
+from prime_rl.wire.sealing import unsealed  # noqa: E402
 from prime_rl_app.config import load_config  # noqa: E402
 from prime_rl_environments.tiny.chat import build_chat_tokenizer  # noqa: E402
 

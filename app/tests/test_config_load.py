@@ -103,6 +103,36 @@ def test_what_is_no_toml_value_is_a_string(text):
     assert parse_value(text) == text
 
 
+NUMBERS = ("7", "-7", "1e5", "1E5", "nan", "inf", "+inf", "true", "0x10", "1_000", "007", "1.50")
+DATES = ("2026-11-25", "2026-11-25T10:00:00Z", "10:30:00", "2026-11-25 10:00:00")
+
+
+@pytest.mark.parametrize("text", NUMBERS + DATES)
+def test_a_text_that_reads_as_another_toml_value_stays_what_was_typed(toml, text):
+    entries = "[[orchestrator.train.env]]\nid = 'a'\nname = 'first'\n"
+    names = {"model.name": text}
+    if text[0] not in "+-":  # which no name of an env begins with
+        names["orchestrator.train.env.0.name"] = text
+    overrides = [f"--{key}={value}" for key, value in names.items()]
+    config = load_config([toml(LEAST + entries)], [*overrides, "--max-steps", "7"])
+    (env,) = config.orchestrator.train.env
+    assert (config.model.name, config.max_steps) == (text, 7)
+    assert env.name == names.get("orchestrator.train.env.0.name", "first")
+
+
+def test_a_number_in_a_file_where_a_text_belongs_says_to_quote_it(toml):
+    with pytest.raises(ConfigError, match=r"^model.name: .* \(got 7\). Write it in quotes: \"7\""):
+        load_config([toml(LEAST.replace("'m/m'", "7"))])
+
+
+def test_a_file_of_a_windows_editor_is_read(toml, tmp_path):
+    """With a byte-order mark, CR LF, and characters at which ``splitlines`` splits."""
+    text = LEAST + "[[orchestrator.train.env]]\nid = 'a'\nargs.text = 'ü\u2028\u0085'\n"
+    path = tmp_path / "windows.toml"
+    path.write_bytes(("\ufeff" + text.replace("\n", "\r\n")).encode())
+    assert load_config([path]).orchestrator.train.env[0].args == {"text": "ü\u2028\u0085"}
+
+
 @pytest.mark.parametrize("argument", ["stray", "-x", "--"])
 def test_a_stray_argument(argument):
     with pytest.raises(ConfigError) as caught:

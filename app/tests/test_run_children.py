@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 from waiting import LIMIT, eventually, exists
 
-from prime_rl_app.children import (
-    end,
-    first_signal_asks,
-    free_ports,
-    sigterm_is_ctrl_c,
-    uninterrupted,
-)
+from prime_rl.rundir.machine import free_ports
+from prime_rl_app.children import end, first_signal_asks, sigterm_is_ctrl_c, uninterrupted
 
 FOREVER = "import time; time.sleep(600)"
 

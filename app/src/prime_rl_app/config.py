@@ -7,6 +7,7 @@ replaced whole. ``--dotted.key value`` comes last; a number in the path
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 import tomllib
@@ -18,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.explain import explain
+from prime_rl.config.explain import TAGS, TEXT_TYPES, explain, is_scalar
 from prime_rl.config.run import RunConfig
 from prime_rl.errors import ConfigError
 from prime_rl_app.open_files import fit as fit_open_files
@@ -42,7 +43,22 @@ def load_config(files: Sequence[Path], overrides: Sequence[str] = ()) -> RunConf
         table = merge(table, read_toml(file))
     for path, value in parse_overrides(overrides):
         set_at(table, path, value)
+    keep_texts(table, overrides)
     return build_config(table)
+
+
+def keep_texts(table: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Write what the user typed where an override is for a text and reads as another TOML value: a
+    name such as ``7``, ``1e5``, ``nan`` or ``true``."""
+    texts = {tuple(path): text for path, text in _split_overrides(overrides)}
+    try:
+        RunConfig.model_validate(without_replaced(merge(installed_defaults(), table)))
+    except ValidationError as error:
+        for problem in error.errors():
+            path = tuple(str(part) for part in problem["loc"] if part not in TAGS)
+            text = texts.get(path)
+            if problem["type"] in TEXT_TYPES and text is not None and is_scalar(problem["input"]):
+                set_at(table, path, text)
 
 
 def build_config(table: Mapping[str, Any]) -> RunConfig:
@@ -111,7 +127,8 @@ def read_toml(file: Path) -> dict[str, Any]:
     """One file as a table: TOML, or the JSON of a run's resolved config."""
     try:
         loads = json.loads if file.suffix == ".json" else tomllib.loads
-        table: dict[str, Any] = loads(file.read_text())
+        # A file of a Windows editor begins with a byte-order mark and ends its lines with CR LF.
+        table: dict[str, Any] = loads(file.read_text("utf-8-sig"))
         return table
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file. Give the path of a TOML config.") from None
@@ -135,6 +152,20 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
     """``["--a.b-c", "3", "--flag", "--no-other"]`` -> ``[(["a", "b_c"], 3),
     (["flag"], "true"), (["other"], "false")]``."""
     result: list[tuple[list[str], Any]] = []
+    for path, text in _split_overrides(arguments):
+        if text is not None:
+            result.append((path, parse_value(text)))
+        # As text: only a switch takes it, so that a forgotten value is no silent 1.
+        elif path[0].startswith("no_"):
+            result.append(([path[0].removeprefix("no_"), *path[1:]], "false"))
+        else:
+            result.append((path, "true"))
+    return result
+
+
+def _split_overrides(arguments: Sequence[str]) -> list[tuple[list[str], str | None]]:
+    """Dotted keys and what the user typed as their values; None: a switch."""
+    result: list[tuple[list[str], str | None]] = []
     rest = list(arguments)
     while rest:
         name = rest.pop(0)
@@ -142,27 +173,24 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[list[str], Any]]:
             raise ConfigError(
                 f"{name!r}: expected --dotted.key value. Config files come before the overrides."
             )
-        name, equals, inline = name[2:].partition("=")
-        if equals:
-            value: Any = parse_value(inline)
-        elif rest and not rest[0].startswith("--"):
-            value = parse_value(rest.pop(0))
-        else:
-            # As text: only a switch takes it, so that a forgotten value is no silent 1.
-            value = "false" if name.startswith("no-") else "true"
-            name = name.removeprefix("no-")
+        name, equals, text = name[2:].partition("=")
+        value: str | None = text if equals else None
+        if not equals and rest and not rest[0].startswith("--"):
+            value = rest.pop(0)
         result.append((name.replace("-", "_").split("."), value))
     return result
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value (number, bool, list, inline table), ``None``, or else a string."""
+    """A TOML value (number, bool, list, inline table), ``None``, or else a string. A date is a
+    string: no key takes one."""
     if text == "None":
         return None
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if isinstance(value, datetime.date | datetime.time) else value
 
 
 def set_at(table: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -19,6 +19,7 @@ from prime_rl.errors import PrimeRLError
 from prime_rl_app.config import (
     fitted,
     installed_defaults,
+    keep_texts,
     merge,
     parse_overrides,
     read_toml,
@@ -185,6 +186,7 @@ def _left(arguments: Sequence[str], known: Sequence[str]) -> list[str]:
             table = merge(table, read_toml(Path(file)))
         for path, value in parse_overrides(overrides):
             set_at(table, path, value)
+        keep_texts(table, overrides)
         config, refused = _without_refused(without_replaced(merge(installed_defaults(), table)))
         if config is not None and any(line.startswith(refused) for line in known):
             check(fitted(config)[0])
@@ -259,7 +261,7 @@ def lines_of_keys(text: str) -> Iterator[tuple[str, int]]:
     """``(dotted key, line number)`` of each table and key of a TOML file; entries of an array of
     tables are numbered: ``orchestrator.train.env.0.id``. Inline tables count as one key."""
     table, entries, closing = "", dict[str, int](), ""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if closing:  # inside a text of several lines
             closing = "" if line.count(closing) % 2 else closing
             continue

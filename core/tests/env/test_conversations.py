@@ -64,3 +64,58 @@ def test_a_system_message_alone_renders_without_a_generation_prompt(folder, toke
     rendering = Rendering(folder, Qwen3RendererConfig(enable_thinking=False))
     ids = rendering.ids([{"role": "system", "content": "hint"}])
     assert tokenizer.decode(ids) == "<|im_start|>system\nhint<|im_end|>\n"
+
+
+THOUGHT = {"reasoning_content": "hm"}
+FUNCTION = {"name": "f", "arguments": {"a": 1}}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "0", "type": "function", "function": FUNCTION}],
+}
+RESULT = {"role": "tool", "tool_call_id": "0", "content": "7"}
+PARAMETERS = {"type": "object", "properties": {}}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "description": "x", "parameters": PARAMETERS}}
+]
+
+
+def replies(samples, tokenizer):
+    return [trained(sample, tokenizer) for sample in samples]
+
+
+def test_several_turns_with_thoughts_are_a_sample_each_where_the_renderer_strips_them(
+    folder, tokenizer
+):
+    rendering = Rendering(folder, Qwen3RendererConfig())
+    chat = [m | THOUGHT if m["role"] == "assistant" else m for m in CHAT]
+    samples = rendering.supervised_samples(chat)
+    assert replies(samples, tokenizer) == [
+        "<think>\nhm\n</think>\n\nba<|im_end|>",
+        "<think>\nhm\n</think>\n\ndc<|im_end|>",
+    ]
+    for sample, turns in zip(samples, (1, 3), strict=True):
+        first = int(sample.loss_mask.argmax())
+        prompt = rendering.ids(chat[:turns], add_generation_prompt=True)
+        assert sample.token_ids[:first].tolist() == prompt
+        assert sample.loss_mask[first:].all()
+    with pytest.raises(ConfigError, match="4 messages is 2 samples"):
+        rendering.supervised_sample(chat)
+
+
+def test_a_call_trains_after_the_tools_and_its_thought_stays_for_the_next_turn(folder, tokenizer):
+    rendering = Rendering(folder, Qwen3RendererConfig())
+    chat = [CHAT[0], CALL | THOUGHT, RESULT, CHAT[1] | THOUGHT]
+    (sample,) = rendering.supervised_samples(chat, TOOLS)
+    thought = "<think>\nhm\n</think>\n\n"
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert trained(sample, tokenizer) == thought + call + thought + "ba<|im_end|>"
+    assert '"description": "x"' in tokenizer.decode(sample.token_ids)
+    result = sample.token_ids[(sample.roles == ROLES.index("tool")) & sample.is_content]
+    assert tokenizer.decode(result) == "7"
+
+
+def test_a_thought_that_no_rollout_could_sample_is_refused(folder):
+    rendering = Rendering(folder, Qwen3RendererConfig(enable_thinking=False))
+    with pytest.raises(ConfigError, match="message 1 of a demonstration could not be sampled"):
+        rendering.supervised_samples([CHAT[0], CHAT[1] | THOUGHT])

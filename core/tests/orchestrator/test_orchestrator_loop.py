@@ -375,6 +375,29 @@ async def test_an_engine_error_ends_the_run_whatever_the_loop_waits_for(
         await world.loop.run()
 
 
+@pytest.mark.parametrize("part", ["run", "before_training", "after_training"])
+async def test_a_cancellation_from_inside_an_observer_ends_the_run_with_an_error(
+    tmp_path: Path, part: str
+) -> None:
+    async def cancelled(self: Observer) -> None:
+        raise asyncio.CancelledError
+
+    cancelled.__qualname__ = f"Bad.{part}"
+    world = World(tmp_path)
+    bad = type("Bad", (Observer,), {part: cancelled})
+    world.loop.observers.append(bad(PluginConfig(), None))
+    with pytest.raises(RunError, match=f"Bad.{part} was cancelled from inside"):
+        await world.loop.run()
+
+
+async def test_a_failed_look_for_a_stop_is_an_error_and_no_stop(tmp_path: Path) -> None:
+    stop = asyncio.get_running_loop().create_future()
+    stop.set_exception(OSError("stale file handle"))
+    world = World(tmp_path, algorithm=Waits)
+    with pytest.raises(OSError, match="stale file handle"):
+        await world.loop.run(stop)
+
+
 async def watched(world: World, monkeypatch: pytest.MonkeyPatch, looks: int = 20) -> None:
     """Run the watchdog for some looks of a second each, on a clock of its own."""
     monkeypatch.setattr(watchdog, "LOOK_SECONDS", 0)

@@ -10,6 +10,10 @@ import pytest
 
 from prime_rl_embedded.testing import Served
 
+LOOKUP: Any = {
+    "type": "function",
+    "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}},
+}
 QUESTION: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -108,6 +112,8 @@ def test_a_client_that_disconnects_from_a_stream_frees_its_slot(
         ({"temperature": -1}, "temperature is -1"),
         ({"presence_penalty": 1.0}, "presence_penalty is 1.0"),
         ({"response_format": {"type": "json_object"}}, "does not constrain its output"),
+        ({"tools": [LOOKUP]}, "tools has 1 entries; this route parses no tool calls"),
+        ({"tools": [LOOKUP], "stream": True}, "this route parses no tool calls"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url'"),
         ({"stop": ""}, "empty string"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs is 21"),

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,11 @@ class FakeEnvironment:
 
     rewards: list[float]
     calls: list[tuple] = field(default_factory=list)
+    metrics: list[dict[str, float]] | None = None
+    """By example id; None: the reward as ``m``."""
     gate: asyncio.Event | None = None
+    error: BaseException | None = None
+    """Raised instead of a result: not a failed rollout but a bug."""
     inflight: int = 0
     most: int = 0
 
@@ -59,10 +64,13 @@ class FakeEnvironment:
             await (asyncio.sleep(0) if self.gate is None else self.gate.wait())
         finally:
             self.inflight -= 1
+        if self.error is not None:
+            raise self.error
         reward = self.rewards[example]
         if reward < 0:
             return [RolloutResult(ok=False, reward=9.0, error="broke", error_type="TaskError")]
-        return [RolloutResult(ok=True, reward=reward, metrics={"m": reward})]
+        metrics = {"m": reward} if self.metrics is None else self.metrics[example]
+        return [RolloutResult(ok=True, reward=reward, metrics=metrics)]
 
 
 class World:
@@ -77,7 +85,7 @@ class World:
             "interval": interval,
         }  # fmt: skip
         table = {"max_hold_seconds": max_hold_seconds, "env": [env]}
-        config = RunConfig(
+        config = self.config = RunConfig(
             model={"name": "m"}, max_steps=last_version, seed=1000,
             orchestrator={"max_inflight_rollouts": slots, "eval": table}, **tables,
         )  # fmt: skip
@@ -278,17 +286,59 @@ async def test_an_evaluation_that_ends_as_its_time_is_up_does_not_cut_the_next(
         gate = world.environment.gate = asyncio.Event()
         await world.serve(2)
 
-        async def late(idle, timeout):
+        @asynccontextmanager
+        async def late(timeout):
             gate.set()
-            await idle
+            yield
             raise TimeoutError
 
         with monkeypatch.context() as patch:
-            patch.setattr(asyncio, "wait_for", late)
+            patch.setattr(asyncio, "timeout", late)
             await world.evaluation.version_pending(3)
         await world.serve(4)
         await until(lambda: len(world.during) == 2)
         assert [result.num_rollouts for result in world.during] == [2, 2]
+
+
+async def test_an_evaluation_that_raises_ends_the_run_while_a_version_waits_for_it(tmp_path):
+    """As in the loop: the watcher and the evaluation are tasks of one group."""
+    world = World(tmp_path, [1.0, 0.0])
+    gate = world.environment.gate = asyncio.Event()
+
+    async def loop():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(world.evaluation.run())
+            world.evaluation.version_served(2)
+            await until(lambda: world.environment.inflight == 2)
+            waiting = tasks.create_task(forever(world.evaluation))
+            await settle()
+            world.environment.error = ZeroDivisionError("a bug")
+            gate.set()
+            await asyncio.wait([waiting])
+
+    async def forever(evaluation):
+        await evaluation.version_pending(3)
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(loop())
+    await asyncio.wait([task], timeout=LIMIT)
+    assert task.done()
+    failed = task.exception()
+    assert isinstance(failed, ExceptionGroup)
+    assert failed.exceptions == (world.environment.error,)
+
+
+async def test_a_rollout_that_its_environment_cancels_fails_and_the_evaluation_goes_on(tmp_path):
+    async with World(tmp_path, [1.0, 0.0]) as world:
+        world.environment.error = asyncio.CancelledError()
+        await world.serve(2)
+        await world.serve(3)
+        world.environment.error = None
+        await world.serve(4)
+        await world.serve(5)
+        assert [(result.num_failed, result.reward) for result in world.during] == [
+            (2, 0.0), (0, 0.5)
+        ]  # fmt: skip
 
 
 async def test_an_evaluation_before_training_shows_before_its_first_rollout_ends(tmp_path):
@@ -403,10 +453,72 @@ async def test_the_run_ends_when_the_metric_reaches_its_goal(tmp_path):
     assert "reached 0.9" in (tmp_path / "STOP").read_text()
 
 
-async def test_a_metric_that_no_evaluation_has_is_named_with_close_ones(tmp_path):
-    world = World(tmp_path, [0.9], stop={"metric": "eval/held/reward"})
-    with pytest.raises(ConfigError, match=r"stop.metric = 'eval/held/reward'.*all/reward/mean"):
-        await world.evaluation.before_training()
+@pytest.mark.parametrize("name", ["reward", "reward/mean", "pass", "all/reward", "pass@1/mean"])
+async def test_a_metric_that_no_evaluation_can_have_is_named_with_close_ones(tmp_path, name):
+    world = World(tmp_path, [0.9], stop={"metric": f"eval/held/{name}"})
+    with pytest.raises(ConfigError, match=rf"stop.metric = 'eval/held/{name}'.*Close: eval/held/"):
+        Evaluation.check(world.evaluation.context.config)
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0, 0.5])
+async def test_every_metric_of_an_evaluation_may_decide(tmp_path, reward):
+    world = World(tmp_path, [reward, 1.0], group_size=2)
+    await world.evaluation.before_training()
+    (found,) = world.evaluation.eval_log.results["before"]
+    for name in found.as_metrics().keys() - {"eval/held/policy_version"}:
+        Evaluation.check(World(tmp_path / "other", [1.0], stop={"metric": name}).config)
+
+
+@pytest.mark.parametrize(
+    ("metric", "lacking"),
+    [
+        ("eval/held/pass@1", 0.5),  # a reward that is neither 0 nor 1
+        ("eval/held/effective/reward/mean", -1.0),  # every rollout failed
+        ("eval/held/all/metrics/m/mean", -1.0),
+    ],
+)
+async def test_an_evaluation_that_lacks_the_metric_decides_nothing(
+    tmp_path, caplog, metric, lacking
+):
+    tables = {"ckpt": {"best": metric, "interval": 2}, "stop": {"metric": metric, "patience": 2}}
+    world = World(tmp_path, [lacking], **tables)
+    Evaluation.check(world.config)
+    await world.evaluation.before_training()
+    links, folder = [], tmp_path / "checkpoints"
+    async with world:
+        for version, reward in ((2, 1.0), (4, lacking), (6, lacking), (8, lacking)):
+            world.environment.rewards[0] = reward
+            await world.serve(version)
+            await world.serve(version + 1)
+            links.append(os.readlink(folder / "best"))
+            assert json.loads((folder / "best.json").read_text()) == [2, version]
+    assert links == ["step_2"] * 4
+    assert not (tmp_path / "STOP").exists()
+    for key in ("ckpt.best", "stop.metric"):
+        said = f"{key} = {metric!r}: the evaluation at step 4 has no such metric"
+        assert said in caplog.text
+
+    resumed = World(tmp_path, [1.0], version=9, **tables)
+    await resumed.evaluation.setup()
+    assert os.readlink(folder / "best") == "step_2"
+
+
+async def test_a_metric_that_only_some_rollouts_have_is_their_mean(tmp_path):
+    world = World(tmp_path, [0.25, 0.5, 0.75])
+    world.environment.metrics = [{"m": 6.0}, {}, {"m": 2.0, "n": -1.0}]
+    await world.evaluation.before_training()
+    (found,) = world.evaluation.eval_log.results["before"]
+    assert found.metrics == {"m": 4.0, "n": -1.0}
+
+
+async def test_an_evaluation_without_a_finished_rollout_is_not_one_of_reward_zero(tmp_path, caplog):
+    async with World(tmp_path, [1.0, 1.0], max_hold_seconds=0.001) as world:
+        world.environment.gate = asyncio.Event()
+        await world.serve(2)
+        await world.serve(3)
+        assert world.during == []
+        assert world.logged == [(2, {"eval/held/cancelled": 2.0})]
+    assert "eval held at version 2: no rollout finished" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -182,5 +182,7 @@ def test_an_episode_of_several_agents_counts_as_their_mean_and_fixed_players_do_
         "valid": 1.0,
         "exact": 0.5,
     }
+    broken = RolloutResult(ok=False, error_type="TaskError", agent="solver")
+    assert of_the_policy([result("proposer", 1.0), broken]) is broken
     alone = result("agent", 0.25)
     assert of_the_policy([alone, result("judge", 9.0, trainable=False)]) is alone

@@ -15,7 +15,7 @@ from renderers import Qwen3RendererConfig
 from scripted_replies import TOKENIZER, replying
 from waiting import LIMIT
 
-from math_problems.check import is_right
+from math_problems.check import is_answer, is_right
 from math_problems.files import hub_files
 from prime_rl import ConfigError
 from prime_rl.env.environment import Environment, EnvSettings, ModelEndpoint, SamplingSettings
@@ -68,6 +68,40 @@ def test_a_reply_is_right_if_its_answer_equals_the_rows(
     assert is_right(reply, answer, "reply") is anywhere
 
 
+OWN_ANSWERS = (
+    *("24", "-3", "1,234.50", "\\frac{1}{2}", "2\\sqrt{3}", "10:30", "[1, 2]", "(1,2)", "x=5"),
+    *("\\text{Monday}", "Paris", "(A)", "12 apples", "\\{1,2,3\\}", "5%", "\\$5.00", "1e+20"),
+)
+
+
+@pytest.mark.parametrize("answer", OWN_ANSWERS)
+def test_a_reply_that_gives_the_rows_own_answer_is_right(answer: str) -> None:
+    assert is_answer(answer)
+    assert is_right(f"So it is \\boxed{{{answer}}}.", answer, "boxed")
+    assert not is_right("So it is \\boxed{77}.", answer, "boxed")
+
+
+@pytest.mark.parametrize(
+    ("cell", "reply"),
+    [(24, "24"), (-0.5, "-\\frac{1}{2}"), (1e20, "100000000000000000000"), (1e-7, "0.0000001")],
+)
+def test_a_number_in_a_cell_is_an_answer(tmp_path: Path, cell: float, reply: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": "?", "answer": cell}))
+    answer = environment(path=tmp_path).examples[0].task.data.answer
+    assert is_right(f"\\boxed{{{reply}}}", answer, "boxed")
+
+
+def test_jsonl_may_have_a_byte_order_mark_blank_lines_and_any_character(tmp_path: Path) -> None:
+    questions = ["a\u2028b", "a\u0085b\x1c", "ü?"]
+    rows = [
+        json.dumps({"question": question, "answer": "1"}, ensure_ascii=False)
+        for question in questions
+    ]
+    text = "\ufeff\r\n" + "\r\n\n \n".join(rows) + "\n\n"
+    (tmp_path / "a.jsonl").write_bytes(text.encode())
+    assert prompts(path=tmp_path) == questions
+
+
 # -- rows -------------------------------------------------------------------------------------
 
 
@@ -92,7 +126,15 @@ def test_jsonl_and_parquet_give_the_same_rows(gsm8k: Path, tmp_path: Path) -> No
         ("{", {}, "gsm8k.jsonl, line 4: no JSON"),
         ("[1]", {}, r"line 4: expected an object, found '\[1\]'"),
         ('{"problem": "?"}', {}, "no column 'question'; its columns are: problem"),
-        ('{"question": "?", "answer": ""}', {}, "math-verify reads no answer in ''"),
+        ('{"question": "?", "answer": ""}', {}, "math-verify reads no answer in str ''"),
+        ('{"question": "?", "answer": [1, 2]}', {}, r"found list \[1, 2\]"),
+        ('{"question": "?", "answer": {"a": 1}}', {}, "'answer': expected a text or a number"),
+        ('{"question": "?", "answer": null}', {}, "found NoneType None"),
+        ('{"question": "?", "answer": true}', {}, "found bool True"),
+        ('{"question": "?", "answer": NaN}', {}, "found float nan"),
+        ('{"question": null, "answer": "1"}', {}, "'question': expected a text"),
+        ('{"question": " ", "answer": "1"}', {}, "'question': expected a text"),
+        ('{"question": [{"role": "user", "content": "?"}], "answer": "1"}', {}, "found list"),
         ("", {"path": "/nowhere"}, "at /nowhere there is nothing .jsonl or .parquet"),
         ("", {"dataset": "a/b"}, "set either path"),
         ("", {"path": None}, "set either path"),

@@ -214,3 +214,46 @@ def test_exactly_one_origin_of_demonstrations_is_required(config, got):
 
 def test_demonstrations_feed_only_ce():
     assert Dataset.feeds == {"ce"}
+
+
+LOOK = {"type": "function", "function": {"name": "look"}}
+CALLS = [
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "BA"},
+]
+
+
+async def test_the_tools_of_a_line_are_in_its_prompt(tmp_path):
+    made = await source(path=written(tmp_path, {"messages": CALLS, "tools": [LOOK]}))
+    (sample,) = (await shown(made)).samples
+    assert (text(sample), text(sample, False)) == ("BA", "lookab7")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"messages": CALLS}, r"demos.jsonl:1: messages call tools, and there is no 'tools'"),
+        ({"messages": CALLS, "tools": []}, "there is no 'tools'"),
+        ({"messages": CALLS, "tools": "look"}, "tools: expected a list of .*got str 'look'"),
+        ({"messages": CALLS, "tools": [{"name": "look"}]}, "tools: expected a list of"),
+        ({"messages": CALLS, "tools": {"a": 1}}, "tools: expected a list of .*got dict"),
+    ],
+)
+async def test_calls_without_tools_and_wrong_tools_are_refused(tmp_path, line, said):
+    with pytest.raises(ConfigError, match=said):
+        await source(path=written(tmp_path, line))
+
+
+async def test_a_file_may_begin_with_a_byte_order_mark_and_have_any_character(tmp_path):
+    path = tmp_path / "demos.jsonl"
+    lines = [
+        '{"prompt": "a\u2028b", "completion": "\u0085"}',
+        "",
+        '{"prompt": "c", "completion": "d"}',
+    ]
+    path.write_bytes(("\ufeff" + "\r\n".join(lines)).encode())
+    made = await source(path=path)
+    assert made.num_examples == 2
+    assert text((await shown(made)).samples[0], False) == "a\u2028b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 from typing import Any, get_args
 
@@ -9,6 +10,9 @@ from pydantic import BaseModel, ValidationError
 
 TAGS = ("policy", "frozen", "plugin")
 """Union tags that pydantic puts into a path."""
+
+TEXT_TYPES = ("string_type", "path_type")
+"""Errors of pydantic for a value that is no text."""
 
 EXPECTED = dict.fromkeys(("tuple_type", "list_type"), "expected a list")
 EXPECTED |= dict.fromkeys(("dict_type", "model_type"), "expected a table of keys")
@@ -41,10 +45,19 @@ def _line(problem: Any, model: type[BaseModel], where: str) -> str:
         return f"{place}: required, and nothing was given"
     said = EXPECTED.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     found = f" (got {problem['input']!r})"
+    if problem["type"] in TEXT_TYPES and is_scalar(problem["input"]):
+        found += (
+            f""". Write it in quotes: "{problem["input"]}", and '"{problem["input"]}"' in a shell"""
+        )
     if isinstance(problem["input"], dict):
         is_list = said == EXPECTED["list_type"] and _fields_at(model, location)
         found = f", got a table. Write [[{place}]]" if is_list else ""
     return f"{place}: {said}{found}"
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether it is a TOML value other than a text, a list and a table."""
+    return isinstance(value, bool | int | float | datetime.date | datetime.time)
 
 
 def _fields_at(model: type[BaseModel], location: tuple[Any, ...]) -> set[str]:

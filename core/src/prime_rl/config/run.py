@@ -108,7 +108,8 @@ class CkptConfig(Settings):
     """Checkpoints of every multiple of this step stay, in addition to ``keep_last``."""
     best: str | None = None
     """A held-out metric, ``eval/ENV/NAME``: the checkpoint with its highest value stays too, and
-    ``checkpoints/best`` links to it. Needs ``interval``, and an evaluation at its multiples."""
+    ``checkpoints/best`` links to it. Needs ``interval``, and an evaluation at its multiples. An
+    evaluation that lacks it is skipped with a warning."""
 
     def is_due(self, step: int, last_step: int, since: float = 0.0) -> bool:
         """Whether step ``step`` of a run that ends with ``last_step`` writes a checkpoint;

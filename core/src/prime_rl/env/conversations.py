@@ -3,18 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from prime_rl import ROLES, ConfigError, Sample
 from prime_rl.env.rendering import load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
-Mask = npt.NDArray[np.bool_]
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """Columns of one or more turns of the policy, each after its prompt."""
+
+    token_ids: list[int]
+    mask: list[bool]
+    """Sampled by the policy."""
+    owners: list[int]
+    """The message of each token; -1: none."""
+    content: list[bool] | None
+    reply: int
+    """Where the last reply begins."""
+
+    def after(self, prompt: Any, first: int) -> _Turns:
+        """The same reply after a prompt that extends the turn before. ``first``: the message that
+        its own messages are counted from."""
+        size = len(prompt.token_ids)
+        owners = [owner + first if owner >= 0 else -1 for owner in prompt.message_indices]
+        content = list(prompt.is_content) if len(prompt.is_content) == size else None
+        if content is not None and self.content is not None:
+            content += self.content[self.reply :]
+        return _Turns(
+            token_ids=[*prompt.token_ids, *self.token_ids[self.reply :]],
+            mask=[False] * size + self.mask[self.reply :],
+            owners=owners + self.owners[self.reply :],
+            content=None if self.content is None else content,
+            reply=size,
+        )
+
+    def extends(self, earlier: _Turns) -> bool:
+        """Whether the prompt begins with the earlier turn."""
+        return self.token_ids[: min(self.reply, len(earlier.token_ids))] == earlier.token_ids
+
+    def joined(self, earlier: _Turns) -> _Turns:
+        """Both, where this extends ``earlier``."""
+        size = len(earlier.token_ids)
+        content = None
+        if self.content is not None and earlier.content is not None:
+            content = earlier.content + self.content[size:]
+        return replace(
+            self,
+            mask=earlier.mask + self.mask[size:],
+            owners=earlier.owners + self.owners[size:],
+            content=content,
+        )
+
+    def sample(self, messages: Messages) -> Sample:
+        roles = [ROLES.index(str(message["role"])) for message in messages]
+        return Sample(
+            token_ids=np.asarray(self.token_ids, np.int32),
+            loss_mask=np.asarray(self.mask, np.bool_),
+            inference_logprobs=np.zeros(len(self.token_ids), np.float32),
+            roles=np.array([roles[each] if each >= 0 else -1 for each in self.owners], np.int8),
+            is_content=None if self.content is None else np.asarray(self.content, np.bool_),
+        )
 
 
 class Rendering:
@@ -49,52 +106,83 @@ class Rendering:
         """The tokens that end an assistant's turn."""
         return list(self._renderer(self._config).get_stop_token_ids())
 
-    def supervised_sample(self, messages: Messages) -> Sample:
+    def supervised_samples(self, messages: Messages, tools: Tools | None = None) -> list[Sample]:
         """A conversation whose assistant tokens train, as if the policy had sampled them.
 
-        Tokens of the generation prompt (an empty thought, where thinking is off) do not train: no
-        rollout samples them. Raises ``ConfigError`` if the renderer does not mark the assistant's
-        tokens.
+        Each reply follows the prompt that a rollout would have had: with the block of ``tools``,
+        and with earlier thoughts only as far as the renderer keeps them. A reply whose prompt
+        extends the turn before stands in the same sample, another one in a sample of its own.
+        Tokens of a prompt (an empty thought, where thinking is off) do not train.
+
+        Raises ``ConfigError`` if the renderer does not mark the assistant's tokens, or if no
+        rollout could sample a reply after its prompt.
         """
         renderer = self._renderer(self._config)
-        whole = renderer.render(list(messages))
-        size = len(whole.token_ids)
-        if len(whole.sampled_mask) != size:
+        turns: list[_Turns] = []
+        before = -1
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            turn = self._turn(messages, index, tools)
+            following = list(messages[before + 1 : index])
+            bridged = None
+            if turns and following:
+                last = turns[-1]
+                bridged = renderer.bridge_to_next_turn(
+                    last.token_ids[: last.reply],
+                    last.token_ids[last.reply :],
+                    following,
+                    tools=tools,
+                )
+            if bridged is not None:
+                turn = turn.after(bridged, before + 1)
+            if turns and turn.extends(turns[-1]):
+                turn = turn.joined(turns.pop())
+            turns.append(turn)
+            before = index
+        return [turn.sample(messages) for turn in turns]
+
+    def supervised_sample(self, messages: Messages, tools: Tools | None = None) -> Sample:
+        """``supervised_samples`` of a conversation that is one sample. Raises ``ConfigError`` for
+        one that is several."""
+        samples = self.supervised_samples(messages, tools)
+        if len(samples) != 1:
+            raise ConfigError(
+                f"a conversation of {len(messages)} messages is {len(samples)} samples for the "
+                f"renderer {self._config.name!r}, expected one: use supervised_samples"
+            )
+        return samples[0]
+
+    def _turn(self, messages: Messages, index: int, tools: Tools | None) -> _Turns:
+        """The reply ``messages[index]`` after its prompt, rendered anew."""
+        renderer = self._renderer(self._config)
+        prompt = renderer.render_ids(
+            list(messages[:index]), tools=tools, add_generation_prompt=True
+        )
+        whole = renderer.render(list(messages[: index + 1]), tools=tools)
+        if len(whole.sampled_mask) != len(whole.token_ids):
             raise ConfigError(
                 f"orchestrator.renderer: {self._config.name!r} does not mark the assistant's "
                 "tokens, so demonstrations cannot be trained on. Set the renderer of the "
                 "model's family."
             )
-        mask = np.asarray(whole.sampled_mask, np.bool_)
-        owners = np.asarray(whole.message_indices, np.int32)
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                self._unmask_prompt(messages, index, whole.token_ids, owners, mask)
-        roles = [ROLES.index(str(message["role"])) for message in messages]
-        content = whole.is_content if len(whole.is_content) == size else None
-        return Sample(
-            token_ids=np.asarray(whole.token_ids, np.int32),
-            loss_mask=mask,
-            inference_logprobs=np.zeros(size, np.float32),
-            roles=np.array([roles[owner] if owner >= 0 else -1 for owner in owners], np.int8),
-            is_content=None if content is None else np.asarray(content, np.bool_),
+        if whole.token_ids[: len(prompt)] != list(prompt):
+            raise ConfigError(
+                f"message {index} of a demonstration could not be sampled in a rollout: the "
+                f"renderer {self._config.name!r} renders it in another way than its prompt begins. "
+                "A thought needs a renderer that thinks ([orchestrator.renderer]); a prompt that "
+                "opens a thought needs a message with one (reasoning_content)"
+            )
+        mask = [False] * len(prompt) + list(whole.sampled_mask[len(prompt) :])
+        end = 1 + max((place for place, own in enumerate(mask) if own), default=len(prompt) - 1)
+        content = list(whole.is_content) if len(whole.is_content) == len(mask) else None
+        return _Turns(
+            token_ids=list(whole.token_ids[:end]),
+            mask=mask[:end],
+            owners=list(whole.message_indices[:end]),
+            content=None if content is None else content[:end],
+            reply=len(prompt),
         )
-
-    def _unmask_prompt(
-        self,
-        messages: Messages,
-        index: int,
-        token_ids: list[int],
-        owners: Any,
-        mask: npt.NDArray[np.bool_],
-    ) -> None:
-        """Unmask the tokens of message ``index`` that belong to its generation prompt."""
-        before = self.ids(messages[:index])
-        opener = self.ids(messages[:index], add_generation_prompt=True)[len(before) :]
-        for position, token in zip(np.flatnonzero(owners == index), opener, strict=False):
-            if token_ids[position] != token:
-                return
-            mask[position] = False
 
     def _renderer(self, config: Any) -> Any:
         key = config.model_dump_json()

@@ -37,7 +37,7 @@ def load_tokenizer(path: Path) -> Any:
     ``AutoTokenizer`` imports torch to find out what ``tokenizer_config.json`` already says.
     """
     try:
-        table = json.loads((path / "tokenizer_config.json").read_text())
+        table = json.loads((path / "tokenizer_config.json").read_text("utf-8"))
         if table.get("tokenizer_class") in GENERIC_TOKENIZERS:
             from transformers import PreTrainedTokenizerFast
 

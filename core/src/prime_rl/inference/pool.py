@@ -130,6 +130,7 @@ class EnginePool:
                 return answer
 
     async def _choose(self, key: Hashable, failed_at: Engine | None) -> Engine:
+        self._raise_bugs()
         if not self.serving:
             with self._shown_waiting():
                 while not self.serving:
@@ -190,9 +191,13 @@ class EnginePool:
 
     def _check(self, kind: type[ConfigError | EngineError]) -> None:
         """Raises ``kind`` for what waiting does not change."""
+        self._raise_bugs()
+
+    def _raise_bugs(self) -> None:
+        """Raises what has ended the look at an engine: nobody would see it leave or come back."""
         for watching in self._watching.values():
             if watching.done():
-                watching.result()  # a bug
+                watching.result()
 
     def _watch_all(self) -> None:
         """Look at every engine until ``close``, and let it serve when it can."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from prime_rl.config.run import RunConfig
 from prime_rl.env.rendering import load_tokenizer
-from prime_rl.errors import PrimeRLError
+from prime_rl.errors import PrimeRLError, RunError
 from prime_rl.orchestrator import build
 from prime_rl.orchestrator.context import Engines, RunContext, TrainEnv
 from prime_rl.orchestrator.loop import Orchestrator
@@ -68,13 +68,23 @@ async def _supervised(run_dir: Path, config: RunConfig) -> int:
     status = Status(run_dir / "status" / "orchestrator.json")
     task = asyncio.ensure_future(_run(run_dir, config, status))
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    terminated = asyncio.Event()
+
+    def end() -> None:
+        terminated.set()
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, end)
     loop.set_exception_handler(_end_without_memory)
     beats = asyncio.create_task(_beat(status))
     try:
         await task
     except asyncio.CancelledError:
-        return 0
+        if terminated.is_set() or status.last.state == DONE:  # a stop before the first step
+            return 0
+        text = "an environment or a plugin raised CancelledError, or cancelled all tasks"
+        _report(RunError(text), status)
+        return 1
     except Exception as error:
         if status.last.state != FAILED:
             _report(error, status)
@@ -131,14 +141,15 @@ def _cancelled_by(stop: asyncio.Task[None], launch: Launch, status: Status) -> I
     task, is_building = asyncio.current_task(), True
 
     def cancel(stop: asyncio.Task[None]) -> None:
-        if is_building and task is not None:
+        # A stop that failed is no stop: the loop raises its error.
+        if is_building and task is not None and not stop.cancelled() and not stop.exception():
             task.cancel()
 
     stop.add_done_callback(cancel)
     try:
         yield
     except asyncio.CancelledError:
-        if stop.done():
+        if stop.done() and not stop.cancelled() and not stop.exception():
             status.report(DONE, last_step=launch.first_step - 1)
         raise
     finally:

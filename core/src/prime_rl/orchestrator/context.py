@@ -235,6 +235,14 @@ class EnvHost:
         sample: Sample = self._shared.rendering().supervised_sample(messages)
         return sample
 
+    def supervised_samples(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Sample]:
+        samples: list[Sample] = self._shared.rendering().supervised_samples(messages, tools)
+        return samples
+
     def task(self, example_id: int) -> Mapping[str, Any]:
         """The fields of one example of the env."""
         return self._environment.examples[example_id].fields

@@ -26,6 +26,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from prime_rl.errors import RunError
 from prime_rl.orchestrator.buffer import Buffer, NothingToTrain
 from prime_rl.orchestrator.context import RunContext
 from prime_rl.orchestrator.packer import Packer
@@ -74,7 +75,7 @@ class Orchestrator:
             async with asyncio.TaskGroup() as tasks:
                 others = [each for each in self.observers if each is not self.sampling]
                 work = [self.weights.run(), *(each.run() for each in others)]
-                background = [tasks.create_task(each) for each in work]
+                background = [tasks.create_task(until_cancelled(each)) for each in work]
                 try:
                     await self._train(tasks, background)
                 except Stop:
@@ -98,7 +99,8 @@ class Orchestrator:
         first, last = self.context.launch.first_step, self.context.config.max_steps
         for observer in self.observers:
             await self._unless_stopped(observer.before_training())
-        background.append(tasks.create_task(self.sampling.run()))  # sampler -> rollout -> algorithm
+        sampling = until_cancelled(self.sampling.run())
+        background.append(tasks.create_task(sampling))  # sampler -> rollout -> algorithm
         for _ in range(first, last + 1):
             await self._unless_stopped(self.buffer.wait_until_full())
             await self.sampling.score_batch()  # whole, or a stop would save half of its credit
@@ -126,12 +128,13 @@ class Orchestrator:
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``. Raises ``Stop`` if the user ends the run first."""
-        task = asyncio.ensure_future(work)
+        task = asyncio.ensure_future(until_cancelled(work))
         try:
             await asyncio.wait([task, self.stop], return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Stop
-            return task.result()
+            if task.done():
+                return task.result()
+            self.stop.result()  # if it failed, nobody has asked for a stop
+            raise Stop
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -158,3 +161,20 @@ class Orchestrator:
             await self.wire.send(last + 1, [frame] * self.context.launch.num_ranks)
             await self.wire.drain()
         return last
+
+
+async def until_cancelled(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``. A ``CancelledError`` that comes from inside, out of the code of an
+    environment or a plugin, is an error: a task group takes it for an end in order."""
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        name = getattr(work, "__qualname__", work)
+        raise RunError(
+            f"{name} was cancelled from inside: code of an environment or a plugin "
+            "raised CancelledError, or cancelled a task that is not its own. The traceback is in "
+            "logs/latest/orchestrator.log."
+        ) from error

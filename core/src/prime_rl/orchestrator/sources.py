@@ -182,11 +182,13 @@ class SampledFrozen(Sampled):
                 "'tokens' with a model of the policy's tokenizer."
             )
         rollout = super()._rollout(ask, plan, replace(result, branches=[]))
-        sample = self._rendering().supervised_sample(result.wire_messages)
+        samples = self._rendering().supervised_samples(result.wire_messages)
         if result.is_truncated:  # the reply was cut off: its end is the renderer's, not the model's
-            sample.loss_mask[np.flatnonzero(sample.loss_mask)[-1:]] = False
-        sample.temperature = plan.temperature
-        rollout.samples = [sample]
+            last = samples[-1]
+            last.loss_mask[np.flatnonzero(last.loss_mask)[-1:]] = False
+        for sample in samples:
+            sample.temperature = plan.temperature
+        rollout.samples = samples
         rollout.has_logprobs = False
         return rollout
 

@@ -193,7 +193,18 @@ class Host(Protocol):
 
     def supervised_sample(self, messages: Sequence[Mapping[str, Any]]) -> Sample:
         """A conversation as a sample. ``loss_mask`` selects the assistant's own tokens;
-        ``inference_logprobs`` are 0.0, since no model sampled them."""
+        ``inference_logprobs`` are 0.0, since no model sampled them. Raises ``ConfigError`` if it
+        is several samples."""
+        ...
+
+    def supervised_samples(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Sample]:
+        """The same for any conversation: a reply whose prompt does not extend the turn before, as
+        where earlier thoughts are stripped, is a sample of its own. ``tools``: those that the
+        prompt tells of, in OpenAI's form."""
         ...
 
     def task(self, example_id: int) -> Mapping[str, Any]:

@@ -228,7 +228,7 @@ def filter_rollout(rollout: Rollout, group: Group) -> str | None:
     """
 
 
-# -- observation, deprecated: override the methods of an ``Observer`` instead ------------------------
+# -- observation, deprecated: override the methods of an ``Observer`` instead ---------------
 
 
 @hookspec

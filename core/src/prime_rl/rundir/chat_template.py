@@ -25,7 +25,7 @@ def write_chat_template(run_dir: Path, chosen: ChatTemplate) -> None:
 def read_chat_template(run_dir: Path) -> ChatTemplate | None:
     """The run's choice; None before it is made."""
     path = run_dir / CHOICE
-    return ChatTemplate(**json.loads(path.read_text())) if path.exists() else None
+    return ChatTemplate(**json.loads(path.read_text("utf-8"))) if path.exists() else None
 
 
 def put_chat_template(run_dir: Path, folder: Path) -> None:
@@ -33,10 +33,10 @@ def put_chat_template(run_dir: Path, folder: Path) -> None:
     chosen = read_chat_template(run_dir)
     if chosen is None or chosen.text is None:
         return
-    (folder / "chat_template.jinja").write_text(chosen.text)
+    (folder / "chat_template.jinja").write_text(chosen.text, "utf-8")
     (folder / "chat_template.json").unlink(missing_ok=True)  # a processor's template
     path = folder / "tokenizer_config.json"
-    table = json.loads(path.read_text()) if path.exists() else {}
+    table = json.loads(path.read_text("utf-8")) if path.exists() else {}
     if "chat_template" in table:  # transformers prefers the file, other programs read this key
         text = json.dumps(table | {"chat_template": chosen.text}, indent=2, ensure_ascii=False)
-        path.write_text(text + "\n")
+        path.write_text(text + "\n", "utf-8")

@@ -155,6 +155,16 @@ class FakeHost:
             is_content=np.ones(len(roles), np.bool_),
         )
 
+    def supervised_samples(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Sample]:
+        """One sample, which begins with the names of the tools."""
+        names = "".join(str(tool["function"]["name"]) for tool in tools or ())
+        block = [{"role": "system", "content": names}] if names else []
+        return [self.supervised_sample([*block, *messages])]
+
     def task(self, example_id: int) -> Mapping[str, Any]:
         """One of ``tasks``."""
         return self.tasks[example_id]

@@ -93,6 +93,6 @@ def weight_files(folder: Path) -> list[Path]:
     """A model folder's safetensors."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names: dict[str, str] = json.loads(index.read_text("utf-8"))["weight_map"]
         return sorted({folder / name for name in names.values()})
     return sorted(folder.glob("model.safetensors"))

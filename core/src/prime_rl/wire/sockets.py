@@ -122,7 +122,8 @@ class News:
             return
         self._changed.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), LOOK_SECONDS)
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._changed.wait()
 
 
 class Outbox:

@@ -34,7 +34,13 @@ Reward = Callable[[str, Mapping[str, Any]], float]
 
 def exact(reply: str, task: Mapping[str, Any]) -> float:
     """1.0 if the reply is the task's ``answer``, apart from blanks around it."""
-    return float(reply.strip() == str(task["answer"]).strip())
+    answer = task["answer"]
+    if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+        raise ConfigError(
+            f"vineppo: the task's 'answer' is {answer!r:.60}; the reward of the replies compares "
+            "texts. Set algo.reward to a function of your own."
+        )
+    return float(reply.strip() == str(answer).strip())
 
 
 def load_reward(import_path: str) -> Reward:

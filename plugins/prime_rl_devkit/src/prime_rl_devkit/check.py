@@ -163,7 +163,7 @@ def read_project(folder: Path) -> tuple[str, str, dict[str, dict[str, str]]]:
     if not path.exists():
         raise ConfigError(f"{folder}: expected a package folder with a pyproject.toml, found none")
     try:
-        project = tomllib.loads(path.read_text()).get("project", {})
+        project = tomllib.loads(path.read_text("utf-8")).get("project", {})
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
     points = project.get("entry-points", {})

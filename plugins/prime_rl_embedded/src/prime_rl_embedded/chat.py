@@ -1,6 +1,8 @@
 """``/v1/chat/completions`` for outside clients, with the tokenizer's own chat template.
 
-Text in, text out: tool calls are not parsed. Rollouts use ``/inference/v1/generate`` instead.
+Text in, text out. What a call of a tool looks like in tokens depends on the model's family, and the
+engine does not know it: ``tools`` are refused, since calls would be lost in the text. Rollouts use
+``/inference/v1/generate`` instead, where the run's renderer parses calls.
 """
 
 from __future__ import annotations
@@ -57,6 +59,13 @@ class Chat:
             raise RequestError(
                 f"response_format.type is {kind!r}; this engine does not constrain its output: "
                 "leave response_format out, and ask for the format in the prompt"
+            )
+        if body.tools:
+            raise RequestError(
+                f"tools has {len(body.tools)} entries; this route parses no tool calls, so every "
+                "call of the model would be lost as text. Evaluate with the renderer of a run "
+                "(prime-rl eval RUN_DIR --base-url ...), or send tokens to /inference/v1/generate "
+                "and parse the reply with the model's renderer"
             )
         answers = self._answers(body, await self._render(body))
         head = _head(answers[0].request, self.limits.model_name)

@@ -100,7 +100,7 @@ def _shards(directory: Path) -> list[Path]:
             raise WeightsError(f"{directory}: no model*.safetensors in it")
         return paths
     try:
-        names = sorted(set(json.loads(regular(index).read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(regular(index).read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
     if outside := [name for name in names if Path(name).name != name]:

@@ -215,7 +215,7 @@ def _pairs_of_experts(
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(regular(path).read_text())
+        config = json.loads(regular(path).read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise WeightsError(f"{path}: can't be read: {error}") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":

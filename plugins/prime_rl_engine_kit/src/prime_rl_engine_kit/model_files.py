@@ -64,7 +64,7 @@ class ModelFiles:
     def text_config(self) -> dict[str, Any]:
         """``config.json``, or its ``text_config``; empty if it cannot be read."""
         try:
-            config: dict[str, Any] = json.loads((self.directory / "config.json").read_text())
+            config: dict[str, Any] = json.loads((self.directory / "config.json").read_text("utf-8"))
         except (OSError, ValueError):
             return {}
         return config.get("text_config") or config
@@ -122,7 +122,7 @@ def _shards(directory: Path) -> list[Path]:
         paths = sorted(directory.glob("model*.safetensors"))
     else:
         try:
-            names = set(json.loads(regular(index).read_text())["weight_map"].values())
+            names = set(json.loads(regular(index).read_text("utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise WeightsError(f"{index}: not an index of safetensors: {error}") from error
         if outside := [name for name in names if Path(name).name != name]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from prime_rl.env.loading import HANDED_ON
 from prime_rl.registry.manager import DISABLE
@@ -25,6 +28,23 @@ def public_environment() -> dict[str, str]:
     """What every worker gets of our environment: no key."""
     own = {k: v for k, v in os.environ.items() if HANDED_ON.fullmatch(k) or k in FREE}
     return NUMPY_THREADS | own
+
+
+MOST_LINE = 1 << 16
+"""Bytes of an answer."""
+
+log = logging.getLogger(__name__)
+
+
+class Answer(msgspec.Struct):
+    """One line of the fork server (``forkserver.py``)."""
+
+    id: str
+    pid: int | None = None
+    status: int | None = None
+    """Its exit code, when it has ended."""
+    failed: str | None = None
+    """Why it could not start."""
 
 
 @dataclass(eq=False)
@@ -91,19 +111,35 @@ class Forks:
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Hear what the fork server answers, until it ends; then every worker has ended."""
         assert process.stdout is not None
-        async for line in process.stdout:
-            answer = json.loads(line)
-            fork = self._forks.get(answer["id"])
-            if fork is None:
-                continue
-            fork.pid = answer.get("pid", fork.pid)
-            fork.failure = answer.get("failed", fork.failure)
-            if "status" in answer:
-                self._end(fork, ending(answer["status"]))
+        rest = b""
+        try:
+            while data := await process.stdout.read(MOST_LINE):
+                *lines, rest = (rest + data).split(b"\n")
+                rest = rest[-MOST_LINE:]
+                for line in filter(None, lines):
+                    self._hear(line)
+        except Exception:  # nobody would hear the end of a worker any more
+            log.exception("the answers of the process that forks workers cannot be read")
+            process.kill()
         how = ending(await process.wait())
         self._process = None
         for fork in [*self._forks.values()]:
             self._end(fork, f"ended with the process that forks workers, which {how}")
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            answer = msgspec.json.decode(line, type=Answer)
+        except (ValueError, RecursionError):
+            text = "the process that forks workers wrote %r where its answers go; it is ignored"
+            log.warning(text, line[:200])
+            return
+        fork = self._forks.get(answer.id)
+        if fork is None:
+            return
+        fork.pid = answer.pid or fork.pid
+        fork.failure = answer.failed
+        if answer.status is not None:
+            self._end(fork, ending(answer.status))
 
     def _end(self, fork: Fork, how: str) -> None:
         del self._forks[fork.id]

@@ -7,8 +7,11 @@ that dies is replaced at once. Requests are lines of JSON on stdin, answers on s
     {"id": "reverse 0 1", "address": "ipc://...", "settings": {...}, "env": {...}}
     {"kill": "reverse 0 1"}
                                              {"id": "reverse 0 1", "pid": 71}
-                                             {"id": "reverse 0 1", "failed": "ConfigError: ..."}
                                              {"id": "reverse 0 1", "status": -11}
+                                             {"id": "reverse 0 1", "status": 1, "failed": "..."}
+
+Workers do not have the descriptor of the answers: what an environment writes into a descriptor that
+is not its own cannot reach it. A worker that fails says why on a pipe of its own.
 
 It has one thread, and no library here starts another: a fork would lack it. The end of stdin, which
 also the kernel brings if the orchestrator is killed, ends all workers and what they have started.
@@ -25,8 +28,9 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,13 +45,28 @@ FIRST_TO_GO = 800
 """``oom_score_adj`` of workers: the kernel kills them before the rest of the run."""
 
 
+FAILED = b"\0failed: "
+"""Before the reason of a worker that could not start, on its pipe."""
+MOST_REASON = 2000
+"""Characters."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A worker that has not ended."""
+
+    pid: int
+    reason: int
+    """Its pipe for a reason, which is read when it has ended."""
+
+
 class ForkServer:
     """The state of this process: its workers by request."""
 
     def __init__(self, answers: int) -> None:
         """``answers``: file descriptor of the orchestrator's end."""
         self._answers = answers
-        self._pids: dict[str, int] = {}
+        self._children: dict[str, Child] = {}
         self._input = b""
         self._wake, self._waker = os.pipe()
         for end in (self._wake, self._waker):
@@ -85,42 +104,64 @@ class ForkServer:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        if not (pid := os.fork()):
-            for end in (self._wake, self._waker):
+        reason, reason_of_worker = os.pipe()
+        for end in (reason, reason_of_worker):
+            os.set_blocking(end, False)
+        pid = os.fork()
+        if pid == 0:
+            others = [child.reason for child in self._children.values()]
+            for end in (self._wake, self._waker, self._answers, reason, *others):
                 os.close(end)
-            _become_worker(request, parent, self._answer)
-        self._pids[request["id"]] = pid
+            _become_worker(request, parent, reason_of_worker)
+        os.close(reason_of_worker)
+        self._children[request["id"]] = Child(pid, reason)
         self._answer(id=request["id"], pid=pid)
 
     def _answer(self, **fields: Any) -> None:
-        """One line, in one write: workers write too, while they start."""
+        """One line. It begins on a line of its own, whatever a plugin in this process has
+        written."""
+        data = b"\n" + json.dumps(fields).encode() + b"\n"
         with suppress(BrokenPipeError):
-            os.write(self._answers, json.dumps(fields)[:4000].encode() + b"\n")
+            while data:
+                data = data[os.write(self._answers, data) :]
 
     def _send(self, worker: str, number: signal.Signals) -> None:
-        if worker in self._pids:  # not reaped: the number is still its own
-            os.kill(self._pids[worker], number)
+        if worker in self._children:  # not reaped: the number is still its own
+            os.kill(self._children[worker].pid, number)
 
     def _reap(self) -> None:
         """Report the workers that have ended, and end what they have left."""
         for pid, status in iter(_ended_child, (0, 0)):
-            for worker, its in [*self._pids.items()]:
-                if its == pid:
-                    del self._pids[worker]
+            for worker, child in [*self._children.items()]:
+                if child.pid == pid:
+                    del self._children[worker]
                     _kill_left(marker(worker))
-                    self._answer(id=worker, status=os.waitstatus_to_exitcode(status))
+                    code = os.waitstatus_to_exitcode(status)
+                    self._answer(id=worker, status=code, failed=_reason(child))
 
     def _end_all(self) -> None:
-        for worker in self._pids:
+        for worker in self._children:
             self._send(worker, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
-        while self._pids and time.monotonic() < deadline:
+        while self._children and time.monotonic() < deadline:
             time.sleep(0.02)
             self._reap()
-        for worker in self._pids:
+        for worker in self._children:
             self._send(worker, signal.SIGKILL)
-        for worker in self._pids:
+        for worker in self._children:
             _kill_left(marker(worker))
+
+
+def _reason(child: Child) -> str | None:
+    """Why a worker that has ended could not start; None: it did not say."""
+    try:
+        data = os.read(child.reason, 1 << 16)
+    except BlockingIOError:  # a process that it has left holds the other end
+        data = b""
+    finally:
+        os.close(child.reason)
+    _, mark, text = data.rpartition(FAILED)
+    return text.decode(errors="replace") if mark else None
 
 
 def _ended_child() -> tuple[int, int]:
@@ -153,10 +194,9 @@ def _kill_left(mark: str) -> None:
         psutil.wait_procs(found, timeout=GRACE_SECONDS)
 
 
-def _become_worker(
-    request: Mapping[str, Any], parent: int, answer: Callable[..., None]
-) -> NoReturn:
-    """Serve one environment in this fork, to its end."""
+def _become_worker(request: Mapping[str, Any], parent: int, reason: int) -> NoReturn:
+    """Serve one environment in this fork, to its end. ``reason``: the pipe that says why it cannot
+    start."""
     code = 1
     try:
         os.setsid()
@@ -182,7 +222,9 @@ def _become_worker(
         code = end.code if isinstance(end.code, int) else 1
     except BaseException as error:
         traceback.print_exc()
-        answer(id=request["id"], failed=f"{type(error).__name__}: {error}"[:2000])
+        text = f"{type(error).__name__}: {error}"[:MOST_REASON]
+        with suppress(OSError):
+            os.write(reason, FAILED + text.encode(errors="replace"))
     finally:
         with suppress(BaseException):
             sys.stdout.flush()

@@ -102,7 +102,8 @@ class ProposeSolveEnv(vf.Env[ProposeSolveEnvConfig]):
     async def finalize(self, task: ProposeSolveTask, episode: vf.Episode) -> None:
         """Set the proposer's reward from the attempts."""
         proposal, *attempts = episode.traces
-        exact = [attempt.metrics.get("exact") or 0.0 for attempt in attempts]
+        measured = [attempt.metrics.get("exact") for attempt in attempts]
+        exact = [share for share in measured if share is not None]
         solved = sum(exact) / len(exact) if exact else 0.0
         proposal.record_metric("solved", solved)
         proposal.record_reward("difficulty", difficulty_score(solved))

@@ -6,6 +6,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -29,12 +31,12 @@ class BestCheckpoint:
         self.step, self.value = 0, float("-inf")
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """An evaluation of the weights of ``step``. Raises ``ConfigError`` if it lacks the
-        metric."""
-        value = _value("ckpt.best", self._metric, metrics)
-        if value is None:
+        """An evaluation of the weights of ``step``. One that lacks the metric decides nothing: its
+        checkpoint is not the best."""
+        if self._metric is None or not _is_of(self._metric, metrics):
             return
-        if value > self.value:
+        value = _value("ckpt.best", self._metric, step, metrics)
+        if value is not None and value > self.value:
             self.step, self.value = step, value
         self._folder.mkdir(parents=True, exist_ok=True)
         replace_text(self._folder / BEST, json.dumps([self.step, step]))
@@ -55,10 +57,11 @@ class EarlyStop:
         self._best, self._step, self._fruitless = float("-inf"), 0, 0
 
     def measured(self, step: int, metrics: Mapping[str, float], *, may_end: bool) -> None:
-        """An evaluation of the weights of ``step``. Raises ``ConfigError`` if it lacks the
-        metric."""
+        """An evaluation of the weights of ``step``. One that lacks the metric decides nothing."""
         config = self._config
-        value = _value("stop.metric", config.metric, metrics)
+        if config.metric is None or not _is_of(config.metric, metrics):
+            return
+        value = _value("stop.metric", config.metric, step, metrics)
         if value is None:
             return
         if value > self._best:
@@ -80,31 +83,71 @@ class EarlyStop:
             self._marker.write_text(text)
 
 
+FORMS = re.compile(
+    r"avg@\d+|pass[@^]\d+|num_failed|cancelled|num_policy_versions"
+    r"|(all|effective)/reward/(mean|max|min|p10|p90|stderr)"
+    r"|all/(num_\w+|rewards/.+|timing/.+)/(mean|max|min|p10|p90)"
+    r"|all/(metrics/.+|is_completed|is_truncated|has_error)/mean"
+    r"|all/(stop_condition|error)/.+"
+)
+"""What ``eval/ENV/`` may be followed by (``figures.py``)."""
+
+
 def check(config: RunConfig) -> None:
-    """Raise ``ConfigError`` if a metric is not measured at the steps where it decides."""
-    envs = {env.label: env.interval for env in config.orchestrator.eval.env}
+    """Raise ``ConfigError`` if a metric is not measured at the steps where it decides, or has a
+    name that no evaluation measures."""
+    envs = {env.label: env for env in config.orchestrator.eval.env}
     for key, metric, every in (
         ("ckpt.best", config.ckpt.best, config.ckpt.interval),
         ("stop.metric", config.stop.metric, 1),
     ):
-        due = [n for name, n in envs.items() if n and f"{metric}".startswith(f"eval/{name}/")]
-        if metric is not None and not (due and every and due[0] % every == 0):
+        if metric is None:
+            continue
+        due = [env for env in envs.values() if env.interval and _name_in(metric, env.label)]
+        interval = due[0].interval if due else None
+        if not (interval and every and interval % every == 0):
             raise ConfigError(
                 f"{key} = {metric!r}: expected eval/ENV/NAME of an [[orchestrator.eval.env]] with "
                 f"an interval that is a multiple of {every or 'ckpt.interval, unset'}; found the "
-                f"envs and intervals {envs}. Set the intervals."
+                f"envs and intervals { ({name: env.interval for name, env in envs.items()}) }. Set "
+                "the intervals."
+            )
+        name = _name_in(metric, due[0].label) or ""
+        if not FORMS.fullmatch(name):
+            size = due[0].group_size
+            usual = [f"avg@{size}", "pass@1", f"pass@{size}", f"pass^{size}", "all/reward/mean"]
+            usual += ["effective/reward/mean", "all/metrics/NAME/mean", "all/rewards/NAME/mean"]
+            close = difflib.get_close_matches(name, usual, n=3, cutoff=0.3) or usual
+            raise ConfigError(
+                f"{key} = {metric!r}: no evaluation measures {name!r}. Close: "
+                + ", ".join(f"eval/{due[0].label}/{each}" for each in close)
             )
 
 
-def _value(key: str, metric: str | None, metrics: Mapping[str, float]) -> float | None:
-    """None for the evaluation of another env."""
-    if metric is None or metric in metrics:
-        return None if metric is None else metrics[metric]
-    env = next(name for name in metrics if name.endswith("/num_failed")).removesuffix("num_failed")
-    if not metric.startswith(env):
-        return None
+def _name_in(metric: str, env: str) -> str | None:
+    """``NAME`` of ``eval/ENV/NAME``; None: it is of another env."""
+    start = f"eval/{env}/"
+    return metric.removeprefix(start) if metric.startswith(start) else None
+
+
+def _is_of(metric: str, metrics: Mapping[str, float]) -> bool:
+    """Whether these are the metrics of the metric's env."""
+    end = "/num_failed"  # every evaluation has it
+    return any(
+        metric.startswith(name.removesuffix(end) + "/") for name in metrics if name.endswith(end)
+    )
+
+
+def _value(key: str, metric: str, step: int, metrics: Mapping[str, float]) -> float | None:
+    """None, with a warning, if this evaluation lacks the metric: ``pass@1`` if a reward is neither
+    0 nor 1, the mean of rollouts that did not fail if all have failed."""
+    value = metrics.get(metric)
+    if value is not None and math.isfinite(value):
+        return value
     usual = [name for name in metrics if name.endswith("/mean") or "@" in name]
     close = difflib.get_close_matches(metric, usual, n=3, cutoff=0.3)
-    raise ConfigError(
-        f"{key} = {metric!r}: an evaluation has no such metric. Close: {', '.join(close)}"
+    log.warning(
+        "%s = %r: the evaluation at step %d has %s, so it decides nothing. Close: %s",
+        *(key, metric, step, "no such metric" if value is None else value, ", ".join(close)),
     )
+    return None

@@ -25,6 +25,7 @@ from math import ceil
 from pathlib import Path
 
 from prime_rl import Observer, ObserverHost, PluginConfig
+from prime_rl.env.episode import RolloutResult
 from prime_rl_evals.best import BestCheckpoint, EarlyStop, check
 from prime_rl_evals.figures import (
     EvalEnv,
@@ -61,7 +62,7 @@ class EvalLog:
         self.results: dict[str, list[EvalResult]] = {BEFORE: [], DURING: [], AFTER: []}
         """In the order of measurement, by when they were measured."""
         names = [each.name for each in fields(EvalResult)]
-        for line in self.path.read_text().splitlines() if self.path.exists() else []:
+        for line in self.path.read_text("utf-8").splitlines() if self.path.exists() else []:
             row = json.loads(line)
             result = EvalResult(**{name: row[name] for name in names})
             self.results[BEFORE if row["when"] == BEFORE else DURING].append(result)
@@ -179,7 +180,10 @@ class Evaluation(Observer):
             return
         started = time.perf_counter()
         try:
-            await asyncio.wait_for(self._idle.wait(), self.settings.max_hold_seconds)
+            # Not ``wait_for``: before Python 3.12 it swallows a cancellation that comes in the tick
+            # in which a failing evaluation ends, and the run would never end.
+            async with asyncio.timeout(self.settings.max_hold_seconds):
+                await self._idle.wait()
         except TimeoutError:
             if not self._idle.is_set():  # else it has just ended, and the next one would be cut
                 self._cut.set()
@@ -201,6 +205,9 @@ class Evaluation(Observer):
             for env in envs:
                 own = [job for job in finished if job.env is env]
                 own.sort(key=lambda job: (job.example, job.member))
+                if not own:
+                    self._nothing_finished(env, version)
+                    continue
                 self._add(when, summarize(env, version, [finished[job] for job in own]))
                 if self.context.config.orchestrator.save_rollouts:
                     answered = {job: finished[job] for job in own}
@@ -246,6 +253,13 @@ class Evaluation(Observer):
                     seed=seed,
                 ),
             )
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # It comes out of the environment. Passed on, it would end ``run`` without a word.
+            text = "cancelled from inside its environment"
+            results = [RolloutResult(ok=False, error_type=type(error).__name__, error=text)]
         finally:
             self.inflight -= 1
         finished[job] = Finished(job.example, of_the_policy(results), results)
@@ -268,6 +282,12 @@ class Evaluation(Observer):
         )
 
     # -- reports ----------------------------------------------------------------------------------
+
+    def _nothing_finished(self, env: EvalEnv, version: int) -> None:
+        """An evaluation without a rollout has no reward; it is not one of reward 0."""
+        text = "eval %s at version %d: no rollout finished, so nothing is measured"
+        log.warning(text, env.name, version)
+        self.host.log(version, {f"eval/{env.name}/cancelled": float(env.num_rollouts)})
 
     def _add(self, when: str, result: EvalResult) -> None:
         at = f"at version {result.policy_version}" if when == DURING else f"{when} training"
@@ -304,4 +324,4 @@ def began_with(run_dir: Path, first_step: int) -> int:
     if not attempts:
         return first_step - 1
     first = run_dir / "configs" / f"launch.attempt_{min(attempts)}.json"
-    return int(json.loads(first.read_text()).get("first_step", 1)) - 1
+    return int(json.loads(first.read_text("utf-8")).get("first_step", 1)) - 1

@@ -114,7 +114,11 @@ class Finished:
 
 def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
     """One episode as one result: the mean of the policy's agents, without agents of other models.
-    Each agent's own reward is the metric ``reward/AGENT``."""
+    Each agent's own reward is the metric ``reward/AGENT``. It has failed if an agent has, as in
+    training: what the others got without it is no measure."""
+    failed = next((result for result in results if not result.ok), None)
+    if failed is not None:
+        return failed
     ours = [result for result in results if result.trainable]
     if len(ours) < 2:
         return ours[0] if ours else results[0]
@@ -128,22 +132,25 @@ def of_the_policy(results: Sequence[RolloutResult]) -> RolloutResult:
 
 
 def summarize(env: EvalEnv, version: int, finished: Sequence[Finished]) -> EvalResult:
-    """The result at ``version``, of the rollouts that finished in time, in order of their
-    examples."""
+    """The result at ``version``, of the rollouts that finished in time, at least one, in order of
+    their examples."""
     results = [each.result for each in finished]
     done = [result for result in results if result.ok]
     reasons = Counter(f"{r.error_type}: {r.error}" for r in results if not r.ok)
     for reason, count in reasons.most_common():
         log.warning("eval %r: %d of %d rollouts failed: %s", env.name, count, len(results), reason)
-    names = sorted({name for result in done for name in result.metrics})
+    metrics: dict[str, list[float]] = defaultdict(list)
+    for result in done:  # each over the rollouts that have it
+        for name, value in result.metrics.items():
+            metrics[name].append(value)
     first = {each.example: each.result for each in reversed(finished)}
     return EvalResult(
         env=env.name,
         policy_version=version,
-        reward=fmean([each.reward for each in finished] or [0.0]),
+        reward=fmean(each.reward for each in finished),
         num_rollouts=len(results),
         num_failed=len(results) - len(done),
-        metrics={name: fmean(r.metrics.get(name, 0.0) for r in done) for name in names},
+        metrics={name: fmean(values) for name, values in sorted(metrics.items())},
         shown=[
             {
                 "reward": first[example].reward,

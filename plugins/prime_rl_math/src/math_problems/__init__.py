@@ -14,13 +14,16 @@ The reward is 1 if the reply's answer equals the row's, else 0. Metric: ``boxed`
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import PositiveInt, model_validator
 
-from math_problems.check import BOXED, Where, is_readable, is_right
+from math_problems.check import BOXED, Where, is_answer, is_right
 from math_problems.files import hub_files, local_files, rows_of
 from prime_rl import ConfigError
 
@@ -99,9 +102,9 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
         end = None if config.num_examples is None else config.first + config.num_examples
         return itertools.islice(rows, config.first, end)
 
-    def task_of(self, file: Path, row: dict[str, object]) -> MathProblemsTask:
-        """One task. Raises ``ConfigError`` if the row lacks a column, or its answer is no
-        formula."""
+    def task_of(self, file: Path, row: dict[str, Any]) -> MathProblemsTask:
+        """One task. Raises ``ConfigError`` if the row lacks a column, or has a cell of another
+        type, or an answer that no reply equals."""
         config = self.config
         for column in (config.question, config.answer):
             if column not in row:
@@ -109,15 +112,46 @@ class MathProblemsTaskset(vf.Taskset[MathProblemsTask, MathProblemsConfig]):
                     f"{file}: a row has no column {column!r}; its columns are: {', '.join(row)}. "
                     "Set args.question and args.answer."
                 )
-        answer = str(row[config.answer])
-        if not is_readable(answer):
-            raise ConfigError(f"{file}: math-verify reads no answer in {answer!r}")
+        question, cell = row[config.question], row[config.answer]
+        if not isinstance(question, str) or not question.strip():
+            raise ConfigError(
+                f"{file}: column {config.question!r}: expected a text, the question; found "
+                f"{_shown(question)}. Set args.question."
+            )
+        is_number = isinstance(cell, int | float | Decimal) and not isinstance(cell, bool)
+        if isinstance(cell, str):
+            answer = cell
+        elif is_number and math.isfinite(cell):
+            answer = _written(cell)
+        else:
+            raise ConfigError(
+                f"{file}: column {config.answer!r}: expected a text or a number, the answer; found "
+                f"{_shown(cell)}. Set args.answer."
+            )
+        if not is_answer(answer):
+            raise ConfigError(
+                f"{file}: column {config.answer!r}: math-verify reads no answer in "
+                f"{_shown(cell)} that a reply with the same text would equal, so no reply could be "
+                "right. Expected a number, a formula, a text with \\boxed{...}, or a solution "
+                "with the answer after ####."
+            )
         data = MathProblemsData(
-            prompt=str(row[config.question]),
+            prompt=question,
             system_prompt=config.instructions or None,
             answer=answer,
         )
         return MathProblemsTask(data, config.task)
+
+
+def _written(number: float | Decimal) -> str:
+    """A number in digits: math-verify does not read ``1e+20`` as a reply writes it."""
+    return str(number) if isinstance(number, int) else format(Decimal(str(number)), "f")
+
+
+def _shown(cell: object) -> str:
+    """A cell's type and text, truncated to a line."""
+    text = repr(cell)
+    return f"{type(cell).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 __all__ = ["MathProblemsTaskset"]

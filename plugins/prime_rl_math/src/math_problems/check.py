@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from math_verify import parse, verify
@@ -34,17 +36,32 @@ def parsed(text: str) -> list[Any]:
         return []
 
 
-def parsed_gold(answer: str) -> list[Any]:
-    """The parsed answer of a row; empty if math-verify cannot read it."""
+@lru_cache(maxsize=16384)
+def parsed_gold(answer: str) -> tuple[Any, ...]:
+    """The parsed answer of a row: the first reading that a reply with this answer in a box equals,
+    for ``2\\sqrt{3}`` without a box is read as 3. Empty if there is none."""
     text = gold_answer(answer)
     if NUMBER.fullmatch(text):
-        text = text.replace(",", "")
-    return parsed(text) or parsed(f"${text}$")
+        return tuple(parsed(text.replace(",", "")))
+    reply = parsed(text if BOXED in text else f"{BOXED}{{{text}}}")
+    for form in (text, f"${text}$", f"{BOXED}{{{text}}}"):
+        reading = parsed(form)
+        if reading and is_equal(reading, reply):
+            return tuple(reading)
+    return ()
 
 
-def is_readable(answer: str) -> bool:
-    """Whether a row's answer can be compared. A plain number can, which takes no parsing: a file
-    of thousands of them loads at once."""
+def is_equal(gold: Sequence[Any], answer: Sequence[Any]) -> bool:
+    """Whether math-verify finds two parsed answers equal."""
+    try:
+        return bool(verify(list(gold), list(answer), timeout_seconds=SECONDS))
+    except (Exception, TimeoutException):  # sympy gives up on some pairs: not shown to be equal
+        return False
+
+
+def is_answer(answer: str) -> bool:
+    """Whether a reply can be right: one that gives the row's own answer is. A plain number is,
+    which takes no parsing: a file of thousands of them loads at once."""
     return bool(NUMBER.fullmatch(gold_answer(answer)) or parsed_gold(answer))
 
 
@@ -56,7 +73,4 @@ def is_right(reply: str, answer: str, where: Where) -> bool:
         if BOXED not in final:
             return False
         final = final[final.rindex(BOXED) :]
-    try:
-        return bool(verify(parsed_gold(answer), parsed(final), timeout_seconds=SECONDS))
-    except (Exception, TimeoutException):  # sympy gives up on some pairs: not shown to be equal
-        return False
+    return is_equal(parsed_gold(answer), parsed(final))

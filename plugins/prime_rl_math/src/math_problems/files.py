@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,14 @@ def rows_of(file: Path) -> Iterator[dict[str, Any]]:
             ) from error
         yield from parquet.read_table(file).to_pylist()
         return
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    # Not ``splitlines`` of the text: it also splits at U+2028, which a text in JSON may have.
+    for number, line in enumerate(file.read_bytes().removeprefix(BOM_UTF8).split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{file}, line {number}: no JSON ({error})") from error
         if not isinstance(row, dict):
-            raise ConfigError(f"{file}, line {number}: expected an object, found {line[:40]!r}")
+            raise ConfigError(f"{file}, line {number}: expected an object, found {str(row)[:40]!r}")
         yield row

@@ -2,6 +2,9 @@
 
     loss = mean over demonstrated tokens of -log pi(token)        (the ce component)
 
+Each reply follows the prompt that a rollout would have had, and replies that do not share one are
+samples of their own.
+
 A group is one rollout of one demonstration, from a file or from a field of the env's own tasks. The
 sampler chooses them in order.
 
@@ -27,8 +30,8 @@ class DatasetConfig(PluginConfig):
 
     path: Path | None = None
     """A JSON-lines file, relative to the working directory. A line is ``{"messages": [...]}``, or
-    ``{"prompt": ..., "completion": ...}`` of text or messages. The rollout's ``task`` has all other
-    keys."""
+    ``{"prompt": ..., "completion": ...}`` of text or messages. ``tools``, which calls need, are
+    those that the prompt tells of. The rollout's ``task`` has all other keys."""
     demo_key: str | None = None
     """A field of the env's tasks that answers their prompt: text or messages."""
 
@@ -58,7 +61,7 @@ class Dataset(Source):
         self._host = host
         if self.config.path is not None:
             self._lines = read_demonstrations(self.config.path, self._where("path"))
-        self._sample(self._demonstration(0))
+        self._samples(self._demonstration(0))
 
     @property
     def num_examples(self) -> int | None:
@@ -77,7 +80,7 @@ class Dataset(Source):
             example_id=request.example_id,
             group_id=request.group_id,
             reward=0.0,
-            samples=[self._sample(shown)],
+            samples=self._samples(shown),
             info={"demonstration": shown.where},
             num_turns=shown.num_turns,
             policy_version=request.policy_version,
@@ -93,15 +96,18 @@ class Dataset(Source):
         where = f"{self._where('demo_key')}: example {example_id}"
         return demonstration(self._host.task(example_id), self.config.demo_key, where)
 
-    def _sample(self, shown: Demonstration) -> Sample:
-        sample = self._host.supervised_sample(shown.messages)
-        if not sample.num_trainable_tokens:
+    def _samples(self, shown: Demonstration) -> list[Sample]:
+        try:
+            samples = self._host.supervised_samples(shown.messages, shown.tools)
+        except ConfigError as error:
+            raise ConfigError(f"{shown.where}: {error}") from error
+        if not sum(sample.num_trainable_tokens for sample in samples):
             raise ConfigError(
                 f"{shown.where}: expected tokens of the assistant to learn from, got none among "
-                f"{len(sample)}: its messages are empty, or the renderer does not attribute tokens "
-                "to messages"
+                f"{sum(map(len, samples))}: its messages are empty, or the renderer does not "
+                "attribute tokens to messages"
             )
-        return sample
+        return samples
 
     def _where(self, key: str) -> str:
         return f"env {self._host.env!r}: algo.sampling.source.{key}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -25,6 +26,8 @@ class Demonstration:
     """The example's fields, including ``prompt``."""
     where: str
     """For error messages: the file and line, or the env's example."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """What the prompt tells of, in OpenAI's form."""
 
     @property
     def num_turns(self) -> int:
@@ -35,7 +38,7 @@ def read_demonstrations(path: Path, where: str) -> list[Demonstration]:
     """The demonstrations of a JSON-lines file, without blank lines. ``where`` (the env and the key)
     begins every error. Raises ``ConfigError`` with the file and the line."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:
         raise ConfigError(
             f"{where}: cannot read {path}: {error.strerror}. Relative paths start at the working "
@@ -109,13 +112,35 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _checked(messages: list[Message], fields: Mapping[str, Any], where: str) -> Demonstration:
-    found = Demonstration(messages, fields, where)
+    tools = _tools(fields.get("tools"), where)
+    if tools is None and any(message.get("tool_calls") for message in messages):
+        raise ConfigError(
+            f"{where}: messages call tools, and there is no 'tools': in a rollout the prompt tells "
+            "the policy of its tools before it calls one. Expected a list of them in OpenAI's form"
+        )
+    found = Demonstration(messages, fields, where, tools)
     if not found.num_turns:
         roles = ", ".join(message["role"] for message in messages) or "no messages"
         raise ConfigError(
             f"{where}: expected at least one message of the assistant to learn from, got {roles}"
         )
     return found
+
+
+def _tools(value: Any, where: str) -> list[Mapping[str, Any]] | None:
+    """The tools of an example; None: it has none."""
+    if not value and (value is None or isinstance(value, list)):
+        return None
+    named = isinstance(value, list) and all(
+        isinstance(tool, Mapping)
+        and isinstance(tool.get("function"), Mapping)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in value
+    )
+    if not named:
+        form = '{"type": "function", "function": {"name": ...}}'
+        raise ConfigError(f"{where}: tools: expected a list of {form}, got {_shown(value)}")
+    return list(value)
 
 
 def _shown(value: Any) -> str:

@@ -76,12 +76,18 @@ def estimate(
         against=against,
         off_mask=off_mask,
         observed=math.sqrt(observed / total) if total else 0.0,
-        metrics={
-            name: sum(part.metrics.get(name, 0.0) for part in parts) / len(parts)
-            for name in sorted(parts[0].metrics)
-        },
+        metrics=_mean_metrics(parts),
         rewards={p.question.name: float(mean) for p, mean in zip(parts, means, strict=True)},
     )
+
+
+def _mean_metrics(parts: Sequence[Part]) -> dict[str, float]:
+    """Each over the questions that have it."""
+    values: dict[str, list[float]] = {}
+    for part in parts:
+        for name, value in part.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(listed) / len(listed) for name, listed in sorted(values.items())}
 
 
 def _noise(parts: Sequence[Part], found: Fit | None, divisor: float) -> float:

@@ -95,7 +95,9 @@ def write_package(name: str, kind: str, directory: Path | None = None) -> Packag
 
 def _train_toml(names: Names, blocks: list[str]) -> str:
     """A run of minutes with the tables of the README, which replace the template's own."""
-    template = (files("prime_rl_devkit.scaffold") / "templates/common/train.toml.txt").read_text()
+    template = (files("prime_rl_devkit.scaffold") / "templates/common/train.toml.txt").read_text(
+        "utf-8"
+    )
     own = {line for block in blocks for line in block.splitlines() if line.startswith("[")}
     base = _Template(template).substitute(asdict(names)).rstrip().split("\n\n")
     kept = [table for table in base if table.partition("\n")[0] not in own]
@@ -143,5 +145,5 @@ def _entry_points(names: Names, kind: str) -> str:
 def _rendered(kind: str, fields: dict[str, str]) -> Iterator[tuple[str, str]]:
     templates = files("prime_rl_devkit.scaffold") / "templates"
     for path, template in (ENVIRONMENT_LAYOUT if kind == ENVIRONMENT else LAYOUT).items():
-        text = (templates / template.format(kind=kind)).read_text() if template else ""
+        text = (templates / template.format(kind=kind)).read_text("utf-8") if template else ""
         yield _Template(path).substitute(fields), _Template(text).substitute(fields)

@@ -37,7 +37,7 @@ class EvalFiles:
         self._own = request.as_record()
         path = self.folder / "eval.json"
         if path.exists():
-            self._check(json.loads(path.read_text()), request.settings.resume)
+            self._check(json.loads(path.read_text("utf-8")), request.settings.resume)
         for env in request.evaluation.env:
             self.rollouts(env.label).parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._own, indent=2))
@@ -70,7 +70,7 @@ class EvalFiles:
         """The rollouts that succeeded before, by place; failed ones are sampled again."""
         path = self.rollouts(env)
         found = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        for line in path.read_text("utf-8").splitlines() if path.exists() else ():
             try:
                 row = json.loads(line)
             except ValueError:  # a line cut short by a crash

@@ -23,7 +23,14 @@ from prime_rl.errors import ConfigError
 from prime_rl.orchestrator.build import build_renderer
 from prime_rl.registry.manager import load_plugins
 from prime_rl.rundir.launch import Launch
-from prime_rl_app.config import installed_defaults, merge, parse_overrides, read_toml, set_at
+from prime_rl_app.config import (
+    installed_defaults,
+    keep_texts,
+    merge,
+    parse_overrides,
+    read_toml,
+    set_at,
+)
 from prime_rl_app.runs import LATEST, find_run
 from prime_rl_tools.commands.options import AnySettings, validated
 from prime_rl_tools.eval.settings import EvalSettings
@@ -165,6 +172,7 @@ def read_envs(what: Sequence[str], overrides: Sequence[str], settings: EvalSetti
         )
     for path, value in pairs:
         set_at(table, path, value)
+    keep_texts(table, overrides)
     whole = merge(installed_defaults(), table).get("orchestrator")
     evaluation = _validated(OrchestratorConfig, whole, "orchestrator").eval
     if not evaluation.env:

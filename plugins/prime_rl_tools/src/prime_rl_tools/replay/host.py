@@ -145,6 +145,14 @@ class ReplayHost:
         """Raises ``NotRecorded``."""
         raise _not_recorded(self.env, "a conversation to be rendered")
 
+    def supervised_samples(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[Sample]:
+        """Raises ``NotRecorded``."""
+        raise _not_recorded(self.env, "a conversation to be rendered")
+
 
 def _not_recorded(env: str, what: str) -> NotRecorded:
     return NotRecorded(

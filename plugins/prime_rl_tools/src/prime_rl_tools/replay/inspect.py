@@ -215,7 +215,7 @@ def _folder(path: Path) -> Facts:
     config = path / "config.json"
     if config.exists():
         with reading(config):
-            facts["model"] = json.loads(config.read_text()).get("model_type")
+            facts["model"] = json.loads(config.read_text("utf-8")).get("model_type")
     return facts | {"tensors": tensors}
 
 
@@ -227,7 +227,9 @@ def _is_complete(path: Path, files: list[Path], weights: list[Path]) -> bool:
     if path.name.startswith((".", "step_")) or not (path / "config.json").is_file():
         return False
     index = path / "model.safetensors.index.json"
-    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
+    named = (
+        set(json.loads(index.read_text("utf-8"))["weight_map"].values()) if index.is_file() else ()
+    )
     present = {each.relative_to(path).as_posix() for each in weights}
     return bool(weights) and present.issuperset(named) and all(map(_is_whole, weights))
 

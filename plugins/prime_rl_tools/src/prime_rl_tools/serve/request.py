@@ -110,7 +110,7 @@ def read_key(variable: str | None) -> str:
 
 def model_context(folder: Path) -> int:
     """The model's context in tokens, from its ``config.json``. Raises ``ConfigError``."""
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text("utf-8"))
     for table in (config.get("text_config") or {}, config):
         for key in ("max_position_embeddings", "n_positions"):
             if isinstance(table.get(key), int):

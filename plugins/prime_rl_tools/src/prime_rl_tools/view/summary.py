@@ -24,7 +24,7 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     values = [value for _, value in read_curve(run_dir / "metrics.jsonl", REWARD)]
     window = min(WINDOW, (len(values) + 1) // 2)
     versions = run_dir / "plugins.json"
-    plugins = json.loads(versions.read_text())["plugins"] if versions.exists() else []
+    plugins = json.loads(versions.read_text("utf-8"))["plugins"] if versions.exists() else []
     return {
         "steps": len(values),
         "stopped_at": stopped_at,
@@ -43,7 +43,9 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
 def read_restarts(run_dir: Path) -> list[dict[str, Any]]:
     """The lines of ``recoveries.jsonl``: what made the run go back to a checkpoint."""
     path = run_dir / LOG
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    )
 
 
 def restarts_text(restarts: Sequence[Mapping[str, Any]]) -> str:
@@ -66,7 +68,7 @@ def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
     What an earlier attempt measured after its training was measured during that of the run."""
     found: dict[str, list[dict[str, Any]]] = {"before": [], "during": [], "after": []}
     path = run_dir / "evals.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
         result = json.loads(line)
         step, when = result.pop("step"), result.pop("when")
         found["during" if when == "after" and step < last else when].append(result)
@@ -77,7 +79,7 @@ def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
     """``(step, value)`` of every line of ``metrics.jsonl`` that has this metric."""
     if not path.exists():
         return []
-    rows = (json.loads(line) for line in path.read_text().splitlines())
+    rows = (json.loads(line) for line in path.read_text("utf-8").splitlines())
     return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 

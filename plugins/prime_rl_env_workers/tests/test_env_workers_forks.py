@@ -1,0 +1,101 @@
+"""The orchestrator hears how each worker ends, whatever is written where the answers go."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import LIMIT
+
+from prime_rl.env.episode import EnvSettings
+from prime_rl_env_workers.environment import to_wire
+from prime_rl_env_workers.forks import Fork, Forks
+
+HERE = Path(__file__).parent
+
+FORK_SERVER = """#!{python}
+import json, os, signal, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    os.write(1, request["junk"].encode())
+    os.write(1, b"\\n" + json.dumps(dict(id=request["id"], pid=71)).encode() + b"\\n")
+    os.write(1, b"\\n" + json.dumps(dict(id=request["id"], status=-11)).encode() + b"\\n")
+"""
+
+JUNK = {
+    "text": "loaded a model\n",
+    "no_newline": "50 %",
+    "list": "[1, 2]\n",
+    "torn": '{"id": "torn',
+    "other_types": '{"id": 7, "status": "x"}\n',
+    "no_id": '{"status": 0}\n',
+    "nested": "[" * 9000 + "\n",
+    "long_line": "x" * 300_000,
+    "long_line_with_end": "x" * 300_000 + "\n",
+    "blank_lines": "\n\n",
+    "terminal": "\x1b[0m\x00\n",
+}
+
+
+@pytest.mark.parametrize("junk", JUNK.values(), ids=JUNK)
+async def test_what_else_is_written_where_answers_go_loses_no_end_of_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, junk: str
+) -> None:
+    script = tmp_path / "forkserver"
+    script.write_text(FORK_SERVER.format(python=sys.executable))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    forks = Forks()
+    for number in (1, 2):
+        fork = await forks.start("worker", "ipc://none", {"junk": junk})
+        assert await how_it_ended(fork) == "was ended by SIGSEGV"
+        assert (fork.id, fork.pid) == (f"worker {number - 1}", 71)
+    await forks.close()
+
+
+async def test_a_bug_in_the_reader_ends_the_fork_server_and_its_workers_are_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = tmp_path / "forkserver"
+    script.write_text(FORK_SERVER.format(python=sys.executable))
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    forks = Forks()
+
+    def bug(line: bytes) -> None:
+        raise KeyError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(forks, "_hear", bug)
+        fork = await forks.start("worker", "ipc://none", {"junk": ""})
+        assert await how_it_ended(fork) == (
+            "ended with the process that forks workers, which was ended by SIGKILL"
+        )
+    assert "cannot be read" in caplog.text
+    again = await forks.start("worker", "ipc://none", {"junk": ""})
+    assert await how_it_ended(again) == "was ended by SIGSEGV"
+    await forks.close()
+
+
+@pytest.mark.slow
+async def test_a_worker_that_cannot_start_says_why_and_its_junk_reaches_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason is 6 times longer as JSON, and the import writes into every descriptor."""
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    forks = Forks()
+    request = {"settings": to_wire(EnvSettings("failing_start")), "env": {}}
+    workers = [await forks.start("worker", f"ipc://{tmp_path}/{n}", request) for n in (0, 1)]
+    for fork in workers:
+        assert await how_it_ended(fork) == "exited with code 1"
+        assert fork.failure is not None
+        assert "üüüüü" in fork.failure
+        assert "torn" not in fork.failure
+    await forks.close()
+
+
+async def how_it_ended(fork: Fork) -> str:
+    async with asyncio.timeout(LIMIT):
+        return await fork.ended
