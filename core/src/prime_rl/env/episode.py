@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from prime_rl.config.orchestrator import SourceConfig
 
 
+def readable(text: Any) -> str:
+    """The text without lone surrogates, which no file and no terminal takes."""
+    return str(text).encode("utf-8", "replace").decode()
+
+
 @dataclass(frozen=True)
 class EnvSettings:
     """One environment, as configured."""
@@ -121,6 +126,8 @@ class RolloutResult:
     num_turns: int = 0
     is_truncated: bool = False
     stop_condition: str | None = None
+    has_images: bool = False
+    """A message has a part that is no text."""
     error_type: str | None = None
     """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
     error: str | None = None
@@ -152,7 +159,7 @@ class RolloutResult:
     def messages(self) -> list[tuple[str, str]]:
         """The conversation as ``(role, text)`` of the last branch."""
         messages = () if self.trace is None else self.trace.messages
-        return [(message.role, str(message.content or "")) for message in messages]
+        return [(message.role, readable(message.content or "")) for message in messages]
 
     @property
     def task_fields(self) -> dict[str, Any]:
