@@ -294,7 +294,7 @@ DEEP = "[" * 3000 + "]" * 3000
         ),
         (
             wrapped(f'{{"name": "echo", "arguments": {"9" * 5000}}}'),
-            "it is not valid JSON: Exceeds",
+            "ValueError: Exceeds",
         ),
     ],
     ids=["cut", "code", "no name", "list", "no end", "deep", "less deep", "huge"],
