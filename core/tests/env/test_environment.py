@@ -381,6 +381,46 @@ async def test_a_prompt_longer_than_the_context_never_reaches_the_engine(
     assert engine.bodies == []
 
 
+@pytest.mark.parametrize("refusal", ["by its length", "vLLM", "embedded"])
+async def test_a_conversation_that_outgrows_the_context_is_truncated_and_scored(
+    settings: Any, engine: FakeEngine, refusal: str
+) -> None:
+    texts = {
+        "vLLM": "This model's maximum context length is 128 tokens. However, you requested 130",
+        "embedded": "the prompt has 128 tokens and has no room (max_model_len is 128)",
+    }
+
+    def reply(body: dict[str, Any]) -> Any:
+        if len(engine.bodies) == 1:
+            return {"text": "a" * (LIMIT if refusal == "by its length" else 1)}
+        return web.json_response({"error": texts[refusal]}, status=400)
+
+    engine.reply = reply
+    result = await only(settings(PlainTaskset, TalkEnv), engine)
+    assert (result.ok, result.num_turns, result.is_truncated) == (True, 1, True)
+    assert result.stop_condition == "max_total_tokens"
+    assert result.rewards == {"right": 0.0} and result.metrics["length"] > 0
+    assert any(result.branches[0].sampled_mask)
+    assert len(engine.bodies) == (1 if refusal == "by its length" else 2)
+
+    engine.bodies.clear()
+    result = await only(settings(PlainTaskset, TalkEnv, on_overlong="fail"), engine)
+    assert (result.ok, result.error_type) == (False, "ProviderError")
+
+
+async def test_another_refusal_of_a_later_turn_fails_the_rollout(
+    settings: Any, engine: FakeEngine
+) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        if len(engine.bodies) == 1:
+            return {"text": "ok"}
+        return web.json_response({"error": "unknown token 999"}, status=400)
+
+    engine.reply = reply
+    result = await only(settings(PlainTaskset, TalkEnv), engine)
+    assert (result.ok, result.error_type) == (False, "ProviderError")
+
+
 async def test_a_reward_that_raises(settings: Any, engine: FakeEngine) -> None:
     result = await only(settings(RaisingTaskset), engine)
     assert (result.ok, result.error_type, result.branches) == (False, "TaskError", [])

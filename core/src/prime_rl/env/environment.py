@@ -26,7 +26,13 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.orchestrator import EvalSamplingConfig
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult
-from prime_rl.env.loading import agents_of, fixed_seats, import_verifiers, load_environment
+from prime_rl.env.loading import (
+    agents_of,
+    fixed_seats,
+    import_verifiers,
+    load_environment,
+    on_overlong,
+)
 from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, vocab_size_of, warm_renderer
 from prime_rl.env.traces import BAD_RESULT, failed, results_of
 from prime_rl.errors import ConfigError
@@ -247,6 +253,7 @@ class Environment:
         cache_salt: str | None,
         seed: int | None,
     ) -> Episode:
+        on_overlong.set(self.settings.on_overlong)
         context = self._context(model, sampling, cache_salt, seed)
         return await self._episode(example, context)
 

@@ -40,6 +40,8 @@ class EnvSettings:
     timeout: float | None = None
     """Seconds until an episode counts as failed."""
     max_turns: int | None = None
+    on_overlong: str = "truncate"
+    """A conversation that outgrows the context: ``truncate`` or ``fail``."""
     renderer: Any = None
     """A config object of the ``renderers`` package. None: chosen by the tokenizer's name."""
     tokenizer_path: Path | None = None
@@ -48,7 +50,8 @@ class EnvSettings:
     @classmethod
     def of(cls, env: SourceConfig, **others: Any) -> EnvSettings:
         """The settings in a table of the config, and ``others``, which no table has."""
-        table = env.model_dump(include={"id", "args", "harness", "timeout", "max_turns"})
+        own = {"id", "args", "harness", "timeout", "max_turns", "on_overlong"}
+        table = env.model_dump(include=own)
         return cls(name=env.label, **table, **others)
 
     @property
