@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from prime_rl_tools.commands.options import OUTPUTS, OutputDir, RunName
 from prime_rl_tools.commands.runs import AsJson
 
 if TYPE_CHECKING:
-    from prime_rl_tools.doctor import Verdict
+    from prime_rl_tools.doctor import History, Verdict
 
 NOTE = (
     "An early warning is an indication: look at the rollouts (prime-rl report) before you change a "
@@ -41,10 +42,27 @@ def doctor(run: RunName, output_dir: OutputDir = OUTPUTS, as_json: AsJson = Fals
         typer.echo(f"{history.run_dir}: {len(steps)} steps; a verdict needs {MIN_STEPS}")
         return
     typer.echo(f"{history.run_dir}: steps {steps[0]} to {steps[-1]}, {len(verdicts)} findings")
+    for line in reward_lines(history):
+        typer.echo(line)
     for verdict in verdicts:
         typer.echo(f"\n{printable(_text(verdict))}")
     if verdicts:
         typer.echo(f"\n{NOTE}")
+
+
+def reward_lines(history: History) -> Iterator[str]:
+    """The reward of the first and the last window, and of all rollouts the share that it does not
+    show."""
+    from prime_rl_tools.doctor.history import REWARD
+    from prime_rl_tools.doctor.measures import mean_of, span
+    from prime_rl_tools.view.outcomes import mean_outcomes, outcomes_text
+
+    for steps in (history.early, history.late):
+        rewards = history.values(REWARD, steps)
+        if len(rewards):
+            shares = outcomes_text(mean_outcomes(history.rows[step] for step in steps))
+            of_rollouts = f"; of rollouts {shares}" if shares else ""
+            yield f"reward {mean_of(rewards):.3f} ({span(steps)}){of_rollouts}"
 
 
 def _text(verdict: Verdict) -> str:
