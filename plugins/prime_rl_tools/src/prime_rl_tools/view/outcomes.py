@@ -6,11 +6,23 @@ these shares stand beside it wherever it is shown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+import msgspec
 
 Row = Mapping[str, Any]
 """Metrics of one step."""
+
+REWARD = "train/agg/all/reward/mean"
+KEYS = {"failed": "has_error", "truncated": "is_truncated", "cancelled": "cancelled"}
+_NAMES = (
+    *(f"train/agg/all/{key}/mean" for key in KEYS.values()),
+    *("batch/agg/seen", "batch/agg/trainable", REWARD),
+)
+_Batch = TypedDict("_Batch", dict.fromkeys(_NAMES, float | None), total=False)  # type: ignore[misc]
+"""What is read of a line of ``metrics.jsonl``, which may have 100 KB."""
 
 LISTED = ("failed", "truncated", "dropped", "cancelled")
 MANY_FAILED = 0.01
@@ -21,9 +33,7 @@ def outcomes(row: Row, label: str = "agg") -> dict[str, float]:
     """Shares of the rollouts of one batch: failed and cancelled of those that ended, truncated and
     dropped (by age, a filter or the sampler) of those that were considered for it. What the row
     does not know is left out."""
-    name = f"train/{label}/all"
-    keys = {"failed": "has_error", "truncated": "is_truncated", "cancelled": "cancelled"}
-    shares = {word: row.get(f"{name}/{key}/mean") for word, key in keys.items()}
+    shares = {word: row.get(f"train/{label}/all/{key}/mean") for word, key in KEYS.items()}
     seen, trainable = (row.get(f"batch/{label}/{key}") for key in ("seen", "trainable"))
     if seen and trainable is not None:
         shares["dropped"] = 1 - trainable / seen
@@ -37,6 +47,13 @@ def mean_outcomes(rows: Iterable[Row]) -> dict[str, float]:
         for word, share in outcomes(row).items():
             found.setdefault(word, []).append(share)
     return {word: sum(found[word]) / len(found[word]) for word in LISTED if word in found}
+
+
+def read_batches(path: Path) -> Iterator[Row]:
+    """Of the lines of ``metrics.jsonl``, the metrics that are read here."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from (msgspec.json.decode(line, type=_Batch) for line in file)
 
 
 def outcomes_text(shares: Mapping[str, float]) -> str:

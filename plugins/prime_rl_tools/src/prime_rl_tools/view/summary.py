@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_rl_tools.view.outcomes import mean_outcomes
+from prime_rl_tools.view.outcomes import REWARD as REWARD
+from prime_rl_tools.view.outcomes import mean_outcomes, read_batches
 
 LOG = "recoveries.jsonl"
-REWARD = "train/agg/all/reward/mean"
 WINDOW = 10
 """Steps averaged for "first" and "last" in the summary; in a short run, half of them at most."""
 PLOT = "learning_curve.png"
@@ -24,7 +24,7 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     a run that the user stopped."""
     values = [value for _, value in read_curve(run_dir / "metrics.jsonl", REWARD)]
     window = min(WINDOW, (len(values) + 1) // 2)
-    shares = mean_outcomes(read_rows(run_dir / "metrics.jsonl"))
+    shares = mean_outcomes(read_batches(run_dir / "metrics.jsonl"))
     versions = run_dir / "plugins.json"
     plugins = json.loads(versions.read_text())["plugins"] if versions.exists() else []
     return {
@@ -76,15 +76,12 @@ def read_evals(run_dir: Path, last: int) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``."""
-    if path.exists():
-        yield from (json.loads(line) for line in path.read_text().splitlines())
-
-
 def read_curve(path: Path, name: str) -> list[tuple[int, float]]:
     """``(step, value)`` of every line of ``metrics.jsonl`` that has this metric."""
-    return [(row["step"], row[name]) for row in read_rows(path) if row.get(name) is not None]
+    if not path.exists():
+        return []
+    rows = (json.loads(line) for line in path.read_text().splitlines())
+    return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
 
 def _plot_curve(
