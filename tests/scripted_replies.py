@@ -30,6 +30,7 @@ class ScriptedEngine:
     native_shape: bool = False
     """Write logprob entries as vLLM 0.32 does."""
     base_url: str = ""
+    max_model_len: int = 2048
     takes_batches: bool = False
     batches: list[list[str]] = field(default_factory=list)
     """Request ids of each batch."""
@@ -100,7 +101,11 @@ class ScriptedEngine:
         return web.json_response({})
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        card = {"id": MODEL, "max_model_len": 2048, "generate_batch": self.takes_batches}
+        card = {
+            "id": MODEL,
+            "max_model_len": self.max_model_len,
+            "generate_batch": self.takes_batches,
+        }
         return web.json_response({"data": [card]})
 
 

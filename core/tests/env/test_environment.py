@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import math
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +19,7 @@ from typing import Any
 import pytest
 
 from prime_rl import ConfigError
-from prime_rl.env.environment import Environment, Examples, SamplingSettings
+from prime_rl.env.environment import Environment, ExampleFailed, Examples, SamplingSettings
 from prime_rl.env.episode import EnvSettings, ModelEndpoint, RolloutResult
 from prime_rl.env.traces import node_versions
 
@@ -378,6 +381,46 @@ async def test_a_prompt_longer_than_the_context_never_reaches_the_engine(
     assert engine.bodies == []
 
 
+@pytest.mark.parametrize("refusal", ["by its length", "vLLM", "embedded"])
+async def test_a_conversation_that_outgrows_the_context_is_truncated_and_scored(
+    settings: Any, engine: FakeEngine, refusal: str
+) -> None:
+    texts = {
+        "vLLM": "This model's maximum context length is 128 tokens. However, you requested 130",
+        "embedded": "the prompt has 128 tokens and has no room (max_model_len is 128)",
+    }
+
+    def reply(body: dict[str, Any]) -> Any:
+        if len(engine.bodies) == 1:
+            return {"text": "a" * (LIMIT if refusal == "by its length" else 1)}
+        return web.json_response({"error": texts[refusal]}, status=400)
+
+    engine.reply = reply
+    result = await only(settings(PlainTaskset, TalkEnv), engine)
+    assert (result.ok, result.num_turns, result.is_truncated) == (True, 1, True)
+    assert result.stop_condition == "max_total_tokens"
+    assert result.rewards == {"right": 0.0} and result.metrics["length"] > 0
+    assert any(result.branches[0].sampled_mask)
+    assert len(engine.bodies) == (1 if refusal == "by its length" else 2)
+
+    engine.bodies.clear()
+    result = await only(settings(PlainTaskset, TalkEnv, on_overlong="fail"), engine)
+    assert (result.ok, result.error_type) == (False, "ProviderError")
+
+
+async def test_another_refusal_of_a_later_turn_fails_the_rollout(
+    settings: Any, engine: FakeEngine
+) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        if len(engine.bodies) == 1:
+            return {"text": "ok"}
+        return web.json_response({"error": "unknown token 999"}, status=400)
+
+    engine.reply = reply
+    result = await only(settings(PlainTaskset, TalkEnv), engine)
+    assert (result.ok, result.error_type) == (False, "ProviderError")
+
+
 async def test_a_reward_that_raises(settings: Any, engine: FakeEngine) -> None:
     result = await only(settings(RaisingTaskset), engine)
     assert (result.ok, result.error_type, result.branches) == (False, "TaskError", [])
@@ -425,6 +468,154 @@ async def test_cancelling_is_not_a_failure(settings: Any, engine: FakeEngine) ->
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+# -- what is no Exception costs the rollout, too ------------------------------------------
+
+
+async def cancel_own_task() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+    await asyncio.sleep(0)
+
+
+async def exit_in_a_task() -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    await asyncio.create_task(leave())
+
+
+async def exit_in_a_thread() -> None:
+    await asyncio.to_thread(sys.exit, 3)
+
+
+async def exit_in_a_group() -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(exit_in_a_task())
+        group.create_task(asyncio.sleep(30))
+
+
+async def forget_a_task_that_exits() -> None:
+    async def leave() -> None:
+        sys.exit(3)
+
+    FORGOTTEN.append(asyncio.create_task(leave()))
+    await asyncio.sleep(0)
+    raise RuntimeError("a task has ended with SystemExit")
+
+
+FORGOTTEN: list[asyncio.Task[None]] = []
+
+
+def raises(error: BaseException) -> Callable[[], Any]:
+    async def hook() -> None:
+        raise error
+
+    return hook
+
+
+HOOKS: dict[str, tuple[Callable[[], Any], str]] = {
+    "cancelled": (raises(asyncio.CancelledError()), "CancelledError"),
+    "exit": (raises(SystemExit(3)), "SystemExit: 3"),
+    "generator exit": (raises(GeneratorExit()), "GeneratorExit"),
+    "group": (raises(BaseExceptionGroup("two", [SystemExit(1)])), "BaseExceptionGroup"),
+    "a class of its own": (raises(type("Odd", (BaseException,), {})("odd")), "Odd"),
+    "cancels its task": (cancel_own_task, "CancelledError"),
+    "exit in a task": (exit_in_a_task, "SystemExit: 3"),
+    "exit in a thread": (exit_in_a_thread, "SystemExit: 3"),
+    "exit in a group": (exit_in_a_group, "ExceptionGroup"),
+    "exit in a forgotten task": (forget_a_task_that_exits, "a task has ended with SystemExit"),
+}
+
+
+def hooked(stage: str, hook: Callable[[], Any]) -> type:
+    """A taskset whose task calls ``hook`` at one stage of its rollout."""
+
+    class Hooked(vf.Task[Data]):
+        async def setup(self, trace: vf.Trace, runtime: Any) -> None:
+            await self.at("setup")
+
+        async def finalize(self, trace: vf.Trace, runtime: Any) -> None:
+            await self.at("finalize")
+
+        @vf.stop
+        async def never(self, trace: vf.Trace) -> bool:
+            await self.at("stop")
+            return False
+
+        @vf.reward
+        async def right(self, trace: vf.Trace) -> float:
+            await self.at("reward")
+            return 1.0
+
+        async def at(self, name: str) -> None:
+            if name == stage:
+                await hook()
+
+    class HookedTaskset(vf.Taskset[Hooked, vf.TasksetConfig]):
+        def load(self) -> Any:
+            yield Hooked(Data(prompt="ab"), self.config.task)
+
+    return HookedTaskset
+
+
+@pytest.mark.parametrize("stage", ["setup", "stop", "finalize", "reward"])
+async def test_what_an_env_raises_costs_its_rollout_only(
+    settings: Any, engine: FakeEngine, stage: str
+) -> None:
+    for hook, expected in HOOKS.values():
+        result = await only(settings(hooked(stage, hook)), engine)
+        assert (result.ok, result.branches) == (False, [])
+        assert expected in f"{result.error_type}: {result.error}"
+    for task in FORGOTTEN:
+        assert task.done() and "SystemExit" in str(task.exception())
+    FORGOTTEN.clear()
+
+
+async def test_an_env_that_swallows_our_cancellation_is_cancelled_all_the_same(
+    settings: Any, engine: FakeEngine
+) -> None:
+    started = asyncio.Event()
+
+    async def stubborn() -> None:
+        started.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(only(settings(hooked("finalize", stubborn)), engine))
+    await started.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_logprob_of_the_engine_that_is_not_finite(
+    settings: Any, engine: FakeEngine
+) -> None:
+    def reply(body: dict[str, Any]) -> Any:
+        tokens = [*ids("ok"), END]
+        content = [{"token": f"token_id:{token}", "logprob": math.nan} for token in tokens]
+        choice = {"index": 0, "token_ids": tokens, "finish_reason": "stop"}
+        return web.json_response({"choices": [choice | {"logprobs": {"content": content}}]})
+
+    engine.reply = reply
+    result = await only(settings(PlainTaskset), engine)
+    assert (result.ok, result.branches) == (False, [])
+    assert "finite" in (result.error or "")
+
+
+async def test_a_token_of_the_engine_that_the_model_does_not_have(
+    settings: Any, engine: FakeEngine, tmp_path: Path
+) -> None:
+    made = settings(PlainTaskset)
+    assert made.tokenizer_path is not None
+    folder = shutil.copytree(made.tokenizer_path, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": max(ids("ok"))}))
+    result = await only(replace(made, tokenizer_path=folder), engine)
+    assert (result.ok, result.error_type) == (False, "BadResult")
+    assert f"expected 0 to {max(ids('ok')) - 1}" in (result.error or "")
 
 
 # -- environments with settings of their own ----------------------------------------------
@@ -483,6 +674,33 @@ def test_tool_servers_need_a_harness_that_can_call_them(settings: Any) -> None:
 
 
 # -- examples ---------------------------------------------------------------------------------
+
+
+class StumblingTaskset(vf.Taskset[Plain, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self) -> Any:
+        for number in range(4):
+            if number == 3:
+                raise ZeroDivisionError("no third row")
+            yield Plain(Data(prompt=str(number)), self.config.task)
+
+
+class EndingTaskset(StumblingTaskset):
+    def load(self) -> Any:
+        yield Plain(Data(prompt="0"), self.config.task)
+
+
+def test_an_example_that_the_env_cannot_make_is_named_and_the_others_are_there(
+    settings: Any,
+) -> None:
+    examples = Environment(settings(StumblingTaskset)).examples
+    for _ in range(2):
+        with pytest.raises(ExampleFailed, match="example 3: ZeroDivisionError: no third row"):
+            examples[3]
+        assert examples[2].fields["prompt"] == "2"
+    with pytest.raises(ExampleFailed, match="ended before example 1, and it declares"):
+        Environment(settings(EndingTaskset)).examples[1]
 
 
 def test_a_finite_env_is_a_sequence(settings: Any) -> None:

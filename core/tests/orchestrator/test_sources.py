@@ -23,6 +23,7 @@ from prime_rl import (
     hookimpl,
 )
 from prime_rl.config.contract import SamplingConfig
+from prime_rl.env.environment import ExampleFailed
 from prime_rl.env.episode import BranchTokens, ModelEndpoint, RolloutResult
 from prime_rl.inference.timing import RetryPolicy
 from prime_rl.orchestrator.context import Outages
@@ -237,6 +238,24 @@ async def test_an_episode_without_trainable_tokens_is_unusable():
     bare = RolloutResult(ok=True, branches=[])
     source, _ = live(bare)
     with pytest.raises(RolloutFailed, match="no agent left tokens to train"):
+        await source.produce(ASK)
+
+
+async def test_an_example_that_the_env_cannot_make_costs_its_rollout():
+    source, env = live(GOOD)
+
+    class Failing:
+        def __getitem__(self, index):
+            raise ExampleFailed("no row")
+
+    env.examples = Failing()
+    with pytest.raises(RolloutFailed, match="no row"):
+        await source.produce(ASK)
+
+
+async def test_a_rollout_with_an_image_does_not_train():
+    source, _ = live(replace(GOOD, has_images=True))
+    with pytest.raises(RolloutFailed, match="there is no training on images"):
         await source.produce(ASK)
 
 

@@ -214,6 +214,144 @@ async def test_the_model_gets_the_error_of_a_tool(
     assert (await harness.call_tool(call))["content"] == text
 
 
+def wrapped(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+async def echo(text: Any = "", **others: Any) -> Any:
+    return text
+
+
+async def leaves(kind: str = "") -> None:
+    """As a command line does that refuses its arguments, and worse."""
+    if kind == "task":
+        await asyncio.gather(leaves("exit"))
+    raise {
+        "exit": SystemExit(2),
+        "generator": GeneratorExit(),
+        "group": BaseExceptionGroup("two", [SystemExit(1)]),
+        "cancelled": asyncio.CancelledError(),
+    }[kind]
+
+
+for tool in (echo, leaves):
+    function = {**ADD["function"], "name": tool.__name__}  # type: ignore[dict-item]
+    tool.schema = ADD | {"function": function}  # type: ignore[attr-defined]
+
+TOOLS = {"id": "in-process", "tools": [f"{__name__}:echo", f"{__name__}:leaves"]}
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ('{"name": 5, "arguments": {}}', "no tool '5'; available: echo, leaves"),
+        ('{"name": true}', "no tool 'true'"),
+        ('{"name": ["echo"], "arguments": {}}', "no tool '[\"echo\"]'"),
+        ('{"name": "\\ud800", "arguments": {}}', "no tool '?'"),
+        ('{"name": "echo", "arguments": {"text": "a\\ud800b"}}', "a?b"),
+        ('{"name": "echo", "arguments": "{\\"text\\": \\"\\ud800\\"}"}', "?"),
+        ('{"name": "echo", "arguments": {"text": "\\ud83d\\ude00"}}', "\U0001f600"),
+        ('{"name": "echo", "arguments": [1, 2]}', "error: TypeError"),
+        ('{"name": "echo", "arguments": 7}', "error: TypeError"),
+        ('{"name": "echo", "arguments": "not JSON"}', "error: JSONDecodeError"),
+        (f'{{"name": "echo", "arguments": {{"text": {"9" * 400}}}}}', "9" * 400),
+        ('{"name": "leaves", "arguments": {"kind": "exit"}}', "error: SystemExit: 2"),
+        ('{"name": "leaves", "arguments": {"kind": "generator"}}', "error: GeneratorExit"),
+        ('{"name": "leaves", "arguments": {"kind": "group"}}', "error: BaseExceptionGroup"),
+        ('{"name": "leaves", "arguments": {"kind": "cancelled"}}', "error: CancelledError"),
+    ],
+)
+async def test_whatever_the_model_calls_is_answered(
+    engine: Any, run: Any, batches: bool, call: str, answer: str
+) -> None:
+    engine.script = lambda prompt: "42" if "<tool_response>" in prompt else wrapped(call)
+    engine.takes_batches = batches
+    trace = await run(TOOLS)
+    assert trace.ok, trace.last_error
+    assert [node.message.role for node in trace.nodes] == ["user", "assistant", "tool", "assistant"]
+    assert answer in trace.nodes[2].message.content
+    assert trace.reward == 1.0
+    assert len(trace.branches) == 1
+
+
+DEEP = "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize("batches", [False, True])
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        (wrapped('{"name": "echo", "arguments": {'), "it is not valid JSON: Expecting"),
+        (wrapped("echo(1)"), "it is not valid JSON"),
+        (wrapped('{"arguments": {}}'), "it names no tool"),
+        (wrapped("[]"), "it names no tool"),
+        ('<tool_call>\n{"name": "echo"}', "it has no end"),
+        (wrapped(f'{{"name": "echo", "arguments": {DEEP}}}'), "it nests deeper than 64 levels"),
+        (
+            wrapped(f'{{"name": "echo", "arguments": {DEEP[2900:3100]}}}'),
+            "it nests deeper than 64 levels",
+        ),
+        (
+            wrapped(f'{{"name": "echo", "arguments": {"9" * 5000}}}'),
+            "ValueError: Exceeds",
+        ),
+    ],
+    ids=["cut", "code", "no name", "list", "no end", "deep", "less deep", "huge"],
+)
+async def test_a_call_that_cannot_be_read_stays_text_and_the_model_is_told(
+    engine: Any, run: Any, batches: bool, text: str, fault: str
+) -> None:
+    engine.script = lambda prompt: "42" if "could not be read" in prompt else text
+    engine.takes_batches, engine.max_model_len = batches, 16384
+    trace = await run(TOOLS)
+    assert trace.ok, trace.last_error
+    assert [node.message.role for node in trace.nodes] == ["user", "assistant", "user", "assistant"]
+    assert trace.nodes[1].message.content == text
+    assert f"error: a tool call could not be read: {fault}" in trace.nodes[2].message.content
+    assert trace.reward == 1.0
+    assert len(trace.branches) == 1
+
+
+async def test_of_two_calls_the_good_one_runs_and_the_other_is_reported(
+    engine: Any, run: Any
+) -> None:
+    both = wrapped('{"name": "echo", "arguments": {"text": "fine"}}') + wrapped("{")
+    engine.script = lambda prompt: "42" if "could not be read" in prompt else f"so:\n{both}"
+    trace = await run(TOOLS)
+    roles = ["user", "assistant", "tool", "user", "assistant"]
+    assert [node.message.role for node in trace.nodes] == roles
+    assert trace.nodes[1].message.content == f"so:\n{wrapped('{')}"
+    assert trace.nodes[2].message.content == "fine"
+
+
+async def test_a_call_in_an_env_without_tools_stays_text(engine: Any, run: Any) -> None:
+    engine.script = lambda prompt: f"42 {wrapped('{')}"
+    trace = await run("in-process")
+    assert (trace.ok, trace.num_turns, trace.reward) == (True, 1, 1.0)
+    assert trace.last_reply == f"42\n{wrapped('{')}"
+
+
+async def test_cancelling_a_rollout_while_a_tool_runs_is_no_answer(engine: Any, run: Any) -> None:
+    engine.script = lambda prompt: wrapped('{"name": "waits", "arguments": {}}')
+    task = asyncio.create_task(run({"id": "in-process", "tools": [f"{__name__}:waits"]}))
+    await WAITING.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+WAITING = asyncio.Event()
+
+
+async def waits() -> None:
+    WAITING.set()
+    await asyncio.Event().wait()
+
+
+waits.schema = ADD | {"function": {**ADD["function"], "name": "waits"}}  # type: ignore
+
+
 async def test_a_system_prompt_and_a_conversation_open_the_request() -> None:
     harness = InProcessHarness.__new__(InProcessHarness)
     plain = vf.TaskData(prompt="hi", system_prompt="be brief")

@@ -119,6 +119,9 @@ class SourceConfig(Settings):
     """Seconds until a rollout counts as failed. None: no limit."""
     max_turns: PositiveInt | None = None
     """Turns after which a rollout is stopped. None: the taskset's limit."""
+    on_overlong: Literal["truncate", "fail"] = "truncate"
+    """A conversation that outgrows the model's context after its first reply: ``truncate`` ends the
+    rollout there, to be scored and trained as truncated; ``fail`` drops it."""
     env_workers: EnvWorkers | None = None
     """None: ``orchestrator.env_workers``."""
     address: tuple[str, ...] = ()

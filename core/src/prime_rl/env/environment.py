@@ -5,7 +5,8 @@
 
 verifiers is imported when an ``Environment`` is made, not before (it costs seconds). What fails
 inside an episode is data: ``run`` returns results with ``ok = False`` and the reason, and raises
-nothing but ``CancelledError``.
+nothing but ``CancelledError``, if its own task is cancelled. ``contained`` keeps an env's
+``SystemExit`` away from the event loop.
 
 Facts about verifiers that this module hides: an agent that ran out of time is ``ok`` to verifiers
 and is not to us; per-token floats are exact only in memory.
@@ -16,16 +17,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.orchestrator import EvalSamplingConfig
 from prime_rl.env.episode import EnvSettings, Example, ModelEndpoint, RolloutResult
-from prime_rl.env.loading import agents_of, fixed_seats, import_verifiers, load_environment
-from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, warm_renderer
-from prime_rl.env.traces import fault_of, results_of
+from prime_rl.env.loading import (
+    agents_of,
+    fixed_seats,
+    import_verifiers,
+    load_environment,
+    on_overlong,
+)
+from prime_rl.env.rendering import ROLLOUTS_PER_RENDERER, vocab_size_of, warm_renderer
+from prime_rl.env.traces import BAD_RESULT, failed, results_of
 from prime_rl.errors import ConfigError
 from prime_rl.rundir.processes import lasting_imports
 
@@ -34,6 +43,10 @@ if TYPE_CHECKING:
 
 SamplingSettings = EvalSamplingConfig
 """Sampling parameters of an episode. None: the engine's default."""
+
+
+class ExampleFailed(Exception):
+    """The code of an environment that makes examples has failed."""
 
 
 class Examples:
@@ -58,7 +71,7 @@ class Examples:
         return self.count
 
     def __getitem__(self, index: int) -> Example:
-        """Raises ``IndexError`` beyond a finite env's end."""
+        """Raises ``IndexError`` beyond a finite env's end, and ``ExampleFailed``."""
         if index not in self._tasks:
             if self.count is not None or index < 0:
                 raise IndexError(f"example {index} of {self.count}")
@@ -69,11 +82,103 @@ class Examples:
         """Advance the stream to ``index``, from the start if that row left the cache."""
         if index < self._next or self._next == 0:
             self._stream, self._next = enumerate(self._taskset), 0
-        for position, task in itertools.islice(self._stream, index + 1 - self._next):
-            self._tasks[position] = task
-            if len(self._tasks) > self.KEPT:
-                self._tasks.popitem(last=False)
+        rows = itertools.islice(self._stream, index + 1 - self._next)
+        try:
+            for position, task in rows:
+                self._tasks[position] = task
+                if len(self._tasks) > self.KEPT:
+                    self._tasks.popitem(last=False)
+        except (Exception, SystemExit) as error:
+            self._next = 0  # a generator that has raised gives nothing more
+            reason = f"{type(error).__name__}: {error}"
+            raise ExampleFailed(f"the environment cannot make example {index}: {reason}") from error
+        if index not in self._tasks:
+            self._next = 0
+            raise ExampleFailed(
+                f"the environment ended before example {index}, and it declares examples without "
+                "end (INFINITE)"
+            )
         self._next = index + 1
+
+
+_in_environment: ContextVar[bool] = ContextVar("in_environment", default=False)
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """In the tasks that are created inside, and in their tasks, ``SystemExit`` and
+    ``GeneratorExit`` become an ``Exception``. asyncio ends the loop, and the run with it, at the
+    first, and the second closes every coroutine that waits for the task."""
+    loop = asyncio.get_running_loop()
+    before = loop.get_task_factory()
+    if not isinstance(before, ContainingFactory):
+        loop.set_task_factory(ContainingFactory(before))
+    token = _in_environment.set(True)
+    try:
+        yield
+    finally:
+        _in_environment.reset(token)
+
+
+class ContainingFactory:
+    """Creates the tasks of a loop."""
+
+    def __init__(self, before: Any) -> None:
+        """``before``: the factory that the loop had. None: asyncio's own."""
+        self._before = before
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
+    ) -> asyncio.Future[Any]:
+        if _in_environment.get():
+            coroutine = ContainedCoroutine(coroutine)
+        if self._before is None:
+            return asyncio.Task(coroutine, loop=loop, **options)
+        task: asyncio.Future[Any] = self._before(loop, coroutine, **options)
+        return task
+
+
+class ContainedCoroutine(Coroutine[Any, Any, Any]):
+    """A coroutine of an environment, which raises no ``SystemExit`` and no ``GeneratorExit``."""
+
+    def __init__(self, coroutine: Any) -> None:
+        self._coroutine = coroutine
+
+    def send(self, value: Any) -> Any:
+        try:
+            return self._coroutine.send(value)
+        except (SystemExit, GeneratorExit) as error:
+            raise _contained(error) from error
+
+    def throw(self, *error: Any) -> Any:
+        try:
+            return self._coroutine.throw(*error)
+        except (SystemExit, GeneratorExit) as raised:
+            raise _contained(raised) from raised
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+    def __getattr__(self, name: str) -> Any:
+        """``cr_code`` and others, for stack traces."""
+        return getattr(self._coroutine, name)
+
+
+class EnvironmentExit(Exception):
+    """Code of an environment raised ``SystemExit`` or ``GeneratorExit``."""
+
+
+def _contained(error: BaseException) -> EnvironmentExit:
+    return EnvironmentExit(f"{type(error).__name__}: {error}")
+
+
+def _is_cancelled() -> bool:
+    """Whether the current task was cancelled, and not only a task that it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class Environment:
@@ -106,7 +211,8 @@ class Environment:
         path = self.settings.tokenizer_path
         if path is not None:
             await asyncio.to_thread(warm_renderer, path, self.settings.renderer)
-        await self._stack.enter_async_context(self._env.serving())
+        with contained():
+            await self._stack.enter_async_context(self._env.serving())
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -127,15 +233,43 @@ class Environment:
         ``cache_salt`` separates the engine's prefix cache by policy version; ``seed`` makes
         sampling repeatable. Raises ``CancelledError`` only: other failures are in the results.
         """
+        with contained():  # in a task of its own: an env may also cancel the task that it runs in
+            playing = asyncio.create_task(self._play(example, model, sampling, cache_salt, seed))
         try:
-            context = self._context(model, sampling, cache_salt, seed)
-            episode = await self._episode(example, context)
-            results = results_of(episode, model.client == "tokens", self.fixed_seats)
-            for fault in filter(None, map(fault_of, (r for r in results if r.ok))):
-                results = [RolloutResult(ok=False, error_type="BadResult", error=fault)]
-        except Exception as error:  # an environment may fail in any way
-            results = [RolloutResult(ok=False, error_type=type(error).__name__, error=str(error))]
+            results = self._read(await playing, model)
+        except BaseException as error:  # an environment may fail in any way
+            if isinstance(error, KeyboardInterrupt) or not playing.done() or _is_cancelled():
+                raise
+            results = [failed(type(error).__name__, str(error) or "raised by the environment")]
+        if _is_cancelled():  # and the environment has gone on
+            raise asyncio.CancelledError
         return [replace(result, group_id=group_id) for result in results]
+
+    async def _play(
+        self,
+        example: Example,
+        model: ModelEndpoint,
+        sampling: SamplingSettings,
+        cache_salt: str | None,
+        seed: int | None,
+    ) -> Episode:
+        on_overlong.set(self.settings.on_overlong)
+        context = self._context(model, sampling, cache_salt, seed)
+        return await self._episode(example, context)
+
+    def _read(self, episode: Episode, model: ModelEndpoint) -> list[RolloutResult]:
+        """The results of an episode. One that cannot be read has failed."""
+        with_tokens = model.client == "tokens"
+        try:
+            return results_of(episode, with_tokens, self.fixed_seats, self._vocab_size)
+        except Exception as error:
+            return [failed(BAD_RESULT, f"{type(error).__name__}: {error}")]
+
+    @cached_property
+    def _vocab_size(self) -> int | None:
+        """Of the policy, whose folder has its tokenizer too. None: unknown."""
+        path = self.settings.tokenizer_path
+        return None if path is None else vocab_size_of(path)
 
     async def _episode(self, example: Example, context: ModelContext) -> Episode:
         (slot,) = self._env.slots(example.task, 1)

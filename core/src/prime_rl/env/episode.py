@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from prime_rl.config.orchestrator import SourceConfig
 
 
+def readable(text: Any) -> str:
+    """The text without lone surrogates, which no file and no terminal takes."""
+    return str(text).encode("utf-8", "replace").decode()
+
+
 @dataclass(frozen=True)
 class EnvSettings:
     """One environment, as configured."""
@@ -35,6 +40,8 @@ class EnvSettings:
     timeout: float | None = None
     """Seconds until an episode counts as failed."""
     max_turns: int | None = None
+    on_overlong: str = "truncate"
+    """A conversation that outgrows the context: ``truncate`` or ``fail``."""
     renderer: Any = None
     """A config object of the ``renderers`` package. None: chosen by the tokenizer's name."""
     tokenizer_path: Path | None = None
@@ -43,7 +50,8 @@ class EnvSettings:
     @classmethod
     def of(cls, env: SourceConfig, **others: Any) -> EnvSettings:
         """The settings in a table of the config, and ``others``, which no table has."""
-        table = env.model_dump(include={"id", "args", "harness", "timeout", "max_turns"})
+        own = {"id", "args", "harness", "timeout", "max_turns", "on_overlong"}
+        table = env.model_dump(include=own)
         return cls(name=env.label, **table, **others)
 
     @property
@@ -121,6 +129,8 @@ class RolloutResult:
     num_turns: int = 0
     is_truncated: bool = False
     stop_condition: str | None = None
+    has_images: bool = False
+    """A message has a part that is no text."""
     error_type: str | None = None
     """Class of the failure: ``ProviderError``, ``TaskError``, ``TimeoutError``, ``NoTokens`` ..."""
     error: str | None = None
@@ -152,7 +162,7 @@ class RolloutResult:
     def messages(self) -> list[tuple[str, str]]:
         """The conversation as ``(role, text)`` of the last branch."""
         messages = () if self.trace is None else self.trace.messages
-        return [(message.role, str(message.content or "")) for message in messages]
+        return [(message.role, readable(message.content or "")) for message in messages]
 
     @property
     def task_fields(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -85,20 +86,55 @@ class _PublicOs:
         return getattr(os, name)
 
 
+on_overlong: ContextVar[str] = ContextVar("on_overlong", default="fail")
+"""What the rollouts that begin in this context do where the model's context is full."""
+
+OVERLONG = re.compile(
+    r"maximum context length|max_model_len|context (window|length)", re.IGNORECASE
+)
+"""How clients and engines (ours, vLLM's) refuse a prompt that is too long."""
+
+CONTEXT_FULL = "max_total_tokens"
+"""verifiers' stop condition of a rollout whose tokens have reached their limit: it is truncated."""
+
+
+class _ModelError:
+    """``RolloutSession.error`` of verifiers, the failure of the last model call.
+
+    A program sees a refused prompt as an HTTP error and may do anything. So the rollout is stopped
+    here, as at a limit of its turns: it is complete, and scored. Without a reply there is nothing
+    to train, and it fails.
+    """
+
+    def __get__(self, session: Any, owner: type | None = None) -> Any:
+        return None if session is None else session.__dict__.get("error")
+
+    def __set__(self, session: Any, error: Any) -> None:
+        values = session.__dict__
+        values["error"] = error
+        truncates = values.setdefault("truncates", on_overlong.get() == "truncate")
+        refused = error is not None and getattr(error, "status_code", None) in (400, 413, 422)
+        if truncates and refused and session.trace.num_turns and OVERLONG.search(str(error)):
+            session.trace.stop(CONTEXT_FULL)
+
+
 def import_verifiers(settings: EnvSettings) -> ModuleType:
-    """verifiers' v1 API, with quiet loggers and without our keys in the processes that it starts.
-    Raises ``ConfigError`` if it is not installed."""
+    """verifiers' v1 API, with quiet loggers, without our keys in the processes that it starts, and
+    with rollouts that end where the context is full. Raises ``ConfigError`` if it is not
+    installed."""
     for name, level in QUIET_LOGGERS.items():
         logging.getLogger(name).setLevel(level)
     try:
         import verifiers.v1 as vf
         from verifiers.v1.runtimes import subprocess
+        from verifiers.v1.session import RolloutSession
     except ImportError as error:
         raise ConfigError(
             f"env {settings.label!r}: verifiers cannot be imported ({error}). "
             "pip install 'prime-rl-core[run]'"
         ) from error
     subprocess.os = _PublicOs()
+    RolloutSession.error = _ModelError()
     return vf  # type: ignore[no-any-return]
 
 

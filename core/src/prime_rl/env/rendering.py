@@ -49,3 +49,19 @@ def load_tokenizer(path: Path) -> Any:
         raise ConfigError(
             f"tokenizer {str(path)!r} cannot be loaded: {type(error).__name__}: {error}"
         ) from error
+
+
+def vocab_size_of(path: Path) -> int | None:
+    """How many token ids the model of a folder takes, by its ``config.json``. None: it does not
+    say."""
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    # The language model of a family with several has a table of its own.
+    nested = (config.get(name) for name in ("text_config", "llm_config", "language_config"))
+    tables = [config, *(table for table in nested if isinstance(table, dict))]
+    sizes = [table["vocab_size"] for table in tables if isinstance(table.get("vocab_size"), int)]
+    return sizes[0] if sizes else None

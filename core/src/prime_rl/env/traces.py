@@ -1,6 +1,7 @@
 """From verifiers' episode to our results, and from a result to a rollout.
 
     episode -> RolloutResult    failures with their reasons, branches as aligned columns
+    results -> checked          what cannot be trained on, saved and shown has failed
     branches -> samples         one sample per branch; a shared sampled token trains once
 
 A trajectory is a tree of messages. While each turn's prompt extends the previous tokens exactly,
@@ -13,14 +14,14 @@ Reads attributes of verifiers' objects and does not import it at run time.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from math import inf, isfinite
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
-from prime_rl.env.episode import BranchTokens, RolloutResult
+from prime_rl.env.episode import BranchTokens, RolloutResult, readable
 from prime_rl.errors import StreamError
 from prime_rl.rollout import ROLES, TURN_REWARDS, Rollout, Sample
 from prime_rl.streams import BoolColumn
@@ -32,30 +33,63 @@ _ROLE_INDEX = {role: index for index, role in enumerate(ROLES)}
 VERSIONS_KEY = "weight_versions"
 """Key of ``trace.info``: a harness may leave ``{node index: [(policy version, start, end)]}``."""
 
+BAD_RESULT = "BadResult"
+"""The class of a failure where an environment or an engine returned what nothing can be made of."""
+
+LARGEST_REWARD = 1e18
+"""A group's rewards are squared and added in float32, which ends at 3.4e38."""
+LARGEST_METRIC = float(np.finfo(np.float32).max)
+LARGEST_LOGPROB = 0.01
+"""The log of a probability is at most 0; the rest is for an engine that rounds."""
+LARGEST_INT = 2**31 - 1
+"""Token ids and versions are int32 on the wire."""
+
 
 def results_of(
-    episode: Episode, with_tokens: bool = True, fixed: Container[str] = ()
+    episode: Episode,
+    with_tokens: bool = True,
+    fixed: Container[str] = (),
+    vocab_size: int | None = None,
 ) -> list[RolloutResult]:
     """One result per trace. If one failed, all are failed: half an episode does not train.
 
     ``with_tokens``: a trace whose agent trains has failed if it has no sampled tokens.
     ``fixed``: agents that a model of their own plays; they never train.
+    ``vocab_size``: of the policy. None: unknown.
     """
     failure = ("TimeoutError", "the episode timed out") if episode.is_timeout else None
     if episode.errors:  # of the env
         failure = episode.errors[-1].type, episode.errors[-1].message
     if not episode.traces:
         kind, text = failure or ("NoTrace", "the episode ran no agent")
-        return [RolloutResult(ok=False, error_type=kind, error=text)]
+        return [failed(kind, text)]
+
+    # Nothing below, and nothing that reads a result, can be trusted with a malformed trace.
+    for trace in episode.traces:
+        fault = fault_of_nodes(trace, vocab_size)
+        if fault is not None:
+            own_failure = None if trace.ok else trace_failure(trace)
+            kind, text = failure or own_failure or (BAD_RESULT, fault)
+            error = None if trace.ok else trace.last_error
+            return [failed(kind, text, None if error is None else error.status_code)]
+
     failures = [
         failure or trace_failure(trace, with_tokens and trace.agent.name not in fixed)
         for trace in episode.traces
     ]
     sibling = next((found for found in failures if found), None)
-    return [
+    results = [
         result_of(trace, own or sibling, trace.agent.name not in fixed)
         for trace, own in zip(episode.traces, failures, strict=True)
     ]
+    return checked(results)
+
+
+def failed(kind: str, text: str, status_code: int | None = None) -> RolloutResult:
+    """The result of an episode that nothing else is known of."""
+    return RolloutResult(
+        ok=False, error_type=readable(kind), error=readable(text), status_code=status_code
+    )
 
 
 def trace_failure(trace: Trace, with_tokens: bool = True) -> tuple[str, str] | None:
@@ -83,6 +117,7 @@ def result_of(
     usage = (0, 0)
     if trace.usage is not None and not any(node.token_ids for node in trace.nodes):
         usage = trace.num_input_tokens, trace.usage.completion_tokens
+    stop = trace.stop_condition
     return RolloutResult(
         ok=failure is None,
         reward=trace.reward,
@@ -91,9 +126,10 @@ def result_of(
         info=info,
         num_turns=trace.num_turns,
         is_truncated=trace.is_truncated,
-        stop_condition=trace.stop_condition,
-        error_type=failure[0] if failure else None,
-        error=failure[1] if failure else None,
+        stop_condition=None if stop is None else readable(stop),
+        has_images=any(has_image(node.message.content) for node in trace.nodes),
+        error_type=None if failure is None else readable(failure[0]),
+        error=None if failure is None else readable(failure[1]),
         status_code=trace.last_error.status_code if failure and trace.last_error else None,
         agent=trace.agent.name,
         trainable=trace.agent.trainable and may_train,
@@ -104,24 +140,191 @@ def result_of(
     )
 
 
+def has_image(content: Any) -> bool:
+    """Whether the content of a message has a part that is no text."""
+    parts = content if isinstance(content, list) else ()
+    return any(part.type != "text" for part in parts)
+
+
+# -- what an environment or an engine may return ------------------------------------------------
+
+
+def fault_of_nodes(trace: Trace, vocab_size: int | None = None) -> str | None:
+    """Why the tokens of a trace cannot be read; None: they can."""
+    versions = trace.info.get(VERSIONS_KEY)
+    if versions is not None and not isinstance(versions, Mapping):
+        return f"info[{VERSIONS_KEY!r}] is {versions!r:.80}; expected a table by node"
+    for place, node in enumerate(trace.nodes):
+        spans = () if versions is None else versions.get(str(place), ())
+        try:
+            fault = _fault_of_node(node, place, vocab_size) or _fault_of_spans(spans)
+        except Exception as error:  # a column that numpy cannot read, an attribute that is missing
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None:
+            return f"message {place} of the trace: {fault}"
+    return None
+
+
+def _fault_of_node(node: Any, place: int, vocab_size: int | None) -> str | None:
+    """Why a message cannot train; ``place`` is its index in the trace."""
+    parent = node.parent
+    if parent is not None and not (type(parent) is int and 0 <= parent < place):
+        return f"its parent is {parent!r}; expected an earlier message or None"
+    if not isinstance(node.message.role, str):
+        return f"its role is {node.message.role!r:.80}; expected a text"
+
+    token_ids = np.asarray(node.token_ids)
+    largest = LARGEST_INT if vocab_size is None else vocab_size - 1
+    if token_ids.ndim != 1 or (token_ids.size and token_ids.dtype.kind not in "iu"):
+        return f"its token_ids are {node.token_ids!r:.80}; expected a list of integers"
+    outside = np.flatnonzero((token_ids < 0) | (token_ids > largest))
+    if outside.size:
+        first = int(outside[0])
+        return f"token_ids[{first}] is {token_ids[first]}; expected 0 to {largest}"
+
+    mask = np.asarray(node.mask)
+    if mask.shape != token_ids.shape or (mask.size and mask.dtype.kind != "b"):
+        return (
+            f"its mask is {node.mask!r:.80} ({len(node.mask)}); expected True or False for each "
+            f"of its {len(token_ids)} tokens"
+        )
+    if len(node.is_content) not in (0, len(token_ids)):
+        return (
+            f"is_content has {len(node.is_content)} values; expected none, or one for each of its "
+            f"{len(token_ids)} tokens"
+        )
+    return _fault_of_logprobs(node.logprobs, int(mask.sum()))
+
+
+def _fault_of_logprobs(values: Any, number: int) -> str | None:
+    """``number``: the tokens that were sampled. Their logprobs go over the wire as float32."""
+    logprobs = np.asarray(values)
+    if logprobs.shape != (number,) or (number and logprobs.dtype.kind not in "fiu"):
+        return (
+            f"its logprobs are {values!r:.80} ({len(values)}); expected a number for each of the "
+            f"{number} sampled tokens"
+        )
+    with np.errstate(over="ignore"):
+        narrow = logprobs.astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(narrow) | (narrow > LARGEST_LOGPROB))
+    if wrong.size:
+        first = int(wrong[0])
+        return (
+            f"logprobs[{first}] is {logprobs[first]}; expected the logprob of the sampling "
+            "distribution: finite, and at most 0"
+        )
+    return None
+
+
+def _fault_of_spans(spans: Any) -> str | None:
+    """Spans are ``(policy version, start, end)``; an end behind the last token is cut."""
+    for span in spans:
+        whole = all(type(value) is int for value in span)
+        if not whole or len(span) != 3 or min(span) < 0 or max(span) > LARGEST_INT:
+            return (
+                f"a span of its policy versions is {span!r:.80}; expected (version, start, end), "
+                "three integers from 0"
+            )
+    return None
+
+
 LARGEST_INFO = 16 << 20
 """Bytes of ``info``, encoded."""
 
 
+def checked(results: Sequence[RolloutResult]) -> list[RolloutResult]:
+    """The results, or a single failed one if a result cannot be trained on, saved and shown. A
+    result that has failed anyway keeps its reason, and loses what cannot be saved."""
+    passed: list[RolloutResult] = []
+    for result in results:
+        fault = fault_of(result)
+        if fault is None:
+            passed.append(_plain(result))
+        elif result.ok:
+            return [failed(BAD_RESULT, fault)]
+        else:
+            kind, text = result.error_type or "Failed", result.error or fault
+            passed.append(failed(kind, text, result.status_code))
+    return passed
+
+
+def _plain(result: RolloutResult) -> RolloutResult:
+    """The result with numbers that are Python's floats: an env may have given numpy's."""
+    return replace(
+        result,
+        reward=float(result.reward),
+        rewards={name: float(value) for name, value in result.rewards.items()},
+        metrics={name: float(value) for name, value in result.metrics.items()},
+    )
+
+
 def fault_of(result: RolloutResult) -> str | None:
     """Why what an environment returned cannot be trained on, saved and shown; None: it can."""
-    numbers = result.rewards | result.metrics | {"the sum": result.reward}
-    for name, value in numbers.items():
-        if not (isinstance(value, Real) and abs(value) < inf):
-            return f"the reward or metric {name!r} is {value!r:.80}; expected a finite number"
-    nested: Any = [result.info, numbers]
-    for _ in range(16):  # what saves it nests it too
-        nested = [nested]
+    for name, value in (result.rewards | {"the sum": result.reward}).items():
+        if not _is_number(value, LARGEST_REWARD):
+            return _wrong_number("reward", name, value, LARGEST_REWARD)
+    for name, value in (result.metrics | result.timing).items():
+        if not _is_number(value, LARGEST_METRIC):
+            return _wrong_number("metric", name, value, LARGEST_METRIC)
     try:
-        size = len(msgspec.msgpack.encode(nested, enc_hook=str))
-    except Exception as error:  # a lone surrogate, a cycle, an int of more than 64 bits ...
-        return f"info or a number cannot be saved: {type(error).__name__}: {error}"
+        size = _saved_size(result)
+    except Exception as error:  # a lone surrogate, a cycle, a key that is no text ...
+        return f"info, the example or a name cannot be saved: {type(error).__name__}: {error}"
     return f"info has {size:,} bytes, at most {LARGEST_INFO:,} fit" if size > LARGEST_INFO else None
+
+
+def _is_number(value: Any, largest: float) -> bool:
+    """Whether it is a finite number of at most this size. NaN compares as False."""
+    size: Any = abs(value) if isinstance(value, Real) else None
+    return size is not None and bool(size <= largest)
+
+
+def _wrong_number(kind: str, name: str, value: Any, largest: float) -> str:
+    return (
+        f"the {kind} {name!r} is {value!r:.80}; expected a finite number, at most {largest:g} in "
+        "size (the trainer computes in float32)"
+    )
+
+
+class _Saved(msgspec.Struct):
+    """What a file of rollouts has of a result, beside its tokens."""
+
+    info: dict[str, Any]
+    task: dict[str, Any]
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    agent: str
+
+
+FILE_DEPTH = 16
+"""Levels of nesting that a file puts around what an environment returned."""
+
+
+def _saved_size(result: RolloutResult) -> int:
+    """Bytes of a result in a file of rollouts. Raises an error of any class if what is read from
+    the file would be something else than what was written, or nothing."""
+    task = result.task_fields
+    saved: Any = {
+        "info": result.info,
+        "task": task,
+        "rewards": {name: float(value) for name, value in result.rewards.items()},
+        "metrics": {name: float(value) for name, value in result.metrics.items()},
+        "agent": result.agent,
+    }
+    for _ in range(FILE_DEPTH):
+        saved = [saved]
+    encoded = msgspec.msgpack.encode(saved, enc_hook=_text_or_list)
+
+    read: Any = msgspec.msgpack.decode(encoded)
+    for _ in range(FILE_DEPTH):
+        (read,) = read
+    msgspec.convert(read, _Saved)
+    return len(encoded)
+
+
+def _text_or_list(value: Any) -> Any:
+    """As files of rollouts have a value without a msgpack type."""
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else str(value)
 
 
 def branch_tokens(
@@ -164,10 +367,16 @@ def rewards_by_node(trace: Trace, rewards: list[float | None]) -> dict[str, floa
     """Rewards of turns, by the node of each. Raises ``StreamError`` unless there is a finite number
     or None for each turn."""
     turns = [str(position) for position, node in enumerate(trace.nodes) if node.sampled]
-    if len(rewards) != len(turns) or not all(r is None or isfinite(r) for r in rewards):
+    is_list = isinstance(rewards, list | tuple | np.ndarray)
+    if (
+        not is_list
+        or len(rewards) != len(turns)
+        or not all(reward is None or _is_number(reward, LARGEST_REWARD) for reward in rewards)
+    ):
         raise StreamError(
-            f"trace.info[{TURN_REWARDS!r}]: got {rewards}, expected a list with a finite number or "
-            f"None for each of the {len(turns)} replies in trace.assistant_messages"
+            f"trace.info[{TURN_REWARDS!r}]: got {rewards!r:.200}, expected a list with a finite "
+            f"number, at most {LARGEST_REWARD:g} in size, or None for each of the {len(turns)} "
+            "replies in trace.assistant_messages"
         )
     return {n: float(r) for n, r in zip(turns, rewards, strict=True) if r is not None}
 

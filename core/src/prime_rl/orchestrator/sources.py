@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from prime_rl.config.contract import FrozenModel, SamplingConfig
-from prime_rl.env.environment import Environment, SamplingSettings
+from prime_rl.env.environment import Environment, ExampleFailed, SamplingSettings
 from prime_rl.env.episode import RolloutResult
-from prime_rl.env.traces import build_rollout
+from prime_rl.env.traces import BAD_RESULT, build_rollout, failed
 from prime_rl.errors import ConfigError
 from prime_rl.inference.pool import FrozenPool
 from prime_rl.orchestrator.engines import EngineRouter
@@ -95,7 +95,11 @@ class Sampled(RolloutSource):
         self._sampling = sampling
 
     async def produce(self, ask: RolloutRequest) -> Sequence[Rollout]:
-        prompt = self._environment.examples[ask.example_id].fields.get("prompt")
+        try:
+            example = self._environment.examples[ask.example_id]
+        except ExampleFailed as error:
+            raise RolloutFailed(failed("ExampleFailed", str(error))) from error
+        prompt = example.fields.get("prompt")
         place = {"env": self._env, "group_id": ask.group_id, "example_id": ask.example_id}
         plan = RolloutPlan(**place, member=ask.member, prompt=prompt, **dict(self._sampling))
         if ask.prepare is not None:
@@ -105,11 +109,15 @@ class Sampled(RolloutSource):
         results = await self._episode(ask, plan)
         if failure := next((result for result in results if not result.ok), None):
             raise RolloutFailed(failure)
-        found = [self._rollout(ask, plan, result) for result in results if result.trainable]
-        rollouts = [rollout for rollout in found if rollout.samples]
+        trainable = [result for result in results if result.trainable]
+        if any(result.has_images for result in trainable):
+            reason = "a message has an image, and there is no training on images; expected text"
+            raise RolloutFailed(failed(BAD_RESULT, reason))
+
+        built = [self._rollout(ask, plan, result) for result in trainable]
+        rollouts = [rollout for rollout in built if rollout.samples]
         if not rollouts:
-            reason = "no agent left tokens to train"
-            raise RolloutFailed(RolloutResult(ok=False, error_type="NoTokens", error=reason))
+            raise RolloutFailed(failed("NoTokens", "no agent left tokens to train"))
         return rollouts
 
     async def _episode(self, ask: RolloutRequest, plan: RolloutPlan) -> list[RolloutResult]:

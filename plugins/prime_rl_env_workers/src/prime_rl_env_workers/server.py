@@ -22,7 +22,7 @@ from verifiers.v1.serve.server import EnvServer
 from verifiers.v1.serve.types import RunRequest, RunResponse
 
 from prime_rl.env.episode import EnvSettings
-from prime_rl.env.loading import import_verifiers, load_environment
+from prime_rl.env.loading import import_verifiers, load_environment, on_overlong
 from prime_rl.env.rendering import warm_renderer
 from prime_rl_env_workers.client import Alive, BadResult
 
@@ -92,4 +92,5 @@ def serve(table: Mapping[str, Any], address: str) -> None:
     config = load_environment(vf, settings).config
     if settings.tokenizer_path is not None:
         warm_renderer(settings.tokenizer_path, settings.renderer)
+    on_overlong.set(settings.on_overlong)
     asyncio.run(WorkerServer(config, address).run())

@@ -36,6 +36,7 @@ from in_process.seam import (
     serialize_completion,
     tool_to_wire,
 )
+from in_process.tool_calls import MALFORMED, fault_of, keep_what_was_written
 from prime_rl_engine_kit.batch import (
     Answer,
     BatchRequest,
@@ -155,6 +156,10 @@ class FastTrainClient(TrainClient):
         kinds = slot.renderer.mm_token_type_id_map if is_multimodal(slot.renderer) else None
         response = response_from_generate(result, body["model"], bridged, kinds)
         response.raw = serialize_completion(response, body["model"])
+        malformed = [call for call in result["tool_calls"] or () if not call.name]
+        if malformed and tools and result["finish_reason"] != "length":  # else a limit cut it off
+            message = response.raw["choices"][0]["message"]
+            message[MALFORMED] = [fault_of(call) for call in malformed]
         return response
 
     async def _slot(self, model: str) -> Any:
@@ -162,7 +167,9 @@ class FastTrainClient(TrainClient):
         name = self.config.renderer_model_name or model
         if name not in self._slots:
             pool = ElasticRendererPool(name, self.config.renderer, multiplex=self.config.multiplex)
-            self._slots[name] = pool.renderers[0] if pool.renderers else await pool.grow()
+            slot = pool.renderers[0] if pool.renderers else await pool.grow()
+            keep_what_was_written(slot.renderer)
+            self._slots[name] = slot
         return self._slots[name]
 
     async def _render(

@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import verifiers.v1 as vf
 
 from in_process.seam import message_to_wire
+from in_process.tool_calls import MALFORMED, readable
 from in_process.turns import Refused, TurnDriver
 from prime_rl import ConfigError
 
@@ -63,10 +65,14 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
                 reply = await driver.turn(request)
             except Refused as refusal:
                 return vf.ProgramResult(1, "", str(refusal))
+            faults = reply.pop(MALFORMED, ())
+            calls = reply.get("tool_calls") or ()
             request["messages"].append(reply)
-            if not reply.get("tool_calls"):
+            if not calls and not faults:
                 return vf.ProgramResult(0, "", "")
-            request["messages"] += [await self.call_tool(call) for call in reply["tool_calls"]]
+            request["messages"] += [await self.call_tool(call) for call in calls]
+            if faults:
+                request["messages"].append(answer_to(faults))
 
     def opening(self, data: vf.TaskData) -> list[Wire]:
         """The messages at the start of the segment."""
@@ -77,16 +83,29 @@ class InProcessHarness(vf.Harness[InProcessConfig]):
         return [*messages, *(message_to_wire(message) for message in prompt or [])]
 
     async def call_tool(self, call: Mapping[str, Any]) -> Wire:
-        """Run one tool call. An exception becomes the text that the model reads."""
+        """Run one tool call. What it raises becomes the text that the model reads: a command line
+        that refuses the model's arguments raises ``SystemExit``."""
         name = call["function"]["name"]
         try:
             if name not in self.tools:
                 raise LookupError(f"no tool {name!r}; available: {', '.join(self.tools)}")
             output = self.tools[name](**json.loads(call["function"]["arguments"]))
             text = str(await output if inspect.isawaitable(output) else output)
-        except Exception as error:  # the model reads it and may try again
+        except BaseException as error:
+            task = asyncio.current_task()
+            is_ours = task is not None and task.cancelling() > 0
+            if isinstance(error, KeyboardInterrupt) or is_ours:
+                raise
             text = f"error: {type(error).__name__}: {error}"
-        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": text}
+        content = readable(text)
+        return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
+
+
+def answer_to(faults: Sequence[str]) -> Wire:
+    """What the model reads about calls that could not be parsed. A message of the user: a tool's
+    would have to name the call that it answers."""
+    lines = [f"error: a tool call could not be read: {fault}." for fault in faults]
+    return {"role": "user", "content": "\n".join([*lines, "Write it again."])}
 
 
 def load_tool(path: str) -> tuple[str, Callable[..., Any]]:

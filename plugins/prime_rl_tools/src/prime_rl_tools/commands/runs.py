@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -109,6 +110,9 @@ def _headline(info: RunInfo) -> Any:
     from rich.table import Table
     from rich.text import Text
 
+    from prime_rl_app.runs import last_batch
+    from prime_rl_tools.view.outcomes import outcomes, outcomes_style, outcomes_text
+
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column(overflow="fold")
@@ -116,6 +120,9 @@ def _headline(info: RunInfo) -> Any:
     table.add_row("state", _state(info.state))
     table.add_row("step", f"{info.step}/{info.max_steps}")
     table.add_row("reward", "-" if info.reward is None else f"{info.reward:.3f}")
+    shares = outcomes(last_batch(Path(info.path) / "metrics.jsonl"))
+    if shares:
+        table.add_row("of rollouts", Text(outcomes_text(shares), outcomes_style(shares)))
     table.add_row("started", f"{age(time.time() - info.started)} ago")
     return table
 

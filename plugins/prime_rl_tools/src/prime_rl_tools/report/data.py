@@ -80,11 +80,29 @@ def curves(path: Path, start: int = 0) -> tuple[dict[str, list[list[float]]], in
             for name, value in record.items():
                 if name not in ("step", "time") and isinstance(value, int | float):
                     found[name][step] = float(f"{value:.6g}")
+    found |= _dropped(found)
     ordered = {
         name: [[step, value] for step, value in sorted(points.items())]
         for name, points in sorted(found.items())
     }
     return ordered, start + len(lines)
+
+
+def _dropped(curves: Mapping[str, Mapping[int, float]]) -> dict[str, dict[int, float]]:
+    """``train/A/all/is_dropped/mean``: the share of the rollouts considered for a batch that do not
+    train, from the counts of the batch."""
+    dropped = {}
+    for name, seen in curves.items():
+        label = name.removeprefix("batch/").removesuffix("/seen")
+        if name != f"batch/{label}/seen":
+            continue
+        trainable = curves.get(f"batch/{label}/trainable", {})
+        dropped[f"train/{label}/all/is_dropped/mean"] = {
+            step: float(f"{1 - trainable[step] / number:.6g}")
+            for step, number in seen.items()
+            if number and step in trainable
+        }
+    return dropped
 
 
 class Table:

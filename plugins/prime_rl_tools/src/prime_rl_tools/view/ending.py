@@ -15,6 +15,7 @@ from rich.text import Text
 from prime_rl.rundir.chat_template import read_chat_template
 from prime_rl.rundir.checkpoints import whole_steps
 from prime_rl_tools.doctor import Verdict
+from prime_rl_tools.view.outcomes import outcomes_style, outcomes_text
 from prime_rl_tools.view.summary import read_curve, restarts_text
 
 COLLAPSED = 0.25
@@ -37,6 +38,9 @@ def print_summary(console: Console, run_dir: Path, summary: Mapping[str, Any]) -
             f"Sampled reward  [bold]{sampled['first']:.3f} → {sampled['last']:.3f}[/]   "
             f"[dim]{'first and last step' if sampled['window'] == 1 else steps}[/]"
         )
+        if shares := sampled.get("outcomes"):
+            text = f"of rollouts {outcomes_text(shares)}   mean of all steps"
+            console.print(Text(f"{'':16}{text}", outcomes_style(shares)), soft_wrap=True)
         if sampled["first"] > 0 and sampled["last"] < COLLAPSED * sampled["first"]:
             console.print(
                 Text(

@@ -31,6 +31,7 @@ from prime_rl_tools.terminal import Console
 from prime_rl_tools.view.cell import Cell
 from prime_rl_tools.view.ending import print_findings, print_next, print_stop, print_summary
 from prime_rl_tools.view.findings import Findings
+from prime_rl_tools.view.outcomes import outcomes, outcomes_style, outcomes_text
 from prime_rl_tools.view.sampled import Sampled
 from prime_rl_tools.view.summary import summarize, write_summary
 
@@ -154,7 +155,10 @@ class TerminalView(RunView):
         if metrics.headline is not None:
             name, value = metrics.headline
             curve = sparkline(metrics.rewards, max(8, width - 32)) if metrics.rewards else ""
-            table.add_row(name, Text.assemble((f"{value} ", "bold"), (curve, "green")))
+            cell = Text.assemble((f"{value} ", "bold"), (curve, "green"))
+            if shares := metrics.outcomes:
+                cell.append(f"\nof rollouts {outcomes_text(shares)}", outcomes_style(shares))
+            table.add_row(name, cell)
         if trained := metrics.trained:
             table.add_row("trainer", Text("   ".join(trained)))
         table.add_row("tokens/s", f"{metrics.tokens_per_second:,.0f} of batches, prompts included")
@@ -200,8 +204,10 @@ class TerminalView(RunView):
         shown = self.max_steps if step == self.max_steps else step - step % PRINT_EVERY
         if shown > self._printed_step:
             self._printed_step = shown
+            shares = outcomes_text(metrics.outcomes)
+            reward = " ".join(metrics.headline or ("no reward",))
             self.print(
-                f"step {step}/{self.max_steps} | {' '.join(metrics.headline or ('no reward',))} | "
+                f"step {step}/{self.max_steps} | {reward}{f' ({shares})' if shares else ''} | "
                 f"{metrics.tokens_per_second:,.0f} tokens/s | off-policy {metrics.off_policy}"
             )
 
@@ -210,7 +216,7 @@ class TerminalView(RunView):
         if isinstance(self._live, Live) and self._live.is_started:
             self._news.append(line)
         else:
-            self.console.print(line, markup=False, highlight=False)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def ended(self) -> None:
         """See ``RunView.ended``: write ``summary.json`` and ``learning_curve.png``, and print the
@@ -250,6 +256,8 @@ class MetricsTail:
         self._timed: dict[str, Any] = {}
         """Seconds and waits of the newest step that has them: its rows come from two processes."""
         self.rewards: list[float] = []
+        self.outcomes: dict[str, float] = {}
+        """Of the rollouts of the newest batch, which the newest reward does not show."""
         self.step = 0
         self._clock: deque[tuple[int, float, float]] = deque(maxlen=RECENT)
         """Step, seconds and tokens so far."""
@@ -267,6 +275,7 @@ class MetricsTail:
                 self.rewards.append(row[REWARD])
             if "progress/total_tokens" in row:  # a batch; batches of demonstrations have no reward
                 self.step = row["step"]
+                self.outcomes = outcomes(row)
                 now = row["progress/seconds"], row["progress/total_tokens"]
                 if self._clock and now < self._clock[-1][1:]:  # a new attempt: both start again
                     self._clock.clear()

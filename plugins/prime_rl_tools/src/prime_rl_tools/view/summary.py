@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from prime_rl_app.runs import REWARD
+from prime_rl_tools.view.outcomes import REWARD as REWARD
+from prime_rl_tools.view.outcomes import mean_outcomes, read_batches
 
 LOG = "recoveries.jsonl"
 WINDOW = 10
@@ -23,6 +24,7 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
     a run that the user stopped."""
     values = [value for _, value in read_curve(run_dir / "metrics.jsonl", REWARD)]
     window = min(WINDOW, (len(values) + 1) // 2)
+    shares = mean_outcomes(read_batches(run_dir / "metrics.jsonl"))
     versions = run_dir / "plugins.json"
     plugins = json.loads(versions.read_text("utf-8"))["plugins"] if versions.exists() else []
     return {
@@ -32,6 +34,7 @@ def summarize(run_dir: Path, max_steps: int, stopped_at: int | None = None) -> d
             "first": _mean(values[:window]),
             "last": _mean(values[-window:]),
             "window": window,
+            **({"outcomes": shares} if shares else {}),
         },
         "plugins": {row["distribution"]: row["version"] for row in plugins},
         "eval": read_evals(run_dir, max_steps if stopped_at is None else stopped_at),

@@ -24,12 +24,31 @@ function panels() {
   const evals = named(/^eval\/(.+)\/all\/reward\/mean$/);
   const held = evals.map((each) => ({ ...each, label: evals.length > 1 ? `${each.label} held out` : "held out", dots: true }));
   return [
-    { title: "Reward", series: [...byEnv(/^train\/(.+)\/all\/reward\/mean$/, "sampled"), ...held] },
+    { title: "Reward", series: [...byEnv(/^train\/(.+)\/all\/reward\/mean$/, "sampled"), ...held], note: lostOf },
     { title: "Loss", series: losses.length ? losses : named(/^(loss)\/mean$/) },
     { title: "Entropy", series: byEnv(/^entropy\/(.+)\/mean$/) },
     { title: "Mismatch KL", series: byEnv(/^mismatch_kl\/(.+)\/mean$/) },
   ];
 }
+
+// The shares of rollouts that the reward does not show: it is the mean of those that ended well.
+const LOST = [["failed", "has_error"], ["truncated", "is_truncated"], ["dropped", "is_dropped"], ["cancelled", "cancelled"]];
+
+// At a step, or at the newest one that has them.
+function lostOf(step) {
+  const texts = runs.flatMap((run, index) => {
+    const parts = LOST.flatMap(([word, key]) => {
+      const points = run.curves[`train/agg/all/${key}/mean`] ?? [];
+      const value = (step === null ? points.at(-1) : points.find(([x]) => x === step))?.[1];
+      return value === undefined || value === null || (word === "cancelled" && !value) ? [] : [`${word} ${percent(value)}`];
+    });
+    const name = runs.length > 1 ? `${"AB"[index] ?? index + 1} ` : "";
+    return parts.length ? [`${name}of rollouts ${parts.join(", ")}`] : [];
+  });
+  return texts.join("; ");
+}
+
+const percent = (share) => (share > 0 && share < 0.0005 ? "<0.1%" : `${(100 * share).toFixed(1)}%`);
 
 function drawCurves() {
   if ($("curves").hidden) return;
@@ -43,7 +62,7 @@ function drawCurves() {
   }
   const boxes = wanted.map(() => el("div", { class: "chart" }));
   $("curves").replaceChildren(...boxes, el("div", { class: "chart", id: "histogram" }));
-  wanted.forEach((panel, index) => chart(boxes[index], panel.title, panel.series)); // now they have a width
+  wanted.forEach((panel, index) => chart(boxes[index], panel.title, panel.series, panel.note)); // now they have a width
   drawHistogram();
 }
 
@@ -64,11 +83,12 @@ function axisLabels(values) {
   return values.map((each) => [each, number(each / 10 ** power, 3) + (each ? unit : "")]);
 }
 
-function chart(box, title, series) {
+// note: text of a step under the legend; null: the newest step.
+function chart(box, title, series, note = null) {
   const drawn = series.flatMap(seriesOf);
   const all = drawn.flatMap((each) => each.points);
-  const legend = el("div", { class: "legend" });
-  box.append(el("h2", {}, title), legend);
+  const legend = el("div", { class: "legend" }), below = el("div", { class: "lost" });
+  box.append(el("h2", {}, title), legend, ...(note ? [below] : []));
   if (!all.length) return box.append(el("p", { class: "empty" }, "nothing recorded"));
   const xs = all.map(([x]) => x), ys = all.map(([, y]) => y);
   const x0 = Math.min(...xs), x1 = Math.max(...xs, x0 + 1);
@@ -93,7 +113,8 @@ function chart(box, title, series) {
   }
   const mark = svg("line", { class: "grid", y1: T, y2: H - B, visibility: "hidden" });
   picture.append(mark);
-  const say = (step) =>
+  const say = (step) => {
+    if (note) below.textContent = note(step);
     legend.replaceChildren(
       step === null ? "" : `step ${step}  `,
       ...drawn.flatMap((each) => {
@@ -101,6 +122,7 @@ function chart(box, title, series) {
         return [el("span", { style: `color:${each.color}` }, each.dots ? (each.dash ? "○ " : "● ") : each.dash ? "┅ " : "━ "), `${each.label} ${number(value)}  `];
       }),
     );
+  };
   const stepAt = (event) => {
     const place = picture.getBoundingClientRect();
     const x = x0 + (((event.clientX - place.left) / place.width) * W - L) / (W - L - R) * (x1 - x0);
