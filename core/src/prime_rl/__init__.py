@@ -15,7 +15,8 @@ __all__ = [
     "RendererOffer", "Rollout", "RolloutPlan", "RunError", "RunView", "Sample", "SampledEnv",
     "Sampler", "Source", "SourceRequest", "StreamError", "Task", "TensorInfo", "TokenMetric",
     "TrainerObserver", "Tuning", "Turn", "WeightDelivery", "WeightSender", "WeightTransport",
-    "Weights", "WeightsError", "WireError", "hookimpl", "import_function", "log_metric",
+    "Weights", "WeightsError", "WireError", "at_least", "hookimpl", "import_function",
+    "is_negligible", "log_metric", "settled",
 ]
 
 if _typing.TYPE_CHECKING:
@@ -40,6 +41,7 @@ if _typing.TYPE_CHECKING:
     from prime_rl.plugins.weight_transports import Header, ReceivingEngine, TensorInfo
     from prime_rl.plugins.weight_transports import WeightDelivery, Weights, WeightSender
     from prime_rl.plugins.weight_transports import WeightTransport
+    from prime_rl.rewards import at_least, is_negligible, settled
     from prime_rl.rollout import ROLES, Group, Rollout, Sample, Turn
     from prime_rl.rundir.chat_template import ChatTemplate
     from prime_rl.streams import LossComponent

@@ -22,6 +22,7 @@ import numpy as np
 
 from prime_rl.env.episode import BranchTokens, RolloutResult
 from prime_rl.errors import StreamError
+from prime_rl.rewards import settled
 from prime_rl.rollout import ROLES, TURN_REWARDS, Rollout, Sample
 from prime_rl.streams import BoolColumn
 
@@ -85,7 +86,7 @@ def result_of(
         usage = trace.num_input_tokens, trace.usage.completion_tokens
     return RolloutResult(
         ok=failure is None,
-        reward=trace.reward,
+        reward=_reward_of(trace),
         rewards={name: term.score for name, term in trace.rewards.items() if term is not None},
         metrics={name: value for name, value in trace.metrics.items() if value is not None},
         info=info,
@@ -102,6 +103,13 @@ def result_of(
         timing=timing_of(trace),
         usage=usage,
     )
+
+
+def _reward_of(trace: Trace) -> float:
+    """The sum of the weighted terms, without its rounding."""
+    terms = [abs(term.score * term.weight) for term in trace.rewards.values() if term is not None]
+    finite = [term for term in terms if isfinite(term)]
+    return settled(trace.reward, scale=max(finite, default=1.0))
 
 
 LARGEST_INFO = 16 << 20

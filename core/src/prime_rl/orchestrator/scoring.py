@@ -68,6 +68,7 @@ async def score_group(hooks: Hooks, group: Group) -> None:
     """Group-relative credit, after ``score_rollout`` of each."""
     for rollout in group:
         _check_reward(rollout, "A plugin's score_rollout has changed it: fix the plugin.")
+        rollout.settle()
     await hooks.score_group(group)
 
 
@@ -114,8 +115,8 @@ def stamp(rollout: Rollout, action_loss: LossComponent, losses: Components | Non
     if (
         rollout.credited == action_loss
         and f"{action_loss}{WEIGHTS}" not in rollout.assigned
-        and (advantages := rollout.advantages) is not None
-        and not advantages.any()
+        and rollout.advantages is not None
+        and not rollout.has_credit
         and rollout.trains_beside_rl
     ):
         for sample in rollout.samples:

@@ -80,7 +80,7 @@ class GRPOStd(Baseline):
     action_loss = "grpo_std"
 
     def credit(self, group: Group) -> list[float]:
-        return standardized(centered([rollout.reward for rollout in group]), EPSILON)
+        return standardized([rollout.reward for rollout in group], EPSILON)
 
 
 class DrGRPO(Baseline):
