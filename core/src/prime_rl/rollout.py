@@ -332,7 +332,22 @@ class Rollout:
             shorter = [sample.cut(limit) for sample in self.samples]
             self.samples = [sample for sample in shorter if trains(sample)]
             self.is_truncated = True
+            self._keep_turn_rewards()
         return num_longer
+
+    def _keep_turn_rewards(self) -> None:
+        """After a cut: what turns that are gone have earned goes to the last turn that is left, as
+        the rollout's reward does."""
+        columns = [s.node_ids[s.loss_mask] for s in self.samples if s.node_ids is not None]
+        left = {str(node) for column in columns for node in np.unique(column)}
+        rewards = self.info.get(TURN_REWARDS, {})
+        if not left or rewards.keys() <= left:
+            return
+        kept = {node: reward for node, reward in rewards.items() if node in left}
+        last = max(left, key=int)
+        gone = sum(reward for node, reward in rewards.items() if node not in left)
+        kept[last] = kept.get(last, 0.0) + gone
+        self.info = self.info | {TURN_REWARDS: kept}
 
     def freeze(self) -> None:
         """Freeze the streams: later assignments raise ``StreamError``."""

@@ -298,3 +298,20 @@ def test_a_rollout_of_one_token_without_a_prompt_has_no_member():
     sample = Sample(token_ids=[1], loss_mask=[True], inference_logprobs=[-1])
     rollout = Rollout(env="e", example_id=0, group_id=0, reward=1.0, samples=[sample])
     assert not rollout.has_members
+
+
+def test_what_the_turns_that_are_cut_off_have_earned_goes_to_the_last_one_left():
+    """Three replies of one token, nodes 1, 3 and 5; the cut is within the third message."""
+    sample = Sample(
+        token_ids=[7, 1, 8, 2, 9, 3],
+        loss_mask=[False, True] * 3,
+        inference_logprobs=[0, -1] * 3,
+        node_ids=[0, 1, 2, 3, 4, 5],
+    )
+    rollout = Rollout(env="e", example_id=0, group_id=0, reward=1.0, samples=[sample])
+    rollout.info = {"turn_rewards": {"1": 0.25, "5": 2.0}, "other": 1}
+    rollout.cut(5)
+    assert rollout.info == {"turn_rewards": {"1": 0.25, "3": 2.0}, "other": 1}
+    assert [turn.reward for turn in rollout.turns] == [None, 0.25, None, 2.0, None]
+    rollout.cut(2)
+    assert rollout.info["turn_rewards"] == {"1": 2.25}

@@ -27,7 +27,7 @@ from prime_rl.errors import ConfigError, StreamError
 from prime_rl.orchestrator.balance import sample_costs, split_groups
 from prime_rl.orchestrator.buffer import Batch
 from prime_rl.plugins.components import Components
-from prime_rl.plugins.loss import SCOPES, Loss
+from prime_rl.plugins.loss import SCOPES
 from prime_rl.plugins.manager import Hooks
 from prime_rl.rollout import Rollout, Sample, sample_of
 from prime_rl.streams import (
@@ -116,8 +116,7 @@ def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Pie
     by_group: dict[tuple[int, str], list[int]] = {}
     for index, piece in enumerate(pieces):
         for name in components(piece.sample):
-            asks = losses[name].cls.completes.__func__ is not Loss.completes.__func__
-            if asks and members(piece.sample, name).any():
+            if members(piece.sample, name).any() and losses[name].cls.scope == "group":
                 by_group.setdefault((piece.group, name), []).append(index)
 
     left = list(pieces)
@@ -125,11 +124,12 @@ def _without_incomplete(pieces: Sequence[Piece], losses: Components) -> list[Pie
         samples = [left[index].sample for index in indices]
         masks = [members(sample, name) for sample in samples]
         shared = set.intersection(*(set(stream_names(sample)) for sample in samples))
-        columns = {
-            each: [stream(sample, each)[mask] for sample, mask in zip(samples, masks, strict=True)]
-            for each in sorted(shared)
+        streams = {
+            each: np.concatenate(
+                [sample.columns[each][mask] for sample, mask in zip(samples, masks, strict=True)]
+            )
+            for each in shared
         }
-        streams = {each: np.concatenate(parts) for each, parts in columns.items()}
         if losses[name].cls.completes(streams):
             continue
         for index, sample in zip(indices, samples, strict=True):
