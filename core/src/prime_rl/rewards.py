@@ -4,8 +4,9 @@
     is_negligible(x, values)    x is what rounding leaves where ``values`` cancel
     at_least(reward, least)     ties count, also where a mean was rounded
 
-Every ``Rollout`` has a settled reward, so rewards that are equal but for the order of their terms
-are equal. A credit that divides by a mean or a deviation asks ``is_negligible`` first.
+Core settles the reward of every rollout before it is scored, so rewards that are equal but for the
+order of their terms are equal. A credit that divides by a mean or a deviation asks
+``is_negligible`` first.
 """
 
 from __future__ import annotations
@@ -39,20 +40,22 @@ def settled(reward: float, scale: float = 1.0) -> float:
         return value
 
     if float(np.float32(value)) == value:
-        from_single = _nearest(value, SINGLE * abs(value))
+        from_single = _nearest(value, SINGLE * abs(value), apart=100)
         if from_single is not None:
             return from_single
 
-    from_double = _nearest(value, DOUBLE * max(abs(value), scale, 1.0))
+    from_double = _nearest(value, DOUBLE * max(abs(value), scale, 1.0), apart=10_000)
     return value if from_double is None else from_double
 
 
-def _nearest(value: float, tolerance: float) -> float | None:
-    """The fraction with a small denominator within ``tolerance``. None: there is none."""
-    # Two fractions with denominators of at most n are at least 1 / n^2 apart. With this n that is
-    # 100 tolerances: all that rounding makes of one fraction leads back to it and to no other, and
-    # a number with other digits is seldom near one.
-    largest = max(int(0.1 / math.sqrt(tolerance)), 1)
+def _nearest(value: float, tolerance: float, apart: float) -> float | None:
+    """The fraction with a small denominator within ``tolerance``. None: there is none.
+
+    Two fractions with denominators of at most n are at least 1 / n^2 apart, and n is chosen so that
+    this is ``apart`` tolerances: all that rounding makes of one fraction leads back to it and to no
+    other, and a number with other digits is seldom near one.
+    """
+    largest = max(int(1 / math.sqrt(apart * tolerance)), 1)
     fraction = Fraction(value).limit_denominator(largest)
     found = fraction.numerator / fraction.denominator
     return found if abs(found - value) <= tolerance else None

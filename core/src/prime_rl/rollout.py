@@ -164,7 +164,8 @@ class Rollout:
     example_id: int
     group_id: int
     reward: float
-    """A sum of terms without its rounding: 0.7 + 0.2 + 0.1 is 1.0. So equal rewards are equal."""
+    """A sum of terms. Core has undone its rounding when the first plugin sees it: 0.7 + 0.2 + 0.1
+    is 1.0."""
     samples: list[Sample]
     rewards: dict[str, float] = field(default_factory=dict)
     """The env's named reward terms, each before its weight."""
@@ -199,9 +200,6 @@ class Rollout:
     assigned: set[str] = field(default_factory=set)
     """Weight streams an algorithm wrote itself: stamping keeps them."""
     frozen: bool = False
-
-    def __post_init__(self) -> None:
-        self.settle()
 
     def settle(self) -> None:
         """Undo the rounding of the reward (``rewards.settled``): equal rewards compare equal."""

@@ -3,6 +3,7 @@ arithmetic with fractions."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from fractions import Fraction
 
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl import Rollout, at_least, is_negligible, settled
+from prime_rl.orchestrator.scoring import score_rollout
+from prime_rl.plugins.manager import Hooks
 from prime_rl.testing import make_rollout
 
-weights = st.integers(0, 1000).map(lambda n: Fraction(n, 1000))
+weights = st.integers(0, 100).map(lambda n: Fraction(n, 100))
 scores = st.sampled_from([Fraction(k, n) for n in (1, 2, 3, 4, 5, 8, 10, 20) for k in range(n + 1)])
 terms = st.lists(st.tuples(weights, scores), min_size=1, max_size=6)
 
@@ -66,10 +69,13 @@ def test_what_is_no_fraction_is_left_for_the_checks_of_rewards(value) -> None:
     assert found is value
 
 
-def test_a_rollout_settles_its_reward_whoever_makes_it() -> None:
+def test_core_settles_a_reward_before_it_is_scored_whoever_makes_the_rollout() -> None:
     sums = [0.7 + 0.2 + 0.1, 0.1 + 0.2 + 0.7, 0.2 + 0.1 + 0.7]
     assert len({*sums}) == 2
-    assert {make_rollout(reward).reward for reward in sums} == {1.0}
+    group = [make_rollout(reward) for reward in sums]
+    for rollout in group:
+        asyncio.run(score_rollout(Hooks(), rollout))
+    assert {rollout.reward for rollout in group} == {1.0}
 
 
 def test_terms_of_a_rollout_say_how_much_has_cancelled() -> None:
@@ -78,14 +84,8 @@ def test_terms_of_a_rollout_say_how_much_has_cancelled() -> None:
     rollout = Rollout(
         env="a", example_id=0, group_id=0, reward=rest, samples=[], rewards={"large": 1000.1}
     )
-    assert rollout.reward == 0.0
-
-
-def test_the_reward_that_a_plugin_has_changed_is_settled_again() -> None:
-    rollout = make_rollout(0.5)
-    rollout.reward = 0.7 + 0.2 + 0.1
     rollout.settle()
-    assert rollout.reward == 1.0
+    assert rollout.reward == 0.0
 
 
 @pytest.mark.parametrize(

@@ -537,6 +537,5 @@ def test_the_lengths_that_train_are_those_that_were_requested(
     limit = 1.95 * (sum(sizes) / (sizes[0] * sizes[1])) ** 0.5
     assert np.abs(below[0] - below[1]).max() < limit
     if over == 1.0:
-        rewards = sorted(rollout.reward for rollout in trained)
-        assert rewards == pytest.approx(sorted(seconds), rel=1e-13)  # none was dropped
+        assert sorted(r.reward for r in trained) == sorted(seconds)  # none was dropped
         assert world.sampling.dispatcher.counts["cancelled"] == 0

@@ -188,7 +188,7 @@ def test_rollouts_without_assigned_credit_stay():
 
 def test_rollouts_that_another_component_trains_stay():
     assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.1])) is None
-    assert zero_advantage(credited(0.0, 0.0, ref_kl_weights=[1.0, 0.0])) is None
+    assert zero_advantage(credited(0.0, 0.0, ref_kl_weights=[0.0, 1.0])) is None
     assert zero_advantage(credited(0.0, 0.0, ce_weights=[0.0, 0.0])) == "every advantage is zero"
 
 

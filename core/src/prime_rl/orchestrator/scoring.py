@@ -29,6 +29,7 @@ FACTS = ("reward", "rewards", "metrics", "info")
 async def score_rollout(hooks: Hooks, rollout: Rollout) -> None:
     """Rollout-local credit and model I/O, then the ce weights of env-provided tokens."""
     _check_reward(rollout, "Fix the environment's reward function.")
+    rollout.settle()
     rollout.given = _facts(rollout)
     await hooks.score_rollout(rollout)
     weighed = zip(rollout.samples, hooks.observation_weights(rollout), strict=True)
@@ -68,7 +69,6 @@ async def score_group(hooks: Hooks, group: Group) -> None:
     """Group-relative credit, after ``score_rollout`` of each."""
     for rollout in group:
         _check_reward(rollout, "A plugin's score_rollout has changed it: fix the plugin.")
-        rollout.settle()
     await hooks.score_group(group)
 
 
